@@ -1,0 +1,1 @@
+"""decodax: decoding for JAX."""

@@ -1,0 +1,75 @@
+"""The window: the tokens that one model call scores, and who sees whom among them.
+
+Every decoding method proposes a window. A chain of drafts is a causal window, a draft tree shows each node its
+ancestors, a diffusion canvas is bidirectional. `W` is the only shape a method chooses.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.struct import Struct, struct
+
+
+@struct
+class Window(Struct):
+    """The tokens of one model call.
+
+    Attributes:
+        tokens: `i32[B, W]`.
+        positions: `i32[B, W]` absolute positions (rotary index); nodes of a tree use their depth.
+        mask: `bool[B or 1, W, W]`; `mask[b, i, j]` says that node `i` sees node `j` *inside* the window. What lies in
+            the cache is seen by every node.
+        live: `bool[B, W]`; dead nodes are computed for the shape's sake, and seen by nobody.
+    """
+
+    tokens: Array
+    positions: Array
+    mask: Array
+    live: Array
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    def visible(self) -> Array:
+        """`bool[B, W, W]`: the mask without dead keys; each node sees at least itself, so no softmax is empty."""
+        return (self.mask & self.live[:, None, :]) | jnp.eye(self.width, dtype=bool)
+
+
+def causal(tokens: Array, start: Array, live: Array | None = None) -> Window:
+    """A chain: node `i` stands at position `start + i` and sees the nodes before it. `start`: `i32[B]`."""
+    width = tokens.shape[1]
+    mask = jnp.tril(jnp.ones((1, width, width), bool))
+    return _window(tokens, start, mask, live)
+
+
+def bidirectional(tokens: Array, start: Array, live: Array | None = None) -> Window:
+    """A canvas: node `i` stands at position `start + i`, every live node sees every live node."""
+    width = tokens.shape[1]
+    return _window(tokens, start, jnp.ones((1, width, width), bool), live)
+
+
+def _window(tokens: Array, start: Array, mask: Array, live: Array | None) -> Window:
+    positions = start[:, None].astype(jnp.int32) + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    live = jnp.ones(tokens.shape, bool) if live is None else live
+    return Window(tokens=tokens.astype(jnp.int32), positions=positions, mask=mask, live=live)
+
+
+def parents(window: Window) -> Array:
+    """`i32[B, W]`: for each node the window node one position before it that it sees, or -1 where that is cached.
+
+    >>> w = causal(jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32))
+    >>> parents(w).tolist()
+    [[-1, 0, 1]]
+    """
+    before = window.positions[:, :, None] - 1 == window.positions[:, None, :]
+    seen = window.mask & before & ~jnp.eye(window.width, dtype=bool)
+    return jnp.where(seen.any(-1), jnp.argmax(seen, -1), -1).astype(jnp.int32)
+
+
+def take(x: Array, index: Array) -> Array:
+    """`x[b, index[b, ...]]` for each row `b`: the gather along the window (or any second) axis."""
+    return jax.vmap(lambda row, i: row[i])(x, index)

@@ -1,0 +1,121 @@
+"""The contracts of the round: what a model, an algorithm and a policy are to the core, and to nothing else.
+
+Letters: B batch, N token buffer, S cache slots, W window, M most tokens a round can emit, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jax import Array
+
+from decodax.cache import Cache, Window, WindowKV
+from decodax.struct import Struct, struct
+
+if TYPE_CHECKING:
+    from decodax.core.record import Record
+    from decodax.core.state import State
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Out:
+    """What one model call returns. It lives inside a trace and never crosses a jit boundary.
+
+    Attributes:
+        hidden: `f[B, W, D]` after the final norm.
+        kv: keys and values of the window for each layer, not yet in the cache.
+        head: maps hidden states `f[..., D]` to logits `f32[..., V]`.
+    """
+
+    hidden: Array
+    kv: WindowKV
+    head: Callable[[Array], Array]
+
+    def logits(self, select: Array | None = None) -> Array:
+        """`f32[B, W', V]`: the head's output at window nodes `select` (`i32[B, W']`), or at all of them."""
+        from decodax.cache import take
+        return self.head(self.hidden if select is None else take(self.hidden, select))
+
+
+class Model(Protocol):
+    """A decoder as the core sees it: hashable (it is static under jit), pure, its weights handed in.
+
+    `apply` attends to the cache and to the window by `cache.attend(layer, q, k, v, window, scale=...)`, once a layer,
+    and returns the window's keys and values; it never writes the cache.
+    """
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache for `batch` rows of `capacity` slots."""
+
+    def apply(self, params: PyTree, window: Window, cache: Cache) -> Out:
+        """Scores the window. The logits of node `w` predict what follows it."""
+
+
+@struct
+class Params(Struct):
+    """Weights by role. `draft` is whatever the algorithm's draft source needs (None: nothing)."""
+
+    target: PyTree
+    draft: PyTree = None
+
+
+@struct
+class Decision(Struct):
+    """What a round holds to be true.
+
+    Attributes:
+        tokens: `i32[B, M]` tokens to append; a negative one says that the distribution was broken (`policy.INVALID`,
+            `policy.DEAD_END`) and finishes the row with that status.
+        count: `i32[B]` how many of them; `clip` may take fewer.
+        slots: `i32[B, W]` the cache slot for each window entry, -1 to drop it. It must depend on what the model
+            returned (any function of the drawn tokens does), or XLA:CPU copies the whole cache to protect its readers.
+        source: `i32[B, M]` the window node whose logits decided each token (log-probabilities and the policy's state
+            are taken there).
+        algo: the algorithm's own state for the next round.
+        drafted: `i32[B]` draft tokens that were offered for verification this round, for the statistics.
+        accepted: `i32[B]` draft tokens that were accepted.
+        rows: `i32[B]` row gather to apply before anything else (beams, particles), or None.
+        record: log-probabilities that the algorithm noted itself, where tokens are decided long before they are
+            emitted (diffusion); None lets the core take them at `source`.
+    """
+
+    tokens: Array
+    count: Array
+    slots: Array
+    source: Array
+    algo: PyTree
+    drafted: Array | None = None
+    accepted: Array | None = None
+    rows: Array | None = None
+    record: Record | None = None
+
+
+class Algorithm(Protocol):
+    """A decoding method: a frozen dataclass, compared by value, static under jit.
+
+    Numbers that a user may change between calls without a retrace belong in the policy or the state, not here.
+    """
+
+    @property
+    def emits(self) -> int:
+        """`M`, the most tokens that a round can append."""
+
+    @property
+    def caches(self) -> bool:
+        """Whether it reads a cache; without one the prompt is not prefilled and the cache has capacity 0."""
+
+    def init(self, params: Params, s: State) -> PyTree:
+        """The algorithm's state for a prompt; every leaf with an explicit dtype."""
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, PyTree]:
+        """The window to score next."""
+
+    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
+        """What of it is true. `policy` is lifted over the window: see `decodax.policy.Lifted`."""
+
+    def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
+        """Sees a prefill chunk (hidden states and all); drafters that feed on the target's features use it."""

@@ -1,0 +1,1 @@
+"""One distribution: the chain of logit transforms that sampler and verifiers share."""

@@ -1,0 +1,255 @@
+"""The one distribution: a chain of transforms of logits, lifted over windows.
+
+A transform is written for one row and one position, as its paper has it; `Policy` lifts the chain over rows and over
+the nodes of a window, so that a penalty, a ban or an automaton is exact at every draft position, along chains and
+trees alike. Sampler and verifiers take tokens and probabilities from the same lifted chain.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import Window, parents, take
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.core.types import Out
+from decodax.policy.draw import DEAD_END, INVALID, draw, first_argmax
+from decodax.struct import Struct, struct
+
+PyTree = Any
+
+
+@struct
+class Context(Struct):
+    """What a transform knows of its row at one position. Row level: no batch axis.
+
+    Attributes:
+        tokens: `i32[N]` the sequence, prompt first, by position; -1 where no token is known. Along a sequence the
+            known ones are those below `length`; on a diffusion canvas they lie on both sides of it.
+        length: `i32[]` the index of the token to be chosen.
+        prompt_length: `i32[]`.
+        key: the row's key, for transforms that toss a coin: `keys.at(ctx.key, ctx.length, Purpose.TRANSFORM)`.
+    """
+
+    tokens: Array
+    length: Array
+    prompt_length: Array
+    key: Array
+
+
+class Transform(Struct):
+    """One link of the chain, a struct whose array fields are per-row values: `[B, ...]` in a `Policy`, without `B`
+    inside these methods.
+
+    `needs` says what of the past it reads: "nothing", the "bag" of earlier tokens in any order, or the "sequence".
+    Samplers that fill positions in any order take the first two and refuse the third. A transform that carries a state
+    of its own (an automaton, mirostat's mu) gives a pytree from `init`; most read the context and keep none. A state
+    never has a vocabulary-sized leaf.
+    """
+
+    needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "nothing"
+
+    def init(self, ctx: Context) -> PyTree:
+        """State after the prompt `ctx`."""
+        return None
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        """Maps `f32[V]` to `f32[V]`; -inf removes a token."""
+        raise NotImplementedError
+
+    def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
+        """State after `token`, which had `log_prob` under the whole chain's distribution."""
+        return state
+
+
+@struct
+class Temperature(Transform):
+    """Divides logits by `temperature` (`f32[B]`); at 0 only the (first) largest remains: greedy.
+
+    >>> Temperature(jnp.float32(0.5)).logits(None, None, jnp.array([1.0, 2.0])).tolist()
+    [2.0, 4.0]
+    >>> Temperature(jnp.float32(0.0)).logits(None, None, jnp.array([1.0, 2.0])).tolist()
+    [-inf, 2.0]
+    """
+
+    temperature: Array
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        greedy = self.temperature == 0
+        # the maximum of logits with a NaN is that NaN, so it stays visible
+        best = jnp.where(jnp.arange(logits.shape[-1]) == first_argmax(logits), logits, -jnp.inf)
+        return jnp.where(greedy, best, logits / jnp.where(greedy, 1, self.temperature))
+
+
+class Rows(Protocol):
+    """What the lift reads of a decoding state."""
+
+    tokens: Array
+    length: Array
+    prompt_length: Array
+    key: Array
+    policy: PyTree
+
+
+@struct
+class Policy(Struct):
+    """A chain of transforms with the ends of a sequence.
+
+    Attributes:
+        transforms: applied in order; every array leaf has a leading batch axis.
+        eos: `i32[B, E]` tokens that end a row, padded with -1.
+        stops: the automaton of stop strings (`decodax.core.stops.StopTable`), shared by all rows, or None.
+    """
+
+    transforms: tuple[Transform, ...]
+    eos: Array
+    stops: Any = None
+
+    def init(self, tokens: Array, length: Array, prompt_length: Array, key: Array) -> PyTree:
+        """Per-row states of the transforms after a prompt: `i32[B, N]`, `i32[B]`, `i32[B]`, `key[B]`."""
+        def one(transforms: tuple[Transform, ...], *row: Array) -> PyTree:
+            return tuple(t.init(Context(*row)) for t in transforms)
+
+        return jax.vmap(one)(self.transforms, tokens, length, prompt_length, key)
+
+    def over(self, s: Rows, window: Window, out: Out, known: Array | None = None,
+             predicts: Array | None = None) -> Lifted:
+        """The chain lifted over the nodes of a scored window; see `Lifted`."""
+        return Lifted(self, s, window, out, known, predicts)
+
+    @property
+    def greedy(self) -> Array:
+        """`bool[B]`: rows that a temperature of 0 makes greedy."""
+        cold = [t.temperature == 0 for t in self.transforms if isinstance(t, Temperature)]
+        return jnp.stack(cold).any(0) if cold else jnp.zeros(self.eos.shape[0], bool)
+
+
+class Lifted:
+    """A policy at the nodes of one scored window. It lives inside one trace.
+
+    The context of a node is the row's verified sequence plus the window nodes it sees, each at its position.
+
+    Args:
+        known: `bool[B, W]` nodes that hold a token (not a mask); None: all.
+        predicts: `i32[B, W]` the index of the token that each node's logits predict; None: the one after the node.
+
+    In the methods `nodes` is `i32[B, W']`, or None for all nodes in order.
+    """
+
+    def __init__(self, policy: Policy, s: Rows, window: Window, out: Out, known: Array | None, predicts: Array | None):
+        self.policy, self.s, self.window, self.out = policy, s, window, out
+        self.known = jnp.ones(window.tokens.shape, bool) if known is None else known
+        self.predicts = window.positions + 1 if predicts is None else predicts
+
+    @property
+    def stateful(self) -> bool:
+        """Whether some transform carries a state from token to token."""
+        return bool(jax.tree.leaves(self.s.policy))
+
+    def processed(self, nodes: Array | None = None) -> Array:
+        """The chain's output `f32[B, W', V]`: unnormalised, -inf where a token is forbidden."""
+        if self.stateful:
+            out = self._walk()[1]
+            return out if nodes is None else take(out, nodes)
+        return self._map(self.policy.transforms, self.s.policy, self.out.logits(nodes), nodes)
+
+    def log_probs(self, nodes: Array | None = None) -> Array:
+        """Normalised log-probabilities `f32[B, W', V]`."""
+        return jax.nn.log_softmax(self.processed(nodes), axis=-1)
+
+    def draw(self, nodes: Array | None = None, purpose: Purpose = Purpose.TOKEN, salt: Array | None = None) -> Array:
+        """One keyed token a node: `i32[B, W']`; INVALID where logits hold a NaN, DEAD_END where none is allowed."""
+        chain = self.policy.transforms
+        cut = next((i for i, t in enumerate(chain) if isinstance(t, Temperature)), None)
+        predicts = self.predicts if nodes is None else take(self.predicts, nodes)
+        uniforms = lambda: keys.uniforms(self.s.key, predicts, purpose, salt)
+        if cut is None or self.stateful:
+            return draw(self.processed(nodes), uniforms())
+        # an all-greedy batch stops at the temperature: nothing behind it can change the choice among one token
+        logits = self._map(chain[:cut], self.s.policy[:cut], self.out.logits(nodes), nodes)
+        warm = lambda: draw(self._map(chain[cut:], self.s.policy[cut:], logits, nodes), uniforms())
+        return lax.cond(self.policy.greedy.all(), lambda: first_argmax(logits, checked=True), warm)
+
+    def advance(self, node: Array, token: Array) -> PyTree:
+        """The transforms' states after `token` (`i32[B]`), decided at `node` (`i32[B]`): what the next round starts from."""
+        if not self.stateful:
+            return self.s.policy
+        states, logits = self._walk()
+        state = jax.tree.map(lambda x: take(x, node), states)
+        log_prob = jnp.take_along_axis(jax.nn.log_softmax(take(logits, node)), jnp.maximum(token, 0)[:, None], 1)[:, 0]
+        return jax.vmap(_advance)(self.policy.transforms, state, token, log_prob)
+
+    def _contexts(self, nodes: Array | None, transforms: tuple[Transform, ...]) -> Context:
+        """Contexts `[B, W', ...]` of the nodes; without tokens where no transform reads any."""
+        if nodes is None:
+            nodes = jnp.broadcast_to(jnp.arange(self.window.width, dtype=jnp.int32), self.window.tokens.shape)
+        reads = any(t.needs != "nothing" for t in transforms)
+        width = self.s.tokens.shape[1]
+
+        def row(tokens: Array, length: Array, prompt_length: Array, key: Array, seen: Array, placed: Array,
+                written: Array, predicts: Array) -> Context:
+            verified = jnp.where(jnp.arange(width) < length, tokens, -1)
+
+            def node(seen: Array, predicts: Array) -> Context:
+                if not reads:
+                    return Context(jnp.zeros(0, jnp.int32), predicts, prompt_length, key)
+                # what a node does not see is written beyond the end, that is, dropped
+                history = verified.at[jnp.where(seen, placed, width)].set(written, mode="drop")
+                return Context(history, predicts, prompt_length, key)
+
+            return jax.vmap(node)(seen, predicts)
+
+        s, w = self.s, self.window
+        seen = take(jnp.broadcast_to(w.visible(), (*w.tokens.shape, w.width)), nodes) & self.known[:, None, :]
+        return jax.vmap(row)(s.tokens, s.length, s.prompt_length, s.key, seen, w.positions, w.tokens,
+                             take(self.predicts, nodes))
+
+    def _map(self, transforms: tuple[Transform, ...], states: PyTree, logits: Array, nodes: Array | None) -> Array:
+        """The chain at each node by itself: states do not change along the window."""
+        def row(transforms: tuple[Transform, ...], states: PyTree, contexts: Context, logits: Array) -> Array:
+            return jax.vmap(lambda ctx, x: _chain(transforms, states, ctx, x))(contexts, logits)
+
+        if not transforms:
+            return logits
+        return jax.vmap(row)(transforms, states, self._contexts(nodes, transforms), logits)
+
+    def _walk(self) -> tuple[PyTree, Array]:
+        """The chain from node to node: states `[B, W, ...]` after each node, processed logits `f32[B, W, V]`.
+
+        A node's parent stands before it in the window. Node states start from the parent's, advanced by the node's
+        token; the root's is the row's own.
+        """
+        def row(transforms: tuple[Transform, ...], start: PyTree, contexts: Context, logits: Array, tokens: Array,
+                parent: Array) -> tuple[PyTree, Array]:
+            def visit(carry: tuple[PyTree, Array], x: tuple[Any, ...]) -> tuple[tuple[PyTree, Array], tuple[PyTree, Array]]:
+                states, log_probs = carry       # [W, ...]; log_probs[i, j]: of token j after node i
+                node, ctx, raw, up = x
+                before = jax.tree.map(lambda s: s[up], states)
+                moved = _advance(transforms, before, tokens[node], log_probs[up, node])
+                state = jax.tree.map(lambda a, b: jnp.where(up < 0, a, b), start, moved)
+                out = _chain(transforms, state, ctx, raw)
+                states = jax.tree.map(lambda s, new: s.at[node].set(new), states, state)
+                return (states, log_probs.at[node].set(jax.nn.log_softmax(out)[tokens])), (state, out)
+
+            width = tokens.shape[0]
+            empty = jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *x.shape)), start)
+            nodes = jnp.arange(width, dtype=jnp.int32)
+            return lax.scan(visit, (empty, jnp.zeros((width, width))), (nodes, contexts, logits, parent))[1]
+
+        contexts = self._contexts(None, self.policy.transforms)
+        return jax.vmap(row)(self.policy.transforms, self.s.policy, contexts, self.out.logits(), self.window.tokens,
+                             parents(self.window))
+
+
+def _chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logits: Array) -> Array:
+    for transform, state in zip(transforms, states, strict=True):
+        logits = transform.logits(state, ctx, logits)
+    return logits
+
+
+def _advance(transforms: tuple[Transform, ...], states: PyTree, token: Array, log_prob: Array) -> PyTree:
+    return tuple(t.advance(s, token, log_prob) for t, s in zip(transforms, states, strict=True))
