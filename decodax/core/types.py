@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jax import Array
 
-from decodax.cache import Cache, Window, WindowKV
+from decodax.cache import Cache, Window, WindowKV, take
 from decodax.struct import Struct, struct
 
 if TYPE_CHECKING:
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from decodax.core.state import State
 
 PyTree = Any
+
+INVALID = -1
+"""In place of a token: the logits hold a NaN or +inf."""
+
+DEAD_END = -2
+"""In place of a token: the policy forbids every token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +43,6 @@ class Out:
 
     def logits(self, select: Array | None = None) -> Array:
         """`f32[B, W', V]`: the head's output at window nodes `select` (`i32[B, W']`), or at all of them."""
-        from decodax.cache import take
         return self.head(self.hidden if select is None else take(self.hidden, select))
 
 
@@ -68,8 +73,7 @@ class Decision(Struct):
     """What a round holds to be true.
 
     Attributes:
-        tokens: `i32[B, M]` tokens to append; a negative one says that the distribution was broken (`policy.INVALID`,
-            `policy.DEAD_END`) and finishes the row with that status.
+        tokens: `i32[B, M]` tokens to append; a negative one says that the distribution was broken (`INVALID`, `DEAD_END`) and finishes the row with that status.
         count: `i32[B]` how many of them; `clip` may take fewer.
         slots: `i32[B, W]` the cache slot for each window entry, -1 to drop it. It must depend on what the model
             returned (any function of the drawn tokens does), or XLA:CPU copies the whole cache to protect its readers.
@@ -78,7 +82,6 @@ class Decision(Struct):
         algo: the algorithm's own state for the next round.
         drafted: `i32[B]` draft tokens that were offered for verification this round, for the statistics.
         accepted: `i32[B]` draft tokens that were accepted.
-        rows: `i32[B]` row gather to apply before anything else (beams, particles), or None.
         record: log-probabilities that the algorithm noted itself, where tokens are decided long before they are
             emitted (diffusion); None lets the core take them at `source`.
     """
@@ -90,7 +93,6 @@ class Decision(Struct):
     algo: PyTree
     drafted: Array | None = None
     accepted: Array | None = None
-    rows: Array | None = None
     record: Record | None = None
 
 

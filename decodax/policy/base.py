@@ -17,7 +17,7 @@ from decodax.cache import Window, parents, take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.types import Out
-from decodax.policy.draw import DEAD_END, INVALID, draw, first_argmax
+from decodax.policy.draw import draw, first_argmax
 from decodax.struct import Struct, struct
 
 PyTree = Any
@@ -116,10 +116,14 @@ class Policy(Struct):
 
         return jax.vmap(one)(self.transforms, tokens, length, prompt_length, key)
 
-    def over(self, s: Rows, window: Window, out: Out, known: Array | None = None,
-             predicts: Array | None = None) -> Lifted:
+    def over(self, s: Rows, window: Window, out: Out) -> Lifted:
         """The chain lifted over the nodes of a scored window; see `Lifted`."""
-        return Lifted(self, s, window, out, known, predicts)
+        return Lifted(self, s, window, out, jnp.ones(window.tokens.shape, bool), window.positions + 1)
+
+    def select(self, rows: Array) -> Policy:
+        """The policy whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
+        transforms, eos = jax.tree.map(lambda x: x[rows], (self.transforms, self.eos))
+        return self.replace(transforms=transforms, eos=eos)
 
     @property
     def greedy(self) -> Array:
@@ -134,16 +138,27 @@ class Lifted:
     The context of a node is the row's verified sequence plus the window nodes it sees, each at its position.
 
     Args:
-        known: `bool[B, W]` nodes that hold a token (not a mask); None: all.
-        predicts: `i32[B, W]` the index of the token that each node's logits predict; None: the one after the node.
+        known: `bool[B, W]` nodes that hold a token (not a mask).
+        predicts: `i32[B, W]` the index of the token that each node's logits predict.
 
     In the methods `nodes` is `i32[B, W']`, or None for all nodes in order.
     """
 
-    def __init__(self, policy: Policy, s: Rows, window: Window, out: Out, known: Array | None, predicts: Array | None):
+    def __init__(self, policy: Policy, s: Rows, window: Window, out: Out, known: Array, predicts: Array):
         self.policy, self.s, self.window, self.out = policy, s, window, out
-        self.known = jnp.ones(window.tokens.shape, bool) if known is None else known
-        self.predicts = window.positions + 1 if predicts is None else predicts
+        self.known, self.predicts = known, predicts
+
+    def on_canvas(self, out: Out, known: Array, predicts: Array) -> Lifted:
+        """The policy for a window that is filled in any order, with `out` in the scored one's place.
+
+        Raises:
+            ValueError: a transform needs its past in sequence, which a canvas does not have.
+        """
+        ordered = [type(t).__name__ for t in self.policy.transforms if t.needs == "sequence"]
+        if ordered or self.stateful:
+            raise ValueError(f"{', '.join(ordered)}: reads the text from left to right, and this algorithm fills "
+                             "positions in any order; use transforms that need nothing or a bag of tokens")
+        return Lifted(self.policy, self.s, self.window, out, known, predicts)
 
     @property
     def stateful(self) -> bool:
@@ -158,8 +173,9 @@ class Lifted:
         return self._map(self.policy.transforms, self.s.policy, self.out.logits(nodes), nodes)
 
     def log_probs(self, nodes: Array | None = None) -> Array:
-        """Normalised log-probabilities `f32[B, W', V]`."""
-        return jax.nn.log_softmax(self.processed(nodes), axis=-1)
+        """Normalised log-probabilities `f32[B, W', V]`; all -inf where the policy allows nothing."""
+        logits = self.processed(nodes)
+        return jnp.where(logits.max(-1, keepdims=True) == -jnp.inf, -jnp.inf, jax.nn.log_softmax(logits, axis=-1))
 
     def draw(self, nodes: Array | None = None, purpose: Purpose = Purpose.TOKEN, salt: Array | None = None) -> Array:
         """One keyed token a node: `i32[B, W']`; INVALID where logits hold a NaN, DEAD_END where none is allowed."""

@@ -10,13 +10,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.core.types import DEAD_END, INVALID
+
 BLOCK = 256
-
-INVALID = -1
-"""In place of a token: the logits hold a NaN or +inf."""
-
-DEAD_END = -2
-"""In place of a token: the policy forbids every token."""
 
 
 def draw(logits: Array, uniforms: Array) -> Array:

@@ -1,0 +1,5 @@
+"""Sources of drafts, one file each."""
+
+from decodax.speculative.drafts.prompt_lookup import PromptLookup
+
+__all__ = ["PromptLookup"]

@@ -1,0 +1,34 @@
+"""Plain autoregressive decoding: one token a round. The reference that every exact method is measured against."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from decodax.cache import Window, causal
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive:
+    """Scores the newest token and draws the next one from the policy: greedy at temperature 0, else sampling."""
+
+    emits = 1
+    caches = True
+
+    def init(self, params: Params, s: State) -> Any:
+        return None
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        return causal(s.newest[:, None], s.length - 1, s.running[:, None]), None
+
+    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        token = policy.draw()
+        return Decision(tokens=token, count=jnp.ones(s.batch, jnp.int32), source=jnp.zeros_like(token), algo=algo,
+                        slots=jnp.where(token >= 0, window.positions, -1))
+
+    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+        return algo

@@ -1,0 +1,57 @@
+"""The one place where a round's tokens are cut: end of sequence, stop strings, budget, capacity, broken logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.core.state import State, Status
+from decodax.core.types import DEAD_END, INVALID, Decision
+
+
+def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
+    """How many of the decided tokens are taken, and what that does to the row.
+
+    Returns:
+        count `i32[B]`, status `i32[B]` and the stop automaton's state `i32[B]`. A row that is not running takes none.
+        The token that ends a sequence or completes a stop string is taken; a broken one is not.
+    """
+    M = d.tokens.shape[1]
+    index = jnp.arange(M, dtype=jnp.int32)
+    offered = index < jnp.where(s.running, d.count, 0)[:, None]
+    made = (s.length - s.prompt_length)[:, None] + index          # new tokens before this one
+    ripe = made >= s.min_new[:, None]
+
+    ends = (d.tokens[:, :, None] == policy.eos[:, None, :]).any(-1) & (d.tokens >= 0) & ripe
+    stop, stops = _stops(policy.stops, d.tokens, s.stop)
+    room = jnp.minimum(s.max_length, s.tokens.shape[1] - M) - s.length
+    full = jnp.where(s.max_length <= s.tokens.shape[1] - M, Status.LENGTH, Status.CAPACITY)
+    first = lambda hit: jnp.where((hit & offered).any(1), jnp.argmax(hit & offered, 1) + 1, M + 1)
+    invalid, dead, end, match = first(d.tokens == INVALID), first(d.tokens == DEAD_END), first(ends), first(stops & ripe)
+    # how many tokens a cause needs to be reached, and how many it lets through; where two meet the first named holds
+    causes = [(invalid, invalid - 1, Status.INVALID), (dead, dead - 1, Status.DEAD_END), (end, end, Status.EOS),
+              (match, match, Status.STOP), (room, room, full)]
+    count = offered.sum(1, dtype=jnp.int32)
+    status = s.status
+    for reached, limit, reason in reversed(causes):
+        cuts = s.running & (reached <= count)
+        status = jnp.where(cuts, jnp.asarray(reason, jnp.int32), status)
+        count = jnp.where(cuts, jnp.maximum(limit, 0).astype(jnp.int32), count)
+    stop = jnp.take_along_axis(jnp.concatenate([s.stop[:, None], stop], 1), count[:, None], 1)[:, 0]
+    return count, status, stop
+
+
+def _stops(table: Any, tokens: Array, state: Array) -> tuple[Array, Array]:
+    """The automaton run over `i32[B, M]` tokens: its states and completed matches after each."""
+    if table is None:
+        return jnp.broadcast_to(state[:, None], tokens.shape), jnp.zeros(tokens.shape, bool)
+
+    def visit(state: Array, token: Array) -> tuple[Array, tuple[Array, Array]]:
+        state, hit = table.advance(state, jnp.maximum(token, 0))
+        return state, (state, hit)
+
+    states, hits = jax.lax.scan(visit, state, tokens.T)[1]
+    return states.T, hits.T

@@ -1,0 +1,57 @@
+"""Prefill: the prompt as a run of rounds that commit a chunk each and emit nothing.
+
+It is an algorithm like any other, so chunked prefill needs no second path through the core. The newest prompt token is
+left out: it opens the first window, as every later newest token does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import Window, causal
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Decision, Out, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """Commits the prompts of `inner`'s state in chunks of `width` tokens."""
+
+    inner: Algorithm
+    width: int
+
+    emits = 1
+    caches = True
+
+    def init(self, params: Params, s: State) -> Any:
+        return s.algo, jnp.zeros((), jnp.int32)
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        inner, start = s.algo
+        # the buffer's end may cut the last chunk short: it then starts earlier and writes some entries once more
+        begin = jnp.minimum(start, s.tokens.shape[1] - self.width)
+        tokens = lax.dynamic_slice_in_dim(s.tokens, begin, self.width, 1)
+        positions = begin + jnp.arange(self.width, dtype=jnp.int32)
+        live = (positions < s.prompt_length[:, None] - 1) & (positions >= start) & s.running[:, None]
+        return causal(tokens, jnp.broadcast_to(begin, s.length.shape), live), (inner, start)
+
+    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        inner, start = algo
+        finite = jnp.isfinite(out.hidden).all(-1)
+        slots = jnp.where(window.live & finite, window.positions, -1)
+        broken = (window.live & ~finite).any(1)
+        none = jnp.zeros((s.batch, 1), jnp.int32)
+        return Decision(tokens=none - 1, count=broken.astype(jnp.int32), slots=slots, source=none,
+                        algo=(self.inner.observe(s, window, out, inner), start + self.width))
+
+    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+        raise NotImplementedError("a prefill is not prefilled")
+
+
+def prefill_rounds(prompt_length: Array, width: int) -> Array:
+    """How many chunks of `width` the longest prompt takes: `i32[]`."""
+    return (jnp.max(prompt_length) - 1 + width - 1) // width

@@ -1,0 +1,95 @@
+"""The round: propose a window, score it with one model call, decide what is true, commit it.
+
+`step` is one round and `run` a loop of them. Whole generation, streaming, replicas under `shard_map` and a batch
+scheduler are drivers of the same compiled step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import take
+from decodax.core.clip import clip
+from decodax.core.record import record
+from decodax.core.state import State, Stats
+from decodax.core.types import Algorithm, Decision, Model, Params
+
+
+def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) -> State:
+    """One round. Nothing unverified reaches the cache: what `decide` does not accept is never written."""
+    window, algo = alg.propose(params, policy, s)
+    out = model.apply(params.target, window, s.cache)
+    lifted = policy.over(s, window, out)
+    d = alg.decide(lifted, s, window, out, algo)
+    count, status, stop = clip(d, s, policy)
+    last = jnp.maximum(count - 1, 0)[:, None]
+    moved = lifted.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])
+    # entries of tokens that were cut, and all of a row that had finished before, stay out of the cache
+    length = s.length + count
+    slots = jnp.where(s.running[:, None] & (d.slots < length[:, None]), d.slots, -1)
+    return s.replace(
+        tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(out.kv, slots),
+        algo=d.algo, policy=_where(count > 0, moved, s.policy), stop=stop, status=status,
+        record=_record(s, d, lifted, count), stats=_count(s, d))
+
+
+def run(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
+        loop: Callable[..., State] | None = None) -> State:
+    """Rounds until every row has finished, `max_rounds` of them at most.
+
+    Args:
+        max_rounds: traced; streaming calls again with what came out.
+        loop: `lax.while_loop`, the default, or `python_loop` to look at each round (the two agree bit for bit).
+    """
+    def unfinished(carry: tuple[Array, State]) -> Array:
+        return (carry[0] < max_rounds) & carry[1].running.any()
+
+    def body(carry: tuple[Array, State]) -> tuple[Array, State]:
+        return carry[0] + 1, step(alg, model, params, policy, carry[1])
+
+    return (loop or lax.while_loop)(unfinished, body, (jnp.zeros((), jnp.int32), s))[1]
+
+
+def python_loop(unfinished: Callable[[Any], Any], body: Callable[[Any], Any], carry: Any) -> Any:
+    """`lax.while_loop` as a Python loop, for debugging and for the laws."""
+    body = jax.jit(body)
+    while bool(unfinished(carry)):
+        carry = body(carry)
+    return carry
+
+
+def _append(buffer: Array, new: Array, start: Array, count: Array) -> Array:
+    """Writes the first `count[b]` of `new [B, M, ...]` into `buffer [B, N + M, ...]` at `start[b]`."""
+    def row(buffer: Array, new: Array, start: Array, count: Array) -> Array:
+        old = lax.dynamic_slice_in_dim(buffer, start, new.shape[0])
+        keep = (jnp.arange(new.shape[0]) < count).reshape(-1, *[1] * (new.ndim - 1))
+        return lax.dynamic_update_slice_in_dim(buffer, jnp.where(keep, new, old), start, 0)
+
+    return jax.vmap(row)(buffer, new.astype(buffer.dtype), start, count)
+
+
+def _where(rows: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
+
+
+def _record(s: State, d: Decision, lifted: Any, count: Array) -> Any:
+    if s.record is None:
+        return None
+    new = d.record
+    if new is None:
+        new = record(take(lifted.out.logits(), d.source), take(lifted.log_probs(), d.source), d.tokens, s.record.count)
+    return jax.tree.map(lambda buffer, x: _append(buffer, x, s.length, count), s.record, new)
+
+
+def _count(s: State, d: Decision) -> Stats:
+    live = s.running.astype(jnp.int32)
+    none = jnp.zeros_like(live)
+    drafted, accepted = (none if x is None else x for x in (d.drafted, d.accepted))
+    decided = jax.nn.one_hot(d.count, s.stats.histogram.shape[1], dtype=jnp.int32)
+    return Stats(rounds=s.stats.rounds + live, drafted=s.stats.drafted + live * drafted,
+                 accepted=s.stats.accepted + live * accepted, histogram=s.stats.histogram + live[:, None] * decided)

@@ -1,0 +1,135 @@
+"""The decoding state: everything that one request batch carries from round to round."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache import Cache
+from decodax.core import keys
+from decodax.core.record import Record, empty_record
+from decodax.core.types import Algorithm, Model, Params
+from decodax.struct import Struct, struct
+
+PyTree = Any
+
+
+class Status(enum.IntEnum):
+    """Why a row is finished, or that it is not."""
+
+    RUNNING = 0
+    EOS = 1          # the model ended it
+    STOP = 2         # a stop string was completed
+    LENGTH = 3       # max_new_tokens reached
+    CAPACITY = 4     # the token buffer or the cache is full
+    INVALID = 5      # the model's logits held a NaN or +inf
+    DEAD_END = 6     # the policy forbids every token
+
+
+@struct
+class Stats(Struct):
+    """Counters of each row, for the rounds in which it was running. Definitions as in vLLM.
+
+    Attributes:
+        rounds: `i32[B]` target forwards that the row took part in.
+        drafted, accepted: `i32[B]` draft tokens offered and accepted, before a stop cut the round short.
+        histogram: `i32[B, M + 1]` rounds by number of tokens decided in them, before such a cut.
+    """
+
+    rounds: Array
+    drafted: Array
+    accepted: Array
+    histogram: Array
+
+
+@struct
+class State(Struct):
+    """One batch of requests in the middle of decoding.
+
+    What evolves:
+        tokens: `i32[B, N + M]` prompt, then output; entries at and beyond `length` mean nothing.
+        length: `i32[B]` tokens of the row. The newest one is not in the cache yet: it opens the next window.
+        cache: verified keys and values.
+        algo, policy, stop: state of the algorithm, of the policy's transforms, and of the stop automaton `i32[B]`.
+        record: log-probabilities of the tokens, by position, or None if nobody asked.
+        status: `i32[B]`, a `Status`.
+    What counts:
+        stats.
+    What bounds (never changes):
+        prompt_length, min_new, max_length: `i32[B]`; an end of sequence counts only after `min_new` tokens.
+        key: `key[B]`, the row's address for every draw.
+    """
+
+    tokens: Array
+    length: Array
+    cache: Cache
+    algo: PyTree
+    policy: PyTree
+    stop: Array
+    record: Record | None
+    status: Array
+    stats: Stats
+    prompt_length: Array
+    min_new: Array
+    max_length: Array
+    key: Array
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def running(self) -> Array:
+        """`bool[B]`."""
+        return self.status == Status.RUNNING
+
+    @property
+    def newest(self) -> Array:
+        """`i32[B]`: the last token of each row."""
+        return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, 1)[:, 0]
+
+    def select(self, rows: Array) -> State:
+        """The state whose row `i` is this one's row `rows[i]` (`i32[B']`): samples of one prompt, beams, particles."""
+        cache = self.cache.select(rows)
+        rest = jax.tree.map(lambda x: x[rows], self.replace(cache=None))
+        return rest.replace(cache=cache)
+
+
+def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens: Array, prompt_length: Array, *,
+               size: int, max_new: Array, min_new: Array | int = 0, seed: Array | int = 0,
+               request: Array | None = None, sample: Array | None = None, top_logprobs: int | None = None) -> State:
+    """A state before prefill.
+
+    Args:
+        tokens: `i32[B, T]` prompts, left-aligned. prompt_length: `i32[B]`, from 1 to T.
+        size: slots `N` of the token buffer and of the cache, static; at least T. A row that reaches it finishes with
+            `Status.CAPACITY`, so make it at least prompt + max_new.
+        max_new, min_new: `i32[B]` or scalars, traced.
+        seed, request, sample: `u32[B]` or scalars that address the row's randomness; `request` defaults to the row.
+        top_logprobs: record log-probabilities of the tokens and of this many most likely ones; None records nothing.
+
+    Raises:
+        ValueError: `size` is smaller than the prompt buffer.
+    """
+    B, T = tokens.shape
+    if size < T:
+        raise ValueError(f"size: got {size} slots for a prompt buffer of {T} tokens")
+    row = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), (B,))
+    prompt_length = row(prompt_length, jnp.int32)
+    buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.emits - T)))
+    key = keys.row_keys(row(seed, jnp.uint32), row(jnp.arange(B) if request is None else request, jnp.uint32),
+                        row(0 if sample is None else sample, jnp.uint32))
+    zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
+    s = State(
+        tokens=buffer, length=prompt_length + 0, cache=model.init_cache(B, size if alg.caches else 0),
+        algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),
+        stop=zero() if policy.stops is None else policy.stops.start(B),
+        record=None if top_logprobs is None else empty_record((B, size + alg.emits), top_logprobs),
+        status=zero(), stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32)),
+        prompt_length=prompt_length, min_new=row(min_new, jnp.int32),
+        max_length=prompt_length + row(max_new, jnp.int32), key=key)
+    return s.replace(algo=alg.init(params, s))
