@@ -66,24 +66,25 @@ def stop_table(token_bytes: Sequence[bytes], stop: str | Sequence[str], size: in
     tokens = list(token_bytes) + [b""] * ((size or 0) - len(token_bytes))
     final, hit, pairs = _run(delta, out, tokens)
 
-    # column of a token without exceptions: its result from the root, whatever the state before
+    # a column is the result from the root, whatever the state before, and exceptions to it
     room = _bucket(states, 32)
     bits = next(b for b in (8, 16, 32) if room <= 1 << (b - 1))
-    dtype = np.dtype(f"u{bits // 8}")
-    code = lambda state, hit: (state + (hit.astype(np.int64) << (bits - 1))).astype(dtype)
-    common, columns = np.unique(code(final, hit), return_inverse=True)
-    table = np.repeat(common[None], room, 0)
-
-    # tokens that continue some match, and those that add nothing, have a column of their own, shared where equal
-    state, token, end, pair_hit = pairs
-    odd, where = np.unique(token, return_inverse=True)
-    special = np.repeat(code(final, hit)[None, odd], room, 0)
-    special[state, where] = code(end, pair_hit)
-    special, which = np.unique(special, axis=1, return_inverse=True)
-    columns[odd] = table.shape[1] + which
-    silent = np.array([not t for t in tokens])
-    columns[silent] = table.shape[1] + special.shape[1]
-    table = np.concatenate([table, special, np.arange(room, dtype=dtype)[:, None]], 1)
+    code = lambda state, hit: (state + (hit.astype(np.int64) << (bits - 1))).astype(f"u{bits // 8}")
+    root = code(final, hit)
+    state, token, end, pair_hit = (x[np.lexsort(pairs[:2])] for x in pairs)
+    coded = code(end, pair_hit)
+    odd, start = np.unique(token, return_index=True)
+    known: dict[tuple[int, bytes, bytes], int] = {}
+    where = [known.setdefault((int(root[t]), state[i:j].tobytes(), coded[i:j].tobytes()), len(known))
+             for t, i, j in zip(odd, start, np.append(start, len(token))[1:], strict=True)]
+    common, columns = np.unique(root, return_inverse=True)
+    columns[odd] = len(common) + np.array(where, int)
+    columns[[i for i, t in enumerate(tokens) if not t]] = len(common) + len(known)
+    table = np.zeros((room, len(common) + len(known) + 1), root.dtype)
+    filled, example = np.unique(columns, return_index=True)
+    table[:, filled] = root[example]
+    table[state, columns[token]] = coded
+    table[:, -1] = np.arange(room)
 
     width = _bucket(table.shape[1], 256)
     index = np.dtype("u1" if width <= 1 << 8 else "u2" if width <= 1 << 16 else "u4")
