@@ -1,0 +1,116 @@
+"""What a decoder-only transformer is made of: one hashable value that fixes shapes and options, and no weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from decodax.models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """A normalisation over the last axis, computed in float32.
+
+    Attributes:
+        kind: "rms" (Zhang and Sennrich, 2019) or "layer" (Ba, Kiros and Hinton, 2016).
+        eps: added to the variance.
+        unit_offset: the stored scale `w` acts as `1 + w` (Gemma).
+        bias: whether a bias is added.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    unit_offset: bool = False
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The attention of one layer.
+
+    Attributes:
+        rope: rotary embedding of queries and keys, or None where the model learns absolute positions.
+        sliding: a query sees the latest `sliding` positions, its own included; None: all.
+    """
+
+    rope: Rope | None = None
+    sliding: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """The shape and options of a decoder. Defaults are Llama's.
+
+    Attributes:
+        vocab: vocabulary size `V`.
+        width: model width `D`.
+        heads, kv_heads: query heads `H` and key/value heads `G`; `H` is a multiple of `G`.
+        head_dim: width `d` of a head.
+        mlp: inner width of the MLP.
+        layers: one entry a layer.
+        context: positions the model was made for (`max_position_embeddings`).
+        norm: every norm over the width.
+        block: where the norms of a block stand: "pre" (before attention and MLP), "post" (after each, inside the
+            residual branch: OLMo 2), "sandwich" (both: Gemma 2), "parallel" (one norm feeds both branches: StableLM).
+        qk_norm: norm of queries and keys before rotation: over each head with one scale for all heads ("head"), over
+            all heads together ("full"), over each head with its own scale ("per_head"), or None.
+        qk_norm_kind: its norm; None: the same as `norm`.
+        activation: "silu", "gelu" (exact) or "gelu_tanh".
+        gated: `down(act(gate(x)) * up(x))` rather than `down(act(up(x)))`.
+        qkv_bias, out_bias, mlp_bias, head_bias: which projections have a bias.
+        learned_positions: rows of the learned position embedding; 0: none.
+        tied: the output head is the embedding.
+        attention_scale: factor of the attention scores; None: `head_dim ** -0.5`.
+        attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and on logits (Gemma 2).
+        embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
+    """
+
+    vocab: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    layers: tuple[Layer, ...]
+    context: int
+    norm: NormConfig = NormConfig()
+    block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
+    qk_norm: Literal["head", "full", "per_head"] | None = None
+    qk_norm_kind: NormConfig | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    learned_positions: int = 0
+    tied: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads: got {self.heads}, which is not a multiple of kv_heads = {self.kv_heads}")
+        for layer in self.layers:
+            if layer.rope is not None and layer.rope.width > self.head_dim:
+                raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.head_dim}")
+
+
+def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None,
+          head_dim: int | None = None, context: int = 2048, theta: float = 10_000.0, eps: float = 1e-5,
+          tied: bool = False) -> DecoderConfig:
+    """A Llama-shaped decoder (Touvron et al., 2023), for models trained from scratch.
+
+    >>> c = llama(vocab=64, width=32, layers=2, heads=4, mlp=96)
+    >>> c.head_dim, len(c.layers), c.layers[0].rope.theta
+    (8, 2, 10000.0)
+    """
+    head_dim = head_dim or width // heads
+    layer = Layer(rope=Rope(width=head_dim, theta=theta))
+    return DecoderConfig(vocab=vocab, width=width, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, mlp=mlp,
+                         layers=(layer,) * layers, context=context, norm=NormConfig(eps=eps), tied=tied)

@@ -1,0 +1,191 @@
+"""The decoder-only transformer: one readable network whose options make GPT-2, Llama, Mistral, Qwen, Gemma and more.
+
+The network knows nothing of decoding: it calls `attend(layer, q, k, v, ...)` once a layer and returns the window's keys
+and values. With a cache that is `cache.attend`; in training it is attention among the given tokens alone.
+Weights are one array each, layers are unrolled and kernels are stored `[in, out]`: a scan over stacked layers copies
+each layer's weights on CPU. Norms, rotations and softmax are float32 whatever the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from decodax.cache import WindowKV
+from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.rope import rotate
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+STD = 0.02
+"""Standard deviation of a fresh kernel or embedding."""
+
+
+class Attend(Protocol):
+    """Attention of one layer's queries `f[B, W, H, d]` to what is cached and to the window's `k`, `v` `f[B, W, G, d]`."""
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array, *, scale: float, sliding: int | None = None,
+                 softcap: float | None = None) -> Array: ...
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = STD) -> nnx.Param[Array]:
+    """The one declaration of a weight: shape, initial spread and the logical axes that sharding goes by."""
+    return nnx.Param(jax.random.normal(rngs.params(), shape) * std, axes=axes)
+
+
+class Linear(nnx.Module):
+    """`x @ kernel (+ bias)`."""
+
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int], axes: tuple[str, str], bias: bool, std: float = STD):
+        self.kernel = weight(rngs, shape, axes, std)
+        self.bias = nnx.Param(jnp.zeros(shape[1]), axes=axes[1:]) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Norm(nnx.Module):
+    """A norm over the last axis; `shape` may carry leading axes for scales of their own."""
+
+    def __init__(self, config: NormConfig, shape: tuple[int, ...], axes: tuple[str | None, ...]):
+        self.config = config
+        self.scale = nnx.Param(jnp.full(shape, 0.0 if config.unit_offset else 1.0), axes=axes)
+        self.bias = nnx.Param(jnp.zeros(shape), axes=axes) if config.bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        if self.config.kind == "layer":
+            y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.config.eps)
+        y = y * (self.scale[...].astype(jnp.float32) + (1.0 if self.config.unit_offset else 0.0))
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al., 2023)."""
+
+    def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
+        self.c, self.layer = c, layer
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        self.q = Linear(rngs, (c.width, q), ("embed", "heads"), c.qkv_bias)
+        self.k = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias)
+        self.v = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias)
+        self.o = Linear(rngs, (q, c.width), ("heads", "embed"), c.out_bias, STD / (2 * len(c.layers)) ** 0.5)
+        norm = c.qk_norm_kind or c.norm
+        if c.qk_norm == "head":
+            self.q_norm, self.k_norm = (Norm(norm, (c.head_dim,), (None,)) for _ in range(2))
+        elif c.qk_norm == "full":
+            self.q_norm, self.k_norm = Norm(norm, (q,), ("heads",)), Norm(norm, (kv,), ("kv_heads",))
+        elif c.qk_norm == "per_head":
+            self.q_norm = Norm(norm, (c.heads, c.head_dim), ("heads", None))
+            self.k_norm = Norm(norm, (c.kv_heads, c.head_dim), ("kv_heads", None))
+
+    def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
+                 attend: Attend) -> tuple[Array, tuple[Array, Array]]:
+        c = self.c
+        split = lambda y: y.reshape(*y.shape[:2], -1, c.head_dim)
+        q, k, v = self.q(x), self.k(x), split(self.v(x))
+        if c.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = split(q), split(k)
+        if c.qk_norm in ("head", "per_head"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.layer.rope is not None:
+            table = tables[self.layer.rope]
+            q, k = rotate(q, *table), rotate(k, *table)
+        scale = c.head_dim ** -0.5 if c.attention_scale is None else c.attention_scale
+        out = attend(index, q, k, v, scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
+        return self.o(out.reshape(*x.shape[:2], -1)), (k, v)
+
+
+class MLP(nnx.Module):
+    """The feed-forward half of a block, gated (Shazeer, 2020) or plain."""
+
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+        self.activation = c.activation
+        self.gate = Linear(rngs, (c.width, c.mlp), ("embed", "mlp"), c.mlp_bias) if c.gated else None
+        self.up = Linear(rngs, (c.width, c.mlp), ("embed", "mlp"), c.mlp_bias)
+        self.down = Linear(rngs, (c.mlp, c.width), ("mlp", "embed"), c.mlp_bias, STD / (2 * len(c.layers)) ** 0.5)
+
+    def __call__(self, x: Array) -> Array:
+        act = ACTIVATIONS[self.activation]
+        return self.down(act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """Attention and MLP with the norms where `DecoderConfig.block` has them."""
+
+    def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
+        self.c = c
+        norm = lambda present: Norm(c.norm, (c.width,), ("embed",)) if present else None
+        self.attn_in = norm(c.block != "post")
+        self.attn = Attention(c, layer, rngs)
+        self.attn_out = norm(c.block in ("post", "sandwich"))
+        self.mlp_in = norm(c.block in ("pre", "sandwich"))
+        self.mlp = MLP(c, rngs)
+        self.mlp_out = norm(c.block in ("post", "sandwich"))
+
+    def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
+                 attend: Attend) -> tuple[Array, tuple[Array, Array]]:
+        scale = self.c.residual_scale
+        normed = _optional(self.attn_in, x)
+        branch, kv = self.attn(index, normed, tables, attend)
+        if self.c.block == "parallel":
+            return x + scale * (branch + self.mlp(normed)), kv
+        x = x + scale * _optional(self.attn_out, branch)
+        return x + scale * _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x))), kv
+
+
+class Decoder(nnx.Module):
+    """The network. Every weight's path, shape, initial value and logical axes are declared here and nowhere else."""
+
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+        self.c = c
+        self.embed = weight(rngs, (c.vocab, c.width), ("vocab", "embed"))
+        self.positions = weight(rngs, (c.learned_positions, c.width), (None, "embed")) if c.learned_positions else None
+        self.layers = nnx.Dict({str(i): Block(c, layer, rngs) for i, layer in enumerate(c.layers)})
+        self.norm = Norm(c.norm, (c.width,), ("embed",))
+        self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
+
+    def __call__(self, tokens: Array, positions: Array, attend: Attend) -> tuple[Array, WindowKV]:
+        """Hidden states `f[B, W, D]` after the final norm, and each layer's keys and values `f[B, W, G, d]`."""
+        x = self.embed[...][tokens]
+        if self.c.embed_scale != 1.0:
+            # the factor is rounded to the weights' dtype, as the models were trained
+            x = x * jnp.asarray(self.c.embed_scale, x.dtype)
+        if self.positions is not None:
+            x = x + self.positions[...].at[positions].get(mode="clip")
+        tables = {rope: rope.table(positions) for rope in {layer.rope for layer in self.c.layers} if rope is not None}
+        kv = []
+        for i in range(len(self.c.layers)):
+            x, entry = self.layers[str(i)](i, x, tables, attend)
+            kv.append(entry)
+        return self.norm(x), tuple(kv)
+
+    def logits(self, hidden: Array) -> Array:
+        """`f[..., D]` to `f32[..., V]`."""
+        if self.lm_head is None:
+            logits = jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)
+        else:
+            logits = jnp.einsum("...d,dv->...v", hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+            if self.lm_head.bias is not None:
+                logits = logits + self.lm_head.bias[...].astype(jnp.float32)
+        if self.c.logit_scale != 1.0:
+            logits = logits * self.c.logit_scale
+        cap = self.c.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _optional(norm: Norm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)

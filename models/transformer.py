@@ -1,0 +1,116 @@
+"""`Transformer`: the decoder network as the core's `Model`, its weights a plain pytree that is handed in.
+
+The network is split once, abstractly, for each configuration; a call merges the caller's weights into it inside the
+trace. So the weights can be jitted, differentiated, optimised, sharded and saved like any nested dict of arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decodax.cache import Cache, Window, dense
+from decodax.core.types import Out
+from decodax.models.config import DecoderConfig
+from decodax.models.decoder import Decoder
+from decodax.pallas_kernels.window_attention import window_attention
+
+Weights = dict[str, Any]
+"""A nested dict of arrays, keyed by the network's attribute names: `weights["layers"]["0"]["attn"]["q"]["kernel"]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """A decoder-only transformer, compared by value and static under jit.
+
+    Attributes:
+        config: its shape and options.
+        dtype: of the cache, as a name ("float32", "bfloat16"). Activations take the weights' dtype.
+    """
+
+    config: DecoderConfig
+    dtype: str = "float32"
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        c = self.config
+        return dense([(c.kv_heads, c.head_dim)] * len(c.layers), batch, capacity, jnp.dtype(self.dtype))
+
+    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
+        network = _network(self.config, params)
+        attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+        hidden, kv = network(window.tokens, window.positions, attend)
+        return Out(hidden=hidden, kv=kv, head=network.logits)
+
+    def forward(self, params: Weights, tokens: Array, positions: Array | None = None,
+                mask: Array | None = None) -> Array:
+        """Logits `f32[B, T, V]` of whole sequences without a cache, for training and scoring.
+
+        Args:
+            tokens: `i32[B, T]`. positions: `i32[B, T]`; default 0 .. T-1.
+            mask: `bool[B or 1, T, T]`, who sees whom; each token sees at least one. Default causal.
+        """
+        hidden, head = self.features(params, tokens, positions, mask)
+        return head(hidden)
+
+    def features(self, params: Weights, tokens: Array, positions: Array | None = None,
+                 mask: Array | None = None) -> tuple[Array, Any]:
+        """As `forward`, but hidden states `f[B, T, D]` and the head to apply where logits are wanted."""
+        T = tokens.shape[1]
+        where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
+        seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
+        network = _network(self.config, params)
+        attend = lambda layer, q, k, v, **options: window_attention(q, k, v, seen, where, **options)
+        return network(tokens, where, attend)[0], network.logits
+
+    def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+        """Fresh weights from a `key`: normal with standard deviation 0.02, norms at identity."""
+        return _init(self.config, jnp.dtype(dtype).name)(key)
+
+    def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+        """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), _split(self.config)[1])
+
+    def shardings(self, mesh: Mesh, axis: str = "model") -> Weights:
+        """A `NamedSharding` for each weight: heads, MLP and vocabulary over `axis` where they divide, else replicated."""
+        return jax.tree.map(lambda axes: NamedSharding(mesh, _spec(self.config, axes, mesh, axis)),
+                            _split(self.config)[2], is_leaf=lambda x: isinstance(x, tuple))
+
+
+@functools.lru_cache(maxsize=64)
+def _split(config: DecoderConfig) -> tuple[Any, Weights, Weights]:
+    """The network without weights: its structure, the weights' shapes, and their logical axes."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+    axes: Weights = {}
+    for path, variable in nnx.to_flat_state(state):
+        node = axes
+        for name in path[:-1]:
+            node = node.setdefault(str(name), {})
+        node[str(path[-1])] = variable.get_metadata()["axes"]
+    return graph, nnx.to_pure_dict(state), axes
+
+
+def _network(config: DecoderConfig, params: Weights) -> Decoder:
+    return nnx.merge(_split(config)[0], nnx.State(params))
+
+
+@functools.lru_cache(maxsize=64)
+def _init(config: DecoderConfig, dtype: str) -> Any:
+    def init(key: Array) -> Weights:
+        weights = nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key))))
+        return jax.tree.map(lambda x: x.astype(dtype), weights)
+
+    return jax.jit(init)
+
+
+def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
+    # heads are split whole: what must divide is their number, not the width of all of them
+    units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab}
+    size = dict(mesh.shape).get(axis)
+    return PartitionSpec(*(axis if size and name in units and units[name] % size == 0 else None for name in axes))
