@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from decodax.cache import take
 from decodax.core.clip import clip
+from decodax.core.mesh import auto_region
 from decodax.core.record import record
 from decodax.core.state import State, Stats
 from decodax.core.types import Algorithm, Decision, Model, Params
@@ -46,13 +47,16 @@ def run(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max
         max_rounds: traced; streaming calls again with what came out.
         loop: `lax.while_loop`, the default, or `python_loop` to look at each round (the two agree bit for bit).
     """
-    def unfinished(carry: tuple[Array, State]) -> Array:
-        return (carry[0] < max_rounds) & carry[1].running.any()
+    def unfinished(carry: tuple[Array, State, Array]) -> Array:
+        return (carry[0] < carry[2]) & carry[1].running.any()
 
-    def body(carry: tuple[Array, State]) -> tuple[Array, State]:
-        return carry[0] + 1, step(alg, model, params, policy, carry[1])
+    def region(params: Params, policy: Any, s: State, max_rounds: Array) -> State:
+        def body(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
+            return carry[0] + 1, step(alg, model, params, policy, carry[1]), carry[2]
 
-    return (loop or lax.while_loop)(unfinished, body, (jnp.zeros((), jnp.int32), s))[1]
+        return (loop or lax.while_loop)(unfinished, body, (jnp.zeros((), jnp.int32), s, max_rounds))[1]
+
+    return auto_region(region, params, policy, s, jnp.asarray(max_rounds, jnp.int32), like=s)
 
 
 def python_loop(unfinished: Callable[[Any], Any], body: Callable[[Any], Any], carry: Any) -> Any:

@@ -11,6 +11,7 @@ from jax import Array
 
 from decodax.cache import Cache
 from decodax.core import keys
+from decodax.core.mesh import auto_region, constrain, heads
 from decodax.core.record import Record, empty_record
 from decodax.core.types import Algorithm, Model, Params
 from decodax.struct import Struct, struct
@@ -119,17 +120,23 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
     if size < T:
         raise ValueError(f"size: got {size} slots for a prompt buffer of {T} tokens")
     row = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), (B,))
-    prompt_length = row(prompt_length, jnp.int32)
-    buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.emits - T)))
-    key = keys.row_keys(row(seed, jnp.uint32), row(jnp.arange(B) if request is None else request, jnp.uint32),
-                        row(0 if sample is None else sample, jnp.uint32))
-    zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
-    s = State(
-        tokens=buffer, length=prompt_length + 0, cache=model.init_cache(B, size if alg.caches else 0),
-        algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),
-        stop=zero() if policy.stops is None else policy.stops.start(B),
-        record=None if top_logprobs is None else empty_record((B, size + alg.emits), top_logprobs),
-        status=zero(), stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32)),
-        prompt_length=prompt_length, min_new=row(min_new, jnp.int32),
-        max_length=prompt_length + row(max_new, jnp.int32), key=key)
-    return s.replace(algo=alg.init(params, s))
+    bounds = (row(prompt_length, jnp.int32), row(max_new, jnp.int32), row(min_new, jnp.int32), row(seed, jnp.uint32),
+              row(jnp.arange(B) if request is None else request, jnp.uint32),
+              row(0 if sample is None else sample, jnp.uint32))
+
+    def build(params: Params, policy: Any, tokens: Array, prompt_length: Array, max_new: Array, min_new: Array,
+              *address: Array) -> State:
+        buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.emits - T)))
+        key = keys.row_keys(*address)
+        zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
+        cache = model.init_cache(B, size if alg.caches else 0)
+        s = State(
+            tokens=buffer, length=prompt_length + 0, cache=constrain(cache, heads(cache)),
+            algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),
+            stop=zero() if policy.stops is None else policy.stops.start(B),
+            record=None if top_logprobs is None else empty_record((B, size + alg.emits), top_logprobs),
+            status=zero(), stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32)),
+            prompt_length=prompt_length, min_new=min_new, max_length=prompt_length + max_new, key=key)
+        return s.replace(algo=alg.init(params, s))
+
+    return auto_region(build, params, policy, tokens, *bounds)

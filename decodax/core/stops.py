@@ -22,7 +22,7 @@ from decodax.struct import Struct, struct
 
 @struct
 class StopTable(Struct):
-    """The automaton of a set of stop strings over a vocabulary; made by `stop_table`. Rows share it.
+    """The automaton of a set of stop strings over a vocabulary; made by `build`. Rows share it.
 
     Attributes:
         columns: `u[V]` the column of each token (u8, u16 or u32).
@@ -33,6 +33,48 @@ class StopTable(Struct):
     columns: Array
     next: Array
 
+    @classmethod
+    def build(cls, token_bytes: Sequence[bytes], stop: str | Sequence[str], size: int | None = None) -> StopTable:
+        """Builds the automaton on the host; 0.1 s for a vocabulary of 150,000.
+
+        Args:
+            token_bytes: the bytes that each token adds to the text; a token that adds none leaves the state alone.
+            stop: one stop string or several.
+            size: entries of the model's vocabulary where it is larger than the tokenizer's.
+
+        Raises:
+            ValueError: there is no stop string, or an empty one.
+        """
+        delta, out = _automaton([s.encode() for s in stop_strings(stop)])
+        states = len(delta)
+        tokens = list(token_bytes) + [b""] * ((size or 0) - len(token_bytes))
+        final, hit, pairs = _run(delta, out, tokens)
+
+        # a column is the result from the root, whatever the state before, and exceptions to it
+        room = _bucket(states, 32)
+        bits = next(b for b in (8, 16, 32) if room <= 1 << (b - 1))
+        code = lambda state, hit: (state + (hit.astype(np.int64) << (bits - 1))).astype(f"u{bits // 8}")
+        root = code(final, hit)
+        state, token, end, pair_hit = (x[np.lexsort(pairs[:2])] for x in pairs)
+        coded = code(end, pair_hit)
+        odd, start = np.unique(token, return_index=True)
+        known: dict[tuple[int, bytes, bytes], int] = {}
+        where = [known.setdefault((int(root[t]), state[i:j].tobytes(), coded[i:j].tobytes()), len(known))
+                 for t, i, j in zip(odd, start, np.append(start, len(token))[1:], strict=True)]
+        common, columns = np.unique(root, return_inverse=True)
+        columns[odd] = len(common) + np.array(where, int)
+        columns[[i for i, t in enumerate(tokens) if not t]] = len(common) + len(known)
+        table = np.zeros((room, len(common) + len(known) + 1), root.dtype)
+        filled, example = np.unique(columns, return_index=True)
+        table[:, filled] = root[example]
+        table[state, columns[token]] = coded
+        table[:, -1] = np.arange(room)
+
+        width = _bucket(table.shape[1], 256)
+        index = np.dtype("u1" if width <= 1 << 8 else "u2" if width <= 1 << 16 else "u4")
+        table = np.pad(table, ((0, 0), (0, width - table.shape[1])))
+        return cls(jnp.asarray(columns.astype(index)), jnp.asarray(table))
+
     def start(self, batch: int) -> Array:
         """`i32[B]`: nothing matched yet."""
         return jnp.zeros(batch, jnp.int32)
@@ -40,7 +82,7 @@ class StopTable(Struct):
     def advance(self, state: Array, token: Array) -> tuple[Array, Array]:
         """The states after `token` (`i32[...]`) and whether it completed a stop string: `i32[...]`, `bool[...]`.
 
-        >>> table = stop_table([b"a", b"b", b"cab"], ["ab"])
+        >>> table = StopTable.build([b"a", b"b", b"cab"], ["ab"])
         >>> state, hit = table.advance(table.start(2), jnp.array([0, 2]))
         >>> hit.tolist(), table.advance(state, jnp.array([1, 1]))[1].tolist()
         ([False, True], [True, False])
@@ -48,47 +90,6 @@ class StopTable(Struct):
         code = self.next[state, self.columns[token].astype(jnp.int32)]
         top = jnp.iinfo(code.dtype).bits - 1
         return (code & ((1 << top) - 1)).astype(jnp.int32), (code >> top).astype(bool)
-
-
-def stop_table(token_bytes: Sequence[bytes], stop: str | Sequence[str], size: int | None = None) -> StopTable:
-    """Builds the automaton on the host; 0.1 s for a vocabulary of 150,000.
-
-    Args:
-        token_bytes: the bytes that each token adds to the text; a token that adds none leaves the state alone.
-        stop: one stop string or several.
-        size: entries of the model's vocabulary where it is larger than the tokenizer's.
-
-    Raises:
-        ValueError: there is no stop string, or an empty one.
-    """
-    delta, out = _automaton([s.encode() for s in stop_strings(stop)])
-    states = len(delta)
-    tokens = list(token_bytes) + [b""] * ((size or 0) - len(token_bytes))
-    final, hit, pairs = _run(delta, out, tokens)
-
-    # a column is the result from the root, whatever the state before, and exceptions to it
-    room = _bucket(states, 32)
-    bits = next(b for b in (8, 16, 32) if room <= 1 << (b - 1))
-    code = lambda state, hit: (state + (hit.astype(np.int64) << (bits - 1))).astype(f"u{bits // 8}")
-    root = code(final, hit)
-    state, token, end, pair_hit = (x[np.lexsort(pairs[:2])] for x in pairs)
-    coded = code(end, pair_hit)
-    odd, start = np.unique(token, return_index=True)
-    known: dict[tuple[int, bytes, bytes], int] = {}
-    where = [known.setdefault((int(root[t]), state[i:j].tobytes(), coded[i:j].tobytes()), len(known))
-             for t, i, j in zip(odd, start, np.append(start, len(token))[1:], strict=True)]
-    common, columns = np.unique(root, return_inverse=True)
-    columns[odd] = len(common) + np.array(where, int)
-    columns[[i for i, t in enumerate(tokens) if not t]] = len(common) + len(known)
-    table = np.zeros((room, len(common) + len(known) + 1), root.dtype)
-    filled, example = np.unique(columns, return_index=True)
-    table[:, filled] = root[example]
-    table[state, columns[token]] = coded
-    table[:, -1] = np.arange(room)
-
-    width = _bucket(table.shape[1], 256)
-    index = np.dtype("u1" if width <= 1 << 8 else "u2" if width <= 1 << 16 else "u4")
-    return StopTable(jnp.asarray(columns.astype(index)), jnp.asarray(np.pad(table, ((0, 0), (0, width - table.shape[1])))))
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -124,10 +125,10 @@ def first_match(text: AnyStr, stops: Sequence[AnyStr], after: int = 0) -> tuple[
     return best
 
 
-def truncate(text: AnyStr, stops: Sequence[AnyStr]) -> AnyStr:
+def cut_at_stop(text: AnyStr, stops: Sequence[AnyStr]) -> AnyStr:
     """`text` up to the stop string that is completed first, which is left out.
 
-    >>> truncate("one, two. three", [".", "three"])
+    >>> cut_at_stop("one, two. three", [".", "three"])
     'one, two'
     """
     match = first_match(text, stops)

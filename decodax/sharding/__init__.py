@@ -1,0 +1,7 @@
+"""Running over meshes: placing batches, and replicas that leave their loops alone."""
+
+from decodax.core.mesh import DATA, MODEL
+from decodax.sharding.lanes import lanes
+from decodax.sharding.place import place
+
+__all__ = ["DATA", "MODEL", "lanes", "place"]

@@ -1,0 +1,66 @@
+"""What the core knows of meshes: two axis names, where rows and heads lie, and how to run under Explicit axes.
+
+The round is written without shardings. Under Auto axes the compiler propagates those of weights and rows. Under
+Explicit axes, where most operations on a sharded vocabulary raise, the round runs as a region with Auto axes whose
+results get the shardings that the state came with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax import Array
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+DATA, MODEL = "data", "model"
+"""The names of the mesh axes: rows of a batch lie over the first, heads, MLP and vocabulary over the second."""
+
+T = TypeVar("T")
+
+
+def rows(tree: T) -> T:
+    """A `PartitionSpec` for each leaf of per-row data: the leading axis over `DATA`."""
+    return jax.tree.map(lambda x: PartitionSpec(DATA) if x.ndim else PartitionSpec(), tree)
+
+
+def heads(cache: T) -> T:
+    """As `rows`, for a cache: keys and values `[B, G, S, d]` have their heads over `MODEL`."""
+    return jax.tree.map(lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA), cache)
+
+
+def constrain(tree: T, specs: T) -> T:
+    """Lays arrays out by `specs` on the mesh of the context; axes it lacks or that do not divide are left out."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tree
+    free = {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+
+    def one(x: Array, spec: PartitionSpec) -> Array:
+        fits = (n if n in free and x.shape[i] % mesh.shape[n] == 0 else None for i, n in enumerate(spec))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fits)))
+
+    return jax.tree.map(one, tree, specs)
+
+
+def auto_region(fn: Callable[..., T], *args: Any, like: T | None = None) -> T:
+    """`fn(*args)`; where the context's mesh has Explicit axes, as a region in which they are Auto.
+
+    Args:
+        like: a pytree of the result's structure whose shardings the result takes; None traces `fn` to find the
+            structure and lets rows lie over `DATA` and a cache's heads over `MODEL`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes:
+        return fn(*args)
+    if like is None:
+        with jax.sharding.use_abstract_mesh(mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))):
+            shapes = jax.eval_shape(fn, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
+        fits = lambda x, spec: PartitionSpec(*(n if n in mesh.shape and x.shape[i] % mesh.shape[n] == 0 else None
+                                               for i, n in enumerate(spec)))
+        specs = jax.tree.map(fits, shapes, heads(shapes))
+    else:
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    return jax.sharding.auto_axes(fn, out_sharding=shardings)(*args)

@@ -1,0 +1,38 @@
+"""Where a batch lies on a mesh: rows over the data axis; weights, by `Transformer.shardings`, over the model axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decodax.core.mesh import DATA, rows
+
+
+
+def batch_specs(tree: Any) -> Any:
+    """A `PartitionSpec` for each leaf of a state or policy: rows over the data axis.
+
+    The stop automaton is shared by all rows, so it is replicated.
+    """
+    specs = rows(tree)
+    if dataclasses.is_dataclass(tree) and getattr(tree, "stops", None) is not None:
+        return specs.replace(stops=jax.tree.map(lambda x: PartitionSpec(), tree.stops))
+    return specs
+
+
+def place(mesh: Mesh | None, tree: Any) -> Any:
+    """Puts a state, a policy or arrays with a leading batch axis on the mesh; None leaves them where they are.
+
+    Raises:
+        ValueError: the batch does not divide among the replicas.
+    """
+    if mesh is None or DATA not in mesh.shape:
+        return tree
+    for leaf in jax.tree.leaves(tree):
+        if leaf.ndim and leaf.shape[0] % mesh.shape[DATA] and getattr(tree, "stops", None) is None:
+            raise ValueError(f"a batch of {leaf.shape[0]} rows does not divide over {mesh.shape[DATA]} replicas "
+                             f"(mesh axis {DATA!r})")
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, batch_specs(tree))
