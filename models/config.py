@@ -32,10 +32,12 @@ class Layer:
     Attributes:
         rope: rotary embedding of queries and keys, or None where the model learns absolute positions.
         sliding: a query sees the latest `sliding` positions, its own included; None: all.
+        scale: factor of the attention scores; None: `head_dim ** -0.5`.
     """
 
     rope: Rope | None = None
     sliding: int | None = None
+    scale: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,6 @@ class DecoderConfig:
         qkv_bias, out_bias, mlp_bias, head_bias: which projections have a bias.
         learned_positions: rows of the learned position embedding; 0: none.
         tied: the output head is the embedding.
-        attention_scale: factor of the attention scores; None: `head_dim ** -0.5`.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and on logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
     """
@@ -86,7 +87,6 @@ class DecoderConfig:
     head_bias: bool = False
     learned_positions: int = 0
     tied: bool = False
-    attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embed_scale: float = 1.0

@@ -104,7 +104,7 @@ class Attention(nnx.Module):
         if self.layer.rope is not None:
             table = tables[self.layer.rope]
             q, k = rotate(q, *table), rotate(k, *table)
-        scale = c.head_dim ** -0.5 if c.attention_scale is None else c.attention_scale
+        scale = c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
         out = attend(index, q, k, v, scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
         return self.o(out.reshape(*x.shape[:2], -1)), (k, v)
 
@@ -158,15 +158,20 @@ class Decoder(nnx.Module):
         self.norm = Norm(c.norm, (c.width,), ("embed",))
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
-    def __call__(self, tokens: Array, positions: Array, attend: Attend) -> tuple[Array, WindowKV]:
-        """Hidden states `f[B, W, D]` after the final norm, and each layer's keys and values `f[B, W, G, d]`."""
+    def __call__(self, tokens: Array, positions: Array, attend: Attend,
+                 context: int | None = None) -> tuple[Array, WindowKV]:
+        """Hidden states `f[B, W, D]` after the final norm, and each layer's keys and values `f[B, W, G, d]`.
+
+        `context` is the sequence length that length-dependent rope scalings are set for; None: as trained.
+        """
         x = self.embed[...][tokens]
         if self.c.embed_scale != 1.0:
             # the factor is rounded to the weights' dtype, as the models were trained
             x = x * jnp.asarray(self.c.embed_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions[...].at[positions].get(mode="clip")
-        tables = {rope: rope.table(positions) for rope in {layer.rope for layer in self.c.layers} if rope is not None}
+        ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
+        tables = {rope: rope.table(positions, context) for rope in ropes}
         kv = []
         for i in range(len(self.c.layers)):
             x, entry = self.layers[str(i)](i, x, tables, attend)

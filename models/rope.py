@@ -1,12 +1,27 @@
-"""Rotary position embedding (Su et al., 2021)."""
+"""Rotary position embedding (Su et al., 2021) and the scalings that stretch it over longer contexts.
+
+Two scalings depend on how long the sequence is (`Dynamic`, `LongRope`). Frequencies that change while a sequence grows
+would make cached keys wrong and a row depend on its batch mates, so the length is a fixed number of the model here
+(`Transformer.context`): the frequencies are those of a sequence of that many tokens.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+
+class Scaling(Protocol):
+    """A change of the frequencies. Hashable."""
+
+    def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
+        """`f64[width / 2]` angles a position for a sequence of `context` tokens (None: as trained), and a factor of
+        cosine and sine."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,16 +33,13 @@ class Rope:
 
     width: int
     theta: float = 10_000.0
+    scaling: Scaling | None = None
 
-    def frequencies(self) -> tuple[np.ndarray, float]:
-        """`f32[width / 2]` angles a position, and the factor of sine and cosine."""
-        inverse = 1.0 / self.theta ** (np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width))
-        return inverse.astype(np.float32), 1.0
-
-    def table(self, positions: Array) -> tuple[Array, Array]:
+    def table(self, positions: Array, context: int | None = None) -> tuple[Array, Array]:
         """Cosine and sine `f32[B, W, 1, width / 2]` at `i32[B, W]` positions."""
-        frequencies, factor = self.frequencies()
-        angles = positions[..., None, None].astype(jnp.float32) * frequencies
+        scaling = Linear(1.0) if self.scaling is None else self.scaling
+        frequencies, factor = scaling.scaled(self.width, self.theta, context)
+        angles = positions[..., None, None].astype(jnp.float32) * frequencies.astype(np.float32)
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
@@ -36,3 +48,111 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return jnp.concatenate([(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype), rest], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Position interpolation: all frequencies divided by `factor` (Chen et al., 2023)."""
+
+    factor: float
+
+    def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
+        return _frequencies(width, theta) / self.factor, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """NTK-aware scaling (bloc97 and emozilla, 2023): the base grows with what the sequence exceeds `trained` tokens by."""
+
+    factor: float
+    trained: int
+
+    def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
+        length = max(context or 0, self.trained)
+        stretch = self.factor * length / self.trained - (self.factor - 1)
+        return _frequencies(width, theta * stretch ** (width / (width - 2))), 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """YaRN (Peng et al., 2023): low frequencies are interpolated, high ones kept, with a linear ramp between.
+
+    Attributes:
+        trained: context length before scaling.
+        beta_fast, beta_slow: full turns within `trained` tokens at which the ramp begins and ends.
+        attention_factor: factor of cosine and sine; None: `0.1 ln(factor) + 1`.
+        truncate: whether the ramp's ends are rounded outwards to whole indices.
+    """
+
+    factor: float
+    trained: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
+        def index(turns: float) -> float:       # the frequency's index that makes so many turns
+            return width * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        ramp = np.clip((np.arange(width // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+        plain = _frequencies(width, theta)
+        factor = self.attention_factor
+        if factor is None:
+            factor = mscale(self.factor)
+        return plain / self.factor * ramp + plain * (1 - ramp), factor
+
+
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's factor of cosine and sine for a context `factor` times as long.
+
+    >>> mscale(1.0), round(mscale(4.0), 4)
+    (1.0, 1.1386)
+    """
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (Ding et al., 2024): a divisor for each frequency, one set up to `trained` tokens and one beyond.
+
+    Attributes:
+        short, long: `width / 2` divisors each.
+        attention_factor: factor of cosine and sine.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    trained: int
+    attention_factor: float
+
+    def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
+        divisors = self.long if (context or 0) > self.trained else self.short
+        if len(divisors) != width // 2:
+            raise ValueError(f"longrope factors: got {len(divisors)}, a rotary width of {width} takes {width // 2}")
+        return _frequencies(width, theta) / np.asarray(divisors), self.attention_factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1's scaling: wavelengths above `trained / low` are stretched by `factor`, those below `trained / high`
+    kept, with a smooth passage between (Dubey et al., 2024)."""
+
+    factor: float
+    low: float
+    high: float
+    trained: int
+
+    def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
+        plain = _frequencies(width, theta)
+        turns = self.trained * plain / (2 * math.pi)
+        smooth = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+        return plain * ((1 - smooth) / self.factor + smooth), 1.0
+
+
+def _frequencies(width: int, theta: float) -> np.ndarray:
+    return theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)

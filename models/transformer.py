@@ -20,6 +20,7 @@ from decodax.cache import Cache, Window, dense
 from decodax.core.types import Out
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Decoder
+from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
 
 Weights = dict[str, Any]
@@ -33,10 +34,26 @@ class Transformer:
     Attributes:
         config: its shape and options.
         dtype: of the cache, as a name ("float32", "bfloat16"). Activations take the weights' dtype.
+        context: the sequence length that length-dependent rope scalings (`Dynamic`, `LongRope`) are set for; None: the
+            length the model was trained at. Models without such a scaling do not read it.
     """
 
     config: DecoderConfig
     dtype: str = "float32"
+    context: int | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Positions that a sequence may have before the model is silently wrong: rows of the learned position
+        embedding, or the length that a length-dependent rope is set for. None: no such bound."""
+        bounds = [self.config.learned_positions] if self.config.learned_positions else []
+        for layer in self.config.layers:
+            scaling = layer.rope.scaling if layer.rope is not None else None
+            if isinstance(scaling, Dynamic):
+                bounds.append(max(self.context or 0, scaling.trained))
+            elif isinstance(scaling, LongRope) and (self.context or 0) <= scaling.trained:
+                bounds.append(scaling.trained)
+        return min(bounds, default=None)
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         c = self.config
@@ -45,7 +62,7 @@ class Transformer:
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
         network = _network(self.config, params)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
-        hidden, kv = network(window.tokens, window.positions, attend)
+        hidden, kv = network(window.tokens, window.positions, attend, self.context)
         return Out(hidden=hidden, kv=kv, head=network.logits)
 
     def forward(self, params: Weights, tokens: Array, positions: Array | None = None,
@@ -67,7 +84,7 @@ class Transformer:
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
         network = _network(self.config, params)
         attend = lambda layer, q, k, v, **options: window_attention(q, k, v, seen, where, **options)
-        return network(tokens, where, attend)[0], network.logits
+        return network(tokens, where, attend, self.context)[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Fresh weights from a `key`: normal with standard deviation 0.02, norms at identity."""

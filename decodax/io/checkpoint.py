@@ -1,0 +1,246 @@
+"""Model directories in Hugging Face layout: `config.json` and one or several safetensors files.
+
+Loading checks every tensor's name and shape against the network before it reads any, and then reads, for each device,
+only the part that the device holds, casts it once and puts it there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from decodax.models.config import DecoderConfig
+from decodax.models.families import FAMILIES, read_config
+from decodax.models.names import IGNORED, Source, flatten, sources
+from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Yarn
+from decodax.models.transformer import Transformer, Weights
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class CheckpointError(ValueError):
+    """A model directory that cannot be loaded; the message names the file and the tensor."""
+
+
+def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
+               context: int | None = None) -> tuple[Transformer, Weights]:
+    """Loads a model directory.
+
+    Args:
+        dtype: of weights and cache; None: as the file holds the embedding.
+        mesh: weights are sharded over its axis "model" where they divide, else replicated; None: the first device.
+        context: see `Transformer.context`.
+
+    Returns:
+        The model, and its weights as a nested dict.
+
+    Raises:
+        CheckpointError: a file is missing or broken, the architecture is unknown, a tensor is missing, left over or of
+            another shape than the configuration says. Nothing has been read into memory or compiled then.
+    """
+    root = Path(directory)
+    config = read_json(root / "config.json")
+    try:
+        decoder = read_config(config)
+    except ValueError as e:
+        raise CheckpointError(f"{root / 'config.json'}: {e}") from None
+    shapes = Transformer(decoder).abstract_params()
+    files = _Files(root)
+    where = sources(config["model_type"], decoder, shapes, files.home)
+    _check(where, files, decoder)
+
+    stored = DTYPES[files.slice(where["embed"].tensors[0]).get_dtype()]
+    name = stored if dtype is None else jnp.dtype(dtype).name
+    model = Transformer(decoder, dtype=name, context=context)
+    here = SingleDeviceSharding(jax.devices()[0])
+    places = flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
+    weights = {path: _load(files, where[path], leaf.shape, np.dtype(jnp.dtype(name)), places[path])
+               for path, leaf in flatten(shapes).items()}
+    return model, jax.tree.unflatten(jax.tree.structure(shapes), list(weights.values()))
+
+
+class _Files:
+    """The safetensors files of a directory, memory-mapped, and which tensor is where."""
+
+    def __init__(self, root: Path):
+        if (root / INDEX).exists():
+            promised = read_json(root / INDEX).get("weight_map", {})
+            paths = sorted({root / name for name in promised.values()})
+        elif (root / ONE).exists():
+            promised, paths = {}, [root / ONE]
+        else:
+            raise CheckpointError(f"{root}: found neither {ONE} nor {INDEX}")
+        self.home: dict[str, Path] = {}
+        self.handles: dict[Path, Any] = {}
+        for path in paths:
+            try:
+                self.handles[path] = safe_open(path, "np")
+            except (SafetensorError, OSError) as e:
+                raise CheckpointError(f"{path}: not a whole safetensors file ({e})") from None
+            self.home |= dict.fromkeys(self.handles[path].keys(), path)
+        for tensor, name in promised.items():
+            if self.home.get(tensor) != root / name:
+                raise CheckpointError(f"{root / INDEX}: places tensor {tensor} in {name}, which does not hold it")
+
+    def slice(self, tensor: str) -> Any:
+        return self.handles[self.home[tensor]].get_slice(tensor)
+
+
+def _check(where: dict[str, Source], files: _Files, config: DecoderConfig) -> None:
+    """Every tensor is there, of the right shape and kind, and none is left over."""
+    wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
+    root = ", ".join(sorted(str(path) for path in files.handles))
+    missing = [tensor for tensor in wanted if tensor not in files.home]
+    if missing:
+        raise CheckpointError(f"{root}: lacks {_some(missing)}, which the configuration asks for")
+    for tensor, shape in wanted.items():
+        found = tuple(files.slice(tensor).get_shape())
+        if found != shape:
+            raise CheckpointError(f"{files.home[tensor]}: tensor {tensor} has shape {found}, the configuration asks "
+                                  f"for {shape}")
+        if files.slice(tensor).get_dtype() not in DTYPES:
+            raise CheckpointError(f"{files.home[tensor]}: tensor {tensor} is {files.slice(tensor).get_dtype()}, "
+                                  f"supported are {', '.join(DTYPES)}")
+    left = [tensor for tensor in files.home if tensor not in wanted and not IGNORED.search(tensor)
+            and not (config.tied and tensor == "lm_head.weight")]
+    if left:
+        raise CheckpointError(f"{files.home[left[0]]}: holds {_some(left)}, which the configuration has no place for")
+
+
+def _some(tensors: list[str]) -> str:
+    more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
+    return f"tensor{'s' if len(tensors) > 1 else ''} {', '.join(tensors[:5])}{more}"
+
+
+def _load(files: _Files, source: Source, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> jax.Array:
+    """One weight, each device's part read and cast by itself; devices that hold the same part share one reading."""
+    parts: dict[Any, np.ndarray] = {}
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        if bounds not in parts:
+            parts[bounds] = np.ascontiguousarray(_read(files, source, bounds).astype(dtype, copy=False))
+        return parts[bounds]
+
+    return jax.make_array_from_callback(shape, place, read)
+
+
+def _read(files: _Files, source: Source, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """The part `bounds` of a weight from the file."""
+    if len(source.tensors) > 1 or len(bounds) > len(source.full):
+        rest = tuple(slice(*b) for b in bounds[1:])
+        return np.stack([files.slice(tensor)[rest] for tensor in source.tensors[slice(*bounds[0])]])
+    if source.part is not None:
+        start = source.part[0]
+        bounds = (*bounds[:-1], (bounds[-1][0] + start, bounds[-1][1] + start))
+    index = tuple(slice(*b) for b in bounds)
+    found = files.slice(source.tensors[0])
+    return found[index[::-1]].T if source.transpose else found[index]
+
+
+def save_model(directory: str | os.PathLike[str], model: Transformer, params: Weights,
+               config: Mapping[str, Any] | None = None, dtype: jax.typing.DTypeLike | None = None) -> None:
+    """Writes `config.json` and `model.safetensors`, so that `load_model` and transformers load the model.
+
+    Args:
+        config: entries for `config.json`. With a `model_type` it is that family's whole configuration (such as the one
+            the model was loaded from); without one the model is written as a Llama and the entries, such as
+            `eos_token_id`, are added.
+        dtype: of the stored weights ("float32", "bfloat16", "float16"); None: as they are.
+
+    Raises:
+        ValueError: `config` does not describe this model, or the model is no Llama and no `config` says what it is.
+    """
+    entries = dict(config or {})
+    if "model_type" not in entries:
+        entries = {**_llama_config(model.config), **entries}
+    if read_config(entries) != model.config:
+        raise ValueError(f"config: as a {entries['model_type']} configuration it describes another model than "
+                         f"{model.config}")
+    leaves = flatten(params)
+    name = jnp.dtype(dtype or leaves["embed"].dtype).name
+    entries |= {"dtype": name, "torch_dtype": name}
+    tensors: dict[str, np.ndarray] = {}
+    for path, source in sources(entries["model_type"], model.config, model.abstract_params()).items():
+        value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
+        if value.ndim > len(source.full):
+            tensors |= {tensor: np.ascontiguousarray(row) for tensor, row in zip(source.tensors, value, strict=True)}
+            continue
+        if source.part is not None:
+            full = source.full[::-1] if source.transpose else source.full
+            whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
+            view = whole.T if source.transpose else whole
+            assert view.shape == full
+            view[..., slice(*source.part)] = value
+            continue
+        tensors[source.tensors[0]] = np.ascontiguousarray(value.T if source.transpose else value)
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    # written beside and then renamed: an interrupted save leaves the old file whole
+    save_file(tensors, root / f".{ONE}", metadata={"format": "pt"})
+    os.replace(root / f".{ONE}", root / ONE)
+    (root / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
+
+
+def _llama_config(c: DecoderConfig) -> dict[str, Any]:
+    rope = c.layers[0].rope
+    if rope is None:
+        raise ValueError("config: a model without rotary embedding is no Llama; give its config.json")
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    match rope.scaling:
+        case Linear(factor):
+            scaling = {"rope_type": "linear", "factor": factor}
+        case Dynamic(factor, _):
+            scaling = {"rope_type": "dynamic", "factor": factor}
+        case Llama3(factor, low, high, trained):
+            scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+                       "original_max_position_embeddings": trained}
+        case Yarn(factor, trained, fast, slow, attention, truncate):
+            scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained,
+                       "beta_fast": fast, "beta_slow": slow, "attention_factor": attention, "truncate": truncate}
+        case LongRope(short, long, trained, attention):
+            scaling = {"rope_type": "longrope", "short_factor": list(short), "long_factor": list(long),
+                       "original_max_position_embeddings": trained, "attention_factor": attention}
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": c.vocab, "hidden_size": c.width,
+        "intermediate_size": c.mlp, "num_hidden_layers": len(c.layers), "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "hidden_act": "silu",
+        "max_position_embeddings": c.context, "rms_norm_eps": c.norm.eps, "tie_word_embeddings": c.tied,
+        "attention_bias": c.qkv_bias, "mlp_bias": c.mlp_bias, "rope_theta": rope.theta,
+        # both spellings: older readers know rope_theta and rope_scaling, newer ones rope_parameters
+        "rope_parameters": {**scaling, "rope_theta": rope.theta},
+        "rope_scaling": None if rope.scaling is None else scaling,
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: the file is missing or no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read ({e.strerror})") from None
+    except ValueError as e:
+        raise CheckpointError(f"{path}: not JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: got {type(value).__name__}, takes a JSON object")
+    return value
+
+
+def supported() -> tuple[str, ...]:
+    """The `model_type`s that `load_model` takes."""
+    return tuple(FAMILIES)

@@ -1,0 +1,217 @@
+"""Hugging Face `config.json` to `DecoderConfig`, one short function a model family.
+
+The facts are those of the families' reference implementations in transformers, defaults included: older files leave
+out what equals a default, and write `rope_theta` and `rope_scaling` where newer ones write `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Rope, Scaling, Yarn, mscale
+
+Json = Mapping[str, Any]
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+               "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def read_config(c: Json) -> DecoderConfig:
+    """The decoder that a `config.json` describes.
+
+    Raises:
+        ValueError: `model_type` is not a supported family (the message names the near ones), or an option of it has no
+            counterpart here.
+    """
+    kind = c.get("model_type")
+    if kind not in FAMILIES:
+        near = difflib.get_close_matches(str(kind), FAMILIES, n=3, cutoff=0.5)
+        raise ValueError(f"model_type: got {kind!r} (architectures {c.get('architectures')}), "
+                         f"{'near to ' + ', '.join(near) + '; ' if near else ''}supported are {', '.join(FAMILIES)}")
+    try:
+        return FAMILIES[kind](c)
+    except KeyError as e:
+        raise ValueError(f"config.json of a {kind} model lacks {e}") from None
+
+
+def _shape(c: Json, **changes: Any) -> dict[str, Any]:
+    """The fields that most families share, from their common names."""
+    heads = c["num_attention_heads"]
+    return {
+        "vocab": c["vocab_size"], "width": c["hidden_size"], "mlp": c["intermediate_size"], "heads": heads,
+        "kv_heads": c.get("num_key_value_heads") or heads, "head_dim": c.get("head_dim") or c["hidden_size"] // heads,
+        "context": c.get("max_position_embeddings", 2048), "norm": NormConfig(eps=c.get("rms_norm_eps", 1e-6)),
+        "activation": _activation(c.get("hidden_act", "silu")), "tied": c.get("tie_word_embeddings", False), **changes,
+    }
+
+
+def _llama(c: Json) -> DecoderConfig:
+    bias = c.get("attention_bias", False)
+    shape = _shape(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False))
+    return DecoderConfig(layers=_layers(c, shape), **shape)
+
+
+def _mistral(c: Json) -> DecoderConfig:
+    shape = _shape(c)
+    return DecoderConfig(layers=_layers(c, shape, sliding=c.get("sliding_window", 4096)), **shape)
+
+
+def _qwen2(c: Json) -> DecoderConfig:
+    shape = _shape(c, qkv_bias=True)
+    return DecoderConfig(layers=_qwen_layers(c, shape), **shape)
+
+
+def _qwen3(c: Json) -> DecoderConfig:
+    bias = c.get("attention_bias", False)
+    shape = _shape(c, qkv_bias=bias, out_bias=bias, qk_norm="head", head_dim=c.get("head_dim", 128))
+    return DecoderConfig(layers=_qwen_layers(c, shape), **shape)
+
+
+def _qwen_layers(c: Json, shape: Json) -> tuple[Layer, ...]:
+    sliding = c.get("sliding_window", 4096) if c.get("use_sliding_window", False) else None
+    first = c.get("max_window_layers", 28)
+    return _layers(c, shape, sliding=sliding, slides=lambda i: i >= first)
+
+
+def _gemma_shape(c: Json, **changes: Any) -> dict[str, Any]:
+    if c.get("use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention: got True, a decoder takes False")
+    # "gelu" in the first Gemma files means the tanh form; hidden_activation, where present, says so
+    act = c.get("hidden_activation") or ("gelu_pytorch_tanh" if c.get("hidden_act", "gelu") == "gelu" else c["hidden_act"])
+    bias = c.get("attention_bias", False)
+    norm = NormConfig(eps=c.get("rms_norm_eps", 1e-6), unit_offset=True)
+    return _shape(c, norm=norm, activation=_activation(act), tied=c.get("tie_word_embeddings", True), qkv_bias=bias,
+                  out_bias=bias, embed_scale=c["hidden_size"] ** 0.5, head_dim=c.get("head_dim", 256), **changes)
+
+
+def _gemma(c: Json) -> DecoderConfig:
+    shape = _gemma_shape(c)
+    return DecoderConfig(layers=_layers(c, shape), **shape)
+
+
+def _gemma2(c: Json) -> DecoderConfig:
+    shape = _gemma_shape(c, block="sandwich", attention_softcap=c.get("attn_logit_softcapping", 50.0),
+                         logit_softcap=c.get("final_logit_softcapping", 30.0))
+    return DecoderConfig(layers=_layers(c, shape, sliding=c.get("sliding_window", 4096), slides=lambda i: i % 2 == 0,
+                                        scale=c.get("query_pre_attn_scalar", 256) ** -0.5), **shape)
+
+
+def _gemma3(c: Json) -> DecoderConfig:
+    shape = _gemma_shape(c, block="sandwich", qk_norm="head", attention_softcap=c.get("attn_logit_softcapping"),
+                         logit_softcap=c.get("final_logit_softcapping"))
+    period = c.get("sliding_window_pattern", 6)
+    new = c.get("rope_parameters") or {}
+    everywhere = new.get("full_attention") or {"rope_theta": c.get("rope_theta", 1e6), **(c.get("rope_scaling") or {})}
+    local = new.get("sliding_attention") or {"rope_theta": c.get("rope_local_base_freq", 1e4)}
+    layers = _layers({**c, "rope_parameters": everywhere}, shape, sliding=c.get("sliding_window", 4096),
+                     slides=lambda i: (i + 1) % period != 0, scale=c.get("query_pre_attn_scalar", 256) ** -0.5)
+    near = _rope({**c, "rope_parameters": local, "rope_scaling": None}, shape)
+    layers = tuple(dataclasses.replace(x, rope=near) if x.sliding else x for x in layers)
+    return DecoderConfig(layers=layers, **shape)
+
+
+def _phi3(c: Json) -> DecoderConfig:
+    shape = _shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)))
+    return DecoderConfig(layers=_layers(c, shape, sliding=c.get("sliding_window")), **shape)
+
+
+def _olmo2(c: Json) -> DecoderConfig:
+    bias = c.get("attention_bias", False)
+    shape = _shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)), block="post", qk_norm="full", qkv_bias=bias,
+                   out_bias=bias)
+    return DecoderConfig(layers=_layers(c, shape), **shape)
+
+
+def _stablelm(c: Json) -> DecoderConfig:
+    eps = c.get("layer_norm_eps", 1e-5)
+    shape = _shape(c, norm=NormConfig("layer", eps, bias=True), qkv_bias=c.get("use_qkv_bias", False),
+                   block="parallel" if c.get("use_parallel_residual", False) else "pre",
+                   qk_norm="per_head" if c.get("qk_layernorm", False) else None,
+                   qk_norm_kind=NormConfig("layer", eps) if c.get("qk_layernorm", False) else None)
+    return DecoderConfig(layers=_layers({"partial_rotary_factor": 0.25, **c}, shape), **shape)
+
+
+def _granite(c: Json) -> DecoderConfig:
+    bias = c.get("attention_bias", False)
+    shape = _shape(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False),
+                   embed_scale=float(c.get("embedding_multiplier", 1.0)), logit_scale=1 / c.get("logits_scaling", 1.0),
+                   residual_scale=float(c.get("residual_multiplier", 1.0)))
+    return DecoderConfig(layers=_layers(c, shape, scale=float(c.get("attention_multiplier", 1.0))), **shape)
+
+
+def _gpt2(c: Json) -> DecoderConfig:
+    if c.get("add_cross_attention"):
+        raise ValueError("add_cross_attention: got True, a decoder takes False")
+    width, heads = c["n_embd"], c["n_head"]
+    scale = (width // heads) ** -0.5 if c.get("scale_attn_weights", True) else 1.0
+    by_layer = c.get("scale_attn_by_inverse_layer_idx", False)
+    return DecoderConfig(
+        vocab=c["vocab_size"], width=width, heads=heads, kv_heads=heads, head_dim=width // heads,
+        mlp=c.get("n_inner") or 4 * width, context=c["n_positions"], learned_positions=c["n_positions"],
+        layers=tuple(Layer(scale=scale / (i + 1) if by_layer else scale) for i in range(c["n_layer"])),
+        norm=NormConfig("layer", c.get("layer_norm_epsilon", 1e-5), bias=True), gated=False,
+        activation=_activation(c.get("activation_function", "gelu_new")), tied=c.get("tie_word_embeddings", True),
+        qkv_bias=True, out_bias=True, mlp_bias=True)
+
+
+FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
+    "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gpt2": _gpt2, "granite": _granite, "llama": _llama,
+    "mistral": _mistral, "olmo2": _olmo2, "phi3": _phi3, "qwen2": _qwen2, "qwen3": _qwen3, "stablelm": _stablelm,
+}
+"""By `model_type`."""
+
+
+def _layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Callable[[int], bool] = lambda i: True,
+            scale: float | None = None) -> tuple[Layer, ...]:
+    """One entry a layer; `layer_types` of the file, where present, says which slide."""
+    rope, kinds = _rope(c, shape), c.get("layer_types")
+    local = lambda i: kinds[i] == "sliding_attention" if kinds else slides(i)
+    return tuple(Layer(rope, sliding if sliding is not None and local(i) else None, scale)
+                 for i in range(c["num_hidden_layers"]))
+
+
+def _rope(c: Json, shape: Json) -> Rope:
+    r = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    fraction = r.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
+    theta = float(r.get("rope_theta") or c.get("rope_theta") or 10_000.0)
+    return Rope(int(shape["head_dim"] * fraction), theta, _scaling(c, r, shape["context"]))
+
+
+def _scaling(c: Json, r: Json, context: int) -> Scaling | None:
+    kind = r.get("rope_type") or r.get("type") or "default"
+    if kind == "su" or (kind == "yarn" and c.get("model_type") == "phi3"):
+        kind = "longrope"                   # earlier names of it in Phi-3 files
+    trained = c.get("original_max_position_embeddings") or r.get("original_max_position_embeddings") or context
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(float(r["factor"]))
+    if kind == "dynamic":
+        return Dynamic(float(r["factor"]), context)
+    if kind == "llama3":
+        return Llama3(float(r["factor"]), float(r["low_freq_factor"]), float(r["high_freq_factor"]), trained)
+    if kind == "yarn":
+        factor = float(r.get("factor") or context / trained)
+        attention = r.get("attention_factor")
+        if attention is None and r.get("mscale") and r.get("mscale_all_dim"):
+            attention = mscale(factor, r["mscale"]) / mscale(factor, r["mscale_all_dim"])
+        return Yarn(factor, trained, r.get("beta_fast") or 32.0, r.get("beta_slow") or 1.0, attention,
+                    r.get("truncate", True))
+    if kind == "longrope":
+        factor = r.get("factor") or context / trained
+        attention = r.get("attention_factor")
+        if attention is None:
+            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+        return LongRope(tuple(r["short_factor"]), tuple(r["long_factor"]), trained, attention)
+    raise ValueError(f"rope type: got {kind!r}, supported are default, linear, dynamic, yarn, longrope, llama3")
+
+
+def _activation(name: str) -> str:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation: got {name!r}, supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]

@@ -1,0 +1,130 @@
+"""Which tensors of a Hugging Face file each weight of the decoder is made of, and how.
+
+Files store linear layers `[out, in]` (GPT-2: `[in, out]`), and some families fuse projections into one tensor or split
+a weight into one tensor a head. One table serves loading and saving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from decodax.models.config import DecoderConfig
+
+Weights = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A weight's place in a file.
+
+    Attributes:
+        tensors: the tensor's name; several are stacked along a new first axis.
+        transpose: the file holds `[out, in]`.
+        part: the weight is `[..., part[0]:part[1]]` of the tensor (after transposing); None: all of it.
+        full: the tensor's shape in the file (of each, where several are stacked).
+    """
+
+    tensors: tuple[str, ...]
+    transpose: bool
+    part: tuple[int, int] | None
+    full: tuple[int, ...]
+
+
+LLAMA = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
+         "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
+         "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "mlp.gate": "mlp.gate_proj",
+         "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
+SANDWICH = {**LLAMA, "attn_out": "post_attention_layernorm", "mlp_in": "pre_feedforward_layernorm",
+            "mlp_out": "post_feedforward_layernorm"}
+QKV, GATE_UP = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """A family's tensor names.
+
+    Attributes:
+        layer: network path inside a layer to module name inside a layer.
+        stem, layers, embed, norm, positions: names of the whole model's parts.
+        fused: groups of paths that share one tensor, in its order.
+        transposed: whether linear layers are stored `[out, in]`.
+    """
+
+    layer: dict[str, str]
+    stem: str = "model."
+    layers: str = "layers"
+    embed: str = "embed_tokens"
+    norm: str = "norm"
+    positions: str = ""
+    fused: tuple[tuple[str, ...], ...] = ()
+    transposed: bool = True
+
+
+FAMILY_NAMES = {
+    "gpt2": Names({"attn_in": "ln_1", "mlp_in": "ln_2", **dict.fromkeys(QKV, "attn.c_attn"), "attn.o": "attn.c_proj",
+                   "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}, stem="transformer.", layers="h", embed="wte",
+                  norm="ln_f", positions="wpe", fused=(QKV,), transposed=False),
+    "phi3": Names({**LLAMA, **dict.fromkeys(QKV, "self_attn.qkv_proj"), **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")},
+                  fused=(QKV, GATE_UP)),
+    "gemma2": Names(SANDWICH), "gemma3_text": Names(SANDWICH), "olmo2": Names(SANDWICH),
+    "stablelm": Names({**LLAMA, "attn.q_norm": "self_attn.q_layernorm.norms.{head}",
+                       "attn.k_norm": "self_attn.k_layernorm.norms.{head}"}),
+}
+"""By `model_type`; the others are named as Llama's."""
+
+IGNORED = re.compile(r"(\.attn\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+"""Buffers that older files carry and that are computed here."""
+
+
+def sources(family: str, config: DecoderConfig, shapes: Weights, present: Collection[str] = ()) -> dict[str, Source]:
+    """Where each weight comes from, by its dotted path in `shapes` (`Transformer.abstract_params`).
+
+    `present` are the tensor names of a file that is to be read: files saved from the bare model lack the first part of
+    the names (as GPT-2's own).
+    """
+    names = FAMILY_NAMES.get(family, Names(LLAMA))
+    stem = names.stem
+    if present and f"{stem}{names.embed}.weight" not in present and f"{names.embed}.weight" in present:
+        stem = ""
+    sizes = {path: leaf.shape for path, leaf in flatten(shapes).items()}
+    return {path: _source(path, names, stem, sizes) for path in sizes}
+
+
+def _source(path: str, names: Names, stem: str, sizes: dict[str, tuple[int, ...]]) -> Source:
+    whole = {"embed": names.embed, "positions": names.positions}
+    if path in whole:
+        return Source((f"{stem}{whole[path]}.weight",), False, None, sizes[path])
+    module, leaf = path.rsplit(".", 1)
+    tail = "bias" if leaf == "bias" else "weight"
+    shape, transpose = sizes[path], leaf == "kernel" and (names.transposed or module == "lm_head")
+    part = None
+    if module == "lm_head":
+        name = f"lm_head.{tail}"
+    elif module == "norm":
+        name = f"{stem}{names.norm}.{tail}"
+    else:
+        _, index, inner = module.split(".", 2)
+        name = f"{stem}{names.layers}.{index}.{names.layer[inner]}.{tail}"
+        group = next((g for g in names.fused if inner in g), None)
+        if group is not None:
+            widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] for member in group]
+            start = sum(widths[:group.index(inner)])
+            part, shape = (start, start + shape[-1]), (*shape[:-1], sum(widths))
+        if "{head}" in name:
+            return Source(tuple(name.format(head=h) for h in range(shape[0])), False, None, shape[1:])
+    return Source((name,), transpose, part, shape[::-1] if transpose else shape)
+
+
+def flatten(tree: Weights) -> dict[str, Any]:
+    """The leaves of a nested dict by dotted path.
+
+    >>> flatten({"a": {"b": 1}, "c": 2})
+    {'a.b': 1, 'c': 2}
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
