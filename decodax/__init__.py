@@ -1,1 +1,66 @@
-"""decodax: decoding for JAX."""
+"""decodax: decoding for JAX. One compiled round, and every method a few lines plugged into it.
+
+>>> import decodax as dx
+>>> lm = dx.load("pycode")                                                        # doctest: +SKIP
+>>> dx.generate(lm, "def fib(n):", max_new_tokens=64).text                        # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from decodax import diffusion, policy
+    from decodax.api import Stream, generate, stream
+    from decodax.autoregressive import Autoregressive
+    from decodax.cache import Cache, Window
+    from decodax.core.round import python_loop, run, step
+    from decodax.core.state import State, Status, init_state
+    from decodax.core.types import Algorithm, Decision, Model, Out, Params
+    from decodax.diffusion import MaskedDiffusion
+    from decodax.io.load import LM, load, zoo
+    from decodax.policy import Policy
+    from decodax.result import LogProbs, Result, Statistics
+    from decodax.sharding import lanes
+    from decodax.speculative import Rejection, SeedExact, Speculative, drafts
+
+__version__ = "0.1.0"
+
+# Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
+_HOMES = {
+    "decodax": ["diffusion", "policy"],
+    "decodax.api": ["Stream", "generate", "stream"],
+    "decodax.autoregressive": ["Autoregressive"],
+    "decodax.cache": ["Cache", "Window"],
+    "decodax.core.round": ["python_loop", "run", "step"],
+    "decodax.core.state": ["State", "Status", "init_state"],
+    "decodax.core.types": ["Algorithm", "Decision", "Model", "Out", "Params"],
+    "decodax.diffusion": ["MaskedDiffusion"],
+    "decodax.io.load": ["LM", "load", "zoo"],
+    "decodax.policy": ["Policy"],
+    "decodax.result": ["LogProbs", "Result", "Statistics"],
+    "decodax.sharding": ["lanes"],
+    "decodax.speculative": ["Rejection", "SeedExact", "Speculative", "drafts"],
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LM", "Algorithm", "Autoregressive", "Cache", "Decision", "LogProbs", "MaskedDiffusion", "Model", "Out", "Params",
+    "Policy", "Rejection", "Result", "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "Window",
+    "diffusion", "drafts", "generate", "init_state", "lanes", "load", "policy", "python_loop", "run", "step", "stream",
+    "zoo",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'decodax' has no attribute {name!r}")
+    value = importlib.import_module(f"decodax.{name}") if home == "decodax" else getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

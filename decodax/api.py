@@ -15,7 +15,7 @@ from jax import Array
 from decodax.autoregressive import Autoregressive
 from decodax.core import drivers, keys
 from decodax.core.state import State, Status
-from decodax.core.stops import StopTable, cut_at_stop
+from decodax.core.stops import StopTable, stop_strings
 from decodax.core.types import Algorithm, Params
 from decodax.io.load import LM
 from decodax.policy import Policy, from_generation_config
@@ -105,38 +105,36 @@ class Stream(Iterator[str]):
         ids = _ids(lm, prompt)
         if len(ids) != 1:
             raise ValueError(f"stream: takes one prompt, got {len(ids)}")
-        for name in ("num_samples", "batch_size", "progress"):
-            if options.pop(name, None) not in (None, 1, False):
-                raise ValueError(f"stream: {name} is for generate; a stream has one row")
-        sampling = {k: v for k, v in options.items() if k not in _STREAM}
-        job_options = {k: v for k, v in options.items() if k in _STREAM}
-        negative = job_options.pop("negative_prompts", None)
+        if many := [name for name in ("num_samples", "batch_size", "progress") if options.pop(name, None)]:
+            raise ValueError(f"stream: {', '.join(many)}: for generate only; a stream is one row")
+        own = {k: options.pop(k) for k in _STREAM & options.keys()}
+        negative = own.pop("negative_prompts", None)
         self.result: Result | None = None
-        self._stop = _strings(job_options.get("stop"))
         self._job = Job.begin(
-            lm, ids, max_new_tokens=[job_options.pop("max_new_tokens", None)], seed=[job_options.pop("seed", 0)],
-            min_new_tokens=[job_options.pop("min_new_tokens", 0)], request_ids=job_options.pop("request_ids", [0]),
-            negative=None if negative is None else _ids(lm, negative), num_samples=1, sampling=sampling,
-            **{"algorithm": None, "stop": None, "logprobs": None, "chunk": CHUNK, "guidance_scale": None, **job_options})
-        self._decoder = lm.tokenizer.detokenizer(ids[0])
+            lm, ids, max_new_tokens=[own.pop("max_new_tokens", None)], seed=[own.pop("seed", 0)],
+            min_new_tokens=[own.get("min_new_tokens", 0)], request_ids=own.pop("request_ids", [0]),
+            negative=None if negative is None else _ids(lm, negative), num_samples=1, sampling=options,
+            **{"algorithm": None, "stop": None, "logprobs": None, "chunk": CHUNK, "guidance_scale": None,
+               **{k: v for k, v in own.items() if k != "min_new_tokens"}})
+        self._text = lm.tokenizer.detokenizer(ids[0], stop=own.get("stop"), min_new=own.get("min_new_tokens", 0))
         self._read = 0
-        self._held = ""
 
     def __next__(self) -> str:
         while self._job.running:
             self._job.advance(BURST_SECONDS)
-            tokens = self._job.fresh(self._read)
-            self._read += len(tokens)
-            self._held += self._decoder.feed(tokens)
-            if self._job.running:
-                piece, self._held = _split_safe(self._held, self._stop)
-                if piece:
-                    return piece
+            if piece := self._text.feed(self._fresh()):
+                return piece
         if self.result is None:
             self.result = self._job.result()
-            if piece := cut_at_stop(self._held + self._decoder.finish(), self._stop):
+            if piece := self._text.feed(self._fresh()) + self._text.finish():
                 return piece
         raise StopIteration
+
+    def _fresh(self) -> list[int]:
+        s = self._job.state
+        start, end = int(s.prompt_length[0]) + self._read, int(s.length[0])
+        self._read += end - start
+        return np.asarray(s.tokens)[0, start:end].tolist()
 
 
 _STREAM = {"max_new_tokens", "min_new_tokens", "algorithm", "seed", "stop", "logprobs", "request_ids",
@@ -154,7 +152,7 @@ class Job:
     policy: Policy
     state: State
     prompts: list[list[int]]
-    stop: list[str]
+    stop: str | Sequence[str] | None
     prefill_forwards: int
     prefill_seconds: float
     seconds: float = 0.0
@@ -191,11 +189,10 @@ class Job:
         policy = from_generation_config(
             lm.generation_config, batch=len(ids), vocab_size=lm.vocab_size, eos_token_id=sampling.pop("eos_token_id", lm.eos),
             max_length=lengths + np.array(budget, np.int32), min_new_tokens=np.array(min_new_tokens, np.int32), **sampling)
-        stops = _strings(stop)
-        if stops:
+        if stop_strings(stop):
             if lm.tokenizer is None:
                 raise ValueError("stop: stop strings need a tokenizer, and this model has none")
-            policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(), stops))
+            policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(), stop, lm.vocab_size))
         model, params = lm.model, Params(target=lm.params)
         row = lambda values: np.asarray(values)
         tokens, policy = place(lm.mesh, tokens), place(lm.mesh, policy)
@@ -217,7 +214,7 @@ class Job:
                                  jnp.asarray(np.tile(np.arange(num_samples, dtype=np.uint32), len(ids))))
             s, policy = drivers.fan_out(s, policy, each, samples=num_samples)
         jax.block_until_ready(s.length)
-        job = cls(lm, algorithm, model, params, policy, s, [p for p in ids for _ in range(num_samples)], stops, forwards,
+        job = cls(lm, algorithm, model, params, policy, s, [p for p in ids for _ in range(num_samples)], stop, forwards,
                   time.perf_counter() - clock)
         job.status = np.asarray(s.status)
         return job
@@ -249,18 +246,14 @@ class Job:
         if seconds is not None and spent < seconds:
             self.burst = min(self.burst * 2, 256)
 
-    def fresh(self, read: int) -> list[int]:
-        """New tokens of the only row beyond the first `read`."""
-        start, end = int(self.state.prompt_length[0]) + read, int(self.state.length[0])
-        return [] if end <= start else np.asarray(self.state.tokens)[0, start:end].tolist()
-
     def result(self) -> Result:
         """What came out."""
         tokens, lengths = new_tokens(self.state, self.lm.pad)
         text = None
         if self.lm.tokenizer is not None:
-            rows = zip(self.prompts, tokens, lengths, strict=True)
-            text = [cut_at_stop(self.lm.tokenizer.continuation(p, row[:n].tolist()), self.stop) for p, row, n in rows]
+            rows = zip(self.prompts, tokens, lengths, np.asarray(self.state.min_new), strict=True)
+            text = [self.lm.tokenizer.continuation(p, row[:n].tolist(), stop=self.stop, min_new=int(least))
+                    for p, row, n, least in rows]
         stats = {k: np.asarray(getattr(self.state.stats, k)).astype(np.int64)
                  for k in ("rounds", "drafted", "accepted", "histogram")}
         return Result(tokens=tokens, lengths=lengths, status=[Status(int(x)) for x in self.status], text=text,
@@ -283,19 +276,6 @@ def bucket(length: int) -> int:
 
 def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
-
-
-def _strings(stop: str | Sequence[str] | None) -> list[str]:
-    strings = [stop] if isinstance(stop, str) else list(stop or [])
-    if any(not s for s in strings):
-        raise ValueError("stop: got an empty string")
-    return strings
-
-
-def _split_safe(text: str, stops: list[str]) -> tuple[str, str]:
-    """What may be shown now, and the end of it that might become a stop string."""
-    keep = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-    return text[:len(text) - keep], text[len(text) - keep:]
 
 
 def _ids(lm: LM, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
