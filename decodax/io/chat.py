@@ -1,0 +1,82 @@
+"""Chat templates: the Jinja programs that turn messages into a prompt, run in a sandbox as transformers runs them."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, Any]
+"""At least {"role": ..., "content": ...}."""
+
+
+class ChatTemplateError(ValueError):
+    """The template is broken, or it refuses the messages."""
+
+
+def render_chat(template: str, messages: Sequence[Message], *, add_generation_prompt: bool = True,
+                tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any) -> str:
+    """The prompt for a chat.
+
+    Args:
+        template: Jinja source. It runs in a sandbox without access to Python's internals or to files.
+        messages: the conversation so far.
+        add_generation_prompt: end with what opens the assistant's answer.
+        tools: JSON schemas of functions that the model may call.
+        variables: anything else the template reads (bos_token, enable_thinking, documents, ...).
+
+    Raises:
+        ChatTemplateError: the template does not compile, or raises for these messages.
+        TypeError: a message is not a mapping.
+
+    >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    >>> render_chat(template, [{"role": "user", "content": "hi"}])
+    '<user>hi'
+    """
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise TypeError(f"messages: got {message!r}, takes mappings with a role and a content")
+    # as transformers does: a field that is None is as good as absent
+    messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    try:
+        return _compiled(template).render(messages=messages, tools=tools, **{"documents": None, **variables},
+                                          add_generation_prompt=add_generation_prompt)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+    except jinja2.TemplateError as error:
+        raise ChatTemplateError(f"chat template: {error}") from error
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`: marks the assistant's part for training and prints it unchanged."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(template: str) -> jinja2.Template:
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    env.filters["tojson"] = _to_json          # jinja's own escapes HTML
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    return env.from_string(template)
+
+
+def _to_json(x: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+             sort_keys: bool = False) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
