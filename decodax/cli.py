@@ -1,0 +1,328 @@
+"""The command line: `decodax generate` continues a prompt, `decodax info` says what is here.
+
+JAX is imported by the commands that need it, so that help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decodax import __version__
+
+if TYPE_CHECKING:
+    from decodax.core.types import Algorithm
+    from decodax.result import Result
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+
+EXAMPLES = """\
+examples:
+  decodax generate "def fibonacci(n):"
+  decodax generate "def fibonacci(n):" --temperature 0.8 --top-p 0.95 --seed 1 --num-samples 3
+  decodax generate --file module.py --algorithm prompt-lookup --max-new-tokens 200
+  git diff | decodax generate --model path/to/model --stop $'\\n\\n' --json | jq -r '.text[0]'
+  decodax generate "What is a monad?" --chat --model path/to/chat-model
+
+The text goes to standard output as it is made, figures and errors go to standard error.
+"""
+
+EXIT_CODES = """\
+exit codes: 0 done; 1 failed (a model that cannot be loaded, a file that cannot be read, ...); 2 wrong usage (an unknown
+flag, a value out of its range); 130 interrupted. A reader that closes the pipe early ends the command quietly, with 0.
+"""
+
+# name of the GenerationConfig field, its type, what it does
+SAMPLING: list[tuple[str, type, str]] = [
+    ("temperature", float, "divides the logits; 0 is greedy"),
+    ("top_k", int, "keep the K most likely tokens"),
+    ("top_p", float, "keep the smallest set of tokens with this much probability"),
+    ("min_p", float, "keep tokens at least this likely relative to the best one"),
+    ("typical_p", float, "locally typical sampling with this much probability"),
+    ("repetition_penalty", float, "divides positive and multiplies negative logits of tokens already there"),
+    ("presence_penalty", float, "subtracted from the logits of generated tokens"),
+    ("frequency_penalty", float, "the same, times their count"),
+    ("no_repeat_ngram_size", int, "no n-gram of this size comes twice"),
+]
+
+# flags of algorithms other than the plain one: name, parser of the value, which algorithms take it, what it does
+DRAFTING = ("prompt-lookup",)
+ALGORITHM_FLAGS: list[tuple[str, Any, tuple[str, ...], str]] = [
+    ("draft_length", int, DRAFTING, "most tokens drafted a round (default 7)"),
+    ("max_ngram", int, ("prompt-lookup",), "longest n-gram looked up (default 3)"),
+    ("min_ngram", int, ("prompt-lookup",), "shortest n-gram looked up (default 1)"),
+    ("verify", str, DRAFTING, "seed-exact: the very tokens of plain sampling with this seed (default); "
+                              "rejection: the same distribution"),
+]
+ALGORITHMS = ("autoregressive", "prompt-lookup")
+VERIFIERS = ("seed-exact", "rejection")
+
+
+class UsageError(Exception):
+    """The arguments do not fit together, or one is out of its range."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code; see `EXIT_CODES`."""
+    args = _parser().parse_args(argv)
+    try:
+        args.command(args)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the interpreter flushes standard output once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"decodax: error: {error or type(error).__name__}", file=sys.stderr)
+        return USAGE if isinstance(error, UsageError) else FAILURE
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Continues one prompt."""
+    prompt = _prompt(args)
+    algorithm = _algorithm(args)
+    options = _sampling(args)
+    _prepare_jax()
+    import decodax as dx
+
+    lm = dx.load(args.model, dtype=args.dtype)
+    given: Any = prompt
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system is not None else []
+        given = [*system, {"role": "user", "content": prompt}]
+    options |= {"algorithm": algorithm() if algorithm else None, "seed": args.seed, "stop": args.stop,
+                "max_new_tokens": args.max_new_tokens, "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs}
+    try:
+        if args.json or args.num_samples > 1:
+            result = dx.generate(lm, given, num_samples=args.num_samples, **options)
+        else:
+            result = _stream(dx.stream(lm, given, **options), prompt if args.echo else "")
+    except (ValueError, TypeError) as error:       # by house rule these name the argument at fault
+        raise UsageError(error) from error
+    if args.json:
+        print(json.dumps(_as_json(result, args, prompt)))
+    elif args.num_samples > 1:
+        for i, text in enumerate(result.text or ()):
+            print(f"=== sample {i + 1}: {result.status[i].name.lower()} ===\n{prompt if args.echo else ''}{text}")
+    if not args.quiet:
+        print(_summary(result), file=sys.stderr)
+
+
+def info(args: argparse.Namespace) -> None:
+    """Prints versions, devices, shipped models and cache directories."""
+    programs = _prepare_jax()
+    import importlib.metadata
+
+    import jax
+
+    from decodax.io.load import ZOO, zoo
+
+    models = []
+    for name in zoo():
+        card = ZOO / name / "training.json"
+        facts = json.loads(card.read_text()) if card.is_file() else {}
+        size = sum(f.stat().st_size for f in (ZOO / name).iterdir() if f.is_file())
+        keys = ("parameters", "held_out_bits_per_byte", "tokens", "data")
+        models.append({"name": name, "path": str(ZOO / name), "megabytes": round(size / 1e6, 1),
+                       **{k: facts[k] for k in keys if k in facts}})
+    report: dict[str, Any] = {
+        "versions": {"decodax": __version__, "python": sys.version.split()[0],
+                     **{p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "numpy", "tokenizers")}},
+        "backend": jax.default_backend(),
+        "devices": [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()],
+        "models": models,
+        "cache": {"compiled_programs": programs},
+    }
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print("  ".join(f"{k} {v}" for k, v in report["versions"].items()))
+    console.print(f"backend {report['backend']}: " + ", ".join(f"{d['kind']} {d['id']}" for d in report["devices"]))
+    console.print(f"compiled programs are kept in {programs}")
+    table = Table("model", "parameters", "MB", "held-out bits/byte", "training data", box=None, pad_edge=False)
+    for m in models:
+        table.add_row(m["name"], f"{m['parameters']:,}" if "parameters" in m else "", str(m["megabytes"]),
+                      str(m.get("held_out_bits_per_byte", "")), m.get("data", ""))
+    console.print(table if models else "no models are shipped with this installation")
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common.add_argument("--json", action="store_true", help="print one JSON object")
+
+    manual: Any = {"epilog": EXAMPLES + "\n" + EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+
+    parser = argparse.ArgumentParser(prog="decodax", description="Decoding for JAX.", **manual)
+    parser.add_argument("--version", action="version", version=f"decodax {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    p = commands.add_parser("generate", parents=[common], help="continue a prompt", **manual,
+                            description="Continues a prompt: an argument, a file, or standard input.")
+    p.set_defaults(command=generate)
+    p.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; without it --file or standard input")
+    p.add_argument("-f", "--file", metavar="PATH", help="read the prompt from a file, - is standard input")
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
+                   help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache")
+    p.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the model's chat template")
+    p.add_argument("--system", metavar="TEXT", help="a system message for --chat")
+    p.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
+    p.add_argument("--quiet", action="store_true", help="no line with figures")
+
+    g = p.add_argument_group("length and number")
+    g.add_argument("-n", "--max-new-tokens", type=int, metavar="N", help="default: the model's own, or 64")
+    g.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="no end of text or stop string before it")
+    g.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    g.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of the prompt (default: 1)")
+    g.add_argument("--seed", type=int, default=0, metavar="N", help="addresses every draw (default: 0)")
+    g.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, with the top N")
+
+    g = p.add_argument_group("sampling", "Named as in Hugging Face's GenerationConfig. Without any of them: the\n"
+                             "model's generation_config.json, or greedy.")
+    for name, kind, text in SAMPLING:
+        g.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
+    g.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
+                   help="any other sampling argument of decodax.generate, as JSON; may be given several times")
+
+    g = p.add_argument_group("algorithm")
+    g.add_argument("-a", "--algorithm", choices=ALGORITHMS, default="autoregressive",
+                   help="autoregressive: a token a forward (default); prompt-lookup: drafts from the text so far")
+    for name, kind, users, text in ALGORITHM_FLAGS:
+        choices = VERIFIERS if name == "verify" else None
+        g.add_argument(_flag(name), type=kind, choices=choices, metavar=None if choices else "N",
+                       help=f"{text} [{', '.join(users)}]")
+
+    p = commands.add_parser("info", parents=[common], help="versions, devices, models, caches", epilog=EXIT_CODES,
+                            description="Says what this installation has to work with.")
+    p.set_defaults(command=info)
+    return parser
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    """The prompt from where the arguments say."""
+    if args.prompt is not None and args.file is not None:
+        raise UsageError("got a prompt and --file; give one of them")
+    if args.system is not None and not args.chat:
+        raise UsageError("--system goes with --chat")
+    if args.logprobs is not None and not args.json:
+        raise UsageError("--logprobs goes with --json")
+    if args.prompt is not None:
+        return args.prompt
+    if args.file is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give one as an argument, with --file, or on standard input")
+    try:
+        return sys.stdin.read() if args.file in (None, "-") else Path(args.file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 text: {error}") from error
+
+
+def _algorithm(args: argparse.Namespace) -> Callable[[], Algorithm] | None:
+    """What builds the algorithm once JAX is there; None is plain decoding."""
+    given = {name: getattr(args, name) for name, *_ in ALGORITHM_FLAGS if getattr(args, name) is not None}
+    for name, _, users, _ in ALGORITHM_FLAGS:
+        if name in given and args.algorithm not in users:
+            raise UsageError(f"{_flag(name)} is for --algorithm {' or '.join(users)}, got {args.algorithm}")
+    if args.algorithm == "autoregressive":
+        return None
+
+    def build() -> Algorithm:
+        import decodax as dx
+
+        verify = dx.Rejection() if given.pop("verify", None) == "rejection" else dx.SeedExact()
+        if "draft_length" in given:
+            given["length"] = given.pop("draft_length")
+        return dx.Speculative(draft=dx.drafts.PromptLookup(**given), verify=verify)
+
+    return build
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of the policy that were given."""
+    options = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
+    for item in args.set:
+        name, equals, value = item.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--set: got {item!r}, takes NAME=VALUE")
+        try:
+            options[name] = json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"--set {name}: got {value!r}, takes a JSON value ({error})") from error
+    return options
+
+
+def _prepare_jax() -> str:
+    """Keeps compiled programs between calls, in JAX's own cache directory if it is set; returns where."""
+    import jax
+
+    settings: Any = jax.config
+    if settings.jax_compilation_cache_dir is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        settings.update("jax_compilation_cache_dir", str(root / "decodax" / "xla"))
+        settings.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return settings.jax_compilation_cache_dir
+
+
+def _stream(pieces: Any, prefix: str) -> Result:
+    """Prints pieces as they come."""
+    last = prefix
+    sys.stdout.write(prefix)
+    sys.stdout.flush()
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        last = piece
+    if not last.endswith("\n"):
+        print(flush=True)
+    return pieces.result
+
+
+def _as_json(result: Result, args: argparse.Namespace, prompt: str) -> dict[str, Any]:
+    """The result as plain data; lists have one entry a sample."""
+    stats = result.stats
+    report: dict[str, Any] = {
+        "model": args.model, "algorithm": args.algorithm, "seed": args.seed, "prompt": prompt, "text": result.text,
+        "tokens": [result.row(i).tolist() for i in range(len(result))],
+        "status": [s.name.lower() for s in result.status],
+        "stats": {
+            "new_tokens": stats.tokens.tolist(), "rounds": stats.rounds.tolist(), "forwards": stats.forwards,
+            "prefill_forwards": stats.prefill_forwards, "tokens_per_forward": stats.tokens_per_forward,
+            "mean_accepted_length": stats.mean_accepted_length, "drafted": stats.drafted.tolist(),
+            "accepted": stats.accepted.tolist(), "tokens_per_second": stats.tokens_per_second,
+            "seconds": stats.seconds, "prefill_seconds": stats.prefill_seconds,
+        },
+    }
+    if result.logprobs is not None:
+        noted, lengths = result.logprobs, result.lengths
+        report["logprobs"] = {name: [x[:n].tolist() for x, n in zip(getattr(noted, name), lengths, strict=True)]
+                              for name in ("raw", "processed", "top_ids", "top")}
+    return report
+
+
+def _summary(result: Result) -> str:
+    """The figures in one line."""
+    stats = result.stats
+    ends = ", ".join(dict.fromkeys(s.name.lower() for s in result.status))
+    return (f"[{int(stats.tokens.sum())} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s, "
+            f"{stats.tokens_per_forward:.2f} tokens per forward; prefill {stats.prefill_seconds:.2f} s; "
+            f"ended by {ends}]")

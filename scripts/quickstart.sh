@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# From a bare machine with Python 3.11 to 3.13 and pip to text from the shipped model:
+#   bash scripts/quickstart.sh [PROMPT]
+# Installs into .venv once; after that it needs no network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/venv.sh
+install ""
+
+prompt=${1:-$'import os\nimport sys\n\n\ndef main():\n'}
+.venv/bin/decodax generate "$prompt" --echo --max-new-tokens 200 --algorithm prompt-lookup
+
+cat >&2 <<'END'
+
+Next:  source .venv/bin/activate
+       decodax generate "class Stack:" --temperature 0.8 --top-p 0.95 --seed 1
+       decodax generate --help
+END

@@ -1,0 +1,40 @@
+# Sourced by the other scripts: a virtual environment in .venv with decodax installed from this directory.
+
+# install EXTRAS: makes .venv if need be and installs decodax with these extras ("" for none), unless that was done
+# for this pyproject.toml before. $PYTHON names the interpreter to use; default: the first suitable one.
+install() {
+    local extras=$1 python want stamp
+    if ! suitable .venv/bin/python; then
+        python=$(find_python)
+        echo "making .venv with $("$python" --version)" >&2
+        if ! "$python" -m venv --clear .venv >&2; then
+            echo "error: $python cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2
+            exit 1
+        fi
+    fi
+    stamp=.venv/.installed${extras:+-$extras}
+    want=$(.venv/bin/python -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())')
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
+        echo "installing decodax${extras:+ with the $extras extras}; the first time this takes a few minutes" >&2
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" >&2
+        echo "$want" > "$stamp"
+    fi
+}
+
+# suitable PYTHON: whether it runs and is a version that decodax supports.
+suitable() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+find_python() {
+    local python
+    for python in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
+        if suitable "$python"; then
+            echo "$python"
+            return
+        fi
+    done
+    echo "error: decodax takes Python 3.11 to 3.13; found ${PYTHON:-python3}: $("${PYTHON:-python3}" --version 2>&1)." >&2
+    echo "Install one, or name it: PYTHON=/path/to/python3.12 bash $0" >&2
+    exit 1
+}
