@@ -30,7 +30,7 @@ STD = 0.02
 
 
 class Attend(Protocol):
-    """Attention of one layer's queries `f[B, W, H, d]` to what is cached and to the window's `k`, `v` `f[B, W, G, d]`."""
+    """Attention of a layer's queries `f[B, W, H, d]` to what is cached and to the window's `k`, `v` `f[B, W, G, d]`."""
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None) -> Array: ...

@@ -82,7 +82,8 @@ def _gemma_shape(c: Json, **changes: Any) -> dict[str, Any]:
     if c.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention: got True, a decoder takes False")
     # "gelu" in the first Gemma files means the tanh form; hidden_activation, where present, says so
-    act = c.get("hidden_activation") or ("gelu_pytorch_tanh" if c.get("hidden_act", "gelu") == "gelu" else c["hidden_act"])
+    act = c.get("hidden_activation") or c.get("hidden_act", "gelu")
+    act = "gelu_pytorch_tanh" if act == "gelu" else act
     bias = c.get("attention_bias", False)
     norm = NormConfig(eps=c.get("rms_norm_eps", 1e-6), unit_offset=True)
     return _shape(c, norm=norm, activation=_activation(act), tied=c.get("tie_word_embeddings", True), qkv_bias=bias,

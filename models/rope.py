@@ -62,7 +62,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """NTK-aware scaling (bloc97 and emozilla, 2023): the base grows with what the sequence exceeds `trained` tokens by."""
+    """NTK-aware scaling (bloc97 and emozilla, 2023): the base grows with the tokens beyond `trained`."""
 
     factor: float
     trained: int

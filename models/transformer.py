@@ -95,7 +95,8 @@ class Transformer:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), _split(self.config)[1])
 
     def shardings(self, mesh: Mesh, axis: str = "model") -> Weights:
-        """A `NamedSharding` for each weight: heads, MLP and vocabulary over `axis` where they divide, else replicated."""
+        """A `NamedSharding` for each weight: heads, MLP and vocabulary over `axis` where they divide it evenly, the rest
+        replicated."""
         return jax.tree.map(lambda axes: NamedSharding(mesh, _spec(self.config, axes, mesh, axis)),
                             _split(self.config)[2], is_leaf=lambda x: isinstance(x, tuple))
 

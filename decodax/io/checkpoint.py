@@ -123,7 +123,8 @@ def _some(tensors: list[str]) -> str:
     return f"tensor{'s' if len(tensors) > 1 else ''} {', '.join(tensors[:5])}{more}"
 
 
-def _load(files: _Files, source: Source, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> jax.Array:
+def _load(files: _Files, source: Source, shape: tuple[int, ...], dtype: np.dtype,
+          place: jax.sharding.Sharding) -> jax.Array:
     """One weight, each device's part read and cast by itself; devices that hold the same part share one reading."""
     parts: dict[Any, np.ndarray] = {}
 

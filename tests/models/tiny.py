@@ -1,0 +1,82 @@
+"""Tiny configurations of every family, as transformers writes them: the cases of the model tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+COMMON = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+          "bos_token_id": 1, "eos_token_id": 2}
+SMALL_WINDOW = {"sliding_window": 5}
+
+
+def rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **options}}
+
+
+LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=2.0, mscale=1.0,
+                   mscale_all_dim=0.5, truncate=False)
+LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
+
+# name: (model_type, options on top of COMMON, `context` for load_model)
+CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, None),
+    "gpt2-inverse-layer": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40,
+                                    "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}, None),
+    "llama": ("llama", {}, None),
+    "llama-tied-bias": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+                                  "head_dim": 16}, None),
+    "llama-linear": ("llama", rope("linear", factor=3.0), None),
+    "llama-dynamic": ("llama", {**rope("dynamic", factor=2.0), "max_position_embeddings": 16}, 22),
+    "llama3": ("llama", LLAMA3, None),
+    "llama-yarn": ("llama", YARN, None),
+    "llama-yarn-mscale": ("llama", YARN_MSCALE, None),
+    "mistral": ("mistral", SMALL_WINDOW, None),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, None),
+    "qwen2-sliding": ("qwen2", {**SMALL_WINDOW, "use_sliding_window": True, "max_window_layers": 1}, None),
+    "qwen3": ("qwen3", {"head_dim": 16}, None),
+    "qwen3-bias": ("qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}, None),
+    "gemma": ("gemma", {"head_dim": 16}, None),
+    "gemma2": ("gemma2", {**SMALL_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5,
+                          "final_logit_softcapping": 2.0}, None),
+    "gemma3": ("gemma3_text", {**SMALL_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 24,
+                               "layer_types": ["sliding_attention", "full_attention"],
+                               "rope_parameters": {
+                                   "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                                   "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, None),
+    "phi3": ("phi3", SMALL_WINDOW, None),
+    "phi3-longrope-short": ("phi3", {**rope("longrope", **LONGROPE), "original_max_position_embeddings": 32}, None),
+    "phi3-longrope-long": ("phi3", {**rope("longrope", **LONGROPE), "original_max_position_embeddings": 16}, 22),
+    "phi3-partial": ("phi3", {**rope("default", partial_rotary_factor=0.5), "head_dim": 8}, None),
+    "olmo2": ("olmo2", {}, None),
+    "stablelm": ("stablelm", {}, None),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True,
+                                       **rope("default", partial_rotary_factor=0.5)}, None),
+    "granite": ("granite", {"embedding_multiplier": 6.0, "logits_scaling": 2.0, "residual_multiplier": 0.4,
+                            "attention_multiplier": 0.2}, None),
+}
+
+
+def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+    """The case's transformers model with random weights, norms and biases included."""
+    kind, options, _ = CASES[name]
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **options})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            # wide enough that a wrong norm, scale or window shows in the logits
+            weight.copy_(torch.randn_like(weight) * 0.2 + (1.0 if weight.ndim == 1 else 0.0))
+    return model
+
+
+def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrainedModel:
+    model = build(name)
+    model.save_pretrained(directory, **options)
+    return model
