@@ -1,0 +1,316 @@
+"""`build`: a policy from keyword arguments, named as in Hugging Face's GenerationConfig, llama.cpp and vLLM.
+
+Processors stand in transformers' order; what transformers does not have stands where llama.cpp has it: biases and
+count penalties in front, samplers that look at the distribution's shape behind truncation, Mirostat last.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.policy.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
+from decodax.policy.arguments import bias_rows, id_rows, is_neutral, per_row, sequence_rows, wrong
+from decodax.policy.bans import AllowedTokens, BadWords, BeginSuppress, LogitBias, SequenceBias, SuppressTokens
+from decodax.policy.base import Policy, Temperature, Transform
+from decodax.policy.length import UNBOUNDED, ExponentialDecayLength, ForcedBOS, ForcedEOS, MinLength
+from decodax.policy.penalties import EncoderRepetition, PresenceFrequency, Repetition
+from decodax.policy.repeats import Dry, EncoderNoRepeatNgram, NoRepeatNgram
+from decodax.policy.warpers import Epsilon, Eta, MinP, TopH, TopK, TopP, Typical
+from decodax.policy.watermark import SCHEMES, GreenList
+
+LARGEST_SORTED_K = 128
+"""Up to this `k`, `lax.top_k` finds the threshold of top-k faster than bisection does."""
+
+SAMPLING = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "top_n_sigma",
+            "xtc_probability", "mirostat_tau", "dynatemp_range")
+"""What only shapes sampling: greedy decoding does not change by it."""
+
+
+def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: Any = None, top_p: Any = None,
+          min_p: Any = None, typical_p: Any = None, epsilon_cutoff: Any = None, eta_cutoff: Any = None,
+          top_h: Any = None, repetition_penalty: Any = None, encoder_repetition_penalty: Any = None,
+          no_repeat_ngram_size: Any = None, encoder_no_repeat_ngram_size: Any = None, bad_words_ids: Any = None,
+          sequence_bias: Any = None, suppress_tokens: Any = None, begin_suppress_tokens: Any = None,
+          forced_bos_token_id: Any = None, forced_eos_token_id: Any = None, max_length: Any = None,
+          max_new_tokens: Any = None, min_length: Any = None, min_new_tokens: Any = None,
+          exponential_decay_length_penalty: Any = None, watermarking_config: Any = None,
+          presence_penalty: Any = None, frequency_penalty: Any = None, penalty_last_n: Any = None,
+          logit_bias: Any = None, allowed_token_ids: Any = None, dry_multiplier: Any = None, dry_base: Any = 1.75,
+          dry_allowed_length: Any = 2, dry_penalty_last_n: Any = -1, dry_sequence_breakers: Any = None,
+          xtc_probability: Any = None, xtc_threshold: Any = 0.1, top_n_sigma: Any = None, mirostat_tau: Any = None,
+          mirostat_eta: Any = 0.1, dynatemp_range: Any = None, dynatemp_exponent: Any = 1.0,
+          min_tokens_to_keep: int = 1, transforms: tuple[Transform, ...] = (), eos: Any = None,
+          eos_token_id: Any = None, vocab_size: int | None = None, stops: Any = None, **unknown: Any) -> Policy:
+    """A policy for `batch` rows.
+
+    Numbers are one for all rows or a list of one for each (None in it: neutral); token lists are one for all rows or
+    a list for each. A number that changes nothing (top_p=1) adds no transform. Other values of the same arguments never
+    compile anew; adding or leaving out an argument does. The temperature is always there.
+
+    Args:
+        do_sample, temperature: greedy at temperature 0, or with `do_sample=False`; that is the default.
+            `do_sample=True` alone means temperature 1.
+        top_k: 0 or -1 keeps all. top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h: as in transformers.
+        repetition_penalty: on the whole text, as in transformers, or on its last `penalty_last_n` tokens (llama.cpp).
+        presence_penalty, frequency_penalty: on the generated tokens (OpenAI, vLLM), or, with `penalty_last_n`, on the
+            last so many tokens with the prompt (llama.cpp; -1: all of them).
+        encoder_repetition_penalty, encoder_no_repeat_ngram_size: on the prompt, a decoder's only input text.
+        bad_words_ids: token sequences; an end of sequence alone among them is left out, as in transformers.
+        sequence_bias, logit_bias: `{(id, ...): bias}` or `[[[id, ...], bias], ...]`, and `{id: bias}`.
+        forced_eos_token_id: at the end that `max_length` (with the prompt) or `max_new_tokens` sets.
+        min_length, min_new_tokens: with the prompt and without it; they forbid `eos`.
+        exponential_decay_length_penalty: `(start, factor)`, `start` in new tokens.
+        watermarking_config: a dictionary with greenlist_ratio, bias, hashing_key, seeding_scheme, context_width.
+        dry_sequence_breakers: token sequences.
+        dynatemp_range: the temperature then acts behind truncation, as in llama.cpp, and within this range.
+        min_tokens_to_keep: for the truncations that have it in transformers; static.
+        transforms: further ones, `[B, ...]` fields, in front of the temperature.
+        eos, eos_token_id: tokens that end a row: an id, a list, or a list for each row.
+        vocab_size: checks ids against it; the watermark needs it.
+        stops: the automaton of stop strings, or None.
+
+    Raises:
+        TypeError: an unknown argument, with the known ones nearest to it.
+        ValueError: a value that is not allowed, an argument without the one it needs, or only sampling arguments
+            without a word on the temperature.
+
+    >>> [type(t).__name__ for t in build(2, temperature=[0.7, 0.0], top_p=0.9, top_k=0).transforms]
+    ['Temperature', 'TopP']
+    """
+    if unknown:
+        raise TypeError("; ".join(map(unknown_argument, unknown)))
+    given = {name: value for name, value in locals().items() if name not in ("batch", "unknown")}
+    a = _Arguments(batch, given)
+    if batch < 1:
+        raise wrong("batch", batch, "a whole number from 1 on")
+    if eos is not None and eos_token_id is not None:
+        raise ValueError("eos and eos_token_id: got both, takes one of them")
+    given["eos"] = eos_token_id if eos is None else eos
+    chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *transforms, *_samplers(a), *_watermark(a)]
+    return Policy(transforms=tuple(chain), eos=a.ids("eos"), stops=stops)
+
+
+def unknown_argument(name: str) -> str:
+    """The message for an argument that `build` does not have."""
+    known = [p for p in inspect.signature(build).parameters if p not in ("batch", "unknown")]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"{name}: unknown argument" + (f"; did you mean {' or '.join(near)}?" if near else
+                                          f"; known are {', '.join(sorted(known))}")
+
+
+class _Arguments:
+    """The arguments of one call, read as arrays by name."""
+
+    def __init__(self, batch: int, given: dict[str, Any]):
+        self.batch, self.given = batch, given
+
+    def asks(self, name: str, neutral: Any = None) -> bool:
+        return not is_neutral(self.given[name], neutral)
+
+    def number(self, name: str, low: float = -np.inf, high: float = np.inf, *, neutral: float = 0.0,
+               open_low: bool = False, open_high: bool = False) -> Array:
+        """`f32[B]` within the bounds."""
+        left, right = "(" if open_low or low == -np.inf else "[", ")" if open_high or high == np.inf else "]"
+        inside = lambda x: ((x > low) if open_low else (x >= low)) & ((x < high) if open_high else (x <= high))
+        value = neutral if self.given[name] is None else self.given[name]
+        return jnp.asarray(per_row(name, value, self.batch, np.float32, neutral,
+                                   f"a number in {left}{low:g}, {high:g}{right}", inside))
+
+    def count(self, name: str, low: int = 0, *, neutral: int = 0) -> Array:
+        """`i32[B]` of at least `low`; beyond `UNBOUNDED` it is cut to it."""
+        value = neutral if self.given[name] is None else self.given[name]
+        rows = per_row(name, value, self.batch, np.int64, neutral, f"a whole number from {low} on", lambda x: x >= low)
+        return jnp.asarray(np.minimum(rows, UNBOUNDED), jnp.int32)
+
+    def ids(self, name: str, bounded: bool = True) -> Array:
+        """`i32[B, E]`."""
+        value = self.given[name]
+        return jnp.asarray(id_rows(name, [] if value is None else value, self.batch,
+                                   self.given["vocab_size"] if bounded else None))
+
+    def sequences(self, name: str, *, front: bool = True) -> Array:
+        """`i32[B, S, L]`."""
+        return jnp.asarray(sequence_rows(name, self.given[name], self.batch, self.given["vocab_size"], front=front))
+
+    def eos(self, name: str) -> Array:
+        """The end-of-sequence tokens, for an argument that needs them."""
+        ids = self.ids("eos")
+        if not (np.asarray(ids) >= 0).any():
+            raise ValueError(f"{name}: got {self.given[name]!r} without eos, the tokens that end a row")
+        return ids
+
+
+def _biases(a: _Arguments) -> list[Transform]:
+    chain: list[Transform] = []
+    if a.asks("sequence_bias"):
+        rows = bias_rows("sequence_bias", a.given["sequence_bias"], a.batch)
+        sequences = sequence_rows("sequence_bias", [[s for s, _ in row] or None for row in rows], a.batch,
+                                  a.given["vocab_size"])
+        values = np.zeros(sequences.shape[:2], np.float32)
+        for i, row in enumerate(rows):
+            values[i, :len(row)] = [bias for _, bias in row]
+        chain.append(SequenceBias(jnp.asarray(sequences), jnp.asarray(values)))
+    if a.asks("logit_bias"):
+        rows = bias_rows("logit_bias", a.given["logit_bias"], a.batch)
+        if any(len(s) != 1 for row in rows for s, _ in row):
+            raise wrong("logit_bias", a.given["logit_bias"], "single tokens; biases on sequences go into sequence_bias")
+        ids = id_rows("logit_bias", [[s[0] for s, _ in row] for row in rows], a.batch, a.given["vocab_size"])
+        values = np.zeros(ids.shape, np.float32)
+        for i, row in enumerate(rows):
+            values[i, :len(row)] = [bias for _, bias in row]
+        chain.append(LogitBias(jnp.asarray(ids), jnp.asarray(values)))
+    return chain
+
+
+def _penalties(a: _Arguments) -> list[Transform]:
+    chain: list[Transform] = []
+    last_n = a.count("penalty_last_n", -1, neutral=-1)
+    if a.asks("encoder_repetition_penalty", 1):
+        chain.append(EncoderRepetition(a.number("encoder_repetition_penalty", 0, open_low=True, neutral=1)))
+    if a.asks("repetition_penalty", 1):
+        penalty = a.number("repetition_penalty", 0, open_low=True, neutral=1)
+        chain.append(Repetition(penalty, jnp.zeros(a.batch, jnp.int32), last_n))
+    if a.asks("presence_penalty", 0) or a.asks("frequency_penalty", 0):
+        chain.append(PresenceFrequency(a.number("presence_penalty"), a.number("frequency_penalty"), last_n,
+                                       jnp.full(a.batch, a.given["penalty_last_n"] is not None)))
+    if a.asks("dry_multiplier", 0):
+        a.given["dry_sequence_breakers"] = a.given["dry_sequence_breakers"] or []
+        chain.append(Dry(a.number("dry_multiplier", 0), a.number("dry_base", 1, neutral=1.75),
+                         a.count("dry_allowed_length", neutral=2), a.count("dry_penalty_last_n", -1, neutral=-1),
+                         a.sequences("dry_sequence_breakers", front=False)))
+    if a.asks("no_repeat_ngram_size", 0):
+        chain.append(NoRepeatNgram(a.count("no_repeat_ngram_size")))
+    if a.asks("encoder_no_repeat_ngram_size", 0):
+        chain.append(EncoderNoRepeatNgram(a.count("encoder_no_repeat_ngram_size")))
+    return chain
+
+
+def _bans(a: _Arguments) -> list[Transform]:
+    chain: list[Transform] = []
+    if a.asks("bad_words_ids"):
+        sequences = np.array(a.sequences("bad_words_ids"))
+        alone = (sequences[:, :, -2] < 0) & (sequences[:, :, -1:] == np.asarray(a.ids("eos"))[:, None]).any(-1)
+        sequences[alone] = -1
+        chain.append(BadWords(jnp.asarray(sequences)))
+    if a.asks("allowed_token_ids"):
+        chain.append(AllowedTokens(a.ids("allowed_token_ids")))
+    return chain
+
+
+def _ends(a: _Arguments) -> list[Transform]:
+    chain: list[Transform] = []
+    least = {name: a.count(name) for name in ("min_length", "min_new_tokens")}
+    asked = [name for name, rows in least.items() if (np.asarray(rows) > 0).any()]
+    if asked:
+        chain.append(MinLength(a.eos(asked[0]), *least.values()))
+    if a.asks("forced_bos_token_id"):
+        chain.append(ForcedBOS(a.count("forced_bos_token_id", -1, neutral=-1)))
+    if a.asks("forced_eos_token_id"):
+        if a.given["max_length"] is None and a.given["max_new_tokens"] is None:
+            raise ValueError("forced_eos_token_id: got no max_length and no max_new_tokens, the end that it stands at")
+        chain.append(ForcedEOS(a.ids("forced_eos_token_id"), a.count("max_length", 1, neutral=UNBOUNDED),
+                               a.count("max_new_tokens", 1, neutral=UNBOUNDED)))
+    if a.asks("exponential_decay_length_penalty"):
+        pair = a.given["exponential_decay_length_penalty"]
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise wrong("exponential_decay_length_penalty", pair, "(start, factor)")
+        parts = _Arguments(a.batch, {"exponential_decay_length_penalty[0]": pair[0],
+                                     "exponential_decay_length_penalty[1]": pair[1]})
+        chain.append(ExponentialDecayLength(a.eos("exponential_decay_length_penalty"),
+                                            parts.count("exponential_decay_length_penalty[0]"),
+                                            parts.number("exponential_decay_length_penalty[1]", 0, open_low=True)))
+    if a.asks("suppress_tokens"):
+        chain.append(SuppressTokens(a.ids("suppress_tokens", bounded=False)))
+    if a.asks("begin_suppress_tokens"):
+        chain.append(BeginSuppress(a.ids("begin_suppress_tokens", bounded=False),
+                                   jnp.full(a.batch, a.asks("forced_bos_token_id"))))
+    return chain
+
+
+def _temperature(a: _Arguments) -> np.ndarray:
+    """`f32[B]`, 0 for greedy rows."""
+    given, sample = a.given["temperature"], a.given["do_sample"]
+    if given is None and sample is None:
+        orphans = [name for name in SAMPLING if a.given[name] is not None]
+        if orphans:
+            raise ValueError(f"{orphans[0]}: got {a.given[orphans[0]]!r} without temperature, and without one decoding "
+                             "is greedy; give temperature, or do_sample=True for a temperature of 1")
+    if given is None:
+        a.given["temperature"] = 0.0 if sample is None else 1.0
+    temperature = np.asarray(a.number("temperature", 0, neutral=1))
+    if sample is None:
+        return temperature
+    drawn = per_row("do_sample", sample, a.batch, np.bool_, True, "True or False", lambda x: (x == 0) | (x == 1))
+    if ((temperature == 0) & drawn).any():
+        raise wrong("temperature", given, "a number above 0 with do_sample=True")
+    return np.where(drawn, temperature, 0).astype(np.float32)
+
+
+def _samplers(a: _Arguments) -> list[Transform]:
+    temperature, keep = _temperature(a), a.given["min_tokens_to_keep"]
+    if not isinstance(keep, int) or keep < 1:
+        raise wrong("min_tokens_to_keep", keep, "a whole number from 1 on")
+    dynamic = a.asks("dynatemp_range", 0)
+    # a dynamic temperature acts behind truncation; greedy rows are greedy from here on all the same
+    chain: list[Transform] = [Temperature(jnp.asarray(np.where(temperature > 0, 1, 0), jnp.float32) if dynamic
+                                          else jnp.asarray(temperature))]
+    if a.asks("top_n_sigma", 0):
+        chain.append(TopNSigma(a.number("top_n_sigma")))
+    if a.asks("top_h"):
+        chain.append(TopH(a.number("top_h", 0, 1, open_low=True, neutral=2)))     # above 1 a row is left alone
+    if a.asks("top_k", 0) and a.asks("top_k", -1):
+        k = a.count("top_k", -1)
+        most = int(k.max())
+        chain.append(TopK(k, LARGEST_SORTED_K if max(most, keep) <= LARGEST_SORTED_K else None, keep))
+    if a.asks("top_p", 1):
+        chain.append(TopP(a.number("top_p", 0, 1, neutral=1), keep))
+    if a.asks("min_p", 0):
+        chain.append(MinP(a.number("min_p", 0, 1), keep))
+    if a.asks("typical_p", 1):
+        chain.append(Typical(a.number("typical_p", 0, 1, open_low=True, neutral=1), keep))
+    if a.asks("epsilon_cutoff", 0):
+        chain.append(Epsilon(a.number("epsilon_cutoff", 0, 1, open_high=True), keep))
+    if a.asks("eta_cutoff", 0):
+        chain.append(Eta(a.number("eta_cutoff", 0, 1, open_high=True), keep))
+    if a.asks("xtc_probability", 0):
+        chain.append(XTC(a.number("xtc_probability", 0, 1), a.number("xtc_threshold", 0, 1, neutral=0.1)))
+    if dynamic:
+        chain.append(DynamicTemperature(jnp.asarray(np.where(temperature > 0, temperature, 1)),
+                                        a.number("dynatemp_range", 0), a.number("dynatemp_exponent", 0, neutral=1)))
+    if a.asks("mirostat_tau"):
+        chain.append(Mirostat2(a.number("mirostat_tau", 0, open_low=True), a.number("mirostat_eta", 0, neutral=0.1)))
+    return chain
+
+
+def _watermark(a: _Arguments) -> list[Transform]:
+    config = a.given["watermarking_config"]
+    if config is None:
+        return []
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    defaults = {"greenlist_ratio": 0.25, "bias": 2.0, "hashing_key": 15485863, "seeding_scheme": "lefthash",
+                "context_width": 1}
+    if not isinstance(config, Mapping) or set(config) - set(defaults):
+        raise wrong("watermarking_config", config, f"a dictionary of {', '.join(defaults)}")
+    size = a.given["vocab_size"]
+    if size is None:
+        raise ValueError("watermarking_config: got no vocab_size, of which the green list is a share")
+    parts = _Arguments(a.batch, {**defaults, **config})
+    if parts.given["seeding_scheme"] not in SCHEMES:
+        raise wrong("seeding_scheme", parts.given["seeding_scheme"], " or ".join(SCHEMES))
+    width = parts.given["context_width"]
+    if not isinstance(width, int) or width < 1:
+        raise wrong("context_width", width, "a whole number from 1 on")
+    ratio = per_row("greenlist_ratio", parts.given["greenlist_ratio"], a.batch, np.float64, 0.25, "a number in (0, 1)",
+                    lambda x: (x > 0) & (x < 1))
+    key = per_row("hashing_key", parts.given["hashing_key"], a.batch, np.int64, 0, "a whole number from 0 on",
+                  lambda x: x >= 0)
+    return [GreenList(parts.number("bias"), jnp.asarray((ratio * size).astype(np.int32)),
+                      jnp.asarray(key % (1 << 32), jnp.uint32), width, parts.given["seeding_scheme"])]

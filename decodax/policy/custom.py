@@ -1,0 +1,33 @@
+"""The way out: a plain function as a transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from jax import Array
+
+from decodax.policy.base import Context, PyTree, Transform
+from decodax.struct import static, struct
+
+
+@struct
+class Custom(Transform):
+    """A function `fn(ctx, logits) -> logits` of one row at one position: `f32[V]` to `f32[V]`, pure and traceable.
+
+    Define `fn` once, at module level: it is static, so a new function object compiles anew.
+
+    Attributes:
+        fn: static, hashable.
+        needs: static; what it reads of `ctx.tokens`: "nothing", the "bag" of known tokens, or the "sequence" so far.
+
+    >>> import jax.numpy as jnp
+    >>> Custom(lambda ctx, logits: logits.at[0].set(-jnp.inf), needs="nothing").logits(None, None, jnp.ones(2)).tolist()
+    [-inf, 1.0]
+    """
+
+    fn: Callable[[Context, Array], Array] = static()
+    needs: Literal["nothing", "bag", "sequence"] = static(default="sequence")  # type: ignore[misc]
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        return self.fn(ctx, logits)
