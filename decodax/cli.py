@@ -6,11 +6,12 @@ JAX is imported by the commands that need it, so that help and usage errors come
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,20 +98,20 @@ def generate(args: argparse.Namespace) -> None:
     _prepare_jax()
     import decodax as dx
 
+    with _naming_the_argument():
+        options["algorithm"] = algorithm() if algorithm else None
     lm = dx.load(args.model, dtype=args.dtype)
     given: Any = prompt
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         given = [*system, {"role": "user", "content": prompt}]
-    options |= {"algorithm": algorithm() if algorithm else None, "seed": args.seed, "stop": args.stop,
-                "max_new_tokens": args.max_new_tokens, "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs}
-    try:
-        if args.json or args.num_samples > 1:
+    options |= {"seed": args.seed, "stop": args.stop, "max_new_tokens": args.max_new_tokens,
+                "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs}
+    with _naming_the_argument():
+        if args.json or args.num_samples != 1:
             result = dx.generate(lm, given, num_samples=args.num_samples, **options)
         else:
             result = _stream(dx.stream(lm, given, **options), prompt if args.echo else "")
-    except (ValueError, TypeError) as error:       # by house rule these name the argument at fault
-        raise UsageError(error) from error
     if args.json:
         print(json.dumps(_as_json(result, args, prompt)))
     elif args.num_samples > 1:
@@ -213,6 +214,15 @@ def _parser() -> argparse.ArgumentParser:
                             description="Says what this installation has to work with.")
     p.set_defaults(command=info)
     return parser
+
+
+@contextlib.contextmanager
+def _naming_the_argument() -> Iterator[None]:
+    """Errors about values count as wrong usage: by house rule their text names the argument at fault."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise UsageError(error) from error
 
 
 def _flag(name: str) -> str:

@@ -5,9 +5,30 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 # with libtpu installed JAX would look for a TPU; tests marked gpu are run with JAX_PLATFORMS=cuda
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in Hugging Face layout: a random two-layer Llama with a byte-level tokenizer and a chat template."""
+    import jax
+
+    from decodax.io.checkpoint import save_model
+    from decodax.models import Transformer, llama
+    from tests.small_tokenizers import byte_level, save
+
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size()
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    path = save(tokenizer, tmp_path_factory.mktemp("models") / "tiny", generation_config={"eos_token_id": 0},
+                tokenizer_config={"eos_token": "<|endoftext|>", "chat_template": template})
+    model = Transformer(llama(vocab=size, width=32, layers=2, heads=4, kv_heads=2, mlp=64, context=512))
+    save_model(path, model, model.init_params(jax.random.key(0)), config={"eos_token_id": 0})
+    return path

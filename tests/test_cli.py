@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decodax.cli import main
+
+Run = Any
+
+
+@pytest.fixture
+def generate(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `decodax generate` on the tiny model: exit code, standard output, standard error."""
+    def run(*args: str) -> tuple[int, str, str]:
+        code = main(["generate", "--model", str(tiny_model), "--max-new-tokens", "12", *args])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def as_json(generate: Run, *args: str) -> dict[str, Any]:
+    code, out, err = generate("--json", *args)
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_the_text_goes_to_standard_output_and_the_figures_to_standard_error(generate: Run) -> None:
+    code, out, err = generate("def f(")
+    assert code == 0
+    assert out.endswith("\n")
+    assert "tokens/s" in err
+    assert "tokens per forward" in err
+    assert generate("def f(", "--quiet") == (0, out, "")
+    assert generate("def f(", "--quiet", "--echo")[1] == "def f(" + out
+
+
+def test_json_is_one_object_with_what_was_streamed(generate: Run) -> None:
+    report = as_json(generate, "def f(")
+    assert report["text"][0].rstrip("\n") == generate("def f(")[1].rstrip("\n")
+    assert len(report["tokens"][0]) == report["stats"]["new_tokens"][0] == 12
+    assert report["status"] == ["length"]
+    assert "logprobs" not in report
+
+
+def test_logprobs_are_those_of_the_tokens(generate: Run) -> None:
+    noted = as_json(generate, "def f(", "--logprobs", "3")["logprobs"]
+    assert [len(x) for x in noted["top_ids"][0]] == [3] * 12
+    assert noted["raw"][0] == pytest.approx([max(x) for x in noted["top"][0]])      # greedy
+
+
+def test_the_prompt_comes_from_an_argument_a_file_or_standard_input(
+        generate: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompt").write_text("né", encoding="utf-8")
+    want = as_json(generate, "né")
+    assert want["prompt"] == "né"
+    for args in (["--file", str(tmp_path / "prompt")], ["--file", "-"], []):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("né"))
+        assert as_json(generate, *args)["tokens"] == want["tokens"]
+
+
+def test_prompt_lookup_gives_the_tokens_of_plain_decoding(generate: Run) -> None:
+    warm = ["a b a b a b", "--temperature", "0.9", "--top-k", "20", "--seed", "3"]
+    plain = as_json(generate, *warm)
+    fast = as_json(generate, *warm, "--algorithm", "prompt-lookup", "--draft-length", "3", "--max-ngram", "2")
+    assert fast["tokens"] == plain["tokens"]
+    assert fast["stats"]["drafted"][0] > 0
+    assert generate(*warm, "--algorithm", "prompt-lookup", "--verify", "rejection")[0] == 0
+
+
+def test_samples_are_told_apart(generate: Run) -> None:
+    args = ["x", "--temperature", "1", "--num-samples", "3"]
+    texts = as_json(generate, *args)["text"]
+    assert len(set(texts)) == 3
+    out = generate(*args)[1]
+    assert [f"=== sample {i}: length ===\n{text}" in out for i, text in enumerate(texts, 1)] == [True] * 3
+
+
+def test_text_ends_before_a_stop_string(generate: Run) -> None:
+    text = as_json(generate, "def f(")["text"][0]
+    stop = text[3:5]
+    report = as_json(generate, "def f(", "--stop", "never", "--stop", stop)
+    assert report["text"] == [text[:text.index(stop)]]
+    assert report["status"] == ["stop"]
+    assert generate("def f(", "--stop", stop, "--quiet")[1].rstrip("\n") == text[:text.index(stop)].rstrip("\n")
+
+
+def test_set_passes_any_other_argument(generate: Run) -> None:
+    free, bound = as_json(generate, "x"), as_json(generate, "x", "--set", "bad_words_ids=[[5],[6]]", "--set", "no_repeat_ngram_size=3")
+    assert bound["status"] == free["status"]
+    assert not {5, 6} & set(bound["tokens"][0])
+
+
+def test_a_chat_goes_through_the_template(generate: Run) -> None:
+    plain = as_json(generate, "<system>s\n<user>hi\n<assistant>")
+    assert as_json(generate, "hi", "--chat", "--system", "s")["tokens"] == plain["tokens"]
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["x", "--file", "y"], "give one of them"),
+    (["x", "--system", "y"], "--system goes with --chat"),
+    (["x", "--logprobs", "1"], "--logprobs goes with --json"),
+    (["x", "--draft-length", "3"], "--draft-length is for --algorithm prompt-lookup, got autoregressive"),
+    (["x", "--algorithm", "prompt-lookup", "--draft-length", "0"], "length: got 0"),
+    (["x", "--set", "top_k"], "takes NAME=VALUE"),
+    (["x", "--set", "top_k=many"], "takes a JSON value"),
+    (["x", "--set", "nonsense=1"], "nonsense"),
+    (["x", "--top-p", "3"], "top_p"),
+    (["x", "--stop", ""], "stop: got an empty string"),
+    (["x", "--num-samples", "0"], "num_samples: got 0"),
+])
+def test_wrong_usage_is_code_2_and_says_what_is_wrong(generate: Run, args: list[str], message: str) -> None:
+    code, out, err = generate(*args)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_no_prompt_at_a_terminal_is_wrong_usage(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    code, _, err = generate()
+    assert code == 2
+    assert "no prompt" in err
+
+
+def test_an_unknown_flag_or_choice_is_code_2(generate: Run) -> None:
+    for args in (["x", "--nonsense"], ["x", "--algorithm", "magic"], ["x", "--seed", "a"]):
+        with pytest.raises(SystemExit) as error:
+            generate(*args)
+        assert error.value.code == 2
+
+
+def test_failure_is_code_1_with_a_traceback_only_for_debug(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--model", str(tmp_path)]) == 1
+    assert "config.json" in (err := capsys.readouterr().err)
+    assert "Traceback" not in err
+    assert main(["generate", "x", "--model", "pycod", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
+    assert main(["generate", "--file", str(tmp_path / "binary")]) == 1
+    assert "not UTF-8" in capsys.readouterr().err
+    assert main(["generate", "--file", str(tmp_path / "absent")]) == 1
+    assert "absent" in capsys.readouterr().err
+
+
+def test_info_names_versions_devices_and_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {"decodax", "jax", "flax"} <= set(report["versions"])
+    assert len(report["devices"]) == 8
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert report["versions"]["jax"] in out
+    assert all(model["name"] in out for model in report["models"])
+
+
+def test_help_comes_without_jax() -> None:
+    code = ("import sys, decodax.cli\ntry: decodax.cli.main(['generate', '--help'])\n"
+            "finally: assert 'jax' not in sys.modules and 'numpy' not in sys.modules")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "examples:" in out
+    assert "exit codes:" in out
+
+
+def start(tiny_model: Path, *args: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "decodax", "generate", "x", "--model", str(tiny_model), *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_closed_pipe_ends_it_quietly(tiny_model: Path) -> None:
+    process = start(tiny_model, "--max-new-tokens", "400", "--quiet")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_an_interrupt_is_code_130(tiny_model: Path) -> None:
+    process = start(tiny_model, "--max-new-tokens", "500")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"interrupted" in err
+    assert b"Traceback" not in err
