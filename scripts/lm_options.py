@@ -45,7 +45,7 @@ PRESETS = {
     ),
     "tiny": Preset(
         {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "mlp": 64, "context": 32},
-        batch=8, length=16, peak=1e-2, warmup=5, minutes=0.2, vocab=512,
+        batch=16, length=16, peak=1e-2, warmup=5, minutes=0.2, vocab=512,
     ),
 }  # fmt: skip
 

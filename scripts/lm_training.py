@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import jax
@@ -57,10 +57,12 @@ class Plan:
         return self.peak * warm * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
+@cache
 def optimizer(weight_decay: float, clip: float = 1.0) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter, 2019) for a unit learning rate: `update` multiplies by the rate of the plan.
 
-    Weight decay leaves vectors (norm scales) alone; gradients are clipped to a global norm of `clip`.
+    Weight decay leaves vectors (norm scales) alone; gradients are clipped to a global norm of `clip`. The same arguments
+    give the same object, so that a second run in a process compiles nothing.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip),

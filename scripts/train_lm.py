@@ -79,7 +79,11 @@ class Run:
 
 
 def start(options: Options, train: list[data.Document]) -> Run:
-    """A run at step 0: tokenizer, fresh weights and optimizer state on the mesh, and the plan."""
+    """A run at step 0: tokenizer, fresh weights and optimizer state on the mesh, and the plan.
+
+    Raises:
+        ValueError: a batch does not divide among the devices.
+    """
     preset = PRESETS[options.preset]
     if options.teacher is not None:
         tokenizer = Tokenizer.from_file(str(options.teacher / "tokenizer.json"))
@@ -92,6 +96,10 @@ def start(options: Options, train: list[data.Document]) -> Run:
 
     model = Transformer(llama(vocab=tokenizer.get_vocab_size(), tied=True, **preset.shape))
     mesh = lm.make_mesh(options.model_parallel)
+    ways = mesh.shape["data"]
+    for rows in batch_shape(options, model, False)[0], batch_shape(options, model, True)[0]:
+        if rows % ways:
+            raise ValueError(f"batch: got {options.batch}, {rows} windows a step; it takes a multiple of {ways} devices")
     tx = lm.optimizer(options.weight_decay)
     shardings = model.shardings(mesh)
     params = jax.device_put(model.init_params(jax.random.key(options.seed)), shardings)
@@ -134,15 +142,19 @@ def restore(run: Run, manager: ocp.CheckpointManager) -> None:
     run.pace = [(int(s), float(t)) for s, t in facts["pace"]]
 
 
+def batch_shape(options: Options, model: Transformer, decaying: bool) -> tuple[int, int]:
+    """(windows, tokens in a window) of a step: short windows on the plateau, whole contexts in the decay."""
+    context = model.config.context
+    batch, length = options.batch or 1, min(options.length or context, context)
+    return (max(1, batch * length // context), context) if decaying else (batch, length)
+
+
 def batch_at(run: Run, stream: np.ndarray) -> np.ndarray:
-    """The batch of the run's next step: short windows on the plateau, whole contexts in the decay."""
-    o, context = run.options, run.model.config.context
-    batch, length = o.batch or 1, min(o.length or context, context)
-    if not run.decaying:
-        return data.Batches(stream, batch, length, o.seed)[run.step]
-    ways = run.mesh.shape["data"]
-    batch = max(ways, batch * length // context // ways * ways)
-    return data.Batches(stream, batch, context, o.seed + 1)[run.step - (run.plan.decay_from or 0)]
+    """The batch of the run's next step."""
+    batch, length = batch_shape(run.options, run.model, run.decaying)
+    # The decay reads the data from the start again, in another order.
+    seed, since = (run.options.seed + 1, run.plan.decay_from or 0) if run.decaying else (run.options.seed, 0)
+    return data.Batches(stream, batch, length, seed)[run.step - since]
 
 
 def evaluate(run: Run, params: Any, stream: np.ndarray, limit: int | None) -> float:

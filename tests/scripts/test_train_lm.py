@@ -1,0 +1,246 @@
+"""The training program: data split, tokenizer, schedule, resumption, distillation, export."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import shutil
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import lm_export
+import lm_options
+import lm_training as lm
+import numpy as np
+import orbax.checkpoint as ocp
+import pycode_data as data
+import pytest
+import train_lm
+from lm_options import Options
+from rich.console import Console
+
+from decodax.io.checkpoint import load_model
+
+QUIET = Console(quiet=True)
+
+
+class Killed(Exception):
+    """Stands for the signal that ends a job."""
+
+
+def kill_at(step: int):  # type: ignore[no-untyped-def]
+    def on_step(done: int) -> None:
+        if done == step:
+            raise Killed
+
+    return on_step
+
+
+def metrics(output: Path) -> list[dict[str, float]]:
+    entries = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: e[k] for k in ("step", "tokens", "loss", "rate", "bits_per_byte") if k in e} for e in entries]
+
+
+def same(a: object, b: object) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two packages of the standard library; asyncio/events.py is held out."""
+    root = tmp_path_factory.mktemp("corpus")
+    for package in ("asyncio", "json"):
+        shutil.copytree(Path(sysconfig.get_path("stdlib")) / package, root / package)
+    return root
+
+
+@pytest.fixture(scope="module")
+def options(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Options:
+    return Options(preset="tiny", corpus=corpus, output=tmp_path_factory.mktemp("run"), steps=24, decay_from=15,
+                   log_every=4, eval_every=12, save_every=5)
+
+
+@pytest.fixture(scope="module")
+def run(options: Options) -> train_lm.Run:
+    return train_lm.train(options, console=QUIET)
+
+
+@pytest.fixture(scope="module")
+def documents(corpus: Path) -> tuple[list[data.Document], list[data.Document]]:
+    return data.load_corpus(corpus)
+
+
+def test_held_out_files_are_chosen_by_the_hash_of_their_path(documents):
+    train, kept = documents
+    assert [d.path for d in kept] == ["asyncio/events.py"]
+    assert not {d.path for d in train} & {d.path for d in kept}
+    assert all(data.held_out(d.path) for d in kept) and not any(data.held_out(d.path) for d in train)
+
+
+def test_the_order_of_the_corpus_does_not_depend_on_the_machine(corpus, documents, tmp_path):
+    shutil.copytree(corpus, tmp_path / "elsewhere")
+    assert data.load_corpus(tmp_path / "elsewhere") == documents
+
+
+def test_a_directory_without_source_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path))):
+        data.load_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "def f(x):\n\n\n\treturn x\r\n", "  é\u0301 漢字 🎉🏽\x00\ufeff", "a\n \n  b   ",
+                                  "\u2028_x1_000 .y\u00a0"])
+def test_any_text_survives_the_tokenizer(run, text):
+    ids = run.tokenizer.encode(text, add_special_tokens=False).ids
+    assert run.tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_random_unicode_survives_the_tokenizer(run):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        points = rng.integers(0, 0x110000, 40)
+        text = "".join(chr(p) for p in points if not 0xD800 <= p < 0xE000)
+        assert run.tokenizer.decode(run.tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_token_bytes_add_up_to_the_text(run):
+    text = "def f(é):\n        return 'ü'\n"
+    assert lm.token_bytes(run.tokenizer)[run.tokenizer.encode(text).ids].sum() == len(text.encode())
+
+
+def test_an_epoch_visits_every_window_once():
+    batches = data.Batches(np.arange(1000, dtype=np.int32), batch=3, length=10, seed=1)
+    assert batches.per_epoch == 98
+    rows = np.concatenate([batches[i] for i in range(98)])
+    assert rows.shape == (294, 11) and (np.diff(rows, axis=1) == 1).all()
+    for epoch in np.split(rows[:, 0], 3):
+        assert np.unique(epoch).size == 98 and np.unique(epoch % 10).size == 1
+    assert np.array_equal(batches[57], batches[57])
+
+
+def test_bits_per_byte_counts_every_token_once():
+    seen: list[int] = []
+
+    def losses(window: np.ndarray) -> np.ndarray:
+        return 2.0 ** (window[:, 1:] % 7)
+
+    for size in (5, 17, 64, 100):
+        stream = np.arange(1, size + 1, dtype=np.int32)
+        expected = (2.0 ** (stream[1:] % 7)).sum() / math.log(2) / (3 * (size - 1))
+        seen.append(size)
+        assert lm.bits_per_byte(losses, stream, np.full(size + 1, 3), length=16, batch=4) == pytest.approx(expected)
+
+
+def test_training_lowers_the_loss(run, options):
+    losses = [e["loss"] for e in metrics(options.output) if "loss" in e]
+    assert losses[-1] < losses[0] - 0.3
+    assert (options.output / "loss.png").stat().st_size > 1000
+
+
+def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
+    """Killed at step 18, its last checkpoint is of step 15; what it logged after that is dropped."""
+    again = replace(options, output=tmp_path)
+    with pytest.raises(Killed):
+        train_lm.train(again, on_step=kill_at(18), console=QUIET)
+    steps: list[int] = []
+    resumed = train_lm.train(again, on_step=steps.append, console=QUIET)
+    assert steps == list(range(16, 25))
+    assert same(resumed.params, run.params) and same(resumed.opt, run.opt)
+    assert [(e["step"], e["tokens"]) for e in metrics(tmp_path)] == [(e["step"], e["tokens"]) for e in metrics(options.output)]
+    assert metrics(tmp_path)[-1] == metrics(options.output)[-1]
+
+
+def test_a_finished_run_is_only_exported_again(run, options):
+    steps: list[int] = []
+    again = train_lm.train(options, on_step=steps.append, console=QUIET)
+    assert steps == [] and same(again.params, run.params)
+
+
+def test_a_run_is_not_resumed_with_other_options(run, options):
+    with pytest.raises(ValueError, match=r"peak: 0.01 then, 0.02 now"):
+        train_lm.train(replace(options, peak=0.02), console=QUIET)
+
+
+def test_the_command_in_the_card_repeats_a_run_with_a_time_budget(options, tmp_path):
+    timed = replace(options, steps=None, decay_from=None, minutes=0.02, log_every=2, output=tmp_path / "timed")
+    first = train_lm.train(timed, console=QUIET)
+    facts = json.loads((tmp_path / "timed" / "model" / "training.json").read_text())
+    assert facts["steps"] == first.step == first.plan.steps
+    words = shlex.split(facts["command"])[2:]
+    again = lm_options.parse([*words, "--output", str(tmp_path / "again")])
+    assert same(train_lm.train(again, console=QUIET).params, first.params)
+
+
+def test_a_mesh_trains_as_one_device_does(run, options, tmp_path):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    split = replace(options, output=tmp_path, steps=3, decay_from=None, warmup=2, model_parallel=2)
+    a, b = (train_lm.train(o, console=QUIET) for o in (split, replace(split, output=tmp_path / "b", model_parallel=1)))
+    assert any("model" in x.sharding.spec for x in jax.tree.leaves(a.params))
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-3)
+
+
+def test_distillation_brings_the_student_nearer_to_the_teacher(run, options, tmp_path):
+    teacher = options.output / "model"
+    model, weights = lm_export.load(teacher)
+    student = train_lm.train(replace(options, output=tmp_path, teacher=teacher, mix=1.0, seed=1), console=QUIET)
+    assert student.tokenizer.to_str() == run.tokenizer.to_str()
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 512, (4, 32)), jnp.int32)
+    guide = model.forward(weights, tokens)
+    fresh = student.model.init_params(jax.random.key(1))
+    near, far = (lm.divergence(guide, student.model.forward(p, tokens)).mean() for p in (student.params, fresh))
+    assert near < 0.5 * far
+    assert "distilled from `model`" in (tmp_path / "model" / "README.md").read_text()
+
+
+def test_bfloat16_trains_too(options, tmp_path):
+    half = train_lm.train(replace(options, output=tmp_path, dtype="bfloat16"), console=QUIET)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(half.params))
+    losses = [e["loss"] for e in metrics(tmp_path) if "loss" in e]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_the_export_gives_the_same_logits_in_decodax_and_transformers(run, options):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    path = options.output / "model"
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    text = "def f(self):\n    return self.x\n"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == run.tokenizer.encode(text).ids and tokenizer.decode(ids) == text
+    model, weights = load_model(path, dtype="float32")
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits.numpy()
+    got = model.forward(weights, jnp.asarray([ids], jnp.int32))
+    np.testing.assert_allclose(np.asarray(got), expected, atol=1e-4)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), run.params)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(run.model.forward(rounded, jnp.asarray([ids]))), atol=1e-5)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"preset": "huge"}, "preset: got 'huge'"),
+    ({"dtype": "float8"}, "dtype: got 'float8'"),
+    ({"mix": 1.5}, "mix: got 1.5"),
+    ({"decay_from": 3}, "decay_from: got 3"),
+])
+def test_wrong_options_are_named(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Options(**given)
+
+
+def test_a_batch_that_does_not_divide_is_named(options, tmp_path):
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 devices")
+    with pytest.raises(ValueError, match="batch: got 3"):
+        train_lm.train(replace(options, batch=3, output=tmp_path), console=QUIET)
+
+
+def test_checkpoints_are_kept_to_the_latest_two(run, options):
+    with ocp.CheckpointManager((options.output / "checkpoints").absolute()) as manager:
+        assert sorted(manager.all_steps()) == [20, 24]
