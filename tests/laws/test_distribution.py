@@ -1,0 +1,94 @@
+"""Law 3: samplers and distribution-exact verifiers draw from the target's distribution.
+
+200,000 rows of one prompt, each a request of its own; the joint distribution of the first three new tokens against its
+enumeration. Pearson's chi-square, bins with an expectation below 5 pooled; the false-alarm rate of a test is 1e-6.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax.autoregressive import Autoregressive
+from decodax.cache import causal
+from decodax.policy import build
+from decodax.speculative import Rejection, Speculative
+from decodax.speculative.drafts import PromptLookup
+from tests.laws.cases import VOCABULARY, Sampled, decode, model
+
+ROWS = 200_000
+PROMPT = [3, 7, 3, 7, 3]        # a lookup drafts from it at once
+ALARM = 1e-6
+
+CASES = {
+    "plain": Autoregressive(),
+    "lookup-seed-exact": Speculative(PromptLookup(length=3)),
+    "lookup-rejection": Speculative(PromptLookup(length=3), Rejection()),
+    "sampled-seed-exact": Speculative(Sampled(2)),
+    "sampled-rejection": Speculative(Sampled(2), Rejection()),
+    "sampled-rejection-one": Speculative(Sampled(1), Rejection()),
+}
+POLICIES = {"temperature": dict(temperature=1.0), "truncated": dict(temperature=1.2, top_p=0.9, repetition_penalty=1.3)}
+
+
+class Rows:
+    """What the lift reads of a state, for every prefix at once."""
+
+    def __init__(self, texts: np.ndarray, chain):
+        self.tokens = jnp.asarray(np.pad(texts, ((0, 0), (0, 1))), jnp.int32)
+        self.length = jnp.full(len(texts), texts.shape[1], jnp.int32)
+        self.prompt_length = jnp.full(len(texts), len(PROMPT), jnp.int32)
+        self.key = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(len(texts)))
+        self.policy = chain.init(self.tokens, self.length, self.prompt_length, self.key)
+
+
+@functools.cache
+def joint(policy: str) -> np.ndarray:
+    """`f64[V, V, V]`: the probability of three new tokens, by scoring every prefix."""
+    network, weights = model("toy")
+    total = np.ones((1,))
+    prefixes = np.array([PROMPT])
+    for _ in range(3):
+        chain = build(len(prefixes), vocab_size=VOCABULARY, **POLICIES[policy])
+        rows = Rows(prefixes, chain)
+        window = causal(jnp.asarray(prefixes), jnp.zeros(len(prefixes), jnp.int32))
+        out = network.apply(weights, window, network.init_cache(len(prefixes), 0))
+        last = jnp.full((len(prefixes), 1), prefixes.shape[1] - 1)
+        p = np.exp(np.asarray(chain.over(rows, window, out).log_probs(last)[:, 0], np.float64))
+        total = (total[:, None] * p / p.sum(-1, keepdims=True)).reshape(-1)
+        prefixes = np.concatenate([np.repeat(prefixes, VOCABULARY, 0),
+                                   np.tile(np.arange(VOCABULARY), len(prefixes))[:, None]], 1)
+    return total
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """The p-value of counts against expectations; rare bins are pooled."""
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    if wanted[-1] < 1e-9:
+        assert observed[-1] == 0, "a token of probability 0 was drawn"
+        observed, wanted = observed[:-1], wanted[:-1]
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    return float(jax.scipy.stats.chi2.sf(statistic, len(wanted) - 1))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_distribution_of_three_tokens_is_the_targets(case, policy):
+    s = decode(CASES[case], "toy", [PROMPT] * ROWS, POLICIES[policy], new=3, size=16)
+    made = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3]
+    counts = np.bincount(made @ [VOCABULARY**2, VOCABULARY, 1], minlength=VOCABULARY**3)
+    assert chi_square(counts, joint(policy) * ROWS) > ALARM
+    if case != "plain":
+        assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
+
+
+def test_the_test_would_notice_a_wrong_distribution():
+    off = joint("temperature").reshape(VOCABULARY, -1).copy()
+    off[0] *= 1.02          # one first token two per cent too likely
+    off /= off.sum()
+    draws = np.random.default_rng(0).multinomial(ROWS * 20, joint("temperature"))
+    assert chi_square(draws, off.reshape(-1) * ROWS * 20) < ALARM

@@ -1,0 +1,67 @@
+"""Laws 4 and 5: how rows are batched, ordered, padded, chunked or streamed does not show in what they say."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax.core import drivers
+from decodax.core.round import python_loop, run
+from tests.laws.cases import ALGORITHMS, ANY_ORDER, POLICIES, decode, prompts, start, texts
+
+
+def takes(algorithm: str, policy: str) -> bool:
+    return policy in ANY_ORDER or not algorithm.startswith("llada")
+
+
+CASES = [(a, p) for a in ALGORITHMS for p in ("greedy", "penalised", "together") if takes(a, p)]
+
+
+@pytest.mark.parametrize(("algorithm", "policy"), CASES)
+def test_a_row_does_not_depend_on_its_batch_mates_or_their_order(algorithm, policy):
+    ids, alg = prompts(5), ALGORITHMS[algorithm]
+    together = texts(decode(alg, "llama", ids, POLICIES[policy]))
+    for i in (0, 3):
+        assert texts(decode(alg, "llama", [ids[i]], POLICIES[policy], request=[i])) == [together[i]]
+    back = decode(alg, "llama", ids[::-1], POLICIES[policy], request=list(range(5))[::-1])
+    assert texts(back) == together[::-1]
+
+
+@pytest.mark.parametrize(("algorithm", "policy"), CASES)
+def test_a_row_does_not_depend_on_padding_or_chunks(algorithm, policy):
+    ids, alg = prompts(4), ALGORITHMS[algorithm]
+    one = texts(decode(alg, "llama", ids, POLICIES[policy], width=32))
+    assert texts(decode(alg, "llama", ids, POLICIES[policy], width=5)) == one
+    assert texts(decode(alg, "llama", ids, POLICIES[policy], size=256)) == one
+
+
+@pytest.mark.parametrize(("algorithm", "policy"), CASES)
+def test_python_loop_bursts_and_one_run_agree(algorithm, policy):
+    ids, alg = prompts(3), ALGORITHMS[algorithm]
+    whole = decode(alg, "llama", ids, POLICIES[policy])
+    network, params, chain, s = start(alg, "llama", ids, POLICIES[policy])
+    eager = run(alg, network, params, chain, s, 500, loop=python_loop)
+    assert np.array_equal(eager.tokens, whole.tokens) and np.array_equal(eager.status, whole.status)
+    network, params, chain, s = start(alg, "llama", ids, POLICIES[policy])
+    bursts = 0
+    while bool(s.running.any()):
+        s = drivers.advance(alg, network, params, chain, s, jnp.int32(3))
+        bursts += 1
+    assert bursts > 1
+    assert np.array_equal(s.tokens, whole.tokens) and np.array_equal(s.status, whole.status)
+
+
+def test_seeds_requests_and_samples_address_different_draws():
+    ids = [[1, 2, 3]] * 3
+    policy = POLICIES["sampled"]
+    plain = texts(decode(ALGORITHMS["autoregressive"], "llama", ids, policy, new=16))
+    assert len({tuple(t) for t in plain}) == 3                            # requests differ
+    again = texts(decode(ALGORITHMS["autoregressive"], "llama", ids, policy, new=16, seed=8))
+    assert all(a != b for a, b in zip(plain, again, strict=True))         # seeds differ
+    mixed = decode(ALGORITHMS["autoregressive"], "llama", ids, policy, new=16, seed=[7, 8, 7])
+    assert texts(mixed) == [plain[0], again[1], plain[2]]                 # and belong to a row
+
+
+def test_algorithms_are_values():
+    assert all(dataclasses.replace(a) == a and hash(dataclasses.replace(a)) == hash(a) for a in ALGORITHMS.values())

@@ -1,0 +1,52 @@
+"""Law 1 and log-probabilities: what decoding says of its tokens is what a full forward says of them."""
+
+import jax
+import numpy as np
+import pytest
+
+from decodax.models.transformer import Transformer
+from tests.laws.cases import ALGORITHMS, POLICIES, decode, model, prompts, texts
+
+LEFT_TO_RIGHT = [a for a in ALGORITHMS if not a.startswith("llada")]
+
+
+@pytest.mark.parametrize("which", ["llama", "sliding"])
+@pytest.mark.parametrize("algorithm", LEFT_TO_RIGHT)
+def test_log_probabilities_equal_those_of_a_full_forward(algorithm, which):
+    ids = prompts(4)
+    s = decode(ALGORITHMS[algorithm], which, ids, dict(temperature=0.8, top_k=5), top_logprobs=3)
+    network, weights = model(which)
+    assert isinstance(network, Transformer)
+    for i, (prompt, made) in enumerate(zip(ids, texts(s), strict=True)):
+        text = np.array([prompt + made])
+        full = np.asarray(jax.nn.log_softmax(network.forward(weights, text)[0]))
+        at = np.arange(len(prompt), len(prompt) + len(made))
+        assert np.allclose(np.asarray(s.record.raw)[i, at], full[at - 1, made], atol=2e-5)
+        top = np.sort(full[at - 1], -1)[:, ::-1][:, :3]
+        assert np.allclose(np.asarray(s.record.top)[i, at], top, atol=2e-5)
+        assert np.allclose(np.take_along_axis(full[at - 1], np.asarray(s.record.top_ids)[i, at], 1), top, atol=2e-5)
+        # the policy: temperature 0.8, then the five largest
+        warm = np.where(full[at - 1] >= np.sort(full[at - 1], -1)[:, -5:-4], full[at - 1] / 0.8, -np.inf)
+        warm = warm - np.log(np.exp(warm).sum(-1, keepdims=True))
+        assert np.allclose(np.asarray(s.record.processed)[i, at], warm[np.arange(len(at)), made], atol=5e-5)
+
+
+@pytest.mark.parametrize("which", ["llama", "sliding"])
+def test_greedy_tokens_are_the_argmax_of_a_full_forward(which):
+    ids = prompts(5)
+    network, weights = model(which)
+    for prompt, made in zip(ids, texts(decode(ALGORITHMS["autoregressive"], which, ids, {})), strict=True):
+        full = np.asarray(network.forward(weights, np.array([prompt + made]))[0])
+        assert made == full[len(prompt) - 1:-1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("policy", ["greedy", "together", "stateful"])
+def test_speculation_reports_the_log_probabilities_of_plain_decoding(policy):
+    ids = prompts(4)
+    plain, drafted = (decode(ALGORITHMS[a], "llama", ids, POLICIES[policy], top_logprobs=2)
+                      for a in ("autoregressive", "lookup"))
+    assert texts(plain) == texts(drafted)
+    for i in range(4):
+        span = slice(int(plain.prompt_length[i]), int(plain.length[i]))
+        for field in ("raw", "processed", "top"):
+            assert np.allclose(getattr(plain.record, field)[i, span], getattr(drafted.record, field)[i, span], atol=2e-5)
