@@ -7,6 +7,9 @@ from typing import Literal
 
 from decodax.models.rope import Rope
 
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""Of the MLP: `x sigmoid(x)`, and the Gaussian error linear unit exactly or by its tanh form."""
+
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
@@ -58,7 +61,7 @@ class DecoderConfig:
         qk_norm: norm of queries and keys before rotation: over each head with one scale for all heads ("head"), over
             all heads together ("full"), over each head with its own scale ("per_head"), or None.
         qk_norm_kind: its norm; None: the same as `norm`.
-        activation: "silu", "gelu" (exact) or "gelu_tanh".
+        activation: of the MLP.
         gated: `down(act(gate(x)) * up(x))` rather than `down(act(up(x)))`.
         qkv_bias, out_bias, mlp_bias, head_bias: which projections have a bias.
         learned_positions: rows of the learned position embedding; 0: none.
@@ -79,7 +82,7 @@ class DecoderConfig:
     block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
     qk_norm: Literal["head", "full", "per_head"] | None = None
     qk_norm_kind: NormConfig | None = None
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False

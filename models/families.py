@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.config import Activation, DecoderConfig, Layer, NormConfig
 from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Rope, Scaling, Yarn, mscale
 
 Json = Mapping[str, Any]
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-               "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_config(c: Json) -> DecoderConfig:
@@ -212,7 +213,7 @@ def _scaling(c: Json, r: Json, context: int) -> Scaling | None:
     raise ValueError(f"rope type: got {kind!r}, supported are default, linear, dynamic, yarn, longrope, llama3")
 
 
-def _activation(name: str) -> str:
+def _activation(name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation: got {name!r}, supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

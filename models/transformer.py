@@ -43,8 +43,8 @@ class Transformer:
     context: int | None = None
 
     @property
-    def longest(self) -> int | None:
-        """Positions that a sequence may have before the model is silently wrong: rows of the learned position
+    def max_positions(self) -> int | None:
+        """Positions beyond which the model would be silently wrong: rows of the learned position
         embedding, or the length that a length-dependent rope is set for. None: no such bound."""
         bounds = [self.config.learned_positions] if self.config.learned_positions else []
         for layer in self.config.layers:
@@ -88,14 +88,16 @@ class Transformer:
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Fresh weights from a `key`: normal with standard deviation 0.02, norms at identity."""
-        return _init(self.config, jnp.dtype(dtype).name)(key)
+        # not under one jit: compiling a generator a weight takes longer than running one a shape
+        weights = nnx.to_pure_dict(nnx.state(Decoder(self.config, nnx.Rngs(params=key))))
+        return jax.tree.map(lambda x: x.astype(dtype), weights)
 
     def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), _split(self.config)[1])
 
     def shardings(self, mesh: Mesh, axis: str = "model") -> Weights:
-        """A `NamedSharding` for each weight: heads, MLP and vocabulary over `axis` where they divide it evenly, the rest
+        """A `NamedSharding` for each weight: heads, MLP and vocabulary over `axis` where it divides them, the rest
         replicated."""
         return jax.tree.map(lambda axes: NamedSharding(mesh, _spec(self.config, axes, mesh, axis)),
                             _split(self.config)[2], is_leaf=lambda x: isinstance(x, tuple))
@@ -116,15 +118,6 @@ def _split(config: DecoderConfig) -> tuple[Any, Weights, Weights]:
 
 def _network(config: DecoderConfig, params: Weights) -> Decoder:
     return nnx.merge(_split(config)[0], nnx.State(params))
-
-
-@functools.lru_cache(maxsize=64)
-def _init(config: DecoderConfig, dtype: str) -> Any:
-    def init(key: Array) -> Weights:
-        weights = nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key))))
-        return jax.tree.map(lambda x: x.astype(dtype), weights)
-
-    return jax.jit(init)
 
 
 def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:

@@ -128,8 +128,8 @@ def _load(files: _Files, source: Source, shape: tuple[int, ...], dtype: np.dtype
     """One weight, each device's part read and cast by itself; devices that hold the same part share one reading."""
     parts: dict[Any, np.ndarray] = {}
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         if bounds not in parts:
             parts[bounds] = np.ascontiguousarray(_read(files, source, bounds).astype(dtype, copy=False))
         return parts[bounds]
@@ -179,11 +179,8 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
             tensors |= {tensor: np.ascontiguousarray(row) for tensor, row in zip(source.tensors, value, strict=True)}
             continue
         if source.part is not None:
-            full = source.full[::-1] if source.transpose else source.full
             whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
-            view = whole.T if source.transpose else whole
-            assert view.shape == full
-            view[..., slice(*source.part)] = value
+            (whole.T if source.transpose else whole)[..., slice(*source.part)] = value
             continue
         tensors[source.tensors[0]] = np.ascontiguousarray(value.T if source.transpose else value)
     root = Path(directory)
