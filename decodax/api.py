@@ -213,6 +213,8 @@ class Job:
                                  jnp.asarray(repeat(np.uint32(request_ids))),
                                  jnp.asarray(np.tile(np.arange(num_samples, dtype=np.uint32), len(ids))))
             s, policy = drivers.fan_out(s, policy, each, samples=num_samples)
+        # no round at all: compiles the loop, if it must, before the decode clock starts
+        s = drivers.advance(algorithm, model, params, policy, s, jnp.int32(0))
         jax.block_until_ready(s.length)
         job = cls(lm, algorithm, model, params, policy, s, [p for p in ids for _ in range(num_samples)], stop, forwards,
                   time.perf_counter() - clock)

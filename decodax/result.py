@@ -19,7 +19,7 @@ class Statistics:
         rounds: `i64[B]` forwards in which each row was running. tokens: `i64[B]` new tokens.
         drafted, accepted: `i64[B]` draft tokens offered and accepted.
         histogram: `i64[B, M + 1]` rounds of each row by tokens decided in them.
-        seconds: wall time of the decode loop, compilation included where there was one; prefill_seconds likewise.
+        seconds: wall time of the decode loop. prefill_seconds: of the prefill and of compiling whatever was new.
     """
 
     forwards: int
