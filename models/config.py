@@ -63,7 +63,7 @@ class DecoderConfig:
         qk_norm_kind: its norm; None: the same as `norm`.
         activation: of the MLP.
         gated: `down(act(gate(x)) * up(x))` rather than `down(act(up(x)))`.
-        qkv_bias, out_bias, mlp_bias, head_bias: which projections have a bias.
+        qkv_bias, out_bias, mlp_bias: which projections have a bias.
         learned_positions: rows of the learned position embedding; 0: none.
         tied: the output head is the embedding.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and on logits (Gemma 2).
@@ -87,7 +87,6 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    head_bias: bool = False
     learned_positions: int = 0
     tied: bool = False
     attention_softcap: float | None = None

@@ -156,7 +156,7 @@ class Decoder(nnx.Module):
         self.positions = weight(rngs, (c.learned_positions, c.width), (None, "embed")) if c.learned_positions else None
         self.layers = nnx.Dict({str(i): Block(c, layer, rngs) for i, layer in enumerate(c.layers)})
         self.norm = Norm(c.norm, (c.width,), ("embed",))
-        self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
+        self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), bias=False)
 
     def __call__(self, tokens: Array, positions: Array, attend: Attend,
                  context: int | None = None) -> tuple[Array, WindowKV]:
@@ -184,8 +184,6 @@ class Decoder(nnx.Module):
             logits = jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)
         else:
             logits = jnp.einsum("...d,dv->...v", hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
-            if self.lm_head.bias is not None:
-                logits = logits + self.lm_head.bias[...].astype(jnp.float32)
         if self.c.logit_scale != 1.0:
             logits = logits * self.c.logit_scale
         cap = self.c.logit_softcap

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 
 from decodax.models.config import DecoderConfig
-
-Weights = dict[str, Any]
+from decodax.models.transformer import Weights
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decodax.cache import Cache, Window, dense
+from decodax.core.mesh import MODEL
 from decodax.core.types import Out
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Decoder
@@ -96,7 +97,7 @@ class Transformer:
         """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), _split(self.config)[1])
 
-    def shardings(self, mesh: Mesh, axis: str = "model") -> Weights:
+    def shardings(self, mesh: Mesh, axis: str = MODEL) -> Weights:
         """A `NamedSharding` for each weight: heads, MLP and vocabulary over `axis` where it divides them, the rest
         replicated."""
         return jax.tree.map(lambda axes: NamedSharding(mesh, _spec(self.config, axes, mesh, axis)),

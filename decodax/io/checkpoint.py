@@ -20,13 +20,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from decodax.models.config import DecoderConfig
-from decodax.models.families import FAMILIES, read_config
+from decodax.models.families import read_config
 from decodax.models.names import IGNORED, Source, flatten, sources
 from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Yarn
 from decodax.models.transformer import Transformer, Weights
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""What each stored dtype is loaded as if none is asked for."""
 
 
 class CheckpointError(ValueError):
@@ -139,7 +140,7 @@ def _load(files: _Files, source: Source, shape: tuple[int, ...], dtype: np.dtype
 
 def _read(files: _Files, source: Source, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
     """The part `bounds` of a weight from the file."""
-    if len(source.tensors) > 1 or len(bounds) > len(source.full):
+    if len(bounds) > len(source.full):
         rest = tuple(slice(*b) for b in bounds[1:])
         return np.stack([files.slice(tensor)[rest] for tensor in source.tensors[slice(*bounds[0])]])
     if source.part is not None:
@@ -237,8 +238,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: got {type(value).__name__}, takes a JSON object")
     return value
-
-
-def supported() -> tuple[str, ...]:
-    """The `model_type`s that `load_model` takes."""
-    return tuple(FAMILIES)
