@@ -65,17 +65,17 @@ def load(directory: Path) -> tuple[Transformer, Any]:
     return load_model(directory, dtype="float32")
 
 
-def hardware() -> str:
-    """The devices of this process in words."""
+def hardware(count: int) -> str:
+    """`count` devices of this process in words."""
     device = jax.devices()[0]
     if device.platform != "cpu":
-        return f"{jax.device_count()} x {device.device_kind}"
+        return f"{count} x {device.device_kind}"
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
         named = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = named[0].split(":", 1)[1].strip() if named else name
-    return f"{jax.device_count()} CPU cores ({name})"
+    return f"{count} CPU cores ({name})"
 
 
 def export(target: Path, model: Transformer, params: Any, tokenizer: Tokenizer, facts: Mapping[str, Any]) -> None:

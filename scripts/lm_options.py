@@ -76,7 +76,7 @@ class Options:
     mix: float = field(default=0.7, metadata={"identity": True})
     corpus: Path | None = field(default=None, metadata={"identity": True})
     model_parallel: int = 1
-    cpu_devices: int | None = None
+    devices: int | None = None
     log_every: int = 20
     eval_every: int = 250
     save_every: int = 250
@@ -140,7 +140,7 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--mix", type=float, default=0.7, help="share of KL(teacher || model) in the loss, with --teacher")
     p.add_argument("--corpus", type=Path, help="directory of .py files (default: this interpreter's standard library)")
     p.add_argument("--model-parallel", type=int, default=1, help="ways to split matrices; the rest splits the batch")
-    p.add_argument("--cpu-devices", type=int, help="devices that the CPU is shown as (default: its cores)")
+    p.add_argument("--devices", type=int, help="how many to use (default: all; on CPU one for each core)")
     p.add_argument("--log-every", type=int, default=20, help="steps between lines of metrics.jsonl")
     p.add_argument("--eval-every", type=int, default=250, help="steps between held-out evaluations")
     p.add_argument("--save-every", type=int, default=250, help="steps between checkpoints")

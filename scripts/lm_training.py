@@ -61,8 +61,8 @@ class Plan:
 def optimizer(weight_decay: float, clip: float = 1.0) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter, 2019) for a unit learning rate: `update` multiplies by the rate of the plan.
 
-    Weight decay leaves vectors (norm scales) alone; gradients are clipped to a global norm of `clip`. The same arguments
-    give the same object, so that a second run in a process compiles nothing.
+    Weight decay leaves vectors (norm scales) alone; gradients are clipped to a global norm of `clip`. The same
+    arguments give the same object, so that a second run in a process compiles nothing.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip),
@@ -182,16 +182,19 @@ def bits_per_byte(
     return nats / math.log(2) / total
 
 
-def make_mesh(model_parallel: int) -> Mesh:
-    """A (data, model) mesh over all devices.
+def make_mesh(model_parallel: int, count: int | None = None) -> Mesh:
+    """A (data, model) mesh over the first `count` devices (None: all).
 
     Raises:
-        ValueError: `model_parallel` does not divide the number of devices.
+        ValueError: there are fewer devices, or `model_parallel` does not divide their number.
     """
-    count = jax.device_count()
+    count = jax.device_count() if count is None else count
+    if not 1 <= count <= jax.device_count():
+        raise ValueError(f"devices: got {count}; it takes 1 to {jax.device_count()}")
     if model_parallel < 1 or count % model_parallel:
         raise ValueError(f"model_parallel: got {model_parallel}; it takes a divisor of the {count} devices")
-    return jax.make_mesh((count // model_parallel, model_parallel), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    shape, kinds = (count // model_parallel, model_parallel), (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh(shape, ("data", "model"), axis_types=kinds, devices=jax.devices()[:count])
 
 
 def optimizer_shardings(tx: optax.GradientTransformation, opt: Tree, shardings: Tree, mesh: Mesh) -> Tree:

@@ -1,0 +1,74 @@
+"""The shipped models: their cards, their size, and that they are as good as the cards say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import lm_training as lm
+import numpy as np
+import pycode_data as data
+import pytest
+from tokenizers import Tokenizer
+
+import decodax.models
+from decodax.io.checkpoint import load_model
+
+ZOO = Path(next(iter(decodax.models.__path__))) / "zoo"
+NAMES = sorted(p.name for p in ZOO.iterdir() if p.is_dir())
+
+
+@pytest.fixture(scope="module")
+def kept() -> list[data.Document]:
+    """Held-out files under the running interpreter that any build of CPython has, shortened."""
+    documents = data.load_corpus()[1]
+    found = [data.Document(d.path, d.text[:20_000]) for d in documents if "test" not in d.path.split("/")]
+    return found[:6]
+
+
+def test_target_and_draft_are_shipped():
+    assert {"pycode", "pycode-draft"} <= set(NAMES)
+
+
+def test_all_shipped_weights_stay_under_64_megabytes():
+    assert sum(p.stat().st_size for p in ZOO.rglob("*") if p.is_file()) < 64e6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_card_names_data_licence_figures_and_command(name):
+    card = (ZOO / name / "README.md").read_text()
+    facts = json.loads((ZOO / name / "training.json").read_text())
+    for needed in ("CPython 3.", "PSF-2.0", f"{facts['steps']:,} steps", f"{facts['parameters']:,}", facts["command"],
+                   f"| held-out bits per byte | {facts['held_out_bits_per_byte']:.4f} |", "SHA-256", facts["hardware"]):
+        assert needed in card, needed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_directory_has_what_hugging_face_tools_read(name):
+    files = {p.name for p in (ZOO / name).iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= files
+    config = json.loads((ZOO / name / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "bfloat16"
+    model, weights = load_model(ZOO / name)
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(weights))
+    facts = json.loads((ZOO / name / "training.json").read_text())
+    assert sum(x.size for x in jax.tree.leaves(weights)) == facts["parameters"]
+
+
+def test_draft_and_target_speak_one_vocabulary():
+    first, *rest = [(ZOO / name / "tokenizer.json").read_text() for name in ("pycode", "pycode-draft")]
+    assert all(other == first for other in rest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_held_out_bits_per_byte_are_near_the_card(name, kept):
+    """On six held-out files; other versions of Python have other files, hence the wide margin."""
+    tokenizer = Tokenizer.from_file(str(ZOO / name / "tokenizer.json"))
+    model, weights = load_model(ZOO / name, dtype="float32")
+    stream = data.pack(tokenizer, kept)
+    bits = lm.bits_per_byte(lambda w: np.asarray(lm.token_losses(model, weights, w)), stream, lm.token_bytes(tokenizer),
+                            length=256, batch=8, limit=24)
+    facts = json.loads((ZOO / name / "training.json").read_text())
+    assert bits == pytest.approx(facts["held_out_bits_per_byte"], abs=0.3)
