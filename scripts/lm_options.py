@@ -37,7 +37,7 @@ PRESETS = {
     ),
     "pycode-draft": Preset(
         {"width": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 192, "context": 512},
-        batch=16, length=256, peak=8e-3, warmup=100, minutes=13,
+        batch=8, length=256, peak=5e-3, warmup=150, minutes=13,
     ),
     "pycode-gpu": Preset(
         {"width": 512, "layers": 7, "heads": 8, "kv_heads": 4, "mlp": 1408, "context": 1024},

@@ -100,7 +100,7 @@ def start(options: Options, train: list[data.Document]) -> Run:
     ways = mesh.shape["data"]
     for rows in batch_shape(options, model, False)[0], batch_shape(options, model, True)[0]:
         if rows % ways:
-            raise ValueError(f"batch: got {options.batch}, {rows} windows a step; it takes a multiple of {ways} (devices)")
+            raise ValueError(f"batch: got {options.batch}, {rows} windows a step, not a multiple of the {ways} devices")
     tx = lm.optimizer(options.weight_decay)
     shardings = model.shardings(mesh)
     params = jax.device_put(model.init_params(jax.random.key(options.seed)), shardings)

@@ -48,10 +48,11 @@ def test_the_card_names_data_licence_figures_and_command(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_directory_has_what_hugging_face_tools_read(name):
     files = {p.name for p in (ZOO / name).iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= files
+    needed = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert needed <= files
     config = json.loads((ZOO / name / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "bfloat16"
-    model, weights = load_model(ZOO / name)
+    _, weights = load_model(ZOO / name)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(weights))
     facts = json.loads((ZOO / name / "training.json").read_text())
     assert sum(x.size for x in jax.tree.leaves(weights)) == facts["parameters"]
