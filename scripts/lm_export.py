@@ -37,7 +37,7 @@ demonstrations, tests and comparisons of decoding methods; it writes plausible P
 | training tokens | {tokens:,} in {steps:,} steps |
 | training | AdamW, {distilled}, float32 master weights |
 | held-out bits per byte | {held_out_bits_per_byte:.4f} |
-| hardware | {hardware} |
+{distillation}| hardware | {hardware} |
 | training time | {minutes:.0f} minutes |
 
 **Held-out files.** A source file is kept from the training of the weights and of the tokenizer when the SHA-256 of its
@@ -92,9 +92,12 @@ def export(target: Path, model: Transformer, params: Any, tokenizer: Tokenizer, 
     save_model(target, model, params, config=ends, dtype="bfloat16")
     data.save_tokenizer(tokenizer, target, c.context)
     teacher = facts["teacher"]
-    distilled = f"distilled from `{teacher}` (KL and cross-entropy)" if teacher else "cross-entropy"
+    distilled, distillation = "cross-entropy", ""
+    if teacher:
+        distilled = f"distilled from `{teacher}` (KL and cross-entropy)"
+        distillation = f"| drafts that `{teacher}` accepts | {facts['acceptance']:.1%}, held-out, temperature 1 |\n"
     card = CARD.format(
-        **facts, name=facts["preset"], minutes=facts["hours"] * 60, distilled=distilled,
+        **facts, name=facts["preset"], minutes=facts["hours"] * 60, distilled=distilled, distillation=distillation,
         python=platform.python_version(), modulus=data.HELD_OUT_MODULUS, width=c.width, layers=len(c.layers),
         heads=c.heads, kv_heads=c.kv_heads, mlp=c.mlp, vocab=c.vocab, context=c.context,
     )  # fmt: skip

@@ -137,6 +137,17 @@ def token_losses(network: Network, params: Tree, batch: jax.Array, dtype: str = 
     return cross_entropy(network.forward(cast(params, jnp.dtype(dtype)), batch[:, :-1]), batch[:, 1:])
 
 
+@partial(jax.jit, static_argnames=("teacher", "student"))
+def overlap(teacher: Network, student: Network, teacher_params: Tree, params: Tree, batch: jax.Array) -> jax.Array:
+    """sum over x of min(p(x), q(x)) at every position: batch i32[B, T + 1] -> f32[B, T].
+
+    It is the chance that speculative rejection sampling accepts a token that the student drafts for the teacher
+    (Leviathan et al., 2023), both at temperature 1.
+    """
+    p, q = (jax.nn.softmax(n.forward(w, batch[:, :-1])) for n, w in ((teacher, teacher_params), (student, params)))
+    return jnp.minimum(p, q).sum(-1)
+
+
 def token_bytes(tokenizer: Any) -> np.ndarray:
     """i32[V]: how many bytes of text each token of a byte-level tokenizer stands for; 0 for special tokens."""
     special = tokenizer.get_added_tokens_decoder()

@@ -53,6 +53,7 @@ class Run:
     params: Any
     opt: Any
     plan: lm.Plan
+    teacher: Transformer | None = None
     step: int = 0
     seconds: float = 0.0
     tokens: int = 0
@@ -180,9 +181,11 @@ def train(options: Options, on_step: Callable[[int], None] | None = None, consol
     documents, kept = data.load_corpus(options.corpus)
     run = start(options, documents)
     stream, held = data.pack(run.tokenizer, documents), data.pack(run.tokenizer, kept)
-    teacher, guide = lm_export.load(options.teacher) if options.teacher else (None, None)
-    objective = lm.Objective(run.model, options.dtype, teacher, options.mix)
-    guide = jax.device_put(guide, teacher.shardings(run.mesh)) if teacher else None
+    guide = None
+    if options.teacher is not None:
+        run.teacher, guide = lm_export.load(options.teacher)
+        guide = jax.device_put(guide, run.teacher.shardings(run.mesh))
+    objective = lm.Objective(run.model, options.dtype, run.teacher, options.mix)
     checkpoints, metrics = (options.output / "checkpoints").absolute(), options.output / "metrics.jsonl"
     if not options.resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -220,14 +223,15 @@ def train(options: Options, on_step: Callable[[int], None] | None = None, consol
             if on_step is not None:
                 on_step(run.step)
     lm_export.plot(metrics, options.output / "loss.png")
-    finish(run, held, options.export or options.output / "model", console)
+    finish(run, held, options.export or options.output / "model", console, guide)
     return run
 
 
-def finish(run: Run, held: np.ndarray, target: Path, console: Console) -> None:
+def finish(run: Run, held: np.ndarray, target: Path, console: Console, guide: Any = None) -> None:
     """Rounds the weights to bfloat16, measures what is shipped on all held-out files, and exports it with its card."""
     shipped = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16)), run.params)
-    bits = evaluate(run, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), shipped), held, None)
+    exact = jax.device_put(lm.cast(shipped, jnp.dtype(jnp.float32)), run.model.shardings(run.mesh))
+    bits = evaluate(run, exact, held, None)
     facts = {
         "preset": run.options.preset,
         "data": data.corpus_name() if run.options.corpus is None else f"the .py files of {run.options.corpus.name}",
@@ -240,6 +244,10 @@ def finish(run: Run, held: np.ndarray, target: Path, console: Console) -> None:
         "teacher": run.options.teacher.name if run.options.teacher else None,
         "command": run.options.command(run.step, run.plan.decay_from or 0),
     }
+    if run.teacher is not None:
+        context, rows = run.model.config.context, 8 * run.mesh.shape["data"]
+        window = lm.place_batch(data.Batches(held, rows, context)[0], run.mesh)
+        facts["acceptance"] = round(float(lm.overlap(run.teacher, run.model, guide, exact, window).mean()), 4)
     lm_export.export(target, run.model, shipped, run.tokenizer, facts)
     console.print(f"{target}: {facts['parameters']:,} parameters, {bits:.4f} held-out bits per byte "
                   f"after {run.step} steps", soft_wrap=True)

@@ -199,7 +199,9 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(run, options, tmp
     trained = jax.device_get(student.params)
     near, far = (lm.divergence(guide, student.model.forward(p, tokens)).mean() for p in (trained, fresh))
     assert near < 0.5 * far
-    assert "distilled from `model`" in (tmp_path / "model" / "README.md").read_text()
+    facts, card = (tmp_path / "model" / f for f in ("training.json", "README.md"))
+    assert "distilled from `model`" in card.read_text() and "drafts that `model` accepts" in card.read_text()
+    assert json.loads(facts.read_text())["acceptance"] > lm.overlap(model, model, weights, fresh, tokens).mean()
 
 
 def test_bfloat16_trains_too(options, tmp_path):
