@@ -96,7 +96,8 @@ class Program:
 def parse(text: str) -> Program:
     """Reads `jax.stages.Compiled.as_text()`.
 
-    >>> p = parse("ENTRY %main (x: f32[2]) -> f32[2] {\\n  %x = f32[2]{0} parameter(0)\\n  ROOT %c = f32[2]{0} copy(%x)\\n}")
+    >>> lines = "ENTRY %main (x: f32[2]) -> f32[2] {", "  %x = f32[2]{0} parameter(0)", "  ROOT %c = f32[2]{0} copy(%x)"
+    >>> p = parse("\\n".join(lines))
     >>> [(i.opcode, i.operands, i.result[0].bytes) for i in p.all()]
     [('parameter', (), 8), ('copy', ('x',), 8)]
     """
@@ -115,13 +116,11 @@ def parse(text: str) -> Program:
     return Program(computations, entry)
 
 
-def copies(program: Program, dims: tuple[int, ...], within: str | None = None) -> list[Instruction]:
-    """Copies of arrays of these dimensions (in any order: a transposition is a copy too), in the whole program or
-    within one computation and what it calls."""
-    size = sorted(dims)
+def copies(program: Program, elements: int, within: str | None = None) -> list[Instruction]:
+    """Copies of arrays with so many elements, whatever their shape and layout, in the whole program or within one
+    computation and what it calls. The asynchronous move of an array between memories of a chip is none."""
     found = program.all() if within is None else program.inside(within)
-    return [x for x in found if x.opcode in ("copy", "copy-start", "transpose")
-            and any(sorted(b.dims) == size for b in x.result)]
+    return [x for x in found if x.opcode in ("copy", "transpose") and math.prod(x.result[0].dims) == elements]
 
 
 def collectives(program: Program, within: str | None = None) -> list[tuple[Instruction, list[list[int]]]]:
@@ -137,48 +136,74 @@ def callbacks(program: Program) -> list[Instruction]:
             or (x.opcode == "custom-call" and "callback" in x.text)]
 
 
-def traffic(program: Program, trips: Callable[[Instruction], int]) -> int:
-    """Bytes that one device moves to and from main memory in one execution.
+def total(program: Program, trips: Callable[[Instruction], int],
+          value: Callable[[dict[str, Instruction], Instruction], int] = lambda computation, instruction: 1) -> int:
+    """The sum of a value over what one execution runs: operations, unless `value` says otherwise.
 
-    Like XLA's own "bytes accessed" it adds up what instructions read and write (of a slice or gather only what is
-    taken, of an update in place only the update), with two differences: what lies in fast memory on the chip does
-    not count, so a weight prefetched there is read once and not three times; and a loop's body counts as often as it
-    runs. Of a conditional the most expensive branch counts.
+    Of a conditional the most expensive branch counts. What is fused is one operation; tuples, views and waits are none.
 
     Args:
         trips: how often a `while` instruction runs its body.
+        value: of an instruction, given the computation that it stands in.
     """
     def cost(name: str) -> int:
-        total = 0
         computation = program.computations[name]
+        out = 0
         for x in computation.values():
             if x.opcode == "while":
-                total += trips(x) * cost(x.attribute("body") or "")
+                out += trips(x) * cost(x.attribute("body") or "")
             elif x.opcode == "conditional":
-                total += max(cost(b) for b in x.branches)
+                out += max(cost(b) for b in x.branches)
             elif x.opcode == "call":
-                total += cost(x.attribute("to_apply") or "")
-            elif x.opcode not in _FREE and not x.opcode.endswith("-done"):
-                total += _moved(program, computation, x)
-        return total
+                out += cost(x.attribute("to_apply") or "")
+            elif x.opcode not in _FREE and not x.opcode.endswith("-done") and '"ConcatBitcast"' not in x.text:
+                out += value(computation, x)
+        return out
 
     return cost(program.entry)
 
 
-def _moved(program: Program, computation: dict[str, Instruction], x: Instruction) -> int:
-    """Main-memory bytes that one instruction reads and writes."""
+def traffic(program: Program, trips: Callable[[Instruction], int],
+            counted: Callable[[Buffer], bool] = lambda buffer: buffer.main) -> int:
+    """Bytes that one device moves to and from main memory in one execution.
+
+    Like XLA's own "bytes accessed" it adds up what operations read and write (of a slice or gather only what is
+    taken, of an update in place only the update), with two differences: what lies in fast memory on the chip does
+    not count, so a weight prefetched there is read once and not three times; and a loop's body counts as often as it
+    runs.
+
+    Args:
+        trips: how often a `while` instruction runs its body.
+        counted: which arrays count; with all of them and each loop once the sum comes near XLA's own.
+    """
+    return total(program, trips, lambda computation, x: _moved(program, computation, x, counted))
+
+
+def cycles(program: Program, trips: Callable[[Instruction], int]) -> int:
+    """XLA's own estimate of a TPU's clock cycles, added up over one execution. It knows fused operations, not
+    collectives, scatters or waits for memory: good to compare programs, no time."""
+    def estimated(computation: dict[str, Instruction], x: Instruction) -> int:
+        found = re.search(r'"estimated_cycles":"(\d+)"', x.text)
+        return int(found.group(1)) if found else 0
+
+    return total(program, trips, estimated)
+
+
+def _moved(program: Program, computation: dict[str, Instruction], x: Instruction,
+           counted: Callable[[Buffer], bool]) -> int:
+    """Bytes that one instruction reads and writes of arrays that count."""
     if x.opcode.endswith("-start"):       # the result repeats the operand; its second half is where the data goes
         source = computation[x.operands[0]].result
         rest = [b for b in x.result if b.dims]
         target = [b for b in rest if b.dims not in {s.dims for s in source}] or rest[:1]
         moved = sum(b.bytes for b in target)
-        return moved * any(s.main for s in source) + sum(b.bytes for b in target if b.main)
-    total = 0
+        return moved * any(map(counted, source)) + sum(b.bytes for b in target if counted(b))
+    moved = 0
     for i, name in enumerate(x.operands):
         operand = computation[name]
-        if len(operand.result) == 1 and operand.result[0].main:
-            total += _read(program, computation, x, i)
-    return total + sum(w for w, b in zip(_written(program, computation, x), x.result, strict=True) if b.main)
+        if len(operand.result) == 1 and counted(operand.result[0]):
+            moved += _read(program, computation, x, i)
+    return moved + sum(w for w, b in zip(_written(program, computation, x), x.result, strict=True) if counted(b))
 
 
 def _read(program: Program, computation: dict[str, Instruction], x: Instruction, i: int) -> int:

@@ -1,0 +1,186 @@
+"""What the compiled programs must not do: copy the cache, keep logits, call the host, trace again, wait for other
+replicas. Read from the programs' text; no array is computed unless a law says so."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType
+
+import decodax as dx
+from decodax.autoregressive import Autoregressive
+from decodax.cache import causal
+from decodax.core import drivers
+from decodax.core.state import init_state
+from decodax.core.types import Params
+from decodax.diffusion import Adapter, MaskedDiffusion
+from decodax.io.load import LM
+from decodax.models.config import llama
+from decodax.models.transformer import Transformer
+from decodax.policy import build
+from decodax.sharding import lanes, place
+from decodax.sharding.report import callbacks, collectives, copies, parse
+from decodax.speculative import Rejection, Speculative
+from decodax.speculative.drafts import PromptLookup
+from tests.laws import cases
+
+VOCABULARY = 251        # a prime that no other dimension is a multiple of
+CAPACITY = 1024         # several blocks of the walk over the cache
+NETWORK = Transformer(llama(vocab=VOCABULARY, width=32, layers=2, heads=4, kv_heads=2, mlp=48, context=CAPACITY))
+ENTRIES = 2 * CAPACITY * 8      # elements of one row's keys, or values, of one layer
+
+ALGORITHMS = {
+    "autoregressive": Autoregressive(),
+    "lookup": Speculative(PromptLookup(length=4)),
+    "lookup-rejection": Speculative(PromptLookup(length=4), Rejection()),
+    "llada": MaskedDiffusion(Adapter(VOCABULARY - 1), block=8),
+}
+
+
+def abstract(alg, batch, **policy):
+    """The arguments of a driver as shapes, after the static ones."""
+    chain = build(batch, vocab_size=VOCABULARY, eos_token_id=[1], **{"temperature": 0.8, **policy})
+    params = Params(NETWORK.abstract_params())
+    begin = functools.partial(init_state, alg, NETWORK, size=CAPACITY, max_new=np.int32(30))
+    tokens = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
+    return params, chain, jax.eval_shape(begin, params, chain, tokens, jax.ShapeDtypeStruct((batch,), jnp.int32))
+
+
+@functools.cache
+def compiled(alg, batch, driver="advance"):
+    arguments = abstract(alg, batch)
+    if driver == "prefill":
+        return drivers.prefill.lower(alg, NETWORK, *arguments, width=32).compile()
+    return drivers.advance.lower(alg, NETWORK, *arguments, np.int32(5)).compile()
+
+
+def copies_in_loops(program, elements):
+    return [x for loop in program.loops() for x in copies(program, elements, loop.attribute("body"))]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("driver", ["advance", "prefill"])
+@pytest.mark.parametrize("algorithm", ["autoregressive", "lookup"])
+def test_no_round_copies_the_cache(algorithm, driver, batch):
+    if driver == "prefill" and algorithm != "autoregressive":
+        pytest.skip("prompt lookup prefills with the same rounds")
+    program = parse(compiled(ALGORITHMS[algorithm], batch, driver).as_text())
+    assert program.loops()
+    assert copies_in_loops(program, batch * ENTRIES) == []
+
+
+def test_a_write_that_does_not_wait_for_the_readers_is_seen_to_copy():
+    """What the law above looks for does happen: without a decision between attention and commit XLA copies."""
+    def body(carry):
+        step, cache, total = carry
+        window = causal(jnp.zeros((8, 1), jnp.int32), jnp.full(8, step))
+        out = NETWORK.apply(weights, window, cache)
+        return step + 1, cache.commit(out.kv, window.positions), total + out.hidden.sum()
+
+    weights = NETWORK.abstract_params()
+    cache = jax.eval_shape(lambda: NETWORK.init_cache(8, CAPACITY))
+
+    def loop(given, cache):
+        nonlocal weights
+        weights = given
+        return jax.lax.while_loop(lambda c: c[0] < 9, body, (jnp.int32(0), cache, jnp.float32(0)))
+
+    program = parse(jax.jit(loop, donate_argnums=1).lower(weights, cache).compile().as_text())
+    assert copies_in_loops(program, 8 * ENTRIES)
+
+
+@pytest.mark.parametrize("driver", ["advance", "prefill"])
+def test_the_whole_state_is_donated(driver):
+    alg = ALGORITHMS["autoregressive"]
+    program, state = compiled(alg, 8, driver), abstract(alg, 8)[2]
+    leaves = len(jax.tree.leaves(state))
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", program.as_text().partition("\n")[0]).group(1)
+    assert len(re.findall(r"(?:may|must)-alias", aliases)) == leaves
+    memory = program.memory_analysis()
+    # what is not aliased is the table of pointers to the results
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 8 * leaves
+    assert memory.alias_size_in_bytes >= 4 * 8 * ENTRIES * 4
+    if driver == "advance":     # a prefill's activations are a whole chunk's
+        assert memory.temp_size_in_bytes < 8 * ENTRIES * 4
+
+
+def carries(jaxpr):
+    """What the outermost loops of a program carry."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "while":
+            yield [v.aval for v in eqn.outvars]
+        else:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from carries(inner)
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_no_round_hands_a_vocabulary_to_the_next(algorithm):
+    chain = dict(repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.1, top_p=0.9)
+    if algorithm != "llada":
+        chain |= dict(no_repeat_ngram_size=3, bad_words_ids=[[3], [4, 5]], mirostat_tau=2.0, dry_multiplier=0.8)
+    alg = ALGORITHMS[algorithm]
+    run = lambda *arguments: drivers.advance(alg, NETWORK, *arguments, np.int32(5))
+    carried = list(carries(jax.make_jaxpr(run)(*abstract(alg, 2, **chain)).jaxpr))
+    assert len(carried) == 1 and len(carried[0]) > 10
+    wide = [a for a in carried[0] if any(n and n % VOCABULARY == 0 for n in a.shape)]
+    assert not wide
+
+
+@pytest.mark.parametrize("algorithm", ["autoregressive", "lookup", "lookup-rejection", "llada"])
+def test_a_second_call_traces_nothing(algorithm):
+    network, weights = cases.model("llama")
+    lm = LM(model=network, params=weights, vocab_size=cases.VOCABULARY)
+    options = dict(algorithm=cases.ALGORITHMS[algorithm], top_p=0.9, repetition_penalty=1.1)
+    dx.generate(lm, [[1, 2, 3, 4, 5, 6], [7, 8, 7, 8]], temperature=0.7, seed=1, eos_token_id=[0], max_new_tokens=12,
+                **options)
+    with jax.no_tracing(True):
+        out = dx.generate(lm, [[3, 4, 3, 4, 3, 4, 3], [9, 2, 9, 2, 9]], temperature=1.2, seed=[5, 6], eos_token_id=[6],
+                          max_new_tokens=[20, 9], **{**options, "top_p": 0.5, "repetition_penalty": [1.3, 0.9]})
+    assert out.lengths.max() <= 20 and out.lengths[1] <= 9
+
+
+@functools.cache
+def sharded(driver):
+    """The program of 8 devices, data 2 x model 4, as text."""
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    network = Transformer(llama(vocab=256, width=32, layers=2, heads=8, kv_heads=4, mlp=64, context=256))
+    params = Params(jax.device_put(network.init_params(jax.random.key(0)), network.shardings(mesh)))
+    chain = place(mesh, build(8, vocab_size=256, temperature=0.8))
+    tokens, lengths = place(mesh, jnp.zeros((8, 64), jnp.int32)), place(mesh, jnp.full(8, 9, jnp.int32))
+    alg = Autoregressive()
+    s = drivers.begin(alg, network, params, chain, tokens, lengths, size=256, max_new=np.int32(30))
+    if driver == "lanes":
+        run = jax.jit(lambda p, c, s: lanes(alg, network, p, c, s, jnp.int32(5), mesh), donate_argnums=2)
+        return run.lower(params, chain, s).compile().as_text()
+    return drivers.advance.lower(alg, network, params, chain, s, np.int32(5)).compile().as_text()
+
+
+REPLICAS = ({0, 1, 2, 3}, {4, 5, 6, 7})
+
+
+def test_lanes_never_wait_for_another_replica():
+    waits = collectives(parse(sharded("lanes")))
+    assert waits        # inside a replica the model's parts do
+    assert [x.name for x, groups in waits if not all(any(set(g) <= r for r in REPLICAS) for g in groups)] == []
+
+
+def test_one_loop_over_the_mesh_does_wait():
+    """What lanes are for, and that the law above would see it."""
+    groups = [g for _, groups in collectives(parse(sharded("advance"))) for g in groups]
+    assert any(not any(set(g) <= r for r in REPLICAS) for g in groups)
+
+
+@pytest.mark.parametrize("algorithm", ["autoregressive", "lookup"])
+def test_no_program_calls_the_host(algorithm):
+    assert callbacks(parse(compiled(ALGORITHMS[algorithm], 8).as_text())) == []
+
+
+def test_the_lanes_program_calls_no_host():
+    assert callbacks(parse(sharded("lanes"))) == []
