@@ -57,7 +57,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'decodax' has no attribute {name!r}")
-    value = importlib.import_module(f"decodax.{name}") if home == "decodax" else getattr(importlib.import_module(home), name)
+    if home == "decodax":
+        value = importlib.import_module(f"decodax.{name}")
+    else:
+        value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

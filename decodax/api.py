@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from decodax.autoregressive import Autoregressive
 from decodax.core import drivers, keys
@@ -66,20 +65,21 @@ def generate(lm: LM, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int 
         RuntimeError: the algorithm stopped making progress.
     """
     ids = _ids(lm, prompts)
-    options = dict(algorithm=algorithm, num_samples=num_samples, stop=stop, logprobs=logprobs, chunk=chunk,
-                   guidance_scale=guidance_scale, sampling=sampling)
-    each = dict(max_new_tokens=_each(max_new_tokens, len(ids), "max_new_tokens"), seed=_each(seed, len(ids), "seed"),
-                min_new_tokens=_each(min_new_tokens, len(ids), "min_new_tokens"),
-                request_ids=list(range(len(ids))) if request_ids is None else _each(request_ids, len(ids), "request_ids"),
-                negative=None if negative_prompts is None
-                else _each(_ids(lm, negative_prompts), len(ids), "negative_prompts"))
+    options: dict[str, Any] = {"algorithm": algorithm, "num_samples": num_samples, "stop": stop, "logprobs": logprobs,
+                               "chunk": chunk, "guidance_scale": guidance_scale, "sampling": sampling}
+    given = dict(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, seed=seed,
+                 request_ids=range(len(ids)) if request_ids is None else request_ids)
+    each: dict[str, Any] = {name: _each(value, len(ids), name) for name, value in given.items()}
+    each["negative"] = None if negative_prompts is None else _each(_ids(lm, negative_prompts), len(ids),
+                                                                   "negative_prompts")
     order = sorted(range(len(ids)), key=lambda i: len(ids[i])) if batch_size else list(range(len(ids)))
     size = batch_size or len(ids)
-    parts = []
+    parts: list[Result] = []
     with _bar(progress, len(ids) * num_samples) as report:
         for start in range(0, len(ids), size):
             rows = order[start:start + size]
-            job = Job.begin(lm, [ids[i] for i in rows], **{k: v and [v[i] for i in rows] for k, v in each.items()}, **options)
+            own: dict[str, Any] = {name: values and [values[i] for i in rows] for name, values in each.items()}
+            job = Job.begin(lm, [ids[i] for i in rows], **own, **options)
             while job.running:
                 job.advance(None if not progress else BURST_SECONDS * 4)
                 report(sum(len(p) for p in parts) + job.finished)
@@ -177,9 +177,9 @@ class Job:
                 raise ValueError(f"{name}: got {min(values)}, takes 0 or more")
         lengths = np.array([len(row) for row in ids], np.int32)
         longest = max(n + new for n, new in zip(lengths, budget, strict=True))
-        limit = getattr(lm.model, "max_positions", None)
+        limit = getattr(lm.model, "longest", None)
         if limit is not None and longest > limit:
-            raise ValueError(f"prompt and max_new_tokens together are {longest} tokens, the model has {limit} positions")
+            raise ValueError(f"max_new_tokens: prompt and new tokens are {longest}, the model has {limit} positions")
         size = bucket(int(longest))
         tokens = np.zeros((len(ids), size), np.int32)
         for row, prompt in zip(tokens, ids, strict=True):
@@ -187,18 +187,19 @@ class Job:
 
         clock = time.perf_counter()
         policy = from_generation_config(
-            lm.generation_config, batch=len(ids), vocab_size=lm.vocab_size, eos_token_id=sampling.pop("eos_token_id", lm.eos),
-            max_length=lengths + np.array(budget, np.int32), min_new_tokens=np.array(min_new_tokens, np.int32), **sampling)
-        if stop_strings(stop):
+            lm.generation_config, batch=len(ids), vocab_size=lm.vocab_size,
+            max_length=lengths + np.array(budget, np.int32), min_new_tokens=np.array(min_new_tokens, np.int32),
+            **{"eos_token_id": lm.eos, **sampling})
+        if strings := stop_strings(stop):
             if lm.tokenizer is None:
                 raise ValueError("stop: stop strings need a tokenizer, and this model has none")
-            policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(), stop, lm.vocab_size))
+            policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(), strings, lm.vocab_size))
         model, params = lm.model, Params(target=lm.params)
-        row = lambda values: np.asarray(values)
+        seeds = np.array(seed, np.int64).astype(np.uint32)       # negative and large ones wrap around
         tokens, policy = place(lm.mesh, tokens), place(lm.mesh, policy)
-        s = drivers.begin(algorithm, model, params, policy, tokens, lengths, size=size, max_new=row(np.int32(budget)),
-                          min_new=row(np.int32(min_new_tokens)), seed=row(np.uint32(np.array(seed) % 2**32)),
-                          request=row(np.uint32(request_ids)), sample=np.zeros(len(ids), np.uint32),
+        s = drivers.begin(algorithm, model, params, policy, tokens, lengths, size=size, seed=seeds,
+                          max_new=np.array(budget, np.int32), min_new=np.array(min_new_tokens, np.int32),
+                          request=np.array(request_ids, np.uint32), sample=np.zeros(len(ids), np.uint32),
                           top_logprobs=logprobs)
         forwards = 0
         if algorithm.caches and lengths.max() > 1:
@@ -209,8 +210,7 @@ class Job:
             model, s = guide(algorithm, model, params, policy, s, guidance_scale, negative)
         if num_samples > 1:
             repeat = lambda x: np.repeat(np.asarray(x), num_samples)
-            each = keys.row_keys(jnp.asarray(repeat(np.uint32(np.array(seed) % 2**32))),
-                                 jnp.asarray(repeat(np.uint32(request_ids))),
+            each = keys.row_keys(jnp.asarray(repeat(seeds)), jnp.asarray(repeat(np.array(request_ids, np.uint32))),
                                  jnp.asarray(np.tile(np.arange(num_samples, dtype=np.uint32), len(ids))))
             s, policy = drivers.fan_out(s, policy, each, samples=num_samples)
         # no round at all: compiles the loop, if it must, before the decode clock starts
@@ -237,7 +237,8 @@ class Job:
         # each round of a running row makes progress, at least one position in `emits` of a canvas
         bound = 2 * (budget + self.algorithm.emits) + 8
         rounds = bound if seconds is None else min(self.burst, bound)
-        self.state = drivers.advance(self.algorithm, self.model, self.params, self.policy, self.state, jnp.int32(rounds))
+        self.state = drivers.advance(self.algorithm, self.model, self.params, self.policy, self.state,
+                                     jnp.int32(rounds))
         self.status = np.asarray(self.state.status)
         spent = time.perf_counter() - clock
         self.seconds += spent
@@ -283,7 +284,7 @@ def _power(n: int) -> int:
 def _ids(lm: LM, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
     """Token ids of prompts in any of the accepted forms."""
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer, Mapping)))
-    rows: list[Any] = [prompts] if single else list(prompts)  # type: ignore[arg-type]
+    rows: list[Any] = [prompts] if single else list(prompts)
     if not rows:
         raise ValueError("prompts: got none")
     out = []
@@ -292,12 +293,12 @@ def _ids(lm: LM, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
             ids = [int(t) for t in np.asarray(row).reshape(-1)]
             if bad := [t for t in ids if not 0 <= t < lm.vocab_size]:
                 raise ValueError(f"prompts[{i}]: token id {bad[0]} is outside the vocabulary of {lm.vocab_size}")
-        elif lm.tokenizer is None and len(row):
+        elif not len(row):
+            ids = []
+        elif lm.tokenizer is None:
             raise ValueError(f"prompts[{i}]: got text, but this model has no tokenizer; give token ids")
-        elif isinstance(row, str):
-            ids = lm.tokenizer.encode(row)
         else:
-            ids = lm.tokenizer.encode_chat(row) if len(row) else []
+            ids = lm.tokenizer.encode(row) if isinstance(row, str) else lm.tokenizer.encode_chat(row)
         if not ids and lm.bos is not None:
             ids = [lm.bos]
         if not ids:
@@ -336,9 +337,11 @@ def _merge(parts: list[Result], order: list[int], samples: int, pad: int) -> Res
                             for f in dataclasses.fields(LogProbs)})
     status, text = flat(lambda p: p.status), None if parts[0].text is None else flat(lambda p: p.text)
     total = lambda name: sum(getattr(p.stats, name) for p in parts)
-    counts = {n: rows(lambda p, n=n: getattr(p.stats, n)) for n in ("rounds", "tokens", "drafted", "accepted")}
+    counts: dict[str, Any] = {n: rows(lambda p, n=n: getattr(p.stats, n))
+                              for n in ("rounds", "tokens", "drafted", "accepted")}
     return Result(tokens=rows(lambda p: p.tokens, pad, width), lengths=rows(lambda p: p.lengths),
-                  status=[status[i] for i in back], text=None if text is None else [text[i] for i in back], logprobs=noted,
+                  status=[status[i] for i in back], text=None if text is None else [text[i] for i in back],
+                  logprobs=noted,
                   stats=Statistics(histogram=rows(lambda p: p.stats.histogram, 0, widest), **counts, **{
                       n: total(n) for n in ("forwards", "prefill_forwards", "seconds", "prefill_seconds")}))
 

@@ -30,7 +30,8 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
     room = jnp.minimum(s.max_length, s.tokens.shape[1] - M) - s.length
     full = jnp.where(s.max_length <= s.tokens.shape[1] - M, Status.LENGTH, Status.CAPACITY)
     first = lambda hit: jnp.where((hit & offered).any(1), jnp.argmax(hit & offered, 1) + 1, M + 1)
-    invalid, dead, end, match = first(d.tokens == INVALID), first(d.tokens == DEAD_END), first(ends), first(stops & ripe)
+    invalid, dead = first(d.tokens == INVALID), first(d.tokens == DEAD_END)
+    end, match = first(ends), first(stops & ripe)
     # how many tokens a cause needs to be reached, and how many it lets through; where two meet the first named holds
     causes = [(invalid, invalid - 1, Status.INVALID), (dead, dead - 1, Status.DEAD_END), (end, end, Status.EOS),
               (match, match, Status.STOP), (room, room, full)]

@@ -40,7 +40,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 
 
 def run(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
-        loop: Callable[..., State] | None = None) -> State:
+        loop: Callable[..., Any] | None = None) -> State:
     """Rounds until every row has finished, `max_rounds` of them at most.
 
     Args:

@@ -73,7 +73,8 @@ class Decision(Struct):
     """What a round holds to be true.
 
     Attributes:
-        tokens: `i32[B, M]` tokens to append; a negative one says that the distribution was broken (`INVALID`, `DEAD_END`) and finishes the row with that status.
+        tokens: `i32[B, M]` tokens to append; a negative one says that the distribution was broken (`INVALID`,
+            `DEAD_END`) and finishes the row with that status.
         count: `i32[B]` how many of them; `clip` may take fewer.
         slots: `i32[B, W]` the cache slot for each window entry, -1 to drop it. It must depend on what the model
             returned (any function of the drawn tokens does), or XLA:CPU copies the whole cache to protect its readers.

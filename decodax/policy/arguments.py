@@ -51,7 +51,7 @@ def per_row(name: str, value: Any, batch: int, dtype: Any, neutral: Any, takes: 
     whole = not np.issubdtype(dtype, np.integer) or (array == np.round(array))
     if not (absent | (np.isfinite(array) & whole & valid(array))).all():
         raise wrong(name, value, takes)
-    return np.broadcast_to(array.astype(dtype), (batch,))
+    return np.array(np.broadcast_to(array, (batch,)), dtype)
 
 
 def is_neutral(value: Any, neutral: Any) -> bool:

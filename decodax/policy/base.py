@@ -191,7 +191,7 @@ class Lifted:
         return lax.cond(self.policy.greedy.all(), lambda: first_argmax(logits, checked=True), warm)
 
     def advance(self, node: Array, token: Array) -> PyTree:
-        """The transforms' states after `token` (`i32[B]`), decided at `node` (`i32[B]`): what the next round starts from."""
+        """The transforms' states after `token` (`i32[B]`), decided at `node` (`i32[B]`): the next round's start."""
         if not self.stateful:
             return self.s.policy
         states, logits = self._walk()
@@ -241,7 +241,7 @@ class Lifted:
         """
         def row(transforms: tuple[Transform, ...], start: PyTree, contexts: Context, logits: Array, tokens: Array,
                 parent: Array) -> tuple[PyTree, Array]:
-            def visit(carry: tuple[PyTree, Array], x: tuple[Any, ...]) -> tuple[tuple[PyTree, Array], tuple[PyTree, Array]]:
+            def visit(carry: tuple[PyTree, Array], x: tuple[Any, ...]) -> tuple[Any, tuple[PyTree, Array]]:
                 states, log_probs = carry       # [W, ...]; log_probs[i, j]: of token j after node i
                 node, ctx, raw, up = x
                 before = jax.tree.map(lambda s: s[up], states)

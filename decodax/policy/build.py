@@ -93,7 +93,11 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
     if eos is not None and eos_token_id is not None:
         raise ValueError("eos and eos_token_id: got both, takes one of them")
     given["eos"] = eos_token_id if eos is None else eos
-    chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *transforms, *_samplers(a), *_watermark(a)]
+    # transformers marks last; a greedy row has its one token left there, so it is marked in front of the temperature
+    samplers = _samplers(a)
+    cold = next(t.temperature == 0 for t in samplers if isinstance(t, Temperature))
+    chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *transforms, *_watermark(a, cold), *samplers,
+             *_watermark(a, ~cold)]
     return Policy(transforms=tuple(chain), eos=a.ids("eos"), stops=stops)
 
 
@@ -289,7 +293,8 @@ def _samplers(a: _Arguments) -> list[Transform]:
     return chain
 
 
-def _watermark(a: _Arguments) -> list[Transform]:
+def _watermark(a: _Arguments, rows: Array) -> list[Transform]:
+    """The watermark on the given rows (`bool[B]`), without a bias on the others."""
     config = a.given["watermarking_config"]
     if config is None:
         return []
@@ -312,5 +317,5 @@ def _watermark(a: _Arguments) -> list[Transform]:
                     lambda x: (x > 0) & (x < 1))
     key = per_row("hashing_key", parts.given["hashing_key"], a.batch, np.int64, 0, "a whole number from 0 on",
                   lambda x: x >= 0)
-    return [GreenList(parts.number("bias"), jnp.asarray((ratio * size).astype(np.int32)),
+    return [GreenList(jnp.where(rows, parts.number("bias"), 0), jnp.asarray((ratio * size).astype(np.int32)),
                       jnp.asarray(key % (1 << 32), jnp.uint32), width, parts.given["seeding_scheme"])]

@@ -100,9 +100,9 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
     """
     if not alg.caches:
         raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
-    first = s.prompt_length - 1
+    first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may stand in it twice
     if negative is None:
-        cache, opening, offset = model.init_cache(s.batch, s.cache.capacity), s.newest, first
+        cache, opening, offset = model.init_cache(s.batch, s.cache.capacity), s.newest, first + 0
     else:
         lengths = np.array([len(row) for row in negative], np.int32)
         # the branch holds its own prompt and whatever the row may still make

@@ -21,6 +21,15 @@ def _keep_best(logits: Array, removed: Array, count: int) -> Array:
     return jnp.where(removed & (logits < best), -jnp.inf, logits)
 
 
+def _mass_threshold(order: Array, weights: Array, least: Array) -> Array:
+    """The largest `t` such that what is at or above it in `order` (`f32[V]`) weighs `least` or more, and something."""
+    def enough(t: Array) -> Array:
+        mass = jnp.where(order >= t, weights, 0).sum()
+        return (mass >= least) & (mass > 0)
+
+    return largest_threshold(enough)
+
+
 @struct
 class TopK(Transform):
     """Keeps the `k` most likely tokens (Fan et al., 2018); ties with the last are kept.
@@ -66,8 +75,7 @@ class TopP(Transform):
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         weights = jnp.exp(logits - logits.max())
-        least = self.p * weights.sum()
-        cut = largest_threshold(lambda t: jnp.where(logits >= t, weights, 0).sum() >= least)
+        cut = _mass_threshold(logits, weights, self.p * weights.sum())
         return _keep_best(logits, (logits < cut) & (self.p < 1), self.min_keep)
 
 
@@ -98,11 +106,10 @@ class Typical(Transform):
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         log_p, p, entropy = probabilities(logits)
         near = -jnp.abs(-log_p - entropy)
-        cut = largest_threshold(lambda t: jnp.where(near >= t, p, 0).sum() >= self.p)
+        cut = _mass_threshold(near, p, self.p)
         if self.min_keep > 1:
             cut = jnp.minimum(cut, lax.top_k(near, min(self.min_keep, near.shape[0]))[0][-1])
-        # the nearest token stays even if rounding or p = 0 put the cut above it
-        return jnp.where((near < cut) & (near < near.max()) & (self.p < 1), -jnp.inf, logits)
+        return jnp.where((near < cut) & (self.p < 1), -jnp.inf, logits)
 
 
 @struct
@@ -152,4 +159,4 @@ class TopH(Transform):
         spent = jnp.cumsum(jnp.where(p == 0, 0, -p * log_p))
         keep = ((spent <= entropy * self.h) & (p > 0)).at[0].set(True)
         kept = jnp.full_like(logits, -jnp.inf).at[ids].set(jnp.where(keep, best, -jnp.inf))
-        return jnp.where((self.h > 1) | jnp.isnan(best[0]), logits, kept)
+        return jnp.where((self.h > 1) | jnp.isnan(logits.max()), logits, kept)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
@@ -33,4 +34,5 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 
     replicated = PartitionSpec()
     return jax.shard_map(lane, mesh=mesh, in_specs=(replicated, batch_specs(policy), specs, replicated),
-                         out_specs=specs, axis_names={DATA}, check_vma=False)(params, policy, s, max_rounds)
+                         out_specs=specs, axis_names={DATA}, check_vma=False)(
+                             params, policy, s, jnp.asarray(max_rounds, jnp.int32))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,16 +10,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from decodax.core.mesh import DATA, rows
 
 
-
 def batch_specs(tree: Any) -> Any:
     """A `PartitionSpec` for each leaf of a state or policy: rows over the data axis.
 
     The stop automaton is shared by all rows, so it is replicated.
     """
     specs = rows(tree)
-    if dataclasses.is_dataclass(tree) and getattr(tree, "stops", None) is not None:
-        return specs.replace(stops=jax.tree.map(lambda x: PartitionSpec(), tree.stops))
-    return specs
+    stops = getattr(tree, "stops", None)
+    return specs if stops is None else specs.replace(stops=jax.tree.map(lambda x: PartitionSpec(), stops))
 
 
 def place(mesh: Mesh | None, tree: Any) -> Any:

@@ -67,8 +67,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "greedy-penalised": dict(repetition_penalty=1.6),
     "n-gram": dict(temperature=1.0, no_repeat_ngram_size=2, bad_words_ids=[[3], [4, 5]]),
     "stateful": dict(temperature=1.0, mirostat_tau=2.0, mirostat_eta=0.2),
-    "together": dict(temperature=0.7, repetition_penalty=1.3, bad_words_ids=[[2]], min_p=0.05, sequence_bias={(6, 7): 3.0},
-                     xtc_probability=0.5, xtc_threshold=0.1),
+    "together": dict(temperature=0.7, repetition_penalty=1.3, bad_words_ids=[[2]], min_p=0.05,
+                     sequence_bias={(6, 7): 3.0}, xtc_probability=0.5, xtc_threshold=0.1),
 }
 ANY_ORDER = ["greedy", "sampled", "truncated", "penalised", "greedy-penalised"]
 """Policies that a canvas can take: they need nothing of the past, or a bag of it."""

@@ -83,7 +83,7 @@ def test_log_probabilities_are_those_of_the_round_that_committed():
 
 
 def test_a_policy_that_reads_left_to_right_is_refused():
-    with pytest.raises(ValueError, match="NoRepeatNgram.*left to right"):
+    with pytest.raises(ValueError, match=r"NoRepeatNgram.*left to right"):
         decode(MaskedDiffusion(Adapter(MASK), block=4), "llama", prompts(2), dict(no_repeat_ngram_size=2))
 
 

@@ -49,4 +49,5 @@ def test_speculation_reports_the_log_probabilities_of_plain_decoding(policy):
     for i in range(4):
         span = slice(int(plain.prompt_length[i]), int(plain.length[i]))
         for field in ("raw", "processed", "top"):
-            assert np.allclose(getattr(plain.record, field)[i, span], getattr(drafted.record, field)[i, span], atol=2e-5)
+            one, other = (getattr(s.record, field)[i, span] for s in (plain, drafted))
+            assert np.allclose(one, other, atol=2e-5)
