@@ -101,7 +101,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     """The figures, as a dict; bytes are those of one device."""
     import jax
 
-    from decodax.pallas_kernels.window_attention.reference import BLOCK
+    from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
     from decodax.sharding.report import Instruction, callbacks, collectives, copies, cycles, parse, total, traffic
 
     compiled, facts = compile_step(args)
@@ -110,7 +110,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         args.text.write_text(text)
     program = parse(text)
     dims = tuple(facts["cache_dims"])
-    blocks = -(-args.live // BLOCK)
+    blocks = -(-args.live // block_of(args.capacity, WIDE_BLOCK))
 
     def walks(loop: Instruction) -> bool:      # a walk over the cache carries it; other loops go over rows
         return any(b.dims == dims for b in loop.result)

@@ -7,14 +7,32 @@ the online softmax of Milakov and Gimelshein (2018).
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax.numpy as jnp
 from jax import Array, lax
+
+Carry = tuple[Array, Array, Array]
 
 BLOCK = 256
 """Cache entries a step of the walk: on CPU 128 to 512 measure alike."""
 
+WIDE_BLOCK = 1024
+"""The same on accelerators, where a step is a dozen operations of a microsecond each: with 2,048 live entries XLA
+estimates a third of the cycles that blocks of 256 take on a v5e (`docs/tpu.md`)."""
+
 MASKED = -1e30
 """The score of what is not seen: finite, so that a fully masked block gives weights that the merge scales to zero."""
+
+
+def block_of(slots: int, most: int) -> int:
+    """The block of at most `most` entries in which a cache of `slots` is walked.
+
+    >>> block_of(64, BLOCK), block_of(768, BLOCK), block_of(768, WIDE_BLOCK), block_of(3072, WIDE_BLOCK)
+    (64, 256, 768, 1024)
+    """
+    return slots if slots <= most else math.gcd(most, slots)
 
 
 def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None = None,
@@ -59,25 +77,31 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
     total, out = weights.sum(-1, keepdims=True), mix(weights, v)
 
     if cache_k is not None and cache_v is not None and length is not None and cache_k.shape[2]:
-        block = min(BLOCK, cache_k.shape[2])
-        if cache_k.shape[2] % block:
-            raise ValueError(f"a cache of {cache_k.shape[2]} slots is not a multiple of the block of {block}")
+        slots = cache_k.shape[2]
+        if slots > BLOCK and slots % BLOCK:
+            raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
 
-        def visit(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, out = carry
-            keys, values = (lax.dynamic_slice_in_dim(c, i * block, block, 2) for c in (cache_k, cache_v))
-            slots = i * block + jnp.arange(block, dtype=jnp.int32)
-            allowed = jnp.broadcast_to((slots < length[:, None])[:, None], (B, 1, block))
-            if sliding is not None:
-                allowed = allowed & (positions[:, :, None] - slots < sliding)
-            s = seen(scores(keys), allowed)
-            new = jnp.maximum(top, s.max(-1, keepdims=True))
-            shrink, weights = jnp.exp(top - new), jnp.exp(s - new)
-            return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mix(weights, values)
+        def walk(block: int, carry: Carry, cache_k: Array, cache_v: Array, length: Array) -> Carry:
+            def visit(i: Array, carry: Carry) -> Carry:
+                top, total, out = carry
+                keys, values = (lax.dynamic_slice_in_dim(c, i * block, block, 2) for c in (cache_k, cache_v))
+                slots = i * block + jnp.arange(block, dtype=jnp.int32)
+                allowed = jnp.broadcast_to((slots < length[:, None])[:, None], (B, 1, block))
+                if sliding is not None:
+                    allowed = allowed & (positions[:, :, None] - slots < sliding)
+                s = seen(scores(keys), allowed)
+                new = jnp.maximum(top, s.max(-1, keepdims=True))
+                shrink, weights = jnp.exp(top - new), jnp.exp(s - new)
+                return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mix(weights, values)
 
-        first = 0 if sliding is None else jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
-        last = (jnp.max(length) + block - 1) // block
-        top, total, out = lax.fori_loop(first, last, visit, (top, total, out))
+            first = 0 if sliding is None else jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
+            last = (jnp.max(length) + block - 1) // block
+            return lax.fori_loop(first, last, visit, carry)
+
+        narrow, wide = block_of(slots, BLOCK), block_of(slots, WIDE_BLOCK)
+        start = (top, total, out), cache_k, cache_v, length
+        top, total, out = walk(narrow, *start) if narrow == wide else lax.platform_dependent(
+            *start, cpu=functools.partial(walk, narrow), default=functools.partial(walk, wide))
 
     out = (out / total).astype(q.dtype).reshape(B, G, H // G, W, d)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, W, H, d)
