@@ -22,6 +22,7 @@ T = 22                      # longer than every sliding window of the cases
 LENGTHS = np.array([22, 13])
 TOKENS = np.random.default_rng(0).integers(3, 97, (2, T)).astype(np.int32)
 LIVE = np.arange(T) < LENGTHS[:, None]
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})     # compiles in half the time
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -43,7 +44,7 @@ def transformers_logits(reference: Any, tokens: np.ndarray, live: np.ndarray) ->
 @functools.lru_cache
 def rollout(model: Transformer) -> Callable[..., Any]:
     """Scores a window and commits its live entries: jitted once a model."""
-    @jax.jit
+    @jit
     def step(params: Any, window: Window, cache: Any) -> Any:
         out = model.apply(params, window, cache)
         logits = out.logits()
@@ -57,7 +58,7 @@ def rollout(model: Transformer) -> Callable[..., Any]:
 def test_logits_equal_transformers_without_padding(case: Any) -> None:
     reference, model, params = case
     full = transformers_logits(reference, TOKENS, np.ones_like(LIVE))
-    np.testing.assert_allclose(jax.jit(model.forward)(params, TOKENS), full, atol=1e-4)
+    np.testing.assert_allclose(jit(model.forward)(params, TOKENS), full, atol=1e-4)
 
 
 def test_ragged_windows_equal_transformers_left_and_right_padded(case: Any) -> None:
@@ -82,7 +83,7 @@ def test_ragged_windows_equal_transformers_left_and_right_padded(case: Any) -> N
 
 def test_cached_chunks_equal_the_full_forward(case: Any) -> None:
     _, model, params = case
-    full = jax.jit(model.forward)(params, TOKENS)
+    full = jit(model.forward)(params, TOKENS)
     cache, step, parts = model.init_cache(2, 32), rollout(model), []
     for start, end in [(0, 7), (7, 14), (14, 15), (15, 22)]:
         logits, cache = step(params, causal(TOKENS[:, start:end], jnp.full(2, start)), cache)
