@@ -169,12 +169,11 @@ def traffic(program: Program, trips: Callable[[Instruction], int],
 
     Like XLA's own "bytes accessed" it adds up what operations read and write (of a slice or gather only what is
     taken, of an update in place only the update), with two differences: what lies in fast memory on the chip does
-    not count, so a weight prefetched there is read once and not three times; and a loop's body counts as often as it
-    runs.
+    not count, so a weight that is prefetched there is read once; and a loop's body counts as often as it runs.
 
     Args:
         trips: how often a `while` instruction runs its body.
-        counted: which arrays count; with all of them and each loop once the sum comes near XLA's own.
+        counted: which arrays count.
     """
     return total(program, trips, lambda computation, x: _moved(program, computation, x, counted))
 
