@@ -159,12 +159,12 @@ def batch_at(run: Run, stream: np.ndarray) -> np.ndarray:
     return data.Batches(stream, batch, length, seed)[run.step - since]
 
 
-def evaluate(run: Run, params: Any, stream: np.ndarray, limit: int | None) -> float:
-    """Held-out bits per byte."""
+def evaluate(run: Run, params: Any, stream: np.ndarray, length: int, limit: int | None) -> float:
+    """Held-out bits per byte in windows of `length` tokens."""
     ways = run.mesh.shape["data"]
     losses = lambda window: np.asarray(lm.token_losses(run.model, params, lm.place_batch(window, run.mesh)))
     lengths = lm.token_bytes(run.tokenizer)
-    return lm.bits_per_byte(losses, stream, lengths, run.model.config.context, 8 * ways, limit)
+    return lm.bits_per_byte(losses, stream, lengths, length, 8 * ways, limit)
 
 
 def train(options: Options, on_step: Callable[[int], None] | None = None, console: Console | None = None) -> Run:
@@ -213,7 +213,9 @@ def train(options: Options, on_step: Callable[[int], None] | None = None, consol
                 losses = []
                 run.settle()
             if run.step % options.eval_every == 0:
-                bits = evaluate(run, run.params, held, EVAL_WINDOWS)
+                # Positions beyond the plateau's windows are untrained until the decay.
+                length = batch_shape(options, run.model, run.decaying)[1]
+                bits = evaluate(run, run.params, held, length, EVAL_WINDOWS)
                 _append(metrics, {"step": run.step, "tokens": run.tokens, "bits_per_byte": bits})
                 console.print(f"step {run.step} of {run.plan.steps or '?'}: held-out {bits:.4f} bits per byte, "
                               f"{_note(run, entry) if run.step >= options.log_every else ''}", soft_wrap=True)
@@ -231,7 +233,7 @@ def finish(run: Run, held: np.ndarray, target: Path, console: Console, guide: An
     """Rounds the weights to bfloat16, measures what is shipped on all held-out files, and exports it with its card."""
     shipped = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16)), run.params)
     exact = jax.device_put(lm.cast(shipped, jnp.dtype(jnp.float32)), run.model.shardings(run.mesh))
-    bits = evaluate(run, exact, held, None)
+    bits = evaluate(run, exact, held, run.model.config.context, None)
     facts = {
         "preset": run.options.preset,
         "data": data.corpus_name() if run.options.corpus is None else f"the .py files of {run.options.corpus.name}",
