@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from decodax.autoregressive import Autoregressive
-from decodax.core import drivers, keys
-from decodax.core.state import State, Status
-from decodax.core.stops import StopTable, stop_strings
-from decodax.core.types import Algorithm, Params
+from decodax.core.types import Algorithm
 from decodax.io.load import LM
-from decodax.policy import Policy, from_generation_config
-from decodax.policy.guidance import guide
-from decodax.result import Result, Statistics, log_probs, new_tokens
-from decodax.sharding import place
+from decodax.job import Job
+from decodax.result import Result, Statistics
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or a chat (messages with `role` and `content`)."""
@@ -139,146 +130,6 @@ class Stream(Iterator[str]):
 
 _STREAM = {"max_new_tokens", "min_new_tokens", "algorithm", "seed", "stop", "logprobs", "request_ids",
            "guidance_scale", "negative_prompts", "chunk"}
-
-
-@dataclasses.dataclass
-class Job:
-    """A batch on its way: the compiled drivers, and the clock. The state is donated from burst to burst."""
-
-    lm: LM
-    algorithm: Algorithm
-    model: Any
-    params: Params
-    policy: Policy
-    state: State
-    prompts: list[list[int]]
-    stop: str | Sequence[str] | None
-    prefill_forwards: int
-    prefill_seconds: float
-    seconds: float = 0.0
-    forwards: int = 0
-    burst: int = 1
-    status: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int32))
-
-    @classmethod
-    def begin(cls, lm: LM, ids: list[list[int]], *, max_new_tokens: list[int | None], min_new_tokens: list[int],
-              seed: list[int], request_ids: list[int], negative: list[list[int]] | None, algorithm: Algorithm | None,
-              num_samples: int, stop: str | Sequence[str] | None, logprobs: int | None, chunk: int,
-              guidance_scale: float | None, sampling: dict[str, Any]) -> Job:
-        """Builds the policy, prefills the prompts and fans out the samples."""
-        algorithm = algorithm or Autoregressive()
-        for name, value, low in (("num_samples", num_samples, 1), ("chunk", chunk, 1), ("logprobs", logprobs or 0, 0)):
-            if value < low:
-                raise ValueError(f"{name}: got {value}, takes {low} or more")
-        default = lm.generation_config.get("max_new_tokens") or 64
-        budget = [default if n is None else n for n in max_new_tokens]
-        for name, values in (("max_new_tokens", budget), ("min_new_tokens", min_new_tokens)):
-            if min(values) < 0:
-                raise ValueError(f"{name}: got {min(values)}, takes 0 or more")
-        lengths = np.array([len(row) for row in ids], np.int32)
-        longest = max(n + new for n, new in zip(lengths, budget, strict=True))
-        limit = getattr(lm.model, "longest", None)
-        if limit is not None and longest > limit:
-            raise ValueError(f"max_new_tokens: prompt and new tokens are {longest}, the model has {limit} positions")
-        size = bucket(int(longest))
-        tokens = np.zeros((len(ids), size), np.int32)
-        for row, prompt in zip(tokens, ids, strict=True):
-            row[:len(prompt)] = prompt
-
-        clock = time.perf_counter()
-        policy = from_generation_config(
-            lm.generation_config, batch=len(ids), vocab_size=lm.vocab_size,
-            max_length=lengths + np.array(budget, np.int32), min_new_tokens=np.array(min_new_tokens, np.int32),
-            **{"eos_token_id": lm.eos, **sampling})
-        if strings := stop_strings(stop):
-            if lm.tokenizer is None:
-                raise ValueError("stop: stop strings need a tokenizer, and this model has none")
-            policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(), strings, lm.vocab_size))
-        model, params = lm.model, Params(target=lm.params)
-        seeds = np.array(seed, np.int64).astype(np.uint32)       # negative and large ones wrap around
-        tokens, policy = place(lm.mesh, tokens), place(lm.mesh, policy)
-        s = drivers.begin(algorithm, model, params, policy, tokens, lengths, size=size, seed=seeds,
-                          max_new=np.array(budget, np.int32), min_new=np.array(min_new_tokens, np.int32),
-                          request=np.array(request_ids, np.uint32), sample=np.zeros(len(ids), np.uint32),
-                          top_logprobs=logprobs)
-        forwards = 0
-        if algorithm.caches and lengths.max() > 1:
-            width = min(_power(int(lengths.max()) - 1), chunk, size)
-            forwards = -(-(int(lengths.max()) - 1) // width)
-            s = drivers.prefill(algorithm, model, params, policy, s, width=width)
-        if guidance_scale is not None and guidance_scale != 1:
-            model, s = guide(algorithm, model, params, policy, s, guidance_scale, negative)
-        if num_samples > 1:
-            repeat = lambda x: np.repeat(np.asarray(x), num_samples)
-            each = keys.row_keys(jnp.asarray(repeat(seeds)), jnp.asarray(repeat(np.array(request_ids, np.uint32))),
-                                 jnp.asarray(np.tile(np.arange(num_samples, dtype=np.uint32), len(ids))))
-            s, policy = drivers.fan_out(s, policy, each, samples=num_samples)
-        # no round at all: compiles the loop, if it must, before the decode clock starts
-        s = drivers.advance(algorithm, model, params, policy, s, jnp.int32(0))
-        jax.block_until_ready(s.length)
-        job = cls(lm, algorithm, model, params, policy, s, [p for p in ids for _ in range(num_samples)], stop, forwards,
-                  time.perf_counter() - clock)
-        job.status = np.asarray(s.status)
-        return job
-
-    @property
-    def running(self) -> bool:
-        return bool((self.status == Status.RUNNING).any())
-
-    @property
-    def finished(self) -> int:
-        return int((self.status != Status.RUNNING).sum())
-
-    def advance(self, seconds: float | None) -> None:
-        """Runs to the end, or for about this long."""
-        clock = time.perf_counter()
-        before = int(np.asarray(self.state.stats.rounds).max())
-        budget = int(np.asarray(self.state.max_length - self.state.length).max())
-        # each round of a running row makes progress, at least one position in `emits` of a canvas
-        bound = 2 * (budget + self.algorithm.emits) + 8
-        rounds = bound if seconds is None else min(self.burst, bound)
-        self.state = drivers.advance(self.algorithm, self.model, self.params, self.policy, self.state,
-                                     jnp.int32(rounds))
-        self.status = np.asarray(self.state.status)
-        spent = time.perf_counter() - clock
-        self.seconds += spent
-        done = int(np.asarray(self.state.stats.rounds).max()) - before
-        self.forwards += done
-        if self.running and seconds is None:
-            raise RuntimeError(f"{self.algorithm}: rows still running after {rounds} rounds; it makes no progress")
-        if seconds is not None and spent < seconds:
-            self.burst = min(self.burst * 2, 256)
-
-    def result(self) -> Result:
-        """What came out."""
-        tokens, lengths = new_tokens(self.state, self.lm.pad)
-        text = None
-        if self.lm.tokenizer is not None:
-            rows = zip(self.prompts, tokens, lengths, np.asarray(self.state.min_new), strict=True)
-            text = [self.lm.tokenizer.continuation(p, row[:n].tolist(), stop=self.stop, min_new=int(least))
-                    for p, row, n, least in rows]
-        stats = {k: np.asarray(getattr(self.state.stats, k)).astype(np.int64)
-                 for k in ("rounds", "drafted", "accepted", "histogram")}
-        return Result(tokens=tokens, lengths=lengths, status=[Status(int(x)) for x in self.status], text=text,
-                      logprobs=log_probs(self.state),
-                      stats=Statistics(forwards=self.forwards, prefill_forwards=self.prefill_forwards,
-                                       tokens=lengths.astype(np.int64), seconds=self.seconds,
-                                       prefill_seconds=self.prefill_seconds, **stats))
-
-
-def bucket(length: int) -> int:
-    """The buffer size for sequences of this length: powers of two from 64 to 1,024, then multiples of 1,024.
-
-    Programs are compiled once a size; a step costs what the rows hold, not what the buffer would.
-
-    >>> [bucket(n) for n in (5, 65, 1000, 1025)]
-    [64, 128, 1024, 2048]
-    """
-    return max(_power(length), 64) if length <= 1024 else -(-length // 1024) * 1024
-
-
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _ids(lm: LM, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:

@@ -85,12 +85,14 @@ def find(name_or_dir: str | Path) -> Path:
                      + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 
-def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None) -> LM:
+def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
+         context: int | None = None) -> LM:
     """Loads a shipped model by name, or a local Hugging Face directory.
 
     Args:
         name_or_dir: such as "pycode", or a path with config.json, safetensors and tokenizer.json.
         dtype: of weights and cache; default float32 on CPU, else the checkpoint's own.
+        context: positions to serve; rotary scalings that depend on the length (dynamic, longrope) are set for it.
         mesh: puts the weights on a mesh, heads, MLP and vocabulary over its axis "model"; batches go over "data".
 
     Raises:
@@ -99,7 +101,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long there
-    model, params = load_model(path, dtype=dtype, mesh=mesh)
+    model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)
     config = path / "generation_config.json"
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,

@@ -78,10 +78,10 @@ def _checked(name: str, value: Any, ids: Sequence[int], vocab_size: int | None) 
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tuples as nested lists."""
+    """Arrays, tuples, sets and ranges as nested lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple, set, frozenset)) else value
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple, set, frozenset, range)) else value
 
 
 def id_rows(name: str, value: Any, batch: int, vocab_size: int | None = None) -> np.ndarray:
