@@ -15,9 +15,11 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "tpu_report.py"
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed (Linux on x86-64 only): pip install 'decodax[tpu-aot]'")
+pytestmark = [
+    pytest.mark.xdist_group("tpu"),     # one worker, so that it is compiled once
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None,
+                       reason="libtpu is not installed (Linux on x86-64 only): pip install 'decodax[tpu-aot]'"),
+]
 
 
 @functools.cache
