@@ -334,5 +334,5 @@ def _summary(result: Result) -> str:
     stats = result.stats
     ends = ", ".join(dict.fromkeys(s.name.lower() for s in result.status))
     return (f"[{int(stats.tokens.sum())} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s, "
-            f"{stats.tokens_per_forward:.2f} tokens per forward; prefill and compilation {stats.prefill_seconds:.2f} s; "
-            f"ended by {ends}]")
+            f"{stats.tokens_per_forward:.2f} tokens per forward; "
+            f"prefill and compilation {stats.prefill_seconds:.2f} s; ended by {ends}]")

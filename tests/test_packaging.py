@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import decodax
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_every_package_is_in_the_distribution() -> None:
+    found = set()
+    for folder, name in (("decodax", "decodax"), ("models", "decodax.models"),
+                         ("pallas_kernels", "decodax.pallas_kernels")):
+        for file in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join([name, *file.parent.relative_to(ROOT / folder).parts]))
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert decodax.__version__ == PROJECT["project"]["version"]
+
+
+def test_shipped_weights_stay_below_64_megabytes() -> None:
+    zoo = ROOT / "models" / "zoo"
+    assert sum(f.stat().st_size for f in zoo.rglob("*") if f.is_file()) < 64e6
+
+
+def test_every_public_name_exists_and_is_listed() -> None:
+    assert sorted(decodax.__all__) == sorted(set(decodax.__all__))
+    for name in decodax.__all__:
+        assert getattr(decodax, name) is not None
+        assert name in dir(decodax)
