@@ -88,7 +88,7 @@ class Job:
                               top_logprobs=logprobs)
             forwards = 0
             if algorithm.caches and lengths.max() > 1:
-                width = min(_power(int(lengths.max()) - 1), chunk, size)
+                width = min(max(_power(int(lengths.max()) - 1), 16), chunk, size)     # few widths, few programs
                 forwards = -(-(int(lengths.max()) - 1) // width)
                 s = drivers.prefill(algorithm, model, params, policy, s, width=width)
             if guidance_scale is not None and guidance_scale != 1:

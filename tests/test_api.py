@@ -106,7 +106,7 @@ def test_a_mesh_gives_the_text_of_one_device(lm):
 
 
 def test_nothing_is_traced_again(lm):
-    dx.generate(lm, "first", max_new_tokens=5, temperature=0.5, stop="a")
+    dx.generate(lm, "a first prompt", max_new_tokens=5, temperature=0.5, stop="a")
     with jax.no_tracing(True):
         for i, temperature in enumerate((0.0, 0.9)):
             dx.generate(lm, f"other {i}", max_new_tokens=6 + i, temperature=temperature, seed=i, stop="bc",
