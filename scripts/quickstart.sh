@@ -8,11 +8,11 @@ cd "$(dirname "$0")/.."
 install ""
 
 prompt=${1:-$'import os\nimport sys\n\n\ndef main():\n'}
-.venv/bin/decodax generate "$prompt" --echo --max-new-tokens 200 --algorithm prompt-lookup
+.venv/bin/decodax generate "$prompt" --echo --max-new-tokens 200 --temperature 0.7 --top-p 0.95 --algorithm prompt-lookup
 
 cat >&2 <<'END'
 
 Next:  source .venv/bin/activate
-       decodax generate "class Stack:" --temperature 0.8 --top-p 0.95 --seed 1
+       decodax generate "class Stack:" --temperature 0.7 --num-samples 3
        decodax generate --help
 END

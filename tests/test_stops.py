@@ -44,14 +44,14 @@ def test_tokens_without_text_leave_a_match_open() -> None:
 
 def test_the_automaton_finds_what_a_search_finds() -> None:
     rng = random.Random(0)
+    scan = jax.jit(lambda table, tokens: jax.lax.scan(table.advance, table.start(4), tokens)[1])
     word = lambda low, high: bytes(rng.choice(b"ab\n") for _ in range(rng.randint(low, high)))
     for _ in range(100):
         vocab = [word(0, 5) for _ in range(30)]
         stops = [word(1, 5).decode() for _ in range(rng.randint(1, 4))]
         table = StopTable.build(vocab, stops)
         tokens = np.array([[rng.randrange(30) for _ in range(40)] for _ in range(4)], np.int32)
-        step = lambda state, token, table=table: table.advance(state, token)
-        hits = np.asarray(jax.lax.scan(step, table.start(4), jnp.asarray(tokens.T))[1]).T
+        hits = np.asarray(scan(table, tokens.T)).T
         for row, hit in zip(tokens, hits, strict=True):
             text = b""
             for token, found in zip(row, hit, strict=True):
