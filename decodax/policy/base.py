@@ -154,8 +154,9 @@ class Lifted:
         Raises:
             ValueError: a transform needs its past in sequence, which a canvas does not have.
         """
-        ordered = [type(t).__name__ for t in self.policy.transforms if t.needs == "sequence"]
-        if ordered or self.stateful:
+        ordered = [type(t).__name__ for t, state in zip(self.policy.transforms, self.s.policy, strict=True)
+                   if t.needs == "sequence" or jax.tree.leaves(state)]
+        if ordered:
             raise ValueError(f"{', '.join(ordered)}: reads the text from left to right, and this algorithm fills "
                              "positions in any order; use transforms that need nothing or a bag of tokens")
         return Lifted(self.policy, self.s, self.window, out, known, predicts)

@@ -58,7 +58,7 @@ def test_tokens_are_drawn_as_often_as_the_policy_says(settings: dict) -> None:
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     rng = np.random.default_rng(1)
-    for size in (3, 256, 700):
+    for size in (3, 300):
         logits = np.full(size, -np.inf)
         allowed = rng.choice(size, 2, replace=False)
         logits[allowed] = [0.0, -12.0]

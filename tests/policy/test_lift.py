@@ -200,7 +200,8 @@ def test_a_canvas_takes_bags_and_refuses_sequences() -> None:
         early = set(PROMPTS[b][:-1]) if not bool(known[b, 0]) else set(PROMPTS[b])
         moved = np.flatnonzero(np.abs(np.asarray(ours)[b, 3] - logits[b, 3]) > 1e-6)
         assert set(moved.tolist()) >= (seen & early)
-    for settings in (dict(no_repeat_ngram_size=2), dict(bad_words_ids=[[1, 2]]), dict(temperature=1, mirostat_tau=3.0)):
+    for name, settings in (("NoRepeatNgram", dict(no_repeat_ngram_size=2)), ("BadWords", dict(bad_words_ids=[[1, 2]])),
+                           ("Mirostat2", dict(temperature=1, mirostat_tau=3.0))):
         policy = build(BATCH, **settings)
-        with pytest.raises(ValueError, match="left to right"):
+        with pytest.raises(ValueError, match=f"{name}: reads the text from left to right"):
             policy.over(start(policy), window, out_of(logits)).on_canvas(out_of(logits), known, window.positions)
