@@ -7,12 +7,13 @@ cd "$(dirname "$0")/.."
 . scripts/venv.sh
 install ""
 
-prompt=${1:-$'import os\nimport sys\n\n\ndef main():\n'}
-.venv/bin/decodax generate "$prompt" --echo --max-new-tokens 200 --temperature 0.7 --top-p 0.95 --algorithm prompt-lookup
+# no line break at the end: the tokenizer has one token for it and the indentation that follows
+prompt=${1:-$'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):'}
+.venv/bin/decodax generate "$prompt" --echo --max-new-tokens 160 --temperature 0.7 --top-p 0.95 --algorithm prompt-lookup
 
 cat >&2 <<'END'
 
 Next:  source .venv/bin/activate
-       decodax generate "class Stack:" --temperature 0.7 --num-samples 3
+       decodax generate "def read_config(path):" --temperature 0.7 --num-samples 3
        decodax generate --help
 END
