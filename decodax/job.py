@@ -70,8 +70,10 @@ class Job:
             row[:len(prompt)] = prompt
 
         clock = time.perf_counter()
+        config = {k: v for k, v in lm.generation_config.items() if k != "guidance_scale"}
+        guidance_scale = lm.generation_config.get("guidance_scale") if guidance_scale is None else guidance_scale
         policy = from_generation_config(
-            lm.generation_config, batch=len(ids), vocab_size=lm.vocab_size,
+            config, batch=len(ids), vocab_size=lm.vocab_size,
             max_length=lengths + np.array(budget, np.int32), min_new_tokens=np.array(min_new_tokens, np.int32),
             **{"eos_token_id": lm.eos, **sampling})
         if strings := stop_strings(stop):

@@ -48,6 +48,12 @@ class Statistics:
         return float(self.accepted.sum() / self.drafted.sum()) if self.drafted.sum() else float("nan")
 
     @property
+    def acceptance_per_position(self) -> np.ndarray:
+        """`f64[M - 1]`: the share of rounds in which the first, second, ... draft was accepted."""
+        rounds = self.histogram.sum(0)
+        return rounds[::-1].cumsum()[::-1][2:] / max(rounds.sum(), 1)
+
+    @property
     def tokens_per_second(self) -> float:
         """New tokens of the batch a second of the decode loop."""
         return float(self.tokens.sum() / self.seconds) if self.seconds > 0 else float("nan")

@@ -97,7 +97,7 @@ def start(alg: Any, which: str, ids: list[list[int]], policy: dict[str, Any], *,
     tokens = np.zeros((len(ids), size), np.int32)
     for row, given in zip(tokens, ids, strict=True):
         row[:len(given)] = given
-    each = lambda x, dtype: np.broadcast_to(np.asarray(x, dtype), len(ids))
+    each = lambda x, dtype: np.broadcast_to(np.asarray(x, dtype), len(ids)).copy()
     chain = build(len(ids), vocab_size=VOCABULARY, eos_token_id=eos, **policy)
     s = drivers.begin(alg, network, params, chain, jnp.asarray(tokens), lengths, size=size, max_new=each(new, np.int32),
                       min_new=each(minimum, np.int32), seed=each(seed, np.uint32), top_logprobs=top_logprobs,
