@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
-install ""
+install .venv ""
 
 # no line break at the end: the tokenizer has one token for it and the indentation that follows
 prompt=${1:-$'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):'}

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Installs the test extras into .venv and runs every check: bash scripts/test.sh [PYTEST ARGUMENTS]
-# The slow tests are left out; -m slow runs them.
+# Installs the test extras into .venv-test and runs every check: bash scripts/test.sh [PYTEST ARGUMENTS]
+# The slow tests are left out; -m slow runs them. The environment is apart from .venv because it holds libtpu, which makes
+# JAX look for a TPU at every start.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
-install test
+install .venv-test test
 
-export JAX_PLATFORMS=cpu      # with libtpu installed, JAX would look for a TPU
+export JAX_PLATFORMS=cpu
 export JAX_COMPILATION_CACHE_DIR="$PWD/.jax_cache"
 
 # every check runs, so that one failure does not hide another
 failed=()
-.venv/bin/ruff check . || failed+=(ruff)
-bash scripts/typecheck.sh || failed+=(mypy)
-.venv/bin/pytest -n "${TEST_WORKERS:-2}" "$@" || failed+=(pytest)
+.venv-test/bin/ruff check . || failed+=(ruff)
+MYPY=.venv-test/bin/mypy bash scripts/typecheck.sh || failed+=(mypy)
+.venv-test/bin/pytest -n "${TEST_WORKERS:-2}" "$@" || failed+=(pytest)
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2
     exit 1

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
-mypy=$(realpath -s "${MYPY:-.venv/bin/mypy}")
+mypy=$(realpath -s "${MYPY:-.venv-test/bin/mypy}")
 tree=.mypy_cache/tree
 rm -rf "$tree" && mkdir -p "$tree/decodax"
 ln -s "$root"/decodax/* "$root/models" "$root/pallas_kernels" "$tree/decodax"

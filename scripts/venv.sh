@@ -1,22 +1,21 @@
-# Sourced by the other scripts: a virtual environment in .venv with decodax installed from this directory.
+# Sourced by the other scripts: a virtual environment with decodax installed from this directory.
 
-# install EXTRAS: makes .venv if need be and installs decodax with these extras ("" for none), unless that was done
-# for this pyproject.toml before. $PYTHON names the interpreter to use; default: the first suitable one.
+# install VENV EXTRAS: makes the environment if need be and installs decodax with these extras ("" for none), unless
+# that was done for this pyproject.toml before. $PYTHON names the interpreter to use; default: the first suitable one.
 install() {
-    local extras=$1 python want stamp
-    if ! suitable .venv/bin/python; then
+    local venv=$1 extras=$2 python want stamp=$1/.installed
+    if ! suitable "$venv/bin/python"; then
         python=$(find_python)
-        echo "making .venv with $("$python" --version)" >&2
-        if ! "$python" -m venv --clear .venv >&2; then
+        echo "making $venv with $("$python" --version)" >&2
+        if ! "$python" -m venv --clear "$venv" >&2; then
             echo "error: $python cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2
             exit 1
         fi
     fi
-    stamp=.venv/.installed${extras:+-$extras}
-    want=$(.venv/bin/python -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())')
+    want=$("$venv/bin/python" -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())')
     if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
         echo "installing decodax${extras:+ with the $extras extras}; the first time this takes a few minutes" >&2
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" >&2
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" >&2
         echo "$want" > "$stamp"
     fi
 }
