@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,10 @@ class Job:
         limit = getattr(lm.model, "max_positions", None)
         if limit is not None and longest > limit:
             raise ValueError(f"max_new_tokens: prompt and new tokens are {longest}, the model has {limit} positions")
+        trained = getattr(getattr(lm.model, "config", None), "context", longest)
+        if longest > trained:
+            warnings.warn(f"max_new_tokens: prompt and new tokens are {longest}, the model was made for {trained}",
+                          stacklevel=4)
         size = bucket(int(longest))
         tokens = np.zeros((len(ids), size), np.int32)
         for row, prompt in zip(tokens, ids, strict=True):

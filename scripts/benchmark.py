@@ -159,7 +159,8 @@ class Bench:
             times = in_turn({"decodax": self.generate(batch), "transformers": self.transformers(batch)}, self.repeats)
             same = float((self.tokens == self.expected).mean())
             rows.append(dict(what=f"greedy, batch {batch}: decodax against transformers `generate`",
-                             figure=f"{median(times['decodax']):.1f} against {median(times['transformers']):.1f} ms a step",
+                             figure=f"{median(times['decodax']):.1f} against {median(times['transformers']):.1f} "
+                                    "ms a step",
                              ratio=ratio(times, "transformers", "decodax"), bar=f"at least {bar:.2f}",
                              note=f"{same:.1%} of tokens equal", times=times))
         return rows

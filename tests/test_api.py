@@ -118,13 +118,17 @@ def test_nothing_is_traced_again(lm):
     (dict(num_samples=0), "num_samples: got 0"),
     (dict(max_new_tokens=-1), "max_new_tokens: got -1"),
     (dict(max_new_tokens=[1, 2]), "max_new_tokens: got 2 values for 1 prompts"),
-    (dict(max_new_tokens=10**6), "the model has 512 positions"),
     (dict(stop=""), "stop"),
     (dict(top_p=1.5, temperature=1.0), "top_p"),
 ])
 def test_a_wrong_argument_is_named(lm, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         dx.generate(lm, "x", **options)
+
+
+def test_more_tokens_than_the_model_was_made_for_is_a_warning(lm):
+    with pytest.warns(UserWarning, match="prompt and new tokens are 999, the model was made for"):
+        dx.generate(lm, [[1, 2]], max_new_tokens=997, eos_token_id=list(range(lm.vocab_size)))
 
 
 def test_an_unknown_model_lists_near_ones():
