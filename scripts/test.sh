@@ -14,7 +14,7 @@ export JAX_COMPILATION_CACHE_DIR="$PWD/.jax_cache"
 failed=()
 .venv-test/bin/ruff check . || failed+=(ruff)
 MYPY=.venv-test/bin/mypy bash scripts/typecheck.sh || failed+=(mypy)
-.venv-test/bin/pytest -n "${TEST_WORKERS:-2}" "$@" || failed+=(pytest)
+.venv-test/bin/pytest -n "${TEST_WORKERS:-2}" --dist loadgroup "$@" || failed+=(pytest)
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2
     exit 1
