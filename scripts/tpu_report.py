@@ -154,8 +154,8 @@ def show(r: dict[str, Any]) -> None:
     lines = [
         ("unavoidable bytes", f"{size(r['needed_bytes']['total'])}  ({needs})"),
         ("main-memory traffic", f"{size(r['moved_bytes'])}  {r['moved_over_needed']:.3f}x"),
-        ("XLA's bytes accessed", f"{size(r['xla_bytes_accessed'])}  {r['xla_over_needed']:.3f}x  (fast memory too, each "
-                                 "loop once)"),
+        ("XLA's bytes accessed", f"{size(r['xla_bytes_accessed'])}  {r['xla_over_needed']:.3f}x  (fast memory too, "
+                                 "each loop once)"),
         ("  with loops unrolled", f"{size(r['xla_with_loops'])}  {r['xla_with_loops_over_needed']:.3f}x"),
         ("temporaries", size(r["temporary_bytes"])),
         ("donated", f"{size(r['donated_bytes'])} of {size(r['output_bytes'])} results; the cache is "
