@@ -48,7 +48,8 @@ whole context. Generated tables, bundled packages and deliberately broken test f
 (`scripts/pycode_data.py`).
 
 **Tokenizer.** Byte-level BPE of {vocab} tokens trained on the training files. Any text round-trips. `<|endoftext|>`
-separates files and serves as BOS, EOS and padding; it is not added to a prompt.
+separates files and serves as BOS, EOS and padding; it is not added to a prompt. A line break and the indentation after
+it are one token, so a prompt should end before the line break (`def f(n):`) or after the indentation, not between them.
 
 **Reproduce** with CPython {python}, from the root of the repository:
 
