@@ -97,7 +97,7 @@ class Job:
             if algorithm.caches and lengths.max() > 1:
                 width = min(max(_power(int(lengths.max()) - 1), 16), chunk, size)     # few widths, few programs
                 forwards = -(-(int(lengths.max()) - 1) // width)
-                s = drivers.prefill(algorithm, model, params, policy, s, width=width)
+                s = drivers.prefill(algorithm, model, params, s, width=width)
             if guidance_scale is not None and guidance_scale != 1:
                 model, s = guide(algorithm, model, params, policy, s, guidance_scale, negative)
             if num_samples > 1:

@@ -90,7 +90,7 @@ class Bench:
         chain = build(batch, vocab_size=SHAPE["vocab_size"], **policy)
         s = drivers.begin(alg, self.model, self.params, chain, tokens, np.full(batch, given.shape[1], np.int32),
                           size=size, max_new=np.int32(new), seed=np.uint32(0))
-        return chain, drivers.prefill(alg, self.model, self.params, chain, s, width=32)
+        return chain, drivers.prefill(alg, self.model, self.params, s, width=32)
 
     def decode(self, batch: int, size: int = 256, alg: Any = None, **policy: Any) -> Callable[[], float]:
         """Milliseconds a round of the decode loop, prefill excluded."""
@@ -201,7 +201,7 @@ class Bench:
     def retraces(self) -> list[dict[str, Any]]:
         alg = Autoregressive()
         self.decode(1, temperature=0.5)()
-        programs: Any = (drivers.begin, drivers.prefill, drivers.advance)
+        programs: Any = (drivers.begin, drivers.commit_prompts, drivers.advance)
         before = sum(p._cache_size() for p in programs)
         for seed, temperature in enumerate((0.0, 0.7, 1.3)):
             prompts = np.random.default_rng(seed).integers(0, 32000, (1, 9 + seed)).astype(np.int32)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.core.prefill import Prefill, prefill_rounds
+from decodax.core.prefill import Prefill, Silent, prefill_rounds
 from decodax.core.round import run
 from decodax.core.state import State, init_state
 from decodax.core.types import Algorithm, Model, Params
@@ -22,14 +22,23 @@ begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top
 """`init_state`, compiled."""
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("width",), donate_argnums=(4,))
-def prefill(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, *, width: int) -> State:
-    """Commits all but the newest prompt token to the cache, in chunks of `width` (at most the buffer's size)."""
+def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:
+    """Commits all but the newest prompt token to the cache, in chunks of `width` (at most the buffer's size).
+
+    The program does not see the policy: it is shared by all of them.
+    """
     if not alg.caches:
         return s
+    done = commit_prompts(alg, model, params, s.replace(policy=None, record=None), width=width)
+    return done.replace(policy=s.policy, record=s.record)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("width",), donate_argnums=(3,))
+def commit_prompts(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:
+    """The program behind `prefill`, for a state without policy and record."""
     chunks = Prefill(alg, width)
-    done = run(chunks, model, params, policy, s.replace(algo=chunks.init(params, s)),
-               prefill_rounds(s.prompt_length, width))
+    done = run(chunks, model, params, Silent(jnp.zeros((s.batch, 0), jnp.int32)),
+               s.replace(algo=chunks.init(params, s)), prefill_rounds(s.prompt_length, width))
     return done.replace(algo=done.algo[0], stats=jax.tree.map(jnp.zeros_like, done.stats))
 
 

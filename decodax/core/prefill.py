@@ -15,6 +15,7 @@ from jax import Array, lax
 from decodax.cache import Window, causal
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.struct import Struct, struct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,20 @@ class Prefill:
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         raise NotImplementedError("a prefill is not prefilled")
+
+
+@struct
+class Silent(Struct):
+    """The policy of a prefill, which draws nothing: no transforms, no end of sequence (`eos`: `i32[B, 0]`)."""
+
+    eos: Array
+    stops = None
+
+    def over(self, s: State, window: Window, out: Out) -> Silent:
+        return self
+
+    def advance(self, node: Array, token: Array) -> Any:
+        return None
 
 
 def prefill_rounds(prompt_length: Array, width: int) -> Array:

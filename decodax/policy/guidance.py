@@ -111,7 +111,7 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         for row, ids in zip(tokens, negative, strict=True):
             row[:len(ids)] = ids
         other = drivers.begin(alg, model, params, policy, tokens, lengths, size=size, max_new=np.int32(1))
-        other = drivers.prefill(alg, model, params, policy, other, width=min(256, size))
+        other = drivers.prefill(alg, model, params, other, width=min(256, size))
         cache, opening, offset = other.cache, other.newest, first - (jnp.asarray(lengths) - 1)
     scales = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (s.batch,))
     guided = GuidedCache(conditional=s.cache, unconditional=cache, first=first, opening=opening, offset=offset,

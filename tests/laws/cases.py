@@ -102,7 +102,7 @@ def start(alg: Any, which: str, ids: list[list[int]], policy: dict[str, Any], *,
     s = drivers.begin(alg, network, params, chain, jnp.asarray(tokens), lengths, size=size, max_new=each(new, np.int32),
                       min_new=each(minimum, np.int32), seed=each(seed, np.uint32), top_logprobs=top_logprobs,
                       request=each(np.arange(len(ids)) if request is None else request, np.uint32))
-    return network, params, chain, drivers.prefill(alg, network, params, chain, s, width=width)
+    return network, params, chain, drivers.prefill(alg, network, params, s, width=width)
 
 
 def decode(alg: Any, which: str, ids: list[list[int]], policy: dict[str, Any], **options: Any) -> State:

@@ -54,10 +54,10 @@ def abstract(alg, batch, **policy):
 
 @functools.cache
 def compiled(alg, batch, driver="advance"):
-    arguments = abstract(alg, batch)
+    params, chain, s = abstract(alg, batch)
     if driver == "prefill":
-        return drivers.prefill.lower(alg, NETWORK, *arguments, width=32).compile()
-    return drivers.advance.lower(alg, NETWORK, *arguments, np.int32(5)).compile()
+        return drivers.commit_prompts.lower(alg, NETWORK, params, s.replace(policy=None), width=32).compile()
+    return drivers.advance.lower(alg, NETWORK, params, chain, s, np.int32(5)).compile()
 
 
 def copies_in_loops(program, elements):

@@ -31,7 +31,7 @@ def decode(alg, policy, mesh=None, lane=False):
     chain = place(mesh, build(ROWS, vocab_size=VOCABULARY, eos_token_id=[1], **policy))
     tokens, lengths = place(mesh, jnp.asarray(tokens)), place(mesh, jnp.asarray(lengths))
     s = drivers.begin(alg, NETWORK, params, chain, tokens, lengths, size=64, max_new=np.int32(16), seed=np.uint32(7))
-    s = drivers.prefill(alg, NETWORK, params, chain, s, width=16)
+    s = drivers.prefill(alg, NETWORK, params, s, width=16)
     if lane:
         return jax.jit(lambda p, c, s: lanes(alg, NETWORK, p, c, s, jnp.int32(200), mesh))(params, chain, s)
     return drivers.advance(alg, NETWORK, params, chain, s, jnp.int32(200))

@@ -119,7 +119,7 @@ def test_a_nan_in_the_prompt_is_a_status():
     _, _, chain, s = start(Autoregressive(), "llama", [[1, 2, 3], [1, 5, 3]], {})
     fresh = drivers.begin(Autoregressive(), network, weights, chain, s.tokens[:, :8], s.prompt_length, size=64,
                           max_new=np.int32(4))
-    s = drivers.prefill(Autoregressive(), network, weights, chain, fresh, width=4)
+    s = drivers.prefill(Autoregressive(), network, weights, fresh, width=4)
     s = drivers.advance(Autoregressive(), network, weights, chain, s, jnp.int32(10))
     assert np.asarray(s.status).tolist() == [Status.LENGTH, Status.INVALID]
     assert len(texts(s)[1]) == 0

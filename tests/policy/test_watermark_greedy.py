@@ -19,7 +19,7 @@ def test_greedy_rows_are_marked_as_sampled_ones_are():
         params = Params(toy.init_params())
         tokens = jnp.ones((2, 64), jnp.int32)
         s = drivers.begin(Autoregressive(), toy, params, chain, tokens, np.int32([2, 2]), size=64, max_new=np.int32(20))
-        s = drivers.prefill(Autoregressive(), toy, params, chain, s, width=16)
+        s = drivers.prefill(Autoregressive(), toy, params, s, width=16)
         return np.asarray(drivers.advance(Autoregressive(), toy, params, chain, s, jnp.int32(50)).tokens)
 
     plain, marked = made(), made(watermarking_config=config)
