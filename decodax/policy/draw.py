@@ -25,7 +25,7 @@ def draw(logits: Array, uniforms: Array) -> Array:
     weights = jnp.exp(blocks - top[..., None, None])
     block = _pick(weights.sum(-1), uniforms[..., 0])
     inside = jnp.take_along_axis(weights, block[..., None, None], -2)[..., 0, :]
-    token = block * BLOCK + _pick(inside, uniforms[..., 1])
+    token = block * blocks.shape[-1] + _pick(inside, uniforms[..., 1])
     return _checked(token, top)
 
 
@@ -38,17 +38,18 @@ def first_argmax(logits: Array, checked: bool = False) -> Array:
     best = blocks.max(-1)
     block = jnp.argmax(best, -1)
     inside = jnp.take_along_axis(blocks, block[..., None, None], -2)[..., 0, :]
-    token = (block * BLOCK + jnp.argmax(inside, -1)).astype(jnp.int32)
+    token = (block * blocks.shape[-1] + jnp.argmax(inside, -1)).astype(jnp.int32)
     return _checked(token, jnp.take_along_axis(best, block[..., None], -1)[..., 0]) if checked else token
 
 
 def _blocks(logits: Array) -> Array:
-    """`f32[..., V / BLOCK, BLOCK]`, padded with -inf."""
-    count = -(-logits.shape[-1] // BLOCK)
-    spare = count * BLOCK - logits.shape[-1]
+    """`f32[..., count, block]`, padded with -inf; a vocabulary smaller than a block is one of its own size."""
+    block = min(BLOCK, logits.shape[-1])
+    count = -(-logits.shape[-1] // block)
+    spare = count * block - logits.shape[-1]
     if spare:
         logits = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, spare)], constant_values=-jnp.inf)
-    return logits.reshape(*logits.shape[:-1], count, BLOCK)
+    return logits.reshape(*logits.shape[:-1], count, block)
 
 
 def _pick(weights: Array, uniform: Array) -> Array:

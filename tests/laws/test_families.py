@@ -1,0 +1,37 @@
+"""Laws 1 and 2 through the front door for every model family: cached decoding says what a full forward says, and
+speculation gives the tokens of plain sampling."""
+
+import jax
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.io.checkpoint import load_model
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from tests.models.tiny import saved
+
+FAMILIES = ["gpt2", "llama3", "mistral", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2",
+            "stablelm-parallel", "granite"]
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9], [3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4]]
+SAMPLING = dict(temperature=0.9, top_p=0.9, repetition_penalty=1.2, bad_words_ids=[[8], [11, 12]], seed=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_agrees_with_itself_and_with_a_full_forward(family, tmp_path):
+    saved(family, tmp_path)
+    model, params = load_model(tmp_path)
+    lm = dx.LM(model=model, params=params, vocab_size=97)
+    plain = dx.generate(lm, PROMPTS, max_new_tokens=14, logprobs=0, **SAMPLING)
+    drafted = dx.generate(lm, PROMPTS, max_new_tokens=14, algorithm=dx.Speculative(dx.drafts.PromptLookup(length=3)),
+                          **SAMPLING)
+    assert np.array_equal(drafted.tokens, plain.tokens)
+    assert drafted.stats.drafted.sum() > 0
+    text = np.zeros((3, 26), np.int32)
+    for row, prompt, made in zip(text, PROMPTS, plain.tokens, strict=True):
+        row[:len(prompt) + 14] = prompt + made.tolist()
+    full = np.asarray(jax.nn.log_softmax(jax.jit(model.forward)(params, text)))
+    for i, prompt in enumerate(PROMPTS):
+        at = np.arange(len(prompt), len(prompt) + 14)
+        assert np.allclose(plain.logprobs.raw[i], full[i, at - 1, plain.tokens[i]], atol=1e-4)
