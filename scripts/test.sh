@@ -8,7 +8,6 @@ cd "$(dirname "$0")/.."
 install .venv-test test
 
 export JAX_PLATFORMS=cpu
-export JAX_COMPILATION_CACHE_DIR="$PWD/.jax_cache"
 
 # every check runs, so that one failure does not hide another
 failed=()
