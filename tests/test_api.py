@@ -97,6 +97,7 @@ def test_a_masked_diffusion_sampler_runs_from_the_front_door(lm):
     assert out.lengths.tolist() == [16, 16] and out.stats.forwards == 4 and out.stats.prefill_forwards == 0
 
 
+@pytest.mark.mesh
 def test_a_mesh_gives_the_text_of_one_device(lm):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     wide = dx.load("pycode", mesh=mesh)

@@ -14,6 +14,9 @@ from decodax.policy import build
 from decodax.sharding import lanes, place
 from tests.laws.cases import ALGORITHMS, MASK, POLICIES, VOCABULARY, prompts, texts
 
+# in a process of their own (scripts/test.sh): JAX's CPU collectives have crashed in one that had also loaded torch
+pytestmark = pytest.mark.mesh
+
 NETWORK = Transformer(llama(vocab=VOCABULARY, width=32, layers=2, heads=8, kv_heads=4, mlp=64, context=256))
 ROWS = 8
 
