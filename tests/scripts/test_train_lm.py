@@ -176,6 +176,7 @@ def test_the_command_in_the_card_repeats_a_run_with_a_time_budget(options, tmp_p
     assert same(train_lm.train(again, console=QUIET).params, first.params)
 
 
+@pytest.mark.mesh
 def test_a_mesh_trains_as_one_device_does(run, options, tmp_path):
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
