@@ -3,6 +3,9 @@
 Under GSPMD a batch-sharded loop asks all shards each round whether anyone still runs, and all run as long as the
 slowest. Under `shard_map` over the data axis there is no such question; collectives over the model axis, inside a
 replica, go on as before.
+
+Known defect: with `Rejection` and weights sharded over the model axis a lane has hung on CPU devices, waiting for a
+collective that other replicas do not reach. Plain and seed-exact decoding are tested; use those, or `run`.
 """
 
 from __future__ import annotations
