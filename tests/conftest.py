@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,21 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 # no persistent compilation cache: JAX 0.10.2 has crashed while it wrote programs for several devices to one
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Drops compiled programs before the process runs out of memory maps.
+
+    Linux grants 65,530 (vm.max_map_count) and a program on CPU takes hundreds; where mmap fails, XLA's compiler crashes.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,14 @@ Under GSPMD a batch-sharded loop asks all shards each round whether anyone still
 slowest. Under `shard_map` over the data axis there is no such question; collectives over the model axis, inside a
 replica, go on as before.
 
-Known defect: with `Rejection` and weights sharded over the model axis a lane has hung on CPU devices, waiting for a
-collective that other replicas do not reach. Plain and seed-exact decoding are tested; use those, or `run`.
+On CPU devices a `collective-permute` waits for every device of the program and not only for those that it names (JAX
+0.10.2), so replicas that leave their loops at different rounds would hang. There the logits, whose slices and pads
+become such permutations, are gathered first; a model that permutes between devices itself has to use `run` on CPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,9 +19,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from decodax.cache import Cache, Window
+from decodax.core.mesh import constrain
 from decodax.core.round import run
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Model, Params
+from decodax.core.types import Algorithm, Model, Out, Params
 from decodax.sharding.place import DATA, batch_specs
 
 
@@ -31,6 +35,8 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
         mesh: with an axis "data" over which rows are divided; other axes shard the weights as their placement says.
     """
     specs = batch_specs(s)
+    if all(d.platform == "cpu" for d in mesh.devices.flat):
+        model = _GatheredLogits(model)
 
     def lane(params: Params, policy: Any, s: State, max_rounds: Array) -> State:
         return run(alg, model, params, policy, s, max_rounds)
@@ -39,3 +45,17 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
     return jax.shard_map(lane, mesh=mesh, in_specs=(replicated, batch_specs(policy), specs, replicated),
                          out_specs=specs, axis_names={DATA}, check_vma=False)(
                              params, policy, s, jnp.asarray(max_rounds, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class _GatheredLogits:
+    """`base`, its logits whole on each device."""
+
+    base: Model
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        return self.base.init_cache(batch, capacity)
+
+    def apply(self, params: Any, window: Window, cache: Cache) -> Out:
+        out = self.base.apply(params, window, cache)
+        return dataclasses.replace(out, head=lambda hidden: constrain(out.head(hidden), PartitionSpec()))

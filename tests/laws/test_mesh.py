@@ -33,7 +33,9 @@ def decode(alg, policy, mesh=None, lane=False):
     params = Params(weights() if mesh is None else jax.device_put(weights(), NETWORK.shardings(mesh)))
     chain = place(mesh, build(ROWS, vocab_size=VOCABULARY, eos_token_id=[1], **policy))
     tokens, lengths = place(mesh, jnp.asarray(tokens)), place(mesh, jnp.asarray(lengths))
-    s = drivers.begin(alg, NETWORK, params, chain, tokens, lengths, size=64, max_new=np.int32(16), seed=np.uint32(7))
+    # one replica is done long before the other
+    budget = np.repeat(np.int32([6, 20]), ROWS // 2)
+    s = drivers.begin(alg, NETWORK, params, chain, tokens, lengths, size=64, max_new=budget, seed=np.uint32(7))
     s = drivers.prefill(alg, NETWORK, params, s, width=16)
     if lane:
         return jax.jit(lambda p, c, s: lanes(alg, NETWORK, p, c, s, jnp.int32(200), mesh))(params, chain, s)
@@ -46,10 +48,6 @@ def decode(alg, policy, mesh=None, lane=False):
 def test_a_mesh_gives_the_tokens_of_one_device(kind, algorithm, policy):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
-    if kind == "lanes" and algorithm == "lookup-rejection":
-        pytest.xfail("known defect: a lane waits for a collective that other replicas do not reach, and hangs")
-    if kind == "lanes" and algorithm == "llada":
-        pytest.skip("not tried yet: see the lanes of lookup-rejection")
     if algorithm == "llada" and policy == "together":
         policy = "penalised"
     alg = ALGORITHMS[algorithm]
@@ -61,6 +59,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(kind, algorithm, policy):
         mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
         many = decode(alg, POLICIES[policy], mesh, lane=kind == "lanes")
     assert texts(many) == texts(one)
+    assert one.stats.rounds[:4].max() < one.stats.rounds[4:].max()
     assert np.array_equal(many.status, one.status)
     assert many.tokens.sharding.spec[0] == "data"
     if alg.caches:
