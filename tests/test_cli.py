@@ -189,7 +189,7 @@ def test_a_closed_pipe_ends_it_quietly(tiny_model: Path) -> None:
 
 
 def test_an_interrupt_is_code_130(tiny_model: Path) -> None:
-    process = start(tiny_model, "--max-new-tokens", "500")
+    process = start(tiny_model, "--max-new-tokens", "20000")      # far more than it makes before the signal
     assert process.stdout is not None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
