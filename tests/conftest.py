@@ -14,8 +14,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # programs here run once on small shapes: without LLVM's optimisation they compile in three fifths of the time
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-# no persistent compilation cache: JAX 0.10.2 has crashed while it wrote programs for several devices to one
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# no persistent compilation cache unless asked for: a clone starts without one, and programs for 8 devices are large
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

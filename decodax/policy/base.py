@@ -7,6 +7,7 @@ trees alike. Sampler and verifiers take tokens and probabilities from the same l
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar, Literal, Protocol
 
 import jax
@@ -120,6 +121,22 @@ class Policy(Struct):
         """The chain lifted over the nodes of a scored window; see `Lifted`."""
         return Lifted(self, s, window, out, jnp.ones(window.tokens.shape, bool), window.positions + 1)
 
+    def on_draft(self, s: Rows, window: Window, logits: Array, nodes: Array) -> tuple[Array, Array]:
+        """A draft's own logits `f32[B, W', V]` at window nodes `nodes` (`i32[B, W']`) under the chain.
+
+        Transforms with a state of their own are left out: what a draft proposes may come from any distribution.
+
+        Returns:
+            The logits up to the temperature, and those after the whole chain.
+        """
+        lifted = Lifted(self, s, window, Out(hidden=logits, kv=(), head=lambda x: x), jnp.ones(window.tokens.shape, bool),
+                        window.positions + 1)
+        chain = [(t, state) for t, state in zip(self.transforms, s.policy, strict=True) if not jax.tree.leaves(state)]
+        cut = next((i for i, (t, _) in enumerate(chain) if isinstance(t, Temperature)), len(chain))
+        part = lambda links, x: lifted._map(tuple(t for t, _ in links), tuple(z for _, z in links), x, nodes)
+        raw = part(chain[:cut], logits)
+        return raw, part(chain[cut:], raw)
+
     def select(self, rows: Array) -> Policy:
         """The policy whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
         transforms, eos = jax.tree.map(lambda x: x[rows], (self.transforms, self.eos))
@@ -160,6 +177,14 @@ class Lifted:
             raise ValueError(f"{', '.join(ordered)}: reads the text from left to right, and this algorithm fills "
                              "positions in any order; use transforms that need nothing or a bag of tokens")
         return Lifted(self.policy, self.s, self.window, out, known, predicts)
+
+    def first(self, count: int) -> Lifted:
+        """The policy over the first `count` nodes of the window, none of which sees one behind them."""
+        w = self.window
+        window = w.replace(tokens=w.tokens[:, :count], positions=w.positions[:, :count],
+                           mask=w.mask[:, :count, :count], live=w.live[:, :count])
+        out = dataclasses.replace(self.out, hidden=self.out.hidden[:, :count])
+        return Lifted(self.policy, self.s, window, out, self.known[:, :count], self.predicts[:, :count])
 
     @property
     def stateful(self) -> bool:

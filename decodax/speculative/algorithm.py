@@ -1,55 +1,24 @@
-"""Speculative decoding: a draft proposes, one target forward scores all of it, a verifier says what holds.
+"""Speculative decoding: a source drafts, one target forward scores all of it, a verifier says what holds.
 
-Leviathan, Kalman, Matias (2023) and Chen et al. (2023), with any source of drafts and any verification rule. The
-window is the newest token followed by a chain of drafts; rows accept different lengths, which costs nothing: what was
-not accepted was never written.
+Leviathan, Kalman, Matias (2023) and Chen et al. (2023) for chains, SpecInfer (Miao et al. 2024) for trees, with any
+source of drafts and any verification rule. Rows accept different lengths, which costs nothing: what was not accepted
+was never written.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Window, causal
+from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.source import Draft, Grown, Shape, Source
+from decodax.speculative.tree import Proposal, Tree, tree, window
 from decodax.speculative.verify import SeedExact, Verifier
-from decodax.struct import Struct, struct
-
-
-@struct
-class Proposal(Struct):
-    """A chain of drafts.
-
-    Attributes:
-        tokens: `i32[B, K]`. count: `i32[B]`, how many of them are real; the rest is never accepted.
-        log_q: `f32[B, K, V]` log of the distribution that each token *was drawn from*; None says that the drafts are
-            deterministic, that is, drawn from a point mass.
-    """
-
-    tokens: Array
-    count: Array
-    log_q: Array | None = None
-
-
-class Draft(Protocol):
-    """A source of drafts: a frozen dataclass, static under jit."""
-
-    @property
-    def length(self) -> int:
-        """`K`, the most drafts of a round."""
-
-    def init(self, params: Params, s: State) -> Any:
-        """Its state for a prompt."""
-
-    def propose(self, params: Params, policy: Any, s: State, state: Any) -> tuple[Proposal, Any]:
-        """What may follow each row's newest token."""
-
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        """Learns from a scored window and what was decided of it (None: a prefill chunk)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,36 +26,74 @@ class Speculative:
     """Decoding with drafts from `draft`, accepted by `verify`.
 
     The guarantee is the verifier's: `SeedExact`, the default, gives the tokens of plain sampling with the same seed.
+
+    Attributes:
+        draft: where drafts come from: a `Draft`, which proposes chains or trees of its own making, or a `Source`,
+            which gives a distribution at any node of a tree.
+        verify: which drafts hold.
+        shape: how the tree of a `Source` grows; default a chain. A `Draft` takes none.
+
+    Raises:
+        ValueError: a shape for a draft that makes its own.
     """
 
-    draft: Draft
+    draft: Draft | Source
     verify: Verifier = SeedExact()
+    shape: Shape | None = None
     caches = True
+
+    def __post_init__(self) -> None:
+        if self.shape is not None and hasattr(self.draft, "propose"):
+            raise ValueError(f"shape: {type(self.draft).__name__} makes trees of its own; give it its length or tree")
+        self.verify.check(self.drafter)
+
+    @property
+    def drafter(self) -> Draft:
+        """The draft, grown into trees if it is a `Source`."""
+        draft: Any = self.draft
+        return draft if hasattr(draft, "propose") else Grown(draft, self.shape)
 
     @property
     def emits(self) -> int:
-        return self.draft.length + 1
+        return self.drafter.length + 1
+
+    @property
+    def guarantee(self) -> str:
+        """The verifier's: "seed-exact", "distribution-exact" or "approximate"."""
+        return self.verify.guarantee
+
+    @property
+    def weights(self) -> Any:
+        """What a front door puts into `Params.draft`."""
+        return self.draft.weights
+
+    def bare(self) -> Speculative:
+        """This algorithm without the weights that it was made with, as the compiled programs take it."""
+        return dataclasses.replace(self, draft=self.draft.bare())
 
     def init(self, params: Params, s: State) -> Any:
-        return self.draft.init(params, s), None
+        return self.drafter.init(params, s), None
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        proposal, state = self.draft.propose(params, policy, s, s.algo[0])
-        K = self.draft.length
-        real = jnp.arange(K) < proposal.count[:, None]
-        tokens = jnp.concatenate([s.newest[:, None], jnp.where(real, proposal.tokens, 0)], 1)
-        live = jnp.concatenate([jnp.ones((s.batch, 1), bool), real], 1) & s.running[:, None]
-        return causal(tokens, s.length - 1, live), (state, proposal)
+        proposal, state = self.drafter.propose(params, policy, s, s.algo[0], self.verify.drawn)
+        t = tree(s.newest, proposal, self.drafter.length)
+        return window(t, s.length - 1, s.running, proposal.probes), (state, t)
 
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        state, proposal = algo
-        tokens, accepted = self.verify(policy, s, proposal)
-        node = jnp.broadcast_to(jnp.arange(window.width, dtype=jnp.int32), window.tokens.shape)
+        state, t = algo
+        path, accepted, own = self.verify(policy if window.width == t.size else policy.first(t.size), s, t)
+        index = jnp.arange(t.longest + 1, dtype=jnp.int32)
+        drafts = take(t.tokens, jnp.concatenate([path[:, 1:], path[:, :1]], 1))
+        tokens = jnp.where(index < accepted[:, None], drafts, own[:, None])
         # the newest token and the accepted drafts are true; the token that follows them opens the next window
-        slots = jnp.where((node <= accepted[:, None]) & (tokens[:, :1] >= 0), window.positions, -1)
-        d = Decision(tokens=tokens, count=accepted + 1, slots=slots, source=node, algo=None, drafted=proposal.count,
-                     accepted=accepted)
-        return d.replace(algo=(self.draft.observe(s, window, out, d, state), None))
+        on = (path[:, :, None] == jnp.arange(window.width)) & (index <= accepted[:, None])[:, :, None]
+        slots = jnp.where(on.any(1) & (tokens[:, :1] >= 0), window.positions, -1)
+        d = Decision(tokens=tokens, count=accepted + 1, slots=slots, source=path, algo=None,
+                     drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=accepted)
+        return d.replace(algo=(self.drafter.observe(s, window, out, d, state), None))
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        return self.draft.observe(s, window, out, None, algo[0]), None
+        return self.drafter.observe(s, window, out, None, algo[0]), None
+
+
+__all__ = ["Draft", "Proposal", "Source", "Speculative", "Tree"]

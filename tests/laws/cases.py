@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.autoregressive import Autoregressive
-from decodax.cache import Window
 from decodax.core import drivers, keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Params
 from decodax.diffusion import Adapter, MaskedDiffusion, RandomOrder
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.policy import build
-from decodax.speculative import Proposal, Rejection, Speculative
+from decodax.speculative import Proposal, Rejection, Speculative, chain
 from decodax.speculative.drafts import PromptLookup
+from decodax.speculative.source import Stateless
 from tests.laws.toy import Toy
 
 VOCABULARY = 16
@@ -118,15 +118,12 @@ def texts(s: State) -> list[list[int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
+class Sampled(Stateless):
     """A draft that draws from a distribution of its own, which depends on the newest token, and reports it."""
 
     length: int = 3
 
-    def init(self, params: Params, s: State) -> Any:
-        return None
-
-    def propose(self, params: Params, policy: Any, s: State, state: Any) -> tuple[Proposal, Any]:
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: str) -> tuple[Proposal, Any]:
         table = jax.nn.log_softmax(jax.random.normal(jax.random.key(5), (VOCABULARY, VOCABULARY)) * 1.5)
         tokens, log_q, last = [], [], s.newest
         for i in range(self.length):
@@ -136,29 +133,34 @@ class Sampled:
             tokens.append(last)
             log_q.append(q)
         count = jnp.full(s.batch, self.length, jnp.int32)
-        return Proposal(jnp.stack(tokens, 1), count, jnp.stack(log_q, 1)), state
-
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return state
+        return chain(jnp.stack(tokens, 1), count, jnp.stack(log_q, 1)), state
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted:
+class Scripted(Stateless):
     """A draft that knows the text (a tuple of rows of token ids): what it proposes is always right."""
 
     script: tuple[tuple[int, ...], ...]
     length: int = 3
 
-    def init(self, params: Params, s: State) -> Any:
-        return None
-
-    def propose(self, params: Params, policy: Any, s: State, state: Any) -> tuple[Proposal, Any]:
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: str) -> tuple[Proposal, Any]:
         text = jnp.asarray(self.script, jnp.int32)
         index = (s.length - s.prompt_length)[:, None] + jnp.arange(self.length)
         tokens = jnp.take_along_axis(text, jnp.minimum(index, text.shape[1] - 1), 1)
-        return Proposal(tokens, jnp.full(s.batch, self.length, jnp.int32)), state
-
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return state
+        return chain(tokens, jnp.full(s.batch, self.length, jnp.int32)), state
 
 
+@dataclasses.dataclass(frozen=True)
+class Table(Stateless):
+    """A source whose distribution depends on the last token alone."""
+
+    spread: float = 1.5
+
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Any]:
+        return state, self._logits(s.newest[:, None])
+
+    def extend(self, params: Params, s: State, state: Any, level: Any) -> tuple[Any, Any]:
+        return state, self._logits(level.tokens)
+
+    def _logits(self, tokens: Any) -> Any:
+        return jax.random.normal(jax.random.key(5), (VOCABULARY, VOCABULARY))[tokens] * self.spread

@@ -14,9 +14,10 @@ import pytest
 from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.policy import build
-from decodax.speculative import Rejection, Speculative
+from decodax.speculative import MultiRound, Rejection, Speculative
 from decodax.speculative.drafts import PromptLookup
-from tests.laws.cases import VOCABULARY, Sampled, decode, model
+from decodax.speculative.shapes import Chain, Fixed
+from tests.laws.cases import VOCABULARY, Sampled, Table, decode, model
 
 ROWS = 200_000
 PROMPT = [3, 7, 3, 7, 3]        # a lookup drafts from it at once
@@ -29,6 +30,14 @@ CASES = {
     "sampled-seed-exact": Speculative(Sampled(2)),
     "sampled-rejection": Speculative(Sampled(2), Rejection()),
     "sampled-rejection-one": Speculative(Sampled(1), Rejection()),
+}
+TREE = Fixed.balanced(3, 2)
+TREES = {
+    "tree-seed-exact": Speculative(Table(), shape=TREE),
+    "chain-rejection": Speculative(Table(), Rejection(), Chain(2)),
+    "tree-multi-round": Speculative(Table(), MultiRound(), TREE),
+    "tree-multi-round-replacement": Speculative(Table(), MultiRound(replacement=True), TREE),
+    "lookup-multi-round": Speculative(PromptLookup(length=3), MultiRound()),
 }
 POLICIES = {"temperature": dict(temperature=1.0), "truncated": dict(temperature=1.2, top_p=0.9, repetition_penalty=1.3)}
 
@@ -75,10 +84,10 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(jax.scipy.stats.chi2.sf(statistic, len(wanted) - 1))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "policy"), [*((c, p) for c in CASES for p in POLICIES),
+                                              *((c, "truncated") for c in TREES)])
 def test_the_distribution_of_three_tokens_is_the_targets(case, policy):
-    s = decode(CASES[case], "toy", [PROMPT] * ROWS, POLICIES[policy], new=3, size=16)
+    s = decode((CASES | TREES)[case], "toy", [PROMPT] * ROWS, POLICIES[policy], new=3, size=16)
     made = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3]
     counts = np.bincount(made @ [VOCABULARY**2, VOCABULARY, 1], minlength=VOCABULARY**3)
     assert chi_square(counts, joint(policy) * ROWS) > ALARM

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Window
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
-from decodax.speculative.algorithm import Proposal
+from decodax.core.types import Params
+from decodax.speculative.source import Drawn, Stateless
+from decodax.speculative.tree import Proposal, chain
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Stateless):
     """Drafts `length` tokens from the text itself. Costs a few passes over the token buffer and no model.
 
     Raises:
@@ -39,15 +39,9 @@ class PromptLookup:
             raise ValueError(f"min_ngram, max_ngram: got {self.min_ngram}, {self.max_ngram}, "
                              "takes 1 <= min_ngram <= max_ngram")
 
-    def init(self, params: Params, s: State) -> Any:
-        return None
-
-    def propose(self, params: Params, policy: Any, s: State, state: Any) -> tuple[Proposal, Any]:
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         tokens, count = jax.vmap(self._look)(s.tokens, s.length)
-        return Proposal(tokens=tokens, count=count), state
-
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return state
+        return chain(tokens, count), state
 
     def _look(self, text: Array, length: Array) -> tuple[Array, Array]:
         """One row: `i32[N]`, `i32[]` to drafts `i32[K]` and their count."""

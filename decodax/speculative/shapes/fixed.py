@@ -1,0 +1,125 @@
+"""Trees of a topology known beforehand: chains, k-ary trees, and lists of paths as in Medusa (Cai et al. 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.speculative.source import Grower
+from decodax.speculative.tree import Proposal
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A tree whose nodes are `paths`: `(0,)` is the likeliest first token, `(0, 2)` the third likeliest after it.
+
+    Args:
+        paths: in any order; each one's prefixes must be there, and ranks under a node go from 0 up without gaps.
+
+    Raises:
+        ValueError: a path without its prefix or an earlier sibling, a path twice, or none at all.
+
+    >>> Fixed.of([[0], [1], [0, 0]]).parents.tolist(), Fixed.balanced(2, 2).length
+    ([0, 0, 1], 2)
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        known = set(self.paths)
+        if not known or len(known) != len(self.paths):
+            raise ValueError(f"paths: got {len(self.paths)} paths, {len(known)} of them distinct; takes one or more, "
+                             "each once")
+        for path in self.paths:
+            missing = [p for p in (path[:-1], (*path[:-1], path[-1] - 1)) if p and p[-1] >= 0 and p not in known]
+            if not path or min(path) < 0 or missing:
+                raise ValueError(f"paths: {path} needs {missing[0] if missing else 'ranks of 0 or more'}")
+
+    @classmethod
+    def of(cls, paths: Sequence[Sequence[int]]) -> Fixed:
+        """From any sequences."""
+        return cls(tuple(tuple(int(i) for i in p) for p in paths))
+
+    @classmethod
+    def balanced(cls, *branching: int) -> Fixed:
+        """Every node of level `i` has `branching[i]` children (SpecInfer, MCSD)."""
+        paths, last = [], [()]
+        for width in branching:
+            last = [(*p, i) for p in last for i in range(width)]
+            paths += last
+        return cls(tuple(paths))
+
+    @functools.cached_property
+    def order(self) -> tuple[tuple[int, ...], ...]:
+        """The paths as window nodes: level by level, siblings by rank."""
+        return tuple(sorted(self.paths, key=lambda p: (len(p), p)))
+
+    @property
+    def parents(self) -> np.ndarray:
+        """`i32[N]`: the window node above each."""
+        node = {(): 0} | {p: i + 1 for i, p in enumerate(self.order)}
+        return np.array([node[p[:-1]] for p in self.order], np.int32)
+
+    @property
+    def length(self) -> int:
+        return max(map(len, self.paths))
+
+    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
+        inner = [[p for p in self.order if len(p) == d and (*p, 0) in set(self.order)] for d in range(1, self.length)]
+        width = max(map(len, inner), default=0)
+        fanout = 1 + max(p[-1] for p in self.paths)
+        room = width * len(inner)
+        # slot of each inner node among the expanded ones: levels are padded to one width, so that they share a program
+        slot = {(): 0} | {p: 1 + d * width + j for d, level in enumerate(inner) for j, p in enumerate(level)}
+        padded = [level + [level[0]] * (width - len(level)) for level in inner]
+        above = np.array([[slot[p[:-1]] for p in level] for level in padded], np.int32).reshape(-1, width)
+        rank = np.array([[p[-1] for p in level] for level in padded], np.int32).reshape(-1, width)
+
+        g, first = grower.start(state, room, fanout)
+        spread = lambda x: jnp.zeros((x.shape[0], 1 + room, *x.shape[2:]), x.dtype).at[:, :1].set(x)
+        found = jax.tree.map(spread, first)
+
+        def visit(carry: Any, level: tuple[Array, Array]) -> tuple[Any, None]:
+            g, found = carry
+            above, rank = level
+            g, new = grower.expand(g, found.tokens[:, above, rank], above, fanout)
+            put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, g.filled - width, 1)
+            return (g, jax.tree.map(put, found, new)), None
+
+        if inner:
+            g, found = jax.lax.scan(visit, (g, found), (jnp.asarray(above), jnp.asarray(rank)))[0]
+        up = np.array([slot[p[:-1]] for p in self.order], np.int32)
+        ranks = np.array([p[-1] for p in self.order], np.int32)
+        # the nodes that have children come first as far as the last one that has
+        parents = self.parents
+        asked = [(), *self.order[:int(parents.max())]]
+        log_q = None
+        if found.log_q is not None:
+            source = np.array([slot.get(p, 0) for p in asked], np.int32)
+            log_q = found.log_q if np.array_equal(source, np.arange(1 + room)) else found.log_q[:, source]
+        node = np.full(room, -1, np.int32)
+        for p, i in slot.items():
+            if p:
+                node[i - 1] = self.order.index(p) + 1
+        chain = np.array_equal(parents, np.arange(len(parents)))
+        proposal = Proposal(tokens=found.tokens[:, up, ranks], live=found.live[:, up, ranks],
+                            parents=None if chain else parents[None], log_q=log_q)
+        return proposal, g.source, jnp.asarray(node)[None]
+
+
+def Chain(length: int = 5) -> Fixed:
+    """A chain of `length` drafts.
+
+    Raises:
+        ValueError: a length below 1.
+    """
+    if length < 1:
+        raise ValueError(f"length: got {length}, takes at least 1")
+    return Fixed(tuple((0,) * (i + 1) for i in range(length)))

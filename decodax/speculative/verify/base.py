@@ -1,0 +1,48 @@
+"""What a verification rule is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from jax import Array
+
+from decodax.core.state import State
+
+if TYPE_CHECKING:
+    from decodax.speculative.source import Draft, Drawn
+    from decodax.speculative.tree import Tree
+
+Guarantee = Literal["seed-exact", "distribution-exact", "approximate"]
+
+
+class Verifier(Protocol):
+    """A verification rule: a frozen dataclass, static under jit.
+
+    Attributes:
+        guarantee: what holds of the output. drawn: how it wants sampled drafts, see `Drawn`.
+    """
+
+    guarantee: ClassVar[Guarantee]
+    drawn: ClassVar[Drawn]
+
+    def check(self, draft: Draft) -> None:
+        """Raises ValueError where the rule cannot take the drafts."""
+
+    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        """What holds.
+
+        Args:
+            policy: lifted over the tree's nodes (`decodax.policy.Lifted`); node `i` gives the distribution of what
+                follows it.
+
+        Returns:
+            path: `i32[B, longest + 1]` window nodes from the newest token down; accepted: `i32[B]` how many drafts of
+            it hold; own: `i32[B]` the target's token after them (INVALID and DEAD_END as in `Decision`).
+        """
+
+
+class AnyTree:
+    """A rule that takes every tree."""
+
+    def check(self, draft: Draft) -> None:
+        pass
