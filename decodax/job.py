@@ -85,7 +85,9 @@ class Job:
             if lm.tokenizer is None:
                 raise ValueError("stop: stop strings need a tokenizer, and this model has none")
             policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(), strings, lm.vocab_size))
-        model, params = lm.model, Params(target=lm.params)
+        # a draft's weights travel as data; the programs are compiled for the method alone
+        model, params = lm.model, Params(target=lm.params, draft=getattr(algorithm, "weights", None))
+        algorithm = algorithm.bare() if hasattr(algorithm, "bare") else algorithm
         seeds = np.array(seed, np.int64).astype(np.uint32)       # negative and large ones wrap around
         with on_mesh(lm.mesh):
             tokens, policy = place(lm.mesh, tokens), place(lm.mesh, policy)

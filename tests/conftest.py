@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def room_for_programs() -> Iterator[None]:
     """Drops compiled programs before the process runs out of memory maps.
 
-    Linux grants 65,530 (vm.max_map_count) and a program on CPU takes hundreds; where mmap fails, XLA's compiler crashes.
+    Linux grants 65,530 (vm.max_map_count), a program on CPU takes hundreds, and where mmap fails XLA crashes.
     """
     yield
     maps = Path("/proc/self/maps")

@@ -31,7 +31,10 @@ class Cache(Protocol):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, *, scale: float,
                sliding: int | None = None, softcap: float | None = None) -> Array:
-        """Attention of the window's queries `f[B, W, H, d]` to cache and window: `f[B, W, H, d]`."""
+        """Attention of the window's queries `f[B, W, H, d]` to cache and window: `f[B, W, H, d]`.
+
+        Of `window` it reads `visible()`, `positions` and `key_positions`; a `View` has more keys than queries.
+        """
 
     def commit(self, kv: WindowKV, slots: Array) -> Cache:
         """Writes window entry `w` of row `b` to slot `slots[b, w]`; -1 drops it."""
@@ -60,7 +63,8 @@ class Dense(Struct):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, *, scale: float,
                sliding: int | None = None, softcap: float | None = None) -> Array:
         return window_attention(q, k, v, window.visible(), window.positions, self.keys[layer], self.values[layer],
-                                self.length, scale=scale, sliding=sliding, softcap=softcap)
+                                self.length, scale=scale, sliding=sliding, softcap=softcap,
+                                key_positions=window.key_positions)
 
     def commit(self, kv: WindowKV, slots: Array) -> Dense:
         if not self.capacity:

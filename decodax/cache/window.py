@@ -34,6 +34,11 @@ class Window(Struct):
     def width(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def key_positions(self) -> Array:
+        """`i32[B, K]`: positions of the keys that `visible` is about."""
+        return self.positions
+
     def visible(self) -> Array:
         """`bool[B, W, W]`: the mask without dead keys; each node sees at least itself, so no softmax is empty."""
         return (self.mask & self.live[:, None, :]) | jnp.eye(self.width, dtype=bool)

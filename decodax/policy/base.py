@@ -129,8 +129,8 @@ class Policy(Struct):
         Returns:
             The logits up to the temperature, and those after the whole chain.
         """
-        lifted = Lifted(self, s, window, Out(hidden=logits, kv=(), head=lambda x: x), jnp.ones(window.tokens.shape, bool),
-                        window.positions + 1)
+        known, out = jnp.ones(window.tokens.shape, bool), Out(hidden=logits, kv=(), head=lambda x: x)
+        lifted = Lifted(self, s, window, out, known, window.positions + 1)
         chain = [(t, state) for t, state in zip(self.transforms, s.policy, strict=True) if not jax.tree.leaves(state)]
         cut = next((i for i, (t, _) in enumerate(chain) if isinstance(t, Temperature)), len(chain))
         part = lambda links, x: lifted._map(tuple(t for t, _ in links), tuple(z for _, z in links), x, nodes)

@@ -6,5 +6,5 @@ from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Proposal, Tree, chain
 from decodax.speculative.verify import MultiRound, Rejection, SeedExact, Verifier
 
-__all__ = ["Draft", "MultiRound", "Proposal", "Rejection", "SeedExact", "Shape", "Source", "Speculative", "Tree", "Verifier", "chain",
-           "drafts", "shapes"]
+__all__ = ["Draft", "MultiRound", "Proposal", "Rejection", "SeedExact", "Shape", "Source", "Speculative", "Tree",
+           "Verifier", "chain", "drafts", "shapes"]

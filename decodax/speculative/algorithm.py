@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
 
 from decodax.cache import Window, take
 from decodax.core.state import State

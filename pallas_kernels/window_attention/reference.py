@@ -37,18 +37,21 @@ def block_of(slots: int, most: int) -> int:
 
 def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None = None,
                      cache_v: Array | None = None, length: Array | None = None, *, scale: float,
-                     sliding: int | None = None, softcap: float | None = None) -> Array:
+                     sliding: int | None = None, softcap: float | None = None,
+                     key_positions: Array | None = None) -> Array:
     """Attention of window queries to verified cache entries and to the window.
 
     Args:
-        q: `f[B, W, H, d]` queries. k, v: `f[B, W, G, d]` keys and values of the window, `H` a multiple of `G`.
-        mask: `bool[B or 1, W, W]`, who sees whom inside the window; each node sees at least one.
+        q: `f[B, W, H, d]` queries. k, v: `f[B, K, G, d]` keys and values of the window, `H` a multiple of `G`; `K` is
+            `W` unless nodes of earlier windows stand before its own.
+        mask: `bool[B or 1, W, K]`, who sees whom inside the window; each node sees at least one.
         positions: `i32[B, W]`.
         cache_k, cache_v: `f[B, G, S, d]`, slot = position; None without a cache (training, scoring).
         length: `i32[B]` verified entries of the cache.
         scale: factor of the scores before softcap and softmax.
         sliding: a query sees positions above its own minus this.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
+        key_positions: `i32[B, K]` of `k`; default `positions`.
 
     Returns:
         `f[B, W, H, d]` in the dtype of `q`. Scores and sums are float32.
@@ -70,7 +73,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         return jnp.einsum("bgqk,bgkd->bgqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
 
     if sliding is not None:
-        mask = mask & (positions[:, :, None] - positions[:, None, :] < sliding)
+        where = positions if key_positions is None else key_positions
+        mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)
     s = seen(scores(k), mask)
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - top)

@@ -1,5 +1,6 @@
 """Sources of drafts, one file each."""
 
+from decodax.speculative.drafts.model import DraftModel
 from decodax.speculative.drafts.prompt_lookup import PromptLookup
 
-__all__ = ["PromptLookup"]
+__all__ = ["DraftModel", "PromptLookup"]

@@ -1,0 +1,123 @@
+"""A draft model: a smaller network with the target's tokenizer (Leviathan et al. 2023, Chen et al. 2023).
+
+It has a cache of its own, which holds verified tokens only; the nodes of a growing tree lie in a scratch beside it, and
+what the target accepts is moved over. A round begins with a window of the two newest tokens, since the last accepted
+draft was never run; whatever else is missing (the prompt, rounds in which another source drafted) is caught up first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import Cache, Scratch, Window, causal
+from decodax.core.mesh import constrain, heads
+from decodax.core.state import State
+from decodax.core.types import Decision, Model, Out, Params
+from decodax.speculative.source import Level
+from decodax.struct import Struct, struct
+
+
+@struct
+class Drafting(Struct):
+    """The state of a draft model: `cache`; within a round also the tree's `scratch` and the window node of each of its
+    entries, `nodes` `i32[B or 1, room]`."""
+
+    cache: Cache
+    scratch: Scratch | None = None
+    nodes: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """Drafts from `model`, a `Model` or what `decodax.load` gave.
+
+    Attributes:
+        weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
+        vocab_size: entries of the target's logits, where the draft's are padded to another number; default the same.
+        chunk: tokens a forward while it catches up.
+    """
+
+    model: Any
+    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    vocab_size: int | None = None
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk: got {self.chunk}, takes at least 1")
+        if hasattr(self.model, "params"):       # an LM: the network is static, its weights are data
+            lm = self.model
+            object.__setattr__(self, "model", lm.model)
+            object.__setattr__(self, "weights", lm.params)
+        if not hasattr(self.model, "apply"):
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Model or what decodax.load gave")
+
+    def bare(self) -> DraftModel:
+        return dataclasses.replace(self, weights=None)
+
+    def init(self, params: Params, s: State) -> Drafting:
+        if params.draft is None:
+            raise ValueError("params: DraftModel needs its weights in Params.draft")
+        cache = self.model.init_cache(s.batch, s.cache.capacity)
+        return Drafting(cache=constrain(cache, heads(cache)))
+
+    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Array]:
+        cache = catch_up(self.model, params.draft, s, state.cache, self.chunk)
+        positions = s.length[:, None] - 2 + jnp.arange(2, dtype=jnp.int32)
+        live = (positions >= cache.length[:, None]) & (positions >= 0) & s.running[:, None]
+        tokens = jnp.take_along_axis(s.tokens, jnp.maximum(positions, 0), 1)
+        out = self.model.apply(params.draft, causal(tokens, s.length - 2, live), cache)
+        cache = cache.commit(out.kv, _verified(live, out, positions))
+        scratch = Scratch.empty(cache, out.kv, room)
+        return Drafting(cache=cache, scratch=scratch.replace(base=None)), self._logits(out, jnp.ones((s.batch, 1), int))
+
+    def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Array]:
+        w = level.tokens.shape[1]
+        assert state.scratch is not None
+        scratch = state.scratch.replace(base=state.cache)
+        window = Window(tokens=level.tokens, positions=level.positions, mask=jnp.eye(w, dtype=bool)[None],
+                        live=jnp.ones(level.tokens.shape, bool))
+        out = self.model.apply(params.draft, window, scratch.seen_by(level.sees))
+        scratch = scratch.append(out.kv, level.positions, level.at).replace(base=None)
+        return state.replace(scratch=scratch), self._logits(out)
+
+    def place(self, state: Drafting, slots: Array) -> Drafting:
+        return state.replace(nodes=slots)
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Drafting) -> Drafting:
+        if decision is None or state.scratch is None or state.nodes is None:
+            return Drafting(cache=state.cache)
+        nodes = jnp.broadcast_to(state.nodes, (s.batch, state.nodes.shape[1]))
+        slots = jnp.where(nodes >= 0, jnp.take_along_axis(decision.slots, jnp.maximum(nodes, 0), 1), -1)
+        return Drafting(cache=state.scratch.replace(base=state.cache).commit(slots) if nodes.shape[1] else state.cache)
+
+    def _logits(self, out: Out, select: Array | None = None) -> Array:
+        logits = out.logits(select)
+        wanted = self.vocab_size or logits.shape[-1]
+        spare = [(0, 0)] * (logits.ndim - 1) + [(0, max(wanted - logits.shape[-1], 0))]
+        return jnp.pad(logits, spare, constant_values=-jnp.inf)[..., :wanted]
+
+
+def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int) -> Any:
+    """Commits what the cache lacks of each row's text, all but the two newest tokens. Mostly it lacks nothing."""
+    lacks = jnp.where(s.running, s.length - 2 - cache.length, 0)
+
+    def visit(i: Array, cache: Any) -> Any:
+        positions = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+        live = (positions < s.length[:, None] - 2) & s.running[:, None]
+        tokens = jnp.take_along_axis(s.tokens, jnp.minimum(positions, s.tokens.shape[1] - 1), 1)
+        out = model.apply(weights, causal(tokens, cache.length, live), cache)
+        return cache.commit(out.kv, _verified(live, out, positions))
+
+    return lax.fori_loop(0, (jnp.max(lacks) + chunk - 1) // chunk, visit, cache)
+
+
+def _verified(live: Array, out: Out, positions: Array) -> Array:
+    # the slots must depend on the forward, or XLA on CPU copies the cache to protect its readers
+    return jnp.where(live & jnp.isfinite(out.hidden).all(-1), positions, -1)
+
+
