@@ -23,6 +23,7 @@ class Purpose(enum.IntEnum):
     CANVAS = 4         # a diffusion candidate (salted with the step)
     ORDER = 5          # a diffusion order or random score (salted with the step)
     TRANSFORM = 6      # a transform's own coin (XTC)
+    ARM = 7            # which kind of round comes next
 
 
 def row_keys(seed: Array, request: Array, sample: Array) -> Array:

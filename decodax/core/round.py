@@ -6,6 +6,7 @@ scheduler are drivers of the same compiled step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,15 @@ from decodax.core.types import Algorithm, Decision, Model, Params
 
 
 def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) -> State:
-    """One round. Nothing unverified reaches the cache: what `decide` does not accept is never written."""
+    """One round. Nothing unverified reaches the cache: what `decide` does not accept is never written.
+
+    An algorithm with `variants` has rounds of several shapes; `alg.choose` picks one of them for the whole batch.
+    """
+    if variants := getattr(alg, "variants", ()):
+        index = alg.choose(params, policy, s)      # type: ignore[attr-defined]
+        for i, variant in enumerate(variants):
+            s = _if(index == i, functools.partial(step, variant, model, params, policy), s)
+        return s
     window, algo = alg.propose(params, policy, s)
     out = model.apply(params.target, window, s.cache)
     lifted = policy.over(s, window, out)
@@ -37,6 +46,11 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
         tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(out.kv, slots),
         algo=d.algo, policy=_where(count > 0, moved, s.policy), stop=stop, status=status,
         record=_record(s, d, lifted, count), stats=_count(s, d))
+
+
+def _if(condition: Array, then: Callable[[State], State], s: State) -> State:
+    """`then(s)` or `s`. As a loop of one trip or none, since XLA copies the caches that a conditional writes to."""
+    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros((), bool), then(c[1])), (condition, s))[1]
 
 
 def run(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Draft, Grown, Shape, Source
+from decodax.speculative.source import Draft, Grown, Shape, Source, Trimmed
 from decodax.speculative.tree import Proposal, Tree, tree, window
 from decodax.speculative.verify import SeedExact, Verifier
 
@@ -30,10 +30,10 @@ class Speculative:
         draft: where drafts come from: a `Draft`, which proposes chains or trees of its own making, or a `Source`,
             which gives a distribution at any node of a tree.
         verify: which drafts hold.
-        shape: how the tree of a `Source` grows; default a chain. A `Draft` takes none.
+        shape: how the tree of a `Source` grows; default a chain. To a `Draft` a chain says how much of it is used.
 
     Raises:
-        ValueError: a shape for a draft that makes its own.
+        ValueError: a shape other than a chain for a draft that makes its own.
     """
 
     draft: Draft | Source
@@ -42,15 +42,18 @@ class Speculative:
     caches = True
 
     def __post_init__(self) -> None:
-        if self.shape is not None and hasattr(self.draft, "propose"):
-            raise ValueError(f"shape: {type(self.draft).__name__} makes trees of its own; give it its length or tree")
+        if self.shape is not None and hasattr(self.draft, "propose") and not getattr(self.shape, "is_chain", False):
+            raise ValueError(f"shape: {type(self.draft).__name__} makes its own trees and takes at most a Chain, got "
+                             f"{type(self.shape).__name__}")
         self.verify.check(self.drafter)
 
     @property
     def drafter(self) -> Draft:
         """The draft, grown into trees if it is a `Source`."""
         draft: Any = self.draft
-        return draft if hasattr(draft, "propose") else Grown(draft, self.shape)
+        if not hasattr(draft, "propose"):
+            return Grown(draft, self.shape)
+        return draft if self.shape is None else Trimmed(draft, min(self.shape.length, draft.length))
 
     @property
     def emits(self) -> int:
@@ -80,6 +83,11 @@ class Speculative:
 
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         state, t = algo
+        d = self.judge(policy, s, window, out, t)
+        return d.replace(algo=(self.drafter.observe(s, window, out, d, state), None))
+
+    def judge(self, policy: Any, s: State, window: Window, out: Out, t: Tree) -> Decision:
+        """The decision, before anybody is told."""
         path, accepted, own = self.verify(policy if window.width == t.size else policy.first(t.size), s, t)
         index = jnp.arange(t.longest + 1, dtype=jnp.int32)
         drafts = take(t.tokens, jnp.concatenate([path[:, 1:], path[:, :1]], 1))
@@ -87,9 +95,8 @@ class Speculative:
         # the newest token and the accepted drafts are true; the token that follows them opens the next window
         on = (path[:, :, None] == jnp.arange(window.width)) & (index <= accepted[:, None])[:, :, None]
         slots = jnp.where(on.any(1) & (tokens[:, :1] >= 0), window.positions, -1)
-        d = Decision(tokens=tokens, count=accepted + 1, slots=slots, source=path, algo=None,
-                     drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=accepted)
-        return d.replace(algo=(self.drafter.observe(s, window, out, d, state), None))
+        return Decision(tokens=tokens, count=accepted + 1, slots=slots, source=path, algo=None,
+                        drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=accepted)
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return self.drafter.observe(s, window, out, None, algo[0]), None

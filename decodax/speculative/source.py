@@ -18,7 +18,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.policy.draw import draw
+from decodax.policy.draw import draw, first_argmax
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -118,12 +118,14 @@ class Children(Struct):
         tokens: `i32[B, w, R]` in the order in which they are to be tried. live: `bool[B, w, R]`.
         log_p: `f32[B, w, R]` the source's log-probability of each, at temperature 1.
         log_q: `f32[B, w, V]` what they were drawn from, or None where nobody asks.
+        log_all: `f32[B, w, V]` the source's log-probabilities at temperature 1. Not for a loop's carry: reduce it first.
     """
 
     tokens: Array
     live: Array
     log_p: Array
     log_q: Array | None
+    log_all: Array
 
 
 @struct
@@ -143,13 +145,31 @@ class Growth(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Grower:
-    """What a shape grows its tree with, for one round. It lives inside one trace."""
+    """What a shape grows its tree with, for one round. It lives inside one trace.
+
+    Attributes:
+        drawn: how children are chosen. Of sampled drafts, a shape may decide by what it has seen whether *another*
+            child is drawn, never by a child's own probability whether to keep it: what is kept would not be drawn from
+            q. A shape that does so asks for "ranked" children, the likeliest in order, which no verifier takes for
+            draws.
+    """
 
     source: Source
     params: Params
     policy: Any
     s: State
-    drawn: Drawn
+    drawn: Drawn | Literal["ranked"]
+
+    @property
+    def ranked(self) -> Grower:
+        """The same with "ranked" children."""
+        return dataclasses.replace(self, drawn="ranked")
+
+    def distinct(self, shape: Any) -> None:
+        """Raises ValueError where the verifier wants siblings drawn with replacement, and `shape` draws without."""
+        if self.drawn == "independent":
+            raise ValueError(f"verify: {type(shape).__name__} draws siblings without replacement; takes SeedExact or "
+                             "MultiRound(replacement=False)")
 
     def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
         """An empty tree with room for so many nodes below the newest token, and candidates for the first level."""
@@ -175,43 +195,58 @@ class Grower:
         g = Growth(tokens=put(g.tokens, tokens), sees=put(g.sees, own), filled=g.filled + w, source=state)
         return g, self._children(g, logits, jnp.broadcast_to(slots, (B, w)), children)
 
+    def uniforms(self, g: Growth, nodes: Array, count: int) -> Array:
+        """Uniforms in [0, 1) of a shape's own at tree slots `nodes` (`i32[B, w]`): `f32[B, w, count, 2]`."""
+        return self._uniforms(g, nodes, count, Purpose.ORDER)
+
     def _children(self, g: Growth, logits: Array, nodes: Array, count: int) -> Children:
         V = logits.shape[-1]
-        depth = g.sees.sum(-1, dtype=jnp.int32) - 1
-        window = Window(tokens=g.tokens, positions=self.s.length[:, None] - 1 + depth, mask=g.sees,
-                        live=jnp.ones(g.tokens.shape, bool))
+        window = Window(tokens=g.tokens, positions=self._positions(g), mask=g.sees, live=jnp.ones(g.tokens.shape, bool))
         raw, warm = self.policy.on_draft(self.s, window, logits, nodes)
         log_p = jax.nn.log_softmax(raw)
-        predicts = jnp.take_along_axis(window.positions, nodes, 1) + 1
-        # where the policy leaves one token the draft ranks all: any q keeps the verifiers exact
-        log_q = jnp.where(self.policy.greedy[:, None, None], log_p, jax.nn.log_softmax(warm))
-        first = jnp.arange(count) == 0
-        tokens = []
-        left = log_q if self.drawn != "coupled" else log_p
-        for i in range(count):
-            if self.drawn == "coupled":
-                best = jnp.argmax(left, -1).astype(jnp.int32)
-                if i == 0:
-                    own = draw(warm, keys.uniforms(self.s.key, predicts, Purpose.TOKEN))
-                    best = jnp.where((own >= 0) & ~self.policy.greedy[:, None], own, best)
-                token = best
-            else:
-                token = jnp.where(self.policy.greedy[:, None], jnp.argmax(left, -1).astype(jnp.int32),
-                                  draw(left, self._uniforms(predicts, nodes * count + i)))
-            tokens.append(token)
-            if self.drawn != "independent":
-                left = jnp.where(jnp.arange(V) == token[..., None], -jnp.inf, left)
-        found = jnp.stack(tokens, -1)
-        at = jnp.take_along_axis(log_p, jnp.maximum(found, 0), -1)
-        live = (found >= 0) & (first | jnp.isfinite(at))
-        return Children(tokens=jnp.maximum(found, 0), live=live, log_p=jnp.where(live, at, -jnp.inf),
-                        log_q=None if self.drawn == "coupled" else log_q)
+        cold = self.policy.greedy[:, None]
+        if self.drawn == "ranked":
+            log_q, tokens = None, likeliest(log_p, count)
+        elif self.drawn == "coupled":
+            predicts = jnp.take_along_axis(window.positions, nodes, 1) + 1
+            own = draw(warm, keys.uniforms(self.s.key, predicts, Purpose.TOKEN))
+            own = jnp.where(cold | (own < 0), first_argmax(log_p), own)[..., None]
+            rest = jnp.where(jnp.arange(V) == own, -jnp.inf, log_p)
+            log_q, tokens = None, jnp.concatenate([own, likeliest(rest, count - 1)], -1)
+        else:
+            # where the policy leaves one token the draft ranks all: any q keeps the verifiers exact
+            log_q = jnp.where(cold[..., None], log_p, jax.nn.log_softmax(warm))
+            u = self._uniforms(g, nodes, count, Purpose.DRAFT)
+            left, drawn = log_q, []
+            for i in range(count):
+                drawn.append(draw(left, u[:, :, i]))
+                if self.drawn == "distinct":
+                    left = jnp.where(jnp.arange(V) == drawn[-1][..., None], -jnp.inf, left)
+            tokens = jnp.where(cold[..., None], likeliest(log_p, count), jnp.stack(drawn, -1))
+        at = jnp.where(tokens >= 0, jnp.take_along_axis(log_p, jnp.maximum(tokens, 0), -1), -jnp.inf)
+        # what a transform of the draft forbids may still be drawn first: the target decides
+        live = (tokens >= 0) & ((jnp.arange(count) == 0) | jnp.isfinite(at))
+        return Children(tokens=jnp.maximum(tokens, 0), live=live, log_p=jnp.where(live, at, -jnp.inf), log_q=log_q,
+                        log_all=log_p)
 
-    def _uniforms(self, positions: Array, salt: Array) -> Array:
-        """As `keys.uniforms` for drafts, salted node by node: nodes of one depth must not share their noise."""
-        one = lambda key, position, salt: jax.random.uniform(
-            keys.at(key, position, Purpose.DRAFT, salt), (2,), jnp.float32)
-        return jax.vmap(jax.vmap(one, (None, 0, 0)))(self.s.key, positions, salt)
+    def _positions(self, g: Growth) -> Array:
+        return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)
+
+    def _uniforms(self, g: Growth, nodes: Array, count: int, purpose: Purpose) -> Array:
+        # of one position, nodes, their children and rounds (which see it at another depth) must not share their noise
+        depth = jnp.take_along_axis(g.sees.sum(-1, dtype=jnp.int32), nodes, 1)
+        salt = ((depth * g.tokens.shape[1] + nodes) * count)[..., None] + jnp.arange(count, dtype=jnp.int32)
+        one = lambda key, position, salt: jax.random.uniform(keys.at(key, position, purpose, salt), (2,), jnp.float32)
+        each = jax.vmap(jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, 0)))
+        return each(self.s.key, jnp.take_along_axis(self._positions(g), nodes, 1) + 1, salt)
+
+
+def likeliest(log_p: Array, count: int) -> Array:
+    """The `count` likeliest tokens in order, `i32[..., count]` from `f32[..., V]`; -1 where no more are possible."""
+    best, tokens = jax.lax.top_k(log_p, min(count, log_p.shape[-1]))
+    tokens = jnp.where(best > -jnp.inf, tokens, -1).astype(jnp.int32)
+    spare = count - tokens.shape[-1]
+    return jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, spare)], constant_values=-1) if spare else tokens
 
 
 class Shape(Protocol):
@@ -235,7 +270,7 @@ class Grown:
 
     @property
     def form(self) -> Shape:
-        from decodax.speculative.shapes import Chain      # a shape builds on this module
+        from decodax.speculative.shapes import Chain  # a shape builds on this module
         return self.shape or getattr(self.source, "shape", None) or Chain()
 
     @property
@@ -258,3 +293,31 @@ class Grown:
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         return self.source.observe(s, window, out, decision, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trimmed:
+    """The first `length` drafts of a chain."""
+
+    draft: Any
+    length: int
+
+    @property
+    def weights(self) -> Any:
+        return self.draft.weights
+
+    def bare(self) -> Trimmed:
+        return dataclasses.replace(self, draft=self.draft.bare())
+
+    def init(self, params: Params, s: State) -> Any:
+        return self.draft.init(params, s)
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        p, state = self.draft.propose(params, policy, s, state, drawn)
+        if p.parents is not None or p.probes is not None:
+            raise ValueError(f"shape: {type(self.draft).__name__} proposes trees or probes, which a chain cannot cut")
+        log_q = None if p.log_q is None else p.log_q[:, :self.length]
+        return Proposal(tokens=p.tokens[:, :self.length], live=p.live[:, :self.length], log_q=log_q), state
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return self.draft.observe(s, window, out, decision, state)
