@@ -44,7 +44,8 @@ class Seen(Struct):
     """What a controller learns of a round.
 
     Attributes:
-        arm: `i32[]`. rows: `f32[]`, how many were running. tokens: `f32[]` decided by all of them.
+        arm: `i32[]`. rows: `f32[]`, how many were running. tokens: `f32[]` decided by all of them. most: `i32[]` drafts
+            accepted in the best of them.
         tried, held: `f32[K]`, rows in which all drafts before depth 1 .. K held, and rows in which that one held too;
             a row without a draft counts as one in which it did not.
     """
@@ -52,6 +53,7 @@ class Seen(Struct):
     arm: Array
     rows: Array
     tokens: Array
+    most: Array
     tried: Array
     held: Array
 
@@ -174,6 +176,7 @@ class _Arm:
         depth = jnp.arange(1, self.emits)
         total = lambda hit: (hit * running[:, None]).sum(0)
         seen = Seen(arm=jnp.asarray(self.index, jnp.int32), rows=running.sum(), tokens=(d.count * running).sum(),
+                    most=jnp.where(s.running, d.accepted, 0).max(),
                     tried=total((depth <= d.accepted[:, None] + 1) & (depth < self.arm.emits)),
                     held=total(depth <= d.accepted[:, None]))
         spare = self.emits - d.tokens.shape[1]
@@ -332,3 +335,47 @@ class Bandit:
 
     def _chances(self, state: Pulls) -> Array:
         return (1 - self.mix) * jax.nn.softmax(state.weight) + self.mix / state.weight.shape[0]
+
+
+@struct
+class Common(Struct):
+    """`Bass`'s memory: the length `i32[]`, and whether it was cut last time, `i32[]`."""
+
+    length: Array
+    cut: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Bass:
+    """One draft length for the batch (BASS, Qian et al. 2024): if some row accepts all of it, it grows by `grow`; else
+    it shrinks by a `shrink`-th and, if it shrank the round before, one more, never below what the best row accepted.
+    The longest arm that is not longer is taken. The numbers are the paper's.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    start: int = 7
+    grow: int = 2
+    shrink: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("start", "grow", "shrink"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+
+    def init(self, of: Adaptive) -> Common:
+        return Common(length=jnp.full((), min(self.start, max(of.lengths)), jnp.int32), cut=jnp.zeros((), jnp.int32))
+
+    def choose(self, of: Adaptive, state: Common, s: State) -> Array:
+        lengths = jnp.array(of.lengths)
+        fits = jnp.where(lengths <= state.length, lengths, -1)
+        return jnp.where(fits.max() >= 0, jnp.argmax(fits), jnp.argmin(lengths)).astype(jnp.int32)
+
+    def update(self, of: Adaptive, state: Common, seen: Seen) -> Common:
+        drafted = jnp.array(of.lengths)[seen.arm]
+        grown = jnp.minimum(state.length + self.grow, max(of.lengths))
+        cut = state.length - -(-state.length // self.shrink) - state.cut
+        whole = seen.most >= drafted
+        return Common(length=jnp.where(whole, grown, jnp.maximum(jnp.maximum(cut, seen.most), 1)),
+                      cut=(~whole).astype(jnp.int32))

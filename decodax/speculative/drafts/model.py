@@ -102,13 +102,13 @@ class DraftModel:
         return jnp.pad(logits, spare, constant_values=-jnp.inf)[..., :wanted]
 
 
-def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int) -> Any:
-    """Commits what the cache lacks of each row's text, all but the two newest tokens. Mostly it lacks nothing."""
-    lacks = jnp.where(s.running, s.length - 2 - cache.length, 0)
+def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newest: int = 2) -> Any:
+    """Commits what the cache lacks of each row's text, all but the `newest` tokens. Mostly it lacks nothing."""
+    lacks = jnp.where(s.running, s.length - newest - cache.length, 0)
 
     def visit(i: Array, cache: Any) -> Any:
         positions = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-        live = (positions < s.length[:, None] - 2) & s.running[:, None]
+        live = (positions < s.length[:, None] - newest) & s.running[:, None]
         tokens = jnp.take_along_axis(s.tokens, jnp.minimum(positions, s.tokens.shape[1] - 1), 1)
         out = model.apply(weights, causal(tokens, cache.length, live), cache)
         return cache.commit(out.kv, _verified(live, out, positions))
