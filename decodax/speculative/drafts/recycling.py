@@ -1,0 +1,125 @@
+"""Token Recycling (Luo et al. 2024): a matrix of each token's latest likely successors, searched for a draft tree.
+
+Row `t` of the matrix holds the `k` likeliest tokens that the target saw after `t` when it last scored that token, in
+the prompt, in the output or on a draft that was rejected. Drafts are a fixed imbalanced tree under the newest token:
+node `(2, 0)` is the likeliest successor of its third likeliest successor. After each round all scored nodes overwrite
+their tokens' rows; where a token stands at several nodes the last of them in the window counts. The matrix begins with
+the prompt's own prefill, or with one that an earlier generation left (`warm`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from decodax.cache import Window, take
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.speculative.shapes.fixed import Fixed
+from decodax.speculative.source import Drawn
+from decodax.speculative.tree import Proposal
+
+RANKS = (0.52, 0.18, 0.09, 0.06, 0.05, 0.04, 0.03, 0.03)
+"""Assumed chances that the target's token is the successor of each rank; they shape the templates."""
+
+
+def template(nodes: int, ranks: tuple[float, ...] = RANKS, depth: int = 6) -> Fixed:
+    """The tree of the `nodes` paths that are likeliest if each rank holds with its own chance.
+
+    >>> template(4, (0.6, 0.3)).order
+    ((0,), (1,), (0, 0), (0, 0, 0))
+    """
+    if nodes < 1:
+        raise ValueError(f"nodes: got {nodes}, takes at least 1")
+    paths: list[tuple[int, ...]] = []
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-chance, (rank,)) for rank, chance in enumerate(ranks)]
+    heapq.heapify(waiting)
+    while waiting and len(paths) < nodes:
+        chance, path = heapq.heappop(waiting)
+        paths.append(path)
+        if len(path) < depth:
+            for rank, more in enumerate(ranks):
+                heapq.heappush(waiting, (chance * more, (*path, rank)))
+    return Fixed(tuple(paths))
+
+
+TREE = template(80)
+"""80 nodes, 6 deep, 8 children at the root, as wide as the paper's."""
+
+SMALL_TREE = template(15)
+"""For hardware on which a wide window costs: a CPU, or a large batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRecycling:
+    """Drafts a tree from what the target thought likely before. With `SeedExact` the output is plain decoding's.
+
+    Attributes:
+        tree: the template.
+        k: successors kept for each token; at least as many as the template has ranks.
+        rows: rows of the matrix, `i32[B, rows, 1 + k]`. With at least the vocabulary's size it is the paper's; with
+            fewer, tokens of one remainder share a row, in which the latest stays.
+        warm: the matrix `i32[rows, 1 + k]` of an earlier generation, one row of its `state.algo[0]`.
+
+    Raises:
+        ValueError: `k` smaller than the template's ranks, or less than one row.
+    """
+
+    tree: Fixed = TREE
+    k: int = 8
+    rows: int = 32_768
+    warm: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ranks = 1 + max(max(path) for path in self.tree.paths)
+        if self.k < ranks:
+            raise ValueError(f"k: got {self.k}, takes at least {ranks}, the ranks in the tree")
+        if self.rows < 1:
+            raise ValueError(f"rows: got {self.rows}, takes at least 1")
+        if self.warm is not None and self.warm.shape != (self.rows, 1 + self.k):
+            raise ValueError(f"warm: got an array of shape {self.warm.shape}, takes {(self.rows, 1 + self.k)}")
+
+    @property
+    def length(self) -> int:
+        return self.tree.length
+
+    @property
+    def weights(self) -> Any:
+        return self.warm
+
+    def bare(self) -> TokenRecycling:
+        return dataclasses.replace(self, warm=None)
+
+    def init(self, params: Params, s: State) -> Any:
+        """`i32[B, rows, 1 + k]`: whose successors a row holds, then these; -1 where it holds none."""
+        shape = (s.batch, self.rows, 1 + self.k)
+        if params.draft is None:
+            return jnp.full(shape, -1, jnp.int32)
+        return jnp.broadcast_to(jnp.asarray(params.draft, jnp.int32), shape) + 0
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        order, parents = self.tree.order, self.tree.parents
+        tokens = s.newest[:, None]
+        for depth in range(1, self.length + 1):
+            level = [i for i, path in enumerate(order) if len(path) == depth]
+            above = tokens[:, parents[level]]
+            row = take(state, above % self.rows)
+            ranks = jnp.asarray([1 + order[i][-1] for i in level], jnp.int32)
+            child = jnp.take_along_axis(row, jnp.broadcast_to(ranks[:, None], (s.batch, len(level), 1)), 2)[..., 0]
+            # an empty node is -1, and so is everything below it: no row is held by -1 with a successor
+            tokens = jnp.concatenate([tokens, jnp.where((row[..., 0] == above) & (above >= 0), child, -1)], 1)
+        drafts = tokens[:, 1:]
+        return Proposal(tokens=jnp.maximum(drafts, 0), live=drafts >= 0, parents=parents[None]), state
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        likely = lax.top_k(out.logits(), self.k)[1].astype(jnp.int32)
+        slot = jnp.where(window.live, window.tokens % self.rows, self.rows)      # beyond the end: dropped
+        later = jnp.triu(slot[:, :, None] == slot[:, None, :], 1).any(-1)
+        slot = jnp.where(later, self.rows, slot)                                 # a scatter's order is not defined
+        new = jnp.concatenate([window.tokens[..., None], likely], -1)
+        return jax.vmap(lambda table, at, x: table.at[at].set(x, mode="drop"))(state, slot, new)
