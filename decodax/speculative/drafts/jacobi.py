@@ -67,7 +67,7 @@ class Iterated(Stateless):
         if decision is None or state.policy is None:
             return state.replace(policy=None)
         nodes, run = behind(s, window, decision, self.length)
-        drawn = state.policy.over(s, window, out).draw()        # the same as SeedExact's, so XLA keeps one of them
+        drawn = state.policy.over(s, window, out).draw()       # XLA shares SeedExact's head, not its draws
         tokens = jnp.take_along_axis(drawn, nodes, 1)
         return Guesses(tokens=jnp.where(run & (tokens >= 0), tokens, -1))
 

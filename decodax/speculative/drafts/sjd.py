@@ -102,7 +102,7 @@ class SJD(Stateless):
         if decision is None or state.policy is None:
             return state.replace(policy=None)
         nodes, run = behind(s, window, decision, self.length)
-        log_p = state.policy.over(s, window, out).log_probs()       # the verifier's too: XLA keeps one of them
+        log_p = state.policy.over(s, window, out).log_probs()
         if log_p.shape[-1] != self.vocab_size:
             raise ValueError(f"vocab_size: got {self.vocab_size}, the target's logits have {log_p.shape[-1]} entries")
         log_p = take(log_p, nodes)
