@@ -118,7 +118,7 @@ class Children(Struct):
         tokens: `i32[B, w, R]` in the order in which they are to be tried. live: `bool[B, w, R]`.
         log_p: `f32[B, w, R]` the source's log-probability of each, at temperature 1.
         log_q: `f32[B, w, V]` what they were drawn from, or None where nobody asks.
-        log_all: `f32[B, w, V]` the source's log-probabilities at temperature 1. Not for a loop's carry: reduce it first.
+        log_all: `f32[B, w, V]` the source's log-probabilities at temperature 1; loops carry what they need of it.
     """
 
     tokens: Array

@@ -15,6 +15,8 @@ from jax import Array
 from decodax.speculative.source import Grower
 from decodax.speculative.tree import Proposal
 
+Path = tuple[int, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
@@ -30,7 +32,7 @@ class Fixed:
     ([0, 0, 1], 2)
     """
 
-    paths: tuple[tuple[int, ...], ...]
+    paths: tuple[Path, ...]
 
     def __post_init__(self) -> None:
         known = set(self.paths)
@@ -49,69 +51,83 @@ class Fixed:
 
     @classmethod
     def balanced(cls, *branching: int) -> Fixed:
-        """Every node of level `i` has `branching[i]` children (SpecInfer, MCSD)."""
-        paths, last = [], [()]
+        """Every node of level `i` has `branching[i]` children: SpecInfer, MCSD and, verified by `MultiRound()`, RSD-C
+        (Jeon et al. 2024), whose Gumbel-top-k is drawing without replacement.
+
+        Raises:
+            ValueError: no level, or one without children.
+        """
+        if not branching or min(branching) < 1:
+            raise ValueError(f"branching: got {branching}, takes one or more numbers of at least 1")
+        paths: list[Path] = []
+        last: list[Path] = [()]
         for width in branching:
             last = [(*p, i) for p in last for i in range(width)]
             paths += last
         return cls(tuple(paths))
 
     @functools.cached_property
-    def order(self) -> tuple[tuple[int, ...], ...]:
+    def order(self) -> tuple[Path, ...]:
         """The paths as window nodes: level by level, siblings by rank."""
         return tuple(sorted(self.paths, key=lambda p: (len(p), p)))
 
     @property
     def parents(self) -> np.ndarray:
         """`i32[N]`: the window node above each."""
-        node = {(): 0} | {p: i + 1 for i, p in enumerate(self.order)}
+        node: dict[Path, int] = {(): 0} | {p: i + 1 for i, p in enumerate(self.order)}
         return np.array([node[p[:-1]] for p in self.order], np.int32)
 
     @property
     def length(self) -> int:
         return max(map(len, self.paths))
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has a sibling."""
+        return len(self.paths) == self.length
+
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        inner = [[p for p in self.order if len(p) == d and (*p, 0) in set(self.order)] for d in range(1, self.length)]
+        node: dict[Path, int] = {(): 0} | {p: i + 1 for i, p in enumerate(self.order)}
+        inner: list[list[Path]] = [[] for _ in range(self.length - 1)]
+        for p in self.order:
+            if (*p, 0) in node:
+                inner[len(p) - 1].append(p)
         width = max(map(len, inner), default=0)
         fanout = 1 + max(p[-1] for p in self.paths)
         room = width * len(inner)
         # slot of each inner node among the expanded ones: levels are padded to one width, so that they share a program
-        slot = {(): 0} | {p: 1 + d * width + j for d, level in enumerate(inner) for j, p in enumerate(level)}
+        slot: dict[Path, int] = {(): 0}
+        slot |= {p: 1 + d * width + j for d, level in enumerate(inner) for j, p in enumerate(level)}
         padded = [level + [level[0]] * (width - len(level)) for level in inner]
-        above = np.array([[slot[p[:-1]] for p in level] for level in padded], np.int32).reshape(-1, width)
-        rank = np.array([[p[-1] for p in level] for level in padded], np.int32).reshape(-1, width)
+        above = np.array([[slot[p[:-1]] for p in level] for level in padded], np.int32)
+        rank = np.array([[p[-1] for p in level] for level in padded], np.int32)
 
+        keep = lambda c: (c.tokens, c.live, c.log_q)
         g, first = grower.start(state, room, fanout)
-        spread = lambda x: jnp.zeros((x.shape[0], 1 + room, *x.shape[2:]), x.dtype).at[:, :1].set(x)
-        found = jax.tree.map(spread, first)
+        found = jax.tree.map(lambda x: jnp.zeros((x.shape[0], 1 + room, *x.shape[2:]), x.dtype).at[:, :1].set(x),
+                             keep(first))
 
         def visit(carry: Any, level: tuple[Array, Array]) -> tuple[Any, None]:
             g, found = carry
             above, rank = level
-            g, new = grower.expand(g, found.tokens[:, above, rank], above, fanout)
+            g, new = grower.expand(g, found[0][:, above, rank], above, fanout)
             put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, g.filled - width, 1)
-            return (g, jax.tree.map(put, found, new)), None
+            return (g, jax.tree.map(put, found, keep(new))), None
 
         if inner:
             g, found = jax.lax.scan(visit, (g, found), (jnp.asarray(above), jnp.asarray(rank)))[0]
+        tokens, live, log_q = found
         up = np.array([slot[p[:-1]] for p in self.order], np.int32)
         ranks = np.array([p[-1] for p in self.order], np.int32)
-        # the nodes that have children come first as far as the last one that has
-        parents = self.parents
-        asked = [(), *self.order[:int(parents.max())]]
-        log_q = None
-        if found.log_q is not None:
-            source = np.array([slot.get(p, 0) for p in asked], np.int32)
-            log_q = found.log_q if np.array_equal(source, np.arange(1 + room)) else found.log_q[:, source]
-        node = np.full(room, -1, np.int32)
-        for p, i in slot.items():
-            if p:
-                node[i - 1] = self.order.index(p) + 1
+        parents = np.array([node[p[:-1]] for p in self.order], np.int32)
+        if log_q is not None:       # the nodes that have children are among those up to the last one that has
+            source = np.array([slot.get(p, 0) for p in [(), *self.order][:parents.max() + 1]], np.int32)
+            log_q = log_q if np.array_equal(source, np.arange(1 + room)) else log_q[:, source]
+        nodes = np.full((1, room), -1, np.int32)
+        nodes[0, [i - 1 for p, i in slot.items() if p]] = [node[p] for p in slot if p]
         chain = np.array_equal(parents, np.arange(len(parents)))
-        proposal = Proposal(tokens=found.tokens[:, up, ranks], live=found.live[:, up, ranks],
-                            parents=None if chain else parents[None], log_q=log_q)
-        return proposal, g.source, jnp.asarray(node)[None]
+        return Proposal(tokens=tokens[:, up, ranks], live=live[:, up, ranks], parents=None if chain else parents[None],
+                        log_q=log_q), g.source, jnp.asarray(nodes)
 
 
 def Chain(length: int = 5) -> Fixed:
