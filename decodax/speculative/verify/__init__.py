@@ -1,8 +1,11 @@
 """Rules that say which drafts hold, each with the guarantee it keeps."""
 
 from decodax.speculative.verify.base import Guarantee, Verifier
+from decodax.speculative.verify.block import Block
+from decodax.speculative.verify.kseq import KSeq
 from decodax.speculative.verify.multiround import MultiRound
-from decodax.speculative.verify.pointwise import SeedExact
+from decodax.speculative.verify.pointwise import Distance, Greedy, Margin, SeedExact, TopK, Typical
 from decodax.speculative.verify.rejection import Rejection
 
-__all__ = ["Guarantee", "MultiRound", "Rejection", "SeedExact", "Verifier"]
+__all__ = ["Block", "Distance", "Greedy", "Guarantee", "KSeq", "Margin", "MultiRound", "Rejection", "SeedExact", "TopK",
+           "Typical", "Verifier"]
