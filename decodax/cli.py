@@ -1,4 +1,5 @@
-"""The command line: `decodax generate` continues a prompt, `decodax info` says what is here.
+"""The command line: `decodax generate` continues a prompt, `decodax systems` and `decodax compare` are about decoding
+methods, `decodax info` says what is here.
 
 JAX is imported by the commands that need it, so that help and usage errors come at once.
 """
@@ -6,9 +7,12 @@ JAX is imported by the commands that need it, so that help and usage errors come
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import functools
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from decodax import __version__
 
 if TYPE_CHECKING:
+    from decodax.compare import Comparison, Contender
     from decodax.core.types import Algorithm
+    from decodax.io.load import LM
     from decodax.result import Result
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
@@ -32,6 +38,15 @@ examples:
   decodax generate "What is a monad?" --chat --model path/to/chat-model
 
 The text goes to standard output as it is made, figures and errors go to standard error.
+"""
+
+COMPARE_EXAMPLES = """\
+examples:
+  decodax compare prompt-lookup token-recycling
+  decodax compare prompt-lookup:length=3 prompt-lookup:length=10 --task copy-edit --batch 1 8 32
+  decodax compare all --model path/to/model --draft path/to/small-model --plot out.png --json out.json
+
+The table goes to standard output, progress to standard error. Ctrl-C ends it with the table of what was measured.
 """
 
 EXIT_CODES = """\
@@ -63,6 +78,7 @@ ALGORITHM_FLAGS: list[tuple[str, Any, tuple[str, ...], str]] = [
 ]
 ALGORITHMS = ("autoregressive", "prompt-lookup")
 VERIFIERS = ("seed-exact", "rejection")
+TASKS = ("copy-edit", "completion", "sampled")
 
 
 class UsageError(Exception):
@@ -72,6 +88,7 @@ class UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code; see `EXIT_CODES`."""
     args = _parser().parse_args(argv)
+    args.line = sys.argv[1:] if argv is None else list(argv)
     try:
         args.command(args)
         sys.stdout.flush()
@@ -121,6 +138,137 @@ def generate(args: argparse.Namespace) -> None:
         print(_summary(result), file=sys.stderr)
 
 
+def systems(args: argparse.Namespace) -> None:
+    """Prints the table of the published systems."""
+    from decodax.systems import SYSTEMS
+
+    families = sorted({entry.family for entry in SYSTEMS.values()})
+    if args.family not in (None, *families):
+        raise UsageError(f"--family: got {args.family!r}, takes one of {', '.join(families)}")
+    chosen = [entry for entry in SYSTEMS.values() if args.family in (None, entry.family)]
+    if args.json:
+        fields = ("name", "title", "authors", "family", "guarantee", "needs", "summary")
+        print(json.dumps([{**{field: getattr(entry, field) for field in fields},
+                           "options": {name: repr(value) for name, value in entry.options.items()}}
+                          for entry in chosen], indent=2))
+        return
+    _table(("name", "paper", "guarantee", "needs"),
+           [(e.name, f"{e.title} ({e.authors})" if e.authors else e.title, e.guarantee, e.needs) for e in chosen])
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Runs systems and plain decoding side by side."""
+    if args.plot:
+        import importlib.util
+
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError("--plot takes matplotlib; install decodax[train]")
+    for path in (args.plot, args.json):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"{path}: there is no such directory")
+    _prepare_jax()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    import decodax as dx
+    from decodax.compare import compare as run
+    from decodax.systems import SYSTEMS
+
+    with _naming_the_argument():
+        chosen = _systems(args.names)
+    lm = dx.load(args.model)
+    needed = any(SYSTEMS[name].needs == "a draft model" for name, _ in chosen.values())
+    draft = dx.load(args.draft) if needed else None
+    shown = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with _naming_the_argument():
+        contenders = {given: _contender(name, options, lm, draft) for given, (name, options) in chosen.items()}
+        with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
+            runs = bar.add_task("", total=None)
+            report = lambda done, total, what: bar.update(runs, completed=done, total=total, description=what)
+            found = run(lm, contenders, tasks=TASKS if "all" in args.task else tuple(dict.fromkeys(args.task)),
+                        batch=args.batch, prompts=args.prompts, new_tokens=args.new_tokens, repeats=args.repeats,
+                        seed=args.seed, draft=draft.name if draft else None, report=report)
+    _show(found, args)
+
+
+def _show(found: Comparison, args: argparse.Namespace) -> None:
+    """Prints and writes a comparison, whole or interrupted."""
+    from decodax.compare import COLUMNS
+
+    if args.markdown:
+        print(f"    decodax {shlex.join(args.line)}\n\n{found.markdown()}", end="")
+    else:
+        for (task, batch), rows in found.cells.items():
+            print(found.title(task, batch))
+            _table(COLUMNS, [row.cells() for row in rows], right=range(1, len(COLUMNS)))
+            print()
+        print(found.setting())
+    if args.json:
+        Path(args.json).write_text(json.dumps({"command": ["decodax", *args.line], **found.json()}, indent=1) + "\n")
+    if args.plot:
+        found.plot(args.plot)
+    for row in found.unequal:
+        print(f"decodax: {row.system} is seed-exact but differs from plain decoding on {row.task}, batch {row.batch}; "
+              "two nearly equal logits may have changed places", file=sys.stderr)
+    for row in found.rows:
+        if row.error:
+            print(f"decodax: {row.system} failed on {row.task}, batch {row.batch}: {row.error}", file=sys.stderr)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    if any(row.error for row in found.rows):
+        raise RuntimeError("some systems failed")
+
+
+def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """What each `NAME[:OPTION=VALUE,...]` asks for: the system's name and its options."""
+    from decodax.systems import SYSTEMS, system
+
+    every = [name for name in SYSTEMS if name != "autoregressive"]
+    chosen: dict[str, tuple[str, dict[str, Any]]] = {}
+    for given in [x for name in names for x in (every if name == "all" else [name])]:
+        name, _, text = given.partition(":")
+        if name not in SYSTEMS:
+            system(name)                                    # raises, and lists near ones
+        try:
+            call: Any = ast.parse(f"dict({text})", mode="eval").body
+            options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            if call.args or None in options:
+                raise ValueError("a value without a name")
+        except (SyntaxError, ValueError, AttributeError) as error:
+            raise ValueError(f"{given}: takes NAME:OPTION=VALUE,... with numbers or tuples of them") from error
+        if unknown := sorted(options.keys() - SYSTEMS[name].options.keys()):
+            raise ValueError(f"{given}: takes no option {unknown[0]}; takes "
+                             f"{', '.join(SYSTEMS[name].options) or 'none'}")
+        chosen[given] = name, options
+    return chosen
+
+
+def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
+    """The algorithm of a system, or what makes it where it depends on the batch size."""
+    from decodax.systems import SYSTEMS, system
+
+    entry = SYSTEMS[name]
+    build = functools.partial(system, name, lm, draft if entry.needs == "a draft model" else None, **options)
+    return (lambda batch: build(batch=batch)) if "batch" in entry.options.keys() - options.keys() else build()
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Prints a table; to a file or a pipe each row in one line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=1000)
+    table = Table(box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i in right else "left", no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 def info(args: argparse.Namespace) -> None:
     """Prints versions, devices, shipped models and cache directories."""
     programs = _prepare_jax()
@@ -164,8 +312,9 @@ def info(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common = argparse.ArgumentParser(add_help=False, parents=[debug])
     common.add_argument("--json", action="store_true", help="print one JSON object")
 
     manual: Any = {"epilog": EXAMPLES + "\n" + EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter}
@@ -209,6 +358,34 @@ def _parser() -> argparse.ArgumentParser:
         choices = VERIFIERS if name == "verify" else None
         g.add_argument(_flag(name), type=kind, choices=choices, metavar=None if choices else "N",
                        help=f"{text} [{', '.join(users)}]")
+
+    p = commands.add_parser("systems", parents=[common], help="the published decoding systems here", epilog=EXIT_CODES,
+                            description="Lists the decoding systems, their guarantee and what they need.")
+    p.set_defaults(command=systems)
+    p.add_argument("--family", metavar="NAME", help="those of one family, such as speculative-tree")
+
+    p = commands.add_parser("compare", parents=[debug], help="systems against plain decoding, side by side",
+                            formatter_class=argparse.RawDescriptionHelpFormatter,
+                            epilog=COMPARE_EXAMPLES + "\n" + EXIT_CODES,
+                            description="Runs decoding systems and plain decoding in turn on the same prompts.")
+    p.set_defaults(command=compare)
+    p.add_argument("names", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
+                   help="systems, see decodax systems; their options are in its --json; all: every system")
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR", help="default: pycode")
+    p.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_DIR",
+                   help="the smaller model, for systems that need one (default: pycode-draft)")
+    p.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
+                   help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "
+                        "greedy; sampled: the same, sampled (default: all)")
+    p.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")
+    p.add_argument("--prompts", type=int, default=8, metavar="N",
+                   help="prompts for each batch size, in whole batches (default: 8)")
+    p.add_argument("-n", "--new-tokens", type=int, default=128, metavar="N", help="for each prompt (default: 128)")
+    p.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs of each (default: 5)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and sampling (default: 0)")
+    p.add_argument("--plot", metavar="FILE", help="draw speedup and mean accepted length, as PNG, SVG or PDF")
+    p.add_argument("--json", metavar="FILE", help="write every figure and time")
+    p.add_argument("--markdown", action="store_true", help="print tables in Markdown, with the command")
 
     p = commands.add_parser("info", parents=[common], help="versions, devices, models, caches", epilog=EXIT_CODES,
                             description="Says what this installation has to work with.")
