@@ -31,10 +31,11 @@ from decodax.speculative.shapes import (
     sequoia,
     sequoia_for,
 )
+from decodax.speculative.shapes.layers import drawn_from, grow_layers
 from decodax.speculative.source import Grower
 from decodax.struct import Struct, struct
 from tests.laws.cases import VOCABULARY, Table, decode, prompts, texts
-from tests.laws.test_distribution import ALARM, PROMPT, chi_square, joint
+from tests.laws.test_distribution import ALARM, PROMPT, ROWS, chi_square, joint
 from tests.laws.test_distribution import POLICIES as LAW_POLICIES
 
 B = 6
@@ -380,17 +381,31 @@ def test_with_seed_exact_the_output_is_plain_decodings(shape):
     assert np.asarray(s.stats.accepted).sum() > 0
 
 
-DRAWS = 50_000
-"""A quarter of the laws' rows: a dynamic tree costs several times a fixed one there, all of it in tiny operations."""
+@dataclasses.dataclass(frozen=True)
+class Pruned:
+    """Wrong: of sampled children it keeps those that are likely themselves."""
+
+    length: int = 2
+
+    def grow(self, grower, state):
+        def rank(g, slots, children, path):
+            value = path[..., None] + drawn_from(children)
+            return value, value
+
+        return grow_layers(grower, state, rank, jnp.zeros((grower.s.batch, 1)), nodes=3, depth=2, width=3, fanout=3)
 
 
-@pytest.mark.parametrize(("shape", "verify"), [
-    (DySpec(nodes=5, length=2, fanout=3), MultiRound()), (StochasticBeam(3, 2), MultiRound()),
-    (CaPE(2, ((0.4, 3), (1.0, 1)), nodes=4), MultiRound()), (Threshold(3, 0.2), Rejection())],
-    ids=lambda x: type(x).__name__)
-def test_sampled_trees_keep_the_targets_distribution(shape, verify):
-    s = decode(Speculative(Table(), verify, shape), "toy", [PROMPT] * DRAWS, LAW_POLICIES["truncated"], new=3, size=16)
-    made = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3]
-    counts = np.bincount(made @ [VOCABULARY**2, VOCABULARY, 1], minlength=VOCABULARY**3)
-    assert chi_square(counts, joint("truncated") * DRAWS) > ALARM
+@pytest.mark.parametrize(("shape", "verify", "exact"), [
+    (DySpec(nodes=5, length=2, fanout=3), MultiRound(), True), (StochasticBeam(3, 2), MultiRound(), True),
+    (CaPE(2, ((0.4, 3), (1.0, 1)), nodes=4), MultiRound(), True), (Threshold(3, 0.2), Rejection(), True),
+    (Pruned(), MultiRound(), False)], ids=lambda x: type(x).__name__)
+def test_sampled_trees_keep_the_targets_distribution(shape, verify, exact):
+    """And a tree that prunes draws by their own probability does not: the test sees it, in the first two tokens."""
+    s = decode(Speculative(Table(), verify, shape), "toy", [PROMPT] * ROWS, LAW_POLICIES["temperature"], new=3, size=16)
+    made, wanted = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3], joint("temperature")
+    p_values = []
+    for n in (2, 3):
+        counts = np.bincount(made[:, :n] @ VOCABULARY ** np.arange(n)[::-1], minlength=VOCABULARY**n)
+        p_values.append(chi_square(counts, wanted.reshape(VOCABULARY**n, -1).sum(1) * ROWS))
+    assert (min(p_values) > ALARM) == exact, p_values
     assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
