@@ -67,6 +67,7 @@ class Scratch(Struct):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, *, scale: float,
                sliding: int | None = None, softcap: float | None = None) -> Array:
+        assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
         view = View(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
                     key_positions=jnp.concatenate([self.positions, window.positions], 1))

@@ -30,7 +30,7 @@ def heads(cache: T) -> T:
     return jax.tree.map(lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA), cache)
 
 
-def constrain(tree: T, specs: T) -> T:
+def constrain(tree: T, specs: Any) -> T:
     """Lays arrays out by `specs` on the mesh of the context; axes it lacks or that do not divide are left out."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -58,4 +58,8 @@ class _GatheredLogits:
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         out = self.base.apply(params, window, cache)
-        return dataclasses.replace(out, head=lambda hidden: constrain(out.head(hidden), PartitionSpec()))
+
+        def head(hidden: Array) -> Array:
+            return constrain(out.head(hidden), PartitionSpec())
+
+        return dataclasses.replace(out, head=head)

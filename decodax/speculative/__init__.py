@@ -1,10 +1,25 @@
 """Speculative decoding: sources of drafts, shapes of trees, and rules that verify them, behind one algorithm."""
 
 from decodax.speculative import drafts, shapes
+from decodax.speculative.adaptive import NOTHING, Adaptive, Automatic, Bandit, Bass
 from decodax.speculative.algorithm import Speculative
+from decodax.speculative.measure import automatic, measure
 from decodax.speculative.source import Draft, Shape, Source
-from decodax.speculative.tree import Proposal, Tree, chain
-from decodax.speculative.verify import MultiRound, Rejection, SeedExact, Verifier
+from decodax.speculative.tree import Probes, Proposal, Tree, chain
+from decodax.speculative.verify import (
+    Block,
+    Distance,
+    Greedy,
+    KSeq,
+    Margin,
+    MultiRound,
+    Rejection,
+    SeedExact,
+    TopK,
+    Typical,
+    Verifier,
+)
 
-__all__ = ["Draft", "MultiRound", "Proposal", "Rejection", "SeedExact", "Shape", "Source", "Speculative", "Tree",
-           "Verifier", "chain", "drafts", "shapes"]
+__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Distance", "Draft", "Greedy", "KSeq",
+           "Margin", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact", "Shape", "Source", "Speculative",
+           "TopK", "Tree", "Typical", "Verifier", "automatic", "chain", "drafts", "measure", "shapes"]

@@ -172,6 +172,7 @@ class _Arm:
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         (control, states), tree = algo
         d = self.arm.judge(policy, s, window, out, tree)
+        assert d.accepted is not None
         running = s.running.astype(jnp.float32)
         depth = jnp.arange(1, self.emits)
         total = lambda hit: (hit * running[:, None]).sum(0)

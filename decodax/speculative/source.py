@@ -19,13 +19,8 @@ from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import draw, first_argmax
-from decodax.speculative.tree import Proposal
+from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, struct
-
-Drawn = Literal["coupled", "distinct", "independent"]
-"""How a verifier wants sampled drafts: "coupled", the first child by the uniform that the target's own draw will take
-and the others the most likely (q is not needed); "distinct", children of a node without replacement, q reported;
-"independent", each child a draw of its own from q, reported."""
 
 
 class Draft(Protocol):

@@ -7,7 +7,7 @@ forward and never verified. Parents stand before their children, siblings in the
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,11 @@ from jax import Array
 
 from decodax.cache import Window
 from decodax.struct import Struct, struct
+
+Drawn = Literal["coupled", "distinct", "independent"]
+"""How a verifier wants sampled drafts: "coupled", the first child by the uniform that the target's own draw will take
+and the others the most likely (q is not needed); "distinct", children of a node without replacement, q reported;
+"independent", each child a draw of its own from q, reported."""
 
 
 @struct

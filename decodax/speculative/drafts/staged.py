@@ -85,7 +85,7 @@ class Staged:
         if decision is None:
             return state.replace(algo=self.inner.observe(s, window, out, state.algo))
         # what the target did not accept is forgotten: entries beyond the length are not read, and written over
-        known = s.length + decision.accepted
+        known = s.length + decision.count - 1
         return state.replace(cache=state.cache.replace(length=jnp.minimum(state.cache.length, known)))
 
 

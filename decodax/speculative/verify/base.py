@@ -9,8 +9,8 @@ from jax import Array
 from decodax.core.state import State
 
 if TYPE_CHECKING:
-    from decodax.speculative.source import Draft, Drawn
-    from decodax.speculative.tree import Tree
+    from decodax.speculative.source import Draft
+    from decodax.speculative.tree import Drawn, Tree
 
 Guarantee = Literal["seed-exact", "distribution-exact", "approximate"]
 
@@ -23,7 +23,9 @@ class Verifier(Protocol):
     """
 
     guarantee: ClassVar[Guarantee]
-    drawn: ClassVar[Drawn]
+
+    @property
+    def drawn(self) -> Drawn: ...
 
     def check(self, draft: Draft) -> None:
         """Raises ValueError where the rule cannot take the drafts."""

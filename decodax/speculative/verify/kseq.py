@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.state import State
-from decodax.speculative.tree import Tree
+from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import AnyTree, Guarantee
 from decodax.speculative.verify.walk import certain, residual, walk
 
@@ -44,7 +44,7 @@ class KSeq(AnyTree):
 
     rho: float | Literal["auto"] = "auto"
     guarantee: ClassVar[Guarantee] = "distribution-exact"
-    drawn: ClassVar = "independent"
+    drawn: ClassVar[Drawn] = "independent"
 
     def __post_init__(self) -> None:
         if self.rho != "auto" and not (isinstance(self.rho, (int, float)) and self.rho >= 1):

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.state import State
-from decodax.speculative.source import Drawn
-from decodax.speculative.tree import Tree
+from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import AnyTree, Guarantee
 from decodax.speculative.verify.walk import certain, residual, walk
 

@@ -12,7 +12,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.policy.draw import draw
-from decodax.speculative.tree import Tree
+from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import Guarantee
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Rejection:
     """
 
     guarantee: ClassVar[Guarantee] = "distribution-exact"
-    drawn: ClassVar = "independent"
+    drawn: ClassVar[Drawn] = "independent"
 
     def check(self, draft: Draft) -> None:
         pass        # topology is known only to the proposal: see `chain_only`

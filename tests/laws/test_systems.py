@@ -1,0 +1,90 @@
+"""Every system of the registry keeps the guarantee that it states, with every policy at once, in one ragged batch."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.core import drivers
+from decodax.core.types import Params
+from decodax.io.load import LM
+from decodax.policy import build
+from decodax.systems import SYSTEMS, system
+from tests.laws.cases import POLICIES, VOCABULARY, model, prompts, texts
+
+ROWS = 6
+# rows by turns greedy and sampled, under a repetition penalty, a banned word, a bias, min-p and XTC
+POLICY = POLICIES["together"] | dict(temperature=[0.0, 0.7] * (ROWS // 2))
+
+
+@functools.cache
+def lm(which: str) -> LM:
+    network, weights = model(which)
+    return LM(model=network, params=weights, vocab_size=VOCABULARY)
+
+
+def made(name: str):
+    options = dict(lengths=(2, 4)) if name == "automatic" else {}
+    return system(name, lm("llama"), lm("sliding") if SYSTEMS[name].needs == "a draft model" else None, **options)
+
+
+def decode(alg, rows=ROWS, new=24):
+    network, weights = model("llama")
+    ids = prompts(rows)
+    tokens, lengths = np.zeros((rows, 64), np.int32), np.array([len(p) for p in ids], np.int32)
+    for row, given in zip(tokens, ids, strict=True):
+        row[:len(given)] = given
+    params = Params(weights, getattr(alg, "weights", None))
+    alg = alg.bare() if hasattr(alg, "bare") else alg
+    policy = POLICY | dict(temperature=[0.0, 0.7] * (rows // 2)) if rows > 1 else POLICY | dict(temperature=0.7)
+    chain = build(rows, vocab_size=VOCABULARY, eos_token_id=[1], **policy)
+    s = drivers.begin(alg, network, params, chain, jnp.asarray(tokens), lengths, size=64,
+                      max_new=np.full(rows, new, np.int32), seed=np.uint32(7))
+    s = drivers.prefill(alg, network, params, s, width=16)
+    return drivers.advance(alg, network, params, chain, s, jnp.int32(500))
+
+
+@functools.cache
+def plain(rows: int = ROWS):
+    s = decode(dx.Autoregressive(), rows)
+    return texts(s), np.asarray(s.status)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_keeps_its_guarantee(name):
+    alg = made(name)
+    assert getattr(alg, "guarantee", "seed-exact") == SYSTEMS[name].guarantee
+    s = decode(alg)
+    same = [a == b for a, b in zip(texts(s), plain()[0], strict=True)]
+    if SYSTEMS[name].guarantee == "seed-exact":
+        assert all(same)
+        assert np.array_equal(s.status, plain()[1])
+    elif SYSTEMS[name].guarantee == "distribution-exact":
+        assert all(same[::2])           # a greedy row has one result
+    assert not s.running.any()
+    assert all(0 <= t < VOCABULARY for row in texts(s) for t in row)
+    stats = s.stats
+    assert np.asarray(stats.accepted <= stats.drafted).all()
+    if name not in ("autoregressive", "automatic"):
+        assert np.asarray(stats.drafted).sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("name", [n for n, e in SYSTEMS.items() if e.guarantee == "seed-exact"])
+def test_batches_of_any_size_equal_plain_decoding(name, rows):
+    assert texts(decode(made(name), rows)) == plain(rows)[0]
+
+
+def test_an_unknown_name_lists_near_ones():
+    with pytest.raises(ValueError, match="unknown name 'token-recyling'; near ones: token-recycling"):
+        system("token-recyling")
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match="'staged' needs a draft model; give draft="):
+        system("staged")
+    with pytest.raises(ValueError, match="'prompt-lookup' takes no option 'k'; takes length=7, max_ngram=3"):
+        system("prompt-lookup", k=3)
