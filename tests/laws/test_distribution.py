@@ -4,7 +4,9 @@
 enumeration. Pearson's chi-square, bins with an expectation below 5 pooled; the false-alarm rate of a test is 1e-6.
 """
 
+import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,11 @@ import pytest
 from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.policy import build
-from decodax.speculative import MultiRound, Rejection, Speculative
+from decodax.speculative import Proposal, Speculative
 from decodax.speculative.drafts import PromptLookup
 from decodax.speculative.shapes import Chain, Fixed
+from decodax.speculative.source import Stateless
+from decodax.speculative.verify import Block, KSeq, MultiRound, Rejection
 from tests.laws.cases import VOCABULARY, Sampled, Table, decode, model
 
 ROWS = 200_000
@@ -31,15 +35,42 @@ CASES = {
     "sampled-rejection": Speculative(Sampled(2), Rejection()),
     "sampled-rejection-one": Speculative(Sampled(1), Rejection()),
 }
-TREE = Fixed.balanced(3, 2)
+TREE = Fixed.of([[0], [1], [2], [0, 0], [0, 1]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Likeliest(Stateless):
+    """A tree of the likeliest tokens after each node: drafts that are certain."""
+
+    length: int = 2
+
+    def propose(self, params, policy, s, state, drawn):
+        tokens = [s.newest]
+        for path, up in zip(TREE.order, TREE.parents, strict=True):
+            logits = Table().extend(params, s, state, SimpleNamespace(tokens=tokens[up]))[1]
+            tokens.append(jax.lax.top_k(logits, 3)[1][:, path[-1]].astype(jnp.int32))
+        drafts = jnp.stack(tokens[1:], 1)
+        return Proposal(tokens=drafts, live=jnp.ones(drafts.shape, bool), parents=TREE.parents[None]), state
+
+
 TREES = {
     "tree-seed-exact": Speculative(Table(), shape=TREE),
     "chain-rejection": Speculative(Table(), Rejection(), Chain(2)),
     "tree-multi-round": Speculative(Table(), MultiRound(), TREE),
     "tree-multi-round-replacement": Speculative(Table(), MultiRound(replacement=True), TREE),
+    "tree-k-seq": Speculative(Table(), KSeq(), TREE),
+    "chain-multi-round": Speculative(Table(), MultiRound(), Chain(2)),
+    "chain-k-seq": Speculative(Table(), KSeq(), Chain(2)),
+    "chain-block": Speculative(Table(), Block(), Chain(2)),
     "lookup-multi-round": Speculative(PromptLookup(length=3), MultiRound()),
+    "lookup-k-seq": Speculative(PromptLookup(length=3), KSeq()),
+    "lookup-block": Speculative(PromptLookup(length=3), Block()),
+    "certain-tree-multi-round": Speculative(Likeliest(), MultiRound()),
+    "certain-tree-k-seq": Speculative(Likeliest(), KSeq()),
 }
 POLICIES = {"temperature": dict(temperature=1.0), "truncated": dict(temperature=1.2, top_p=0.9, repetition_penalty=1.3)}
+# penalties at 200,000 trees take minutes: one case has them, the others have truncation alone
+FLOORED = {"floored": dict(temperature=1.2, min_p=0.1)}
 
 
 class Rows:
@@ -60,7 +91,7 @@ def joint(policy: str) -> np.ndarray:
     total = np.ones((1,))
     prefixes = np.array([PROMPT])
     for _ in range(3):
-        chain = build(len(prefixes), vocab_size=VOCABULARY, **POLICIES[policy])
+        chain = build(len(prefixes), vocab_size=VOCABULARY, **(POLICIES | FLOORED)[policy])
         rows = Rows(prefixes, chain)
         window = causal(jnp.asarray(prefixes), jnp.zeros(len(prefixes), jnp.int32))
         out = network.apply(weights, window, network.init_cache(len(prefixes), 0))
@@ -85,9 +116,10 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(("case", "policy"), [*((c, p) for c in CASES for p in POLICIES),
-                                              *((c, "truncated") for c in TREES)])
+                                              *((c, "floored") for c in TREES),
+                                              ("tree-multi-round", "truncated")])
 def test_the_distribution_of_three_tokens_is_the_targets(case, policy):
-    s = decode((CASES | TREES)[case], "toy", [PROMPT] * ROWS, POLICIES[policy], new=3, size=16)
+    s = decode((CASES | TREES)[case], "toy", [PROMPT] * ROWS, (POLICIES | FLOORED)[policy], new=3, size=16)
     made = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3]
     counts = np.bincount(made @ [VOCABULARY**2, VOCABULARY, 1], minlength=VOCABULARY**3)
     assert chi_square(counts, joint(policy) * ROWS) > ALARM
