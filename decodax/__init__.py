@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import diffusion, policy
+    from decodax import diffusion, policy, systems
     from decodax.api import Stream, generate, stream
     from decodax.autoregressive import Autoregressive
     from decodax.cache import Cache, Window
@@ -23,13 +23,26 @@ if TYPE_CHECKING:
     from decodax.policy import Policy
     from decodax.result import LogProbs, Result, Statistics
     from decodax.sharding import lanes
-    from decodax.speculative import Rejection, SeedExact, Speculative, drafts
+    from decodax.speculative import (
+        Adaptive,
+        Block,
+        KSeq,
+        MultiRound,
+        Rejection,
+        SeedExact,
+        Speculative,
+        Typical,
+        automatic,
+        drafts,
+        shapes,
+    )
+    from decodax.systems import system
 
 __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["diffusion", "policy"],
+    "decodax": ["diffusion", "policy", "systems"],
     "decodax.api": ["Stream", "generate", "stream"],
     "decodax.autoregressive": ["Autoregressive"],
     "decodax.cache": ["Cache", "Window"],
@@ -41,15 +54,18 @@ _HOMES = {
     "decodax.policy": ["Policy"],
     "decodax.result": ["LogProbs", "Result", "Statistics"],
     "decodax.sharding": ["lanes"],
-    "decodax.speculative": ["Rejection", "SeedExact", "Speculative", "drafts"],
+    "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
+                            "Typical", "automatic", "drafts", "shapes"],
+    "decodax.systems": ["system"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LM", "Algorithm", "Autoregressive", "Cache", "Decision", "LogProbs", "MaskedDiffusion", "Model", "Out", "Params",
-    "Policy", "Rejection", "Result", "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "Window",
-    "diffusion", "drafts", "generate", "init_state", "lanes", "load", "policy", "python_loop", "run", "step", "stream",
-    "zoo",
+    "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "KSeq", "LogProbs",
+    "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "SeedExact",
+    "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Window", "automatic", "diffusion", "drafts",
+    "generate", "init_state", "lanes", "load", "policy", "python_loop", "run", "shapes", "step", "stream", "system",
+    "systems", "zoo",
 ]
 
 

@@ -34,9 +34,11 @@ from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.checkpoint import load_model
+from decodax.models.config import llama
+from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.policy.draw import first_argmax
-from decodax.speculative import Speculative
+from decodax.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, measure, shapes
 from decodax.speculative.drafts import PromptLookup
 
 SHAPE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
@@ -192,11 +194,78 @@ class Bench:
         return rows
 
     def lookup(self) -> list[dict[str, Any]]:
-        alg = Speculative(PromptLookup(length=7))
-        times = in_turn({"lookup": self.decode(1, alg=alg), "bare": self.bare(1, 8)}, self.repeats)
-        return [dict(what="a prompt-lookup round (7 drafts) against the bare window of 8 + commit, batch 1",
-                     figure=f"{median(times['lookup']):.1f} against {median(times['bare']):.1f} ms",
-                     ratio=ratio(times, "lookup", "bare"), bar="(none)", times=times)]
+        """Sources that draft from text and tables: a round against the bare forward of a window as wide."""
+        rows = []
+        algorithms = {"prompt-lookup": Speculative(PromptLookup(length=7)),
+                      "sam-decoding": Speculative(drafts.SuffixAutomaton(length=7)),
+                      "ngram": Speculative(drafts.NGram(length=7)),
+                      "token-recycling": Speculative(drafts.TokenRecycling(tree=shapes.Fixed.balanced(3, 1, 1))),
+                      "jacobi": Speculative(drafts.Jacobi(length=7))}
+        sides = {name: self.decode(1, alg=alg) for name, alg in algorithms.items()}
+        widths = {name: 10 if name == "token-recycling" else 8 for name in algorithms}
+        bare = {f"bare {w}": self.bare(1, w) for w in sorted(set(widths.values()))}
+        times = in_turn({**sides, **bare}, self.repeats)
+        for name, width in widths.items():
+            rows.append(dict(what=f"a {name} round against the bare window of {width} + commit, batch 1",
+                             figure=f"{median(times[name]):.1f} against {median(times[f'bare {width}']):.1f} ms",
+                             ratio=ratio(times, name, f"bare {width}"), bar="at most 1.05", times=times))
+        return rows
+
+    def draft(self) -> list[dict[str, Any]]:
+        """A draft model's round against its forwards and the verifying forward, each bare."""
+        small = Transformer(llama(vocab=SHAPE["vocab_size"], width=256, layers=4, heads=4, kv_heads=2, mlp=688,
+                                  context=8192))
+        weights, K, rows = small.init_params(jax.random.key(0)), 4, []
+        target = self.params
+        for batch in (1, 8):
+            alg = Speculative(drafts.DraftModel(small), shape=shapes.Chain(K))
+            sides = {"round": self._with(self.model, target.replace(draft=weights), self.decode(batch, alg=alg)),
+                     "verify": self.bare(batch, K + 1),
+                     "draft": self._with(small, Params(weights), self.bare(batch))}
+            times = in_turn(sides, self.repeats)
+            parts = np.array(times["verify"]) + K * np.array(times["draft"])
+            rows.append(dict(what=f"a round of {K} drafts by a small model against its {K} forwards and the verifying "
+                                  f"one, batch {batch}", figure=f"{median(times['round']):.1f} against "
+                                                                f"{median(parts):.1f} ms",
+                             ratio=median(np.array(times["round"]) / parts), bar="at most 1.10", times=times))
+        return rows
+
+    def _with(self, model: Any, params: Params, timed: Callable[[], float]) -> Callable[[], float]:
+        """`timed` with another model."""
+        def run() -> float:
+            before = self.model, self.params
+            self.model, self.params = model, params
+            try:
+                return timed()
+            finally:
+                self.model, self.params = before
+
+        return run
+
+    def automatic(self) -> list[dict[str, Any]]:
+        """The automatic draft length on text that nothing can be looked up in."""
+        rows = []
+        for batch in (1, 8, 32):
+            arms = (NOTHING, *(Speculative(PromptLookup(length=7), shape=shapes.Chain(k)) for k in (2, 4, 7)))
+            costs = measure(self.model, self.params.target, arms, batch=batch, vocab_size=SHAPE["vocab_size"])
+            alg = Adaptive(arms, Automatic(costs))
+            times = in_turn({"plain": self.a_token(batch, Autoregressive()), "automatic": self.a_token(batch, alg)},
+                            self.repeats)
+            rows.append(dict(what=f"automatic draft length against plain, sampled text, batch {batch}",
+                             figure=f"{median(times['plain']):.1f} against {median(times['automatic']):.1f} ms a token",
+                             ratio=ratio(times, "plain", "automatic"), bar="at least 1.00", times=times))
+        return rows
+
+    def a_token(self, batch: int, alg: Any) -> Callable[[], float]:
+        """Milliseconds of the decode loop for each token of a row, sampled."""
+        def timed() -> float:
+            chain, s = self.begin(alg, batch, 256, self.new, temperature=1.0)
+            jax.block_until_ready(s)
+            clock = time.perf_counter()
+            jax.block_until_ready(drivers.advance(alg, self.model, self.params, chain, s, jnp.int32(10**6)))
+            return (time.perf_counter() - clock) / self.new * 1e3
+
+        return timed
 
     def retraces(self) -> list[dict[str, Any]]:
         alg = Autoregressive()
@@ -227,7 +296,7 @@ def cold_start(repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parts = ["batch", "capacity", "window", "overhead", "lookup", "retraces", "cold"]
+    parts = ["batch", "capacity", "window", "overhead", "lookup", "draft", "automatic", "retraces", "cold"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="which comparisons to run")
     parser.add_argument("--repeats", type=int, default=5, help="times each side is taken (default 5)")
