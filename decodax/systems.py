@@ -303,8 +303,8 @@ def _opt_tree(draft: Any, nodes: int = 24, delta: float = 0.5, length: int = 8) 
 
 @_system("dyspec", "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure", "Xiong et al. 2024", TREE,
          "grown greedily by what earlier siblings left", DRAFT, "distribution-exact")
-def _dyspec(draft: Any, nodes: int = 16, length: int = 6) -> Any:
-    return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.DySpec(nodes, length))
+def _dyspec(draft: Any, nodes: int = 16, length: int = 6, width: int | None = 8) -> Any:
+    return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.DySpec(nodes, length, width=width))
 
 
 @_system("confidence-tree", "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (its tree)",
@@ -315,8 +315,8 @@ def _confidence(draft: Any, nodes: int = 24, length: int = 5, width: int = 6) ->
 
 @_system("cape", "GliDe with a CaPE: A Low-Hassle Method to Accelerate Speculative Decoding (its tree)",
          "Du et al. 2024", TREE, "a chain with more siblings where the draft is in doubt", DRAFT)
-def _cape(draft: Any, length: int = 5) -> Any:
-    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.CaPE(length))
+def _cape(draft: Any, length: int = 5, nodes: int | None = 12) -> Any:
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.CaPE(length, nodes=nodes))
 
 
 @_system("staged", "Accelerating LLM Inference with Staged Speculative Decoding", "Spector, Re 2023", TREE,

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from decodax.core import keys
@@ -60,6 +61,7 @@ class Rejection:
 
 def chain_only(rule: Any, tree: Tree) -> None:
     """Raises ValueError unless the tree is a chain."""
-    if tree.longest != tree.size - 1:
+    chain = np.arange(-1, tree.size - 1)
+    if not (isinstance(tree.parents, np.ndarray) and (tree.parents == chain).all()):
         raise ValueError(f"verify: {type(rule).__name__} takes chains, got a tree of {tree.size - 1} drafts, "
                          f"{tree.longest} deep; MultiRound and SeedExact take trees")
