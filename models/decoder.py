@@ -8,6 +8,7 @@ each layer's weights on CPU. Norms, rotations and softmax are float32 whatever t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -27,6 +28,13 @@ ACTIVATIONS = {
 
 STD = 0.02
 """Standard deviation of a fresh kernel or embedding."""
+
+
+Keep = Sequence[tuple[bool, bool]] | Array
+"""What of the layers runs: attention and MLP of each, fixed; or as data, whole layers `bool[B or 1, L]` or their halves
+`bool[B or 1, L, 2]`. What is left out adds nothing to the residual stream. Data is looked at once for all rows: what
+some row keeps is computed, so one set for all of them saves the most. Keys and values of an attention that is left out
+mean nothing; of one that is always left out they are empty."""
 
 
 class Attend(Protocol):
@@ -136,15 +144,31 @@ class Block(nnx.Module):
         self.mlp = MLP(c, rngs)
         self.mlp_out = norm(c.block in ("post", "sandwich"))
 
-    def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
-                 attend: Attend) -> tuple[Array, tuple[Array, Array]]:
+    def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,
+                 keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, tuple[Array, Array]]:
+        if isinstance(keep, Array) and keep.ndim == 1:
+            after, kv = _kept(lambda x: self(index, x, tables, attend), x, keep)
+            return jnp.where(keep[:, None, None], after, x), kv
         scale = self.c.residual_scale
+        keeps = (keep[:, 0], keep[:, 1]) if isinstance(keep, Array) else keep
         normed = _optional(self.attn_in, x)
-        branch, kv = self.attn(index, normed, tables, attend)
+        branch, kv = self._attention(index, normed, tables, attend, keeps[0])
         if self.c.block == "parallel":
-            return x + scale * (branch + self.mlp(normed)), kv
-        x = x + scale * _optional(self.attn_out, branch)
-        return x + scale * _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x))), kv
+            return x + scale * (branch + _kept(self.mlp, normed, keeps[1])), kv
+        x = x + scale * branch
+        inside = lambda x: _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x)))
+        return x + scale * _kept(inside, x, keeps[1]), kv
+
+    def _attention(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,
+                   keep: bool | Array) -> tuple[Array, tuple[Array, Array]]:
+        def inside(x: Array) -> tuple[Array, tuple[Array, Array]]:
+            branch, kv = self.attn(index, x, tables, attend)
+            return _optional(self.attn_out, branch), kv
+
+        if keep is False:
+            empty = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
+            return jnp.zeros_like(x), (empty, empty)
+        return _kept(inside, x, keep)
 
 
 class Decoder(nnx.Module):
@@ -158,25 +182,38 @@ class Decoder(nnx.Module):
         self.norm = Norm(c.norm, (c.width,), ("embed",))
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), bias=False)
 
-    def __call__(self, tokens: Array, positions: Array, attend: Attend,
-                 context: int | None = None) -> tuple[Array, WindowKV]:
-        """Hidden states `f[B, W, D]` after the final norm, and each layer's keys and values `f[B, W, G, d]`.
+    def __call__(self, tokens: Array, positions: Array, attend: Attend, context: int | None = None,
+                 keep: Keep | None = None) -> tuple[Array, WindowKV, tuple[Array, ...]]:
+        """Hidden states `f[B, W, D]` after the final norm, each layer's keys and values `f[B, W, G, d]`, and the
+        residual stream `f[B, W, D]` after each layer.
 
-        `context` is the sequence length that length-dependent rope scalings are set for; None: as trained.
+        Args:
+            context: the sequence length that length-dependent rope scalings are set for; None: as trained.
+            keep: which halves of which layers run; None: all.
         """
+        x, tables = self.embedded(tokens, positions), self.tables(positions, context)
+        kv, states = [], []
+        for i in range(len(self.c.layers)):
+            own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
+            x, entry = self.layers[str(i)](i, x, tables, attend, own)
+            kv.append(entry)
+            states.append(x)
+        return self.norm(x), tuple(kv), tuple(states)
+
+    def embedded(self, tokens: Array, positions: Array) -> Array:
+        """The residual stream `f[B, W, D]` before the first layer."""
         x = self.embed[...][tokens]
         if self.c.embed_scale != 1.0:
             # the factor is rounded to the weights' dtype, as the models were trained
             x = x * jnp.asarray(self.c.embed_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions[...].at[positions].get(mode="clip")
+        return x
+
+    def tables(self, positions: Array, context: int | None) -> dict[Any, tuple[Array, Array]]:
+        """The rotations of each kind of rope."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
-        tables = {rope: rope.table(positions, context) for rope in ropes}
-        kv = []
-        for i in range(len(self.c.layers)):
-            x, entry = self.layers[str(i)](i, x, tables, attend)
-            kv.append(entry)
-        return self.norm(x), tuple(kv)
+        return {rope: rope.table(positions, context) for rope in ropes}
 
     def logits(self, hidden: Array) -> Array:
         """`f[..., D]` to `f32[..., V]`."""
@@ -192,3 +229,16 @@ class Decoder(nnx.Module):
 
 def _optional(norm: Norm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
+
+
+def _kept(inside: Callable[[Array], Any], x: Array, keep: bool | Array) -> Any:
+    """`inside(x)`, or zeros where it is left out: for all rows, or for those whose `keep` (`bool[B or 1]`) says so."""
+    if keep is True:
+        return inside(x)
+    zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(inside, x))
+    if keep is False:
+        return zeros
+    y = jax.lax.cond(keep.any(), lambda: inside(x), lambda: zeros)
+    if keep.shape[0] == 1:
+        return y
+    return jax.tree.map(lambda a, b: jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b), y, zeros)

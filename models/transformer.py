@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from decodax.cache import Cache, Window, dense
 from decodax.core.mesh import MODEL
 from decodax.core.types import Out
 from decodax.models.config import DecoderConfig
-from decodax.models.decoder import Decoder
+from decodax.models.decoder import Decoder, Keep
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
 
@@ -60,11 +61,21 @@ class Transformer:
         c = self.config
         return dense([(c.kv_heads, c.head_dim)] * len(c.layers), batch, capacity, jnp.dtype(self.dtype))
 
-    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
+    def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
+        """As `Model.apply`; `keep` leaves layers out, or halves of layers."""
         network = _network(self.config, params)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
-        hidden, kv = network(window.tokens, window.positions, attend, self.context)
-        return Out(hidden=hidden, kv=kv, head=network.logits)
+        hidden, kv, layers = network(window.tokens, window.positions, attend, self.context, keep)
+        return Out(hidden=hidden, kv=kv, head=network.logits, layers=layers, norm=network.norm)
+
+    def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
+        """The network layer by layer: the embeddings `f[B, W, D]` of a window, and what maps a layer's index and any
+        residual stream `f[B, W, D]` at the window's places to the stream after that layer."""
+        network = _network(self.config, params)
+        tables = network.tables(window.positions, self.context)
+        attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+        run = lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
+        return network.embedded(window.tokens, window.positions), run
 
     def forward(self, params: Weights, tokens: Array, positions: Array | None = None,
                 mask: Array | None = None) -> Array:
@@ -77,15 +88,16 @@ class Transformer:
         hidden, head = self.features(params, tokens, positions, mask)
         return head(hidden)
 
-    def features(self, params: Weights, tokens: Array, positions: Array | None = None,
-                 mask: Array | None = None) -> tuple[Array, Any]:
-        """As `forward`, but hidden states `f[B, T, D]` and the head to apply where logits are wanted."""
+    def features(self, params: Weights, tokens: Array, positions: Array | None = None, mask: Array | None = None,
+                 keep: Keep | None = None) -> tuple[Array, Any]:
+        """As `forward`, but hidden states `f[B, T, D]` and the head to apply where logits are wanted; `keep` leaves
+        layers out."""
         T = tokens.shape[1]
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
         network = _network(self.config, params)
         attend = lambda layer, q, k, v, **options: window_attention(q, k, v, seen, where, **options)
-        return network(tokens, where, attend, self.context)[0], network.logits
+        return network(tokens, where, attend, self.context, keep)[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Fresh weights from a `key`: normal with standard deviation 0.02, norms at identity."""

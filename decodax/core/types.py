@@ -35,11 +35,16 @@ class Out:
         hidden: `f[B, W, D]` after the final norm.
         kv: keys and values of the window for each layer, not yet in the cache.
         head: maps hidden states `f[..., D]` to logits `f32[..., V]`.
+        layers: `f[B, W, D]` after each layer, before the final norm, from models that show them; what nobody reads
+            costs nothing.
+        norm: maps those to what `head` takes.
     """
 
     hidden: Array
     kv: WindowKV
     head: Callable[[Array], Array]
+    layers: tuple[Array, ...] | None = None
+    norm: Callable[[Array], Array] | None = None
 
     def logits(self, select: Array | None = None) -> Array:
         """`f32[B, W', V]`: the head's output at window nodes `select` (`i32[B, W']`), or at all of them."""
