@@ -37,8 +37,9 @@ from decodax.speculative.adaptive import NOTHING
 from decodax.speculative.measure import automatic
 from decodax.speculative.verify import Guarantee
 
-Needs = Literal["nothing", "a model", "a draft model"]
-"""What a maker must be given: nothing, the target itself (`lm`), or a smaller model with its tokenizer (`draft`)."""
+Needs = Literal["nothing", "a model", "a draft model", "samples"]
+"""What a maker must be given: nothing, the target itself (`lm`), a smaller model with its tokenizer (`draft`), or the
+target and samples of the texts to come (its options say how)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +91,8 @@ def system(name: str, lm: Any = None, draft: Any = None, **options: Any) -> Algo
         near += [n for n in SYSTEMS if name.lower() in n and n not in near]
         raise ValueError(f"system: unknown name {name!r}; " + (f"near ones: {', '.join(near)}" if near else
                                                                f"takes one of {', '.join(SYSTEMS)}"))
-    if entry.needs != "nothing" and {"a model": lm, "a draft model": draft}[entry.needs] is None:
-        how = "lm=" if entry.needs == "a model" else "draft="
+    if entry.needs != "nothing" and (draft if entry.needs == "a draft model" else lm) is None:
+        how = "draft=" if entry.needs == "a draft model" else "lm="
         raise ValueError(f"system: {name!r} needs {entry.needs}; give {how}decodax.load(...)")
     if unknown := sorted(options.keys() - entry.options.keys()):
         raise ValueError(f"system: {name!r} takes no option {unknown[0]!r}; takes "
@@ -114,6 +115,7 @@ def _system(name: str, title: str, authors: str, family: str, summary: str, need
 DRAFT: Needs = "a draft model"
 TARGET: Needs = "a model"
 LINEAR, TREE, SELF, THEORY = "speculative-linear", "speculative-tree", "speculative-self", "speculative-theory"
+EXACT, REJECTION, CHAIN = SeedExact(), Rejection(), shapes.Chain(4)
 JACOBI, BATCH, BLOCKWISE = "parallel-jacobi", "batching-scheduling", "blockwise-parallel"
 
 
@@ -125,62 +127,62 @@ def _autoregressive() -> Any:
 # drafts from text and tables
 
 @_system("prompt-lookup", "Prompt Lookup Decoding", "Saxena 2023", LINEAR, "what followed the last n-gram before")
-def _prompt_lookup(length: int = 7, max_ngram: int = 3, min_ngram: int = 1, verify: Any = SeedExact()) -> Any:
+def _prompt_lookup(length: int = 7, max_ngram: int = 3, min_ngram: int = 1, verify: Any = EXACT) -> Any:
     return Speculative(drafts.PromptLookup(length, max_ngram, min_ngram), verify)
 
 
 @_system("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
          "Ge, Xia, Sun, Chen, Wei 2022", LINEAR, "IAD: copies the input on after the place that the output matches")
-def _iad(length: int = 16, verify: Any = SeedExact()) -> Any:
+def _iad(length: int = 16, verify: Any = EXACT) -> Any:
     return Speculative(drafts.InputGuided(length), verify)
 
 
 @_system("sam-decoding", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,
          "the longest suffix that occurred before, in text or corpus, and what followed it")
-def _sam(length: int = 10, corpus: Any = (), verify: Any = SeedExact()) -> Any:
+def _sam(length: int = 10, corpus: Any = (), verify: Any = EXACT) -> Any:
     return Speculative(drafts.SuffixAutomaton(length, corpus=corpus), verify)
 
 
 @_system("sam-decoding-hybrid", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,
          "suffix matches, and a draft model where the match is short", DRAFT)
 def _sam_hybrid(draft: Any, length: int = 10, model_length: int = 4, threshold: int = 5,
-                verify: Any = SeedExact()) -> Any:
+                verify: Any = EXACT) -> Any:
     text = drafts.SuffixAutomaton(length)
     return Speculative(drafts.Fallback(text, drafts.DraftModel(draft), threshold, shapes.Chain(model_length)), verify)
 
 
 @_system("pain-lookahead", "Lookahead: An Inference Acceleration Framework for Large Language Model with Lossless "
-         "Generation Accuracy", "Zhao et al. 2023", TREE, "a trie of n-grams with frequencies, several branches at once")
-def _pain(nodes: int = 32, branch: int = 8, corpus: Any = (), verify: Any = SeedExact()) -> Any:
+         "Generation Accuracy", "Zhao et al. 2023", TREE, "a trie of n-grams with counts, several branches at once")
+def _pain(nodes: int = 32, branch: int = 8, corpus: Any = (), verify: Any = EXACT) -> Any:
     return Speculative(drafts.Trie(nodes, branch, corpus=corpus), verify)
 
 
 @_system("token-recycling", "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token "
          "Recycling", "Luo et al. 2024", TREE, "the latest candidates after each token, grown into a fixed tree")
-def _recycling(k: int = 8, tree: Any = None, verify: Any = SeedExact()) -> Any:
+def _recycling(k: int = 8, tree: Any = None, verify: Any = EXACT) -> Any:
     return Speculative(drafts.TokenRecycling(k=k, **({} if tree is None else {"tree": tree})), verify)
 
 
 @_system("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025", TREE,
          "n-gram tables of the target's own probability vectors", TARGET)
-def _stand(lm: Any, order: int = 3, k: int = 10, shape: Any = None, verify: Any = SeedExact()) -> Any:
+def _stand(lm: Any, order: int = 3, k: int = 10, shape: Any = None, verify: Any = EXACT) -> Any:
     return Speculative(drafts.Stand(lm.vocab_size, order, min(k, lm.vocab_size)), verify, shape)
 
 
 @_system("aded", "Adaptive Draft-Verification for Efficient Large Language Model Decoding", "Liu et al. 2024", TREE,
          "an online trigram matrix searched by PUCT")
-def _aded(nodes: int = 24, depth: int = 6, verify: Any = SeedExact()) -> Any:
+def _aded(nodes: int = 24, depth: int = 6, verify: Any = EXACT) -> Any:
     return Speculative(drafts.ADED(nodes, depth), verify)
 
 
 @_system("ngram", "N-gram drafts", "", LINEAR, "the commonest continuation of the last tokens")
-def _ngram(length: int = 5, order: int = 4, corpus: Any = (), verify: Any = SeedExact()) -> Any:
+def _ngram(length: int = 5, order: int = 4, corpus: Any = (), verify: Any = EXACT) -> Any:
     return Speculative(drafts.NGram(length, order, corpus=corpus), verify)
 
 
 @_system("ngram-model", "N-gram drafts", "", TREE, "an n-gram model with backoff, grown into any shape",
          TARGET)
-def _ngram_model(lm: Any, order: int = 4, shape: Any = shapes.Chain(5), verify: Any = SeedExact()) -> Any:
+def _ngram_model(lm: Any, order: int = 4, shape: Any = CHAIN, verify: Any = EXACT) -> Any:
     return Speculative(drafts.NGramModel(lm.vocab_size, order), verify, shape)
 
 
@@ -188,44 +190,44 @@ def _ngram_model(lm: Any, order: int = 4, shape: Any = shapes.Chain(5), verify: 
 
 @_system("jacobi", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
          JACOBI, "a window of guesses iterated to its fixed point, moving with the text")
-def _jacobi(length: int = 8, verify: Any = SeedExact()) -> Any:
+def _jacobi(length: int = 8, verify: Any = EXACT) -> Any:
     return Speculative(drafts.Jacobi(length), verify)
 
 
 @_system("pj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
          JACOBI, "Jacobi iteration over the whole output at once")
-def _pj(size: int = 64, verify: Any = SeedExact()) -> Any:
+def _pj(size: int = 64, verify: Any = EXACT) -> Any:
     return Speculative(drafts.PJ(size), verify)
 
 
 @_system("pgj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
          JACOBI, "Gauss-Seidel over blocks, Jacobi inside")
-def _pgj(block: int = 5, verify: Any = SeedExact()) -> Any:
+def _pgj(block: int = 5, verify: Any = EXACT) -> Any:
     return Speculative(drafts.PGJ(block), verify)
 
 
 @_system("hgj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
          JACOBI, "PGJ up to a length, plain decoding after it")
-def _hgj(block: int = 5, until: int = 48, verify: Any = SeedExact()) -> Any:
+def _hgj(block: int = 5, until: int = 48, verify: Any = EXACT) -> Any:
     return Speculative(drafts.HGJ(block, until), verify)
 
 
 @_system("lookahead", "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", "Fu et al. 2024",
          JACOBI, "a window of Jacobi levels that harvests n-grams, and guesses from their pool")
-def _lookahead(window: int = 7, ngram: int = 5, guesses: int = 7, verify: Any = SeedExact()) -> Any:
+def _lookahead(window: int = 7, ngram: int = 5, guesses: int = 7, verify: Any = EXACT) -> Any:
     return Speculative(drafts.Lookahead(window, ngram, guesses), verify)
 
 
 @_system("sjd", "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi Decoding",
          "Teng et al. 2024", JACOBI, "Jacobi with the previous iteration's conditional as the draft distribution",
          TARGET, "distribution-exact")
-def _sjd(lm: Any, length: int = 16, top: int = 64, verify: Any = Rejection()) -> Any:
+def _sjd(lm: Any, length: int = 16, top: int = 64, verify: Any = REJECTION) -> Any:
     return Speculative(drafts.SJD(lm.vocab_size, length, min(top, lm.vocab_size)), verify)
 
 
 @_system("fastcot", "Fast Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster",
          "Zhang et al. 2023", JACOBI, "a Jacobi window whose width follows a schedule")
-def _fastcot(verify: Any = SeedExact()) -> Any:
+def _fastcot(verify: Any = EXACT) -> Any:
     return Speculative(drafts.FastCoT(), verify)
 
 
@@ -353,7 +355,7 @@ def _greedy(draft: Any, length: int = 4) -> Any:
 
 @_system("typical-acceptance", "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads (its "
          "acceptance)", "Cai et al. 2024", TREE, "drafts hold while they are typical", DRAFT, "approximate")
-def _typical(draft: Any, epsilon: float = 0.09, delta: float = 0.3, shape: Any = shapes.Chain(4)) -> Any:
+def _typical(draft: Any, epsilon: float = 0.09, delta: float = 0.3, shape: Any = CHAIN) -> Any:
     return Speculative(drafts.DraftModel(draft), Typical(epsilon, delta), shape)
 
 
@@ -399,6 +401,15 @@ def _clasp(lm: Any, skips: int | None = None, every: int = 4, length: int = 4) -
          "Entezari Zarch et al. 2025", SELF, "exit layer and length that promise most tokens a layer", TARGET)
 def _del(lm: Any, most: int = 6) -> Any:
     return Speculative(drafts.DynamicExit(lm, most))
+
+
+@_system("knn-ssd", "KNN-SSD: Enabling Dynamic Self-Speculative Decoding via Nearest Neighbor Layer Set Optimization",
+         "Song et al. 2025", SELF, "the skipped layers of the nearest of some sampled domains", "samples")
+def _knn(lm: Any, domains: Any = None, length: int = 4) -> Any:
+    if domains is None:
+        raise ValueError("system: 'knn-ssd' needs domains=, for each domain a list of samples as token ids")
+    anchors = drafts.fit_anchors(lm, domains)
+    return Speculative(drafts.KNNSkip(lm, anchors), SeedExact(), shapes.Chain(length))
 
 
 # the length of drafts, and batches

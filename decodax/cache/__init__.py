@@ -4,4 +4,5 @@ from decodax.cache.dense import Cache, Dense, WindowKV, dense
 from decodax.cache.scratch import Scratch, View
 from decodax.cache.window import Window, bidirectional, causal, parents, take
 
-__all__ = ["Cache", "Dense", "Scratch", "View", "Window", "WindowKV", "bidirectional", "causal", "dense", "parents", "take"]
+__all__ = ["Cache", "Dense", "Scratch", "View", "Window", "WindowKV", "bidirectional", "causal", "dense", "parents",
+           "take"]

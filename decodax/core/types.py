@@ -107,9 +107,9 @@ class Algorithm(Protocol):
 
     Numbers that a user may change between calls without a retrace belong in the policy or the state, not here.
 
-    A method whose rounds have several shapes (a draft length that adapts, a refresh now and then) also has `variants`,
-    a tuple of algorithms on the same state, and `choose(params, policy, s) -> i32[]`, which says whose round comes next.
-    Only `emits`, `caches`, `init` and `observe` of the method itself are then used.
+    A method whose rounds have several shapes (a draft length that adapts, a refresh now and then) also has
+    `variants`, a tuple of algorithms on the same state, and `choose(params, policy, s) -> i32[]`, which says whose
+    round comes next. Only `emits`, `caches`, `init` and `observe` of the method itself are then used.
     """
 
     @property

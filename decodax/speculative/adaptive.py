@@ -59,7 +59,7 @@ class Seen(Struct):
 
 
 class Controller(Protocol):
-    """A rule that picks arms: a frozen dataclass, static under jit. Its state has no batch axis."""
+    """A rule that picks arms: a frozen dataclass, static under jit. Its state is the batch's and has no batch axis."""
 
     def init(self, of: Adaptive) -> Any:
         """Its state; every leaf with an explicit dtype."""
@@ -127,10 +127,10 @@ class Adaptive:
     def init(self, params: Params, s: State) -> Any:
         states = [next(arm for arm in self.arms if arm.draft == draft).drafter.init(self._own(params, draft), s)
                   for draft in self.drafts]
-        return self.controller.init(self), tuple(states)
+        return _rows(self.controller.init(self), s.batch), tuple(states)
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        return self.controller.choose(self, s.algo[0], s)
+        return self.controller.choose(self, _first(s.algo[0]), s)
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return algo[0], self._tell(s, window, out, None, algo[1])
@@ -183,11 +183,20 @@ class _Arm:
         spare = self.emits - d.tokens.shape[1]
         wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, spare))), (d.tokens, d.source))
         states = self.adaptive._tell(s, window, out, d, states)
-        return d.replace(tokens=wide[0], source=wide[1],
-                         algo=(self.adaptive.controller.update(self.adaptive, control, seen), states))
+        control = _rows(self.adaptive.controller.update(self.adaptive, _first(control), seen), s.batch)
+        return d.replace(tokens=wide[0], source=wide[1], algo=(control, states))
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return self.adaptive.observe(s, window, out, algo)
+
+
+def _rows(state: Any, batch: int) -> Any:
+    """A controller's state once a row: what a state carries is selected, repeated and sharded by rows."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
+
+
+def _first(state: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], state)
 
 
 @struct

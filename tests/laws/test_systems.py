@@ -26,7 +26,8 @@ def lm(which: str) -> LM:
 
 
 def made(name: str):
-    options = dict(lengths=(2, 4)) if name == "automatic" else {}
+    samples = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
+    options = {"automatic": dict(lengths=(2, 4)), "knn-ssd": dict(domains=samples)}.get(name, {})
     return system(name, lm("llama"), lm("sliding") if SYSTEMS[name].needs == "a draft model" else None, **options)
 
 

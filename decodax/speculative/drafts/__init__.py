@@ -8,6 +8,7 @@ from decodax.speculative.drafts.fallback import Fallback
 from decodax.speculative.drafts.fastcot import FastCoT
 from decodax.speculative.drafts.input_guided import InputGuided
 from decodax.speculative.drafts.jacobi import HGJ, PGJ, PJ, Jacobi
+from decodax.speculative.drafts.knn_ssd import KNNSkip, fit_anchors
 from decodax.speculative.drafts.layer_skip import LayerSkip
 from decodax.speculative.drafts.lookahead import Lookahead
 from decodax.speculative.drafts.model import DraftModel
@@ -21,5 +22,5 @@ from decodax.speculative.drafts.suffix import SuffixAutomaton
 from decodax.speculative.drafts.trie import Trie
 
 __all__ = ["ADED", "HGJ", "PGJ", "PJ", "SJD", "CLaSp", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
-           "InputGuided", "Jacobi", "LayerSkip", "Lookahead", "NGram", "NGramModel", "PromptLookup", "Staged", "Stand",
-           "SuffixAutomaton", "TokenRecycling", "Trie", "UserDraft"]
+           "InputGuided", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "NGram", "NGramModel", "PromptLookup",
+           "Staged", "Stand", "SuffixAutomaton", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
