@@ -24,8 +24,9 @@ from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.sharding import lanes, place
 from decodax.sharding.report import callbacks, collectives, copies, parse
-from decodax.speculative import Rejection, Speculative
-from decodax.speculative.drafts import PromptLookup
+from decodax.speculative import NOTHING, Adaptive, Automatic, Rejection, Speculative
+from decodax.speculative.drafts import DraftModel, Lookahead, PromptLookup, TokenRecycling
+from decodax.speculative.shapes import Chain, Fixed
 from tests.laws import cases
 
 pytestmark = pytest.mark.xdist_group("compiled")      # its programs are compiled once
@@ -41,12 +42,22 @@ ALGORITHMS = {
     "lookup-rejection": Speculative(PromptLookup(length=4), Rejection()),
     "llada": MaskedDiffusion(Adapter(VOCABULARY - 1), block=8),
 }
+# drafts with caches, trees, probes and rounds of several shapes; the draft model's cache has the target's size
+WIDER = {
+    "draft-model": Speculative(DraftModel(NETWORK), shape=Chain(3)),
+    "draft-tree": Speculative(DraftModel(NETWORK), shape=Fixed.balanced(2, 2)),
+    "recycling": Speculative(TokenRecycling(Fixed.balanced(2, 2), k=2)),
+    "lookahead": Speculative(Lookahead(3, 3, 2)),
+    "adaptive": Adaptive((NOTHING, Speculative(PromptLookup(length=4), shape=Chain(2)),
+                          Speculative(PromptLookup(length=4))), Automatic((1.0, 1.1, 1.2))),
+}
 
 
 def abstract(alg, batch, **policy):
     """The arguments of a driver as shapes, after the static ones."""
     chain = build(batch, vocab_size=VOCABULARY, eos_token_id=[1], **{"temperature": 0.8, **policy})
-    params = Params(NETWORK.abstract_params())
+    own = NETWORK.abstract_params() if isinstance(getattr(alg, "draft", None), DraftModel) else None
+    params = Params(NETWORK.abstract_params(), own)
     begin = functools.partial(init_state, alg, NETWORK, size=CAPACITY, max_new=np.int32(30))
     tokens = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
     return params, chain, jax.eval_shape(begin, params, chain, tokens, jax.ShapeDtypeStruct((batch,), jnp.int32))
@@ -66,9 +77,9 @@ def copies_in_loops(program, elements):
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("algorithm", "driver"), [("autoregressive", "advance"), ("autoregressive", "prefill"),
-                                                   ("lookup", "advance")])
+                                                   ("lookup", "advance"), *((name, "advance") for name in WIDER)])
 def test_no_round_copies_the_cache(algorithm, driver, batch):
-    program = parse(compiled(ALGORITHMS[algorithm], batch, driver).as_text())
+    program = parse(compiled((ALGORITHMS | WIDER)[algorithm], batch, driver).as_text())
     assert program.loops()
     assert copies_in_loops(program, batch * ENTRIES) == []
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -89,3 +90,24 @@ def test_what_is_missing_is_named():
         system("staged")
     with pytest.raises(ValueError, match="'prompt-lookup' takes no option 'k'; takes length=7, max_ngram=3"):
         system("prompt-lookup", k=3)
+
+
+def test_several_samples_of_a_prompt_with_arms():
+    ids, options = prompts(3), dict(num_samples=2, max_new_tokens=12, temperature=0.8, seed=3, eos_token_id=[1])
+    plain = dx.generate(lm("llama"), ids, **options)
+    arms = dx.generate(lm("llama"), ids, algorithm=system("ucbspec", lengths=(0, 2)), **options)
+    assert np.array_equal(arms.tokens, plain.tokens)
+    assert arms.stats.drafted.sum() > 0
+
+
+FEW = ["token-recycling", "lookahead", "ucbspec", "opt-tree"]
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(n, marks=pytest.mark.slow) for n in SYSTEMS if n not in FEW)])
+def test_a_second_call_traces_nothing(name):
+    alg = made(name)
+    call = lambda ids, **options: dx.generate(lm("llama"), ids, algorithm=alg, top_p=0.9, **options)
+    call([[1, 2, 3, 4, 5, 6], [7, 8, 7, 8]], temperature=0.7, seed=1, eos_token_id=[0], max_new_tokens=12)
+    with jax.no_tracing(True):
+        call([[3, 4, 3, 4, 3, 4, 3], [9, 2, 9, 2, 9]], temperature=1.2, seed=[5, 6], eos_token_id=[6],
+             max_new_tokens=[20, 9])
