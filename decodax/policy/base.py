@@ -8,6 +8,7 @@ trees alike. Sampler and verifiers take tokens and probabilities from the same l
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Protocol
 
 import jax
@@ -121,13 +122,14 @@ class Policy(Struct):
         """The chain lifted over the nodes of a scored window; see `Lifted`."""
         return Lifted(self, s, window, out, jnp.ones(window.tokens.shape, bool), window.positions + 1)
 
-    def on_draft(self, s: Rows, window: Window, logits: Array, nodes: Array) -> tuple[Array, Array]:
+    def on_draft(self, s: Rows, window: Window, logits: Array,
+                 nodes: Array) -> tuple[Array, Callable[[], Array]]:
         """A draft's own logits `f32[B, W', V]` at window nodes `nodes` (`i32[B, W']`) under the chain.
 
         Transforms with a state of their own are left out: what a draft proposes may come from any distribution.
 
         Returns:
-            The logits up to the temperature, and those after the whole chain.
+            The logits up to the temperature, and what computes those after the whole chain.
         """
         known, out = jnp.ones(window.tokens.shape, bool), Out(hidden=logits, kv=(), head=lambda x: x)
         lifted = Lifted(self, s, window, out, known, window.positions + 1)
@@ -135,7 +137,7 @@ class Policy(Struct):
         cut = next((i for i, (t, _) in enumerate(chain) if isinstance(t, Temperature)), len(chain))
         part = lambda links, x: lifted._map(tuple(t for t, _ in links), tuple(z for _, z in links), x, nodes)
         raw = part(chain[:cut], logits)
-        return raw, part(chain[cut:], raw)
+        return raw, lambda: part(chain[cut:], raw)
 
     def select(self, rows: Array) -> Policy:
         """The policy whose row `i` is this one's row `rows[i]` (`i32[B']`)."""

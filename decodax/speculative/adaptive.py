@@ -220,7 +220,7 @@ class Automatic:
     """Picks the arm of the most expected tokens a second, from measured costs and the acceptance seen by depth.
 
     Expected tokens of an arm of length K are 1 + sum over k of the product of the first k acceptance rates. While the
-    best is to draft nothing, drafts are probed ever more rarely: after 8, 16, 32, ... rounds, at most every `patience`.
+    best is to draft nothing, drafts are probed ever more rarely: after 16, 32, 64, ... rounds, at most `patience`.
 
     Attributes:
         costs: seconds of a round of each arm (or any other unit), as `measure` finds them for a batch size.
@@ -245,8 +245,8 @@ class Automatic:
         if len(of.arms) != len(self.costs):
             raise ValueError(f"costs: got {len(self.costs)} for {len(of.arms)} arms")
         shape = len(of.arms), of.emits - 1
-        # one imagined draft of which three quarters hold: drafts are tried until they are seen to fail
-        return Rates(tried=jnp.ones(shape, jnp.float32), held=jnp.full(shape, 0.75, jnp.float32),
+        # half an imagined draft, of which three quarters hold: drafts are tried until they are seen to fail
+        return Rates(tried=jnp.full(shape, 0.5, jnp.float32), held=jnp.full(shape, 0.375, jnp.float32),
                      wait=jnp.full((), FIRST_WAIT, jnp.int32), gap=jnp.full((), 2 * FIRST_WAIT, jnp.int32))
 
     def choose(self, of: Adaptive, state: Rates, s: State) -> Array:
@@ -273,7 +273,7 @@ class Automatic:
         return Rates(tried=add(state.tried, seen.tried), held=add(state.held, seen.held), wait=wait, gap=gap)
 
 
-FIRST_WAIT = 8
+FIRST_WAIT = 16
 """Rounds after which drafts that were given up are probed again."""
 
 

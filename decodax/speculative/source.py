@@ -7,11 +7,11 @@ A `Source` gives the distribution of what follows any node of a tree; a `Shape` 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from decodax.cache import Window
 from decodax.core import keys
@@ -153,7 +153,7 @@ class Grower:
     params: Params
     policy: Any
     s: State
-    drawn: Drawn | Literal["ranked"]
+    drawn: Drawn
 
     @property
     def ranked(self) -> Grower:
@@ -204,13 +204,18 @@ class Grower:
             log_q, tokens = None, likeliest(log_p, count)
         elif self.drawn == "coupled":
             predicts = jnp.take_along_axis(window.positions, nodes, 1) + 1
-            own = draw(warm, keys.uniforms(self.s.key, predicts, Purpose.TOKEN))
-            own = jnp.where(cold | (own < 0), first_argmax(log_p), own)[..., None]
+            best = first_argmax(raw)
+
+            def couple() -> Array:
+                own = draw(warm(), keys.uniforms(self.s.key, predicts, Purpose.TOKEN))
+                return jnp.where(cold | (own < 0), best, own)
+
+            own = lax.cond(self.policy.greedy.all(), lambda: best, couple)[..., None]
             rest = jnp.where(jnp.arange(V) == own, -jnp.inf, log_p)
             log_q, tokens = None, jnp.concatenate([own, likeliest(rest, count - 1)], -1)
         else:
             # where the policy leaves one token the draft ranks all: any q keeps the verifiers exact
-            log_q = jnp.where(cold[..., None], log_p, jax.nn.log_softmax(warm))
+            log_q = jnp.where(cold[..., None], log_p, jax.nn.log_softmax(warm()))
             u = self._uniforms(g, nodes, count, Purpose.DRAFT)
             left, drawn = log_q, []
             for i in range(count):

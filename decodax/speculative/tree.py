@@ -16,10 +16,10 @@ from jax import Array
 from decodax.cache import Window
 from decodax.struct import Struct, struct
 
-Drawn = Literal["coupled", "distinct", "independent"]
-"""How a verifier wants sampled drafts: "coupled", the first child by the uniform that the target's own draw will take
-and the others the most likely (q is not needed); "distinct", children of a node without replacement, q reported;
-"independent", each child a draw of its own from q, reported."""
+Drawn = Literal["coupled", "ranked", "distinct", "independent"]
+"""How a verifier wants sampled drafts. "coupled": the first child by the uniform that the target's own draw will take,
+the others the likeliest. "ranked": the likeliest in order. "distinct": children of a node without replacement.
+"independent": each child a draw of its own. The last two report what they drew from, `log_q`."""
 
 
 @struct

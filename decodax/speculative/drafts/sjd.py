@@ -80,13 +80,13 @@ class SJD(Stateless):
                 drawn: Drawn) -> tuple[Proposal, Conditionals]:
         log_q = self._log_q(s, state)
         positions = s.length[:, None] + jnp.arange(self.length, dtype=jnp.int32)
-        if drawn == "coupled":
+        if drawn in ("coupled", "ranked"):
             u = keys.uniforms(s.key, positions, Purpose.TOKEN)
         else:       # a position is drawn anew in every round that does not reach it
             u = keys.uniforms(s.key, positions, Purpose.DRAFT, s.stats.rounds)
         tokens = draw(log_q, u)
         count = jnp.full(s.batch, self.length, jnp.int32)
-        return chain(tokens, count, None if drawn == "coupled" else log_q), state.replace(policy=policy)
+        return chain(tokens, count, None if drawn in ("coupled", "ranked") else log_q), state.replace(policy=policy)
 
     def _log_q(self, s: State, state: Conditionals) -> Array:
         """`f32[B, K, V]`: the kept conditionals, all on one token where there are none."""

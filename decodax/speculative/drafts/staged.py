@@ -69,7 +69,7 @@ class Staged:
         return Stage(cache=constrain(cache, heads(cache)), algo=self.inner.init(Params(model, inner), s))
 
     def propose(self, params: Params, policy: Any, s: State, state: Stage, drawn: Drawn) -> tuple[Proposal, Stage]:
-        if drawn != "coupled":
+        if drawn not in ("coupled", "ranked"):
             raise ValueError("verify: Staged drafts with the target's uniforms and knows no q; takes SeedExact")
         model, inner = _own(params)
         cache = catch_up(self.draft.model, model, s, state.cache, self.draft.chunk, newest=1)

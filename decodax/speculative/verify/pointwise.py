@@ -43,7 +43,7 @@ class Greedy(AnyTree):
     """
 
     guarantee: ClassVar[Guarantee] = "approximate"
-    drawn: ClassVar[Drawn] = "coupled"
+    drawn: ClassVar[Drawn] = "ranked"
 
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         best = first_argmax(policy.processed(), checked=True)
@@ -71,7 +71,7 @@ class Typical(AnyTree):
     epsilon: float = 0.09
     delta: float = 0.3
     guarantee: ClassVar[Guarantee] = "approximate"
-    drawn: ClassVar[Drawn] = "coupled"
+    drawn: ClassVar[Drawn] = "ranked"
 
     def __post_init__(self) -> None:
         if not 0 < self.epsilon < 1:
@@ -106,7 +106,7 @@ class Margin(AnyTree):
     beta: int = 3
     tau: float = 1.0
     guarantee: ClassVar[Guarantee] = "approximate"
-    drawn: ClassVar[Drawn] = "coupled"
+    drawn: ClassVar[Drawn] = "ranked"
 
     def __post_init__(self) -> None:
         if self.beta < 1:
@@ -129,7 +129,7 @@ class TopK(AnyTree):
 
     k: int
     guarantee: ClassVar[Guarantee] = "approximate"
-    drawn: ClassVar[Drawn] = "coupled"
+    drawn: ClassVar[Drawn] = "ranked"
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -151,7 +151,7 @@ class Distance(AnyTree):
 
     epsilon: int
     guarantee: ClassVar[Guarantee] = "approximate"
-    drawn: ClassVar[Drawn] = "coupled"
+    drawn: ClassVar[Drawn] = "ranked"
 
     def __post_init__(self) -> None:
         if self.epsilon < 0:
