@@ -173,7 +173,10 @@ def test_help_comes_without_jax() -> None:
 
 
 def start(tiny_model: Path, *args: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "decodax", "generate", "x", "--model", str(tiny_model), *args]
+    # a job that a script started in the background ignores interrupts, and hands that on to its children
+    program = ("import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+               "from decodax.cli import main; sys.exit(main())")
+    command = [sys.executable, "-c", program, "generate", "x", "--model", str(tiny_model), *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
