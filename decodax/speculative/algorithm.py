@@ -45,7 +45,6 @@ class Speculative:
         if self.shape is not None and hasattr(self.draft, "propose") and not getattr(self.shape, "is_chain", False):
             raise ValueError(f"shape: {type(self.draft).__name__} makes its own trees and takes at most a Chain, got "
                              f"{type(self.shape).__name__}")
-        self.verify.check(self.drafter)
 
     @property
     def drafter(self) -> Draft:

@@ -9,7 +9,6 @@ from jax import Array
 from decodax.core.state import State
 
 if TYPE_CHECKING:
-    from decodax.speculative.source import Draft
     from decodax.speculative.tree import Drawn, Tree
 
 Guarantee = Literal["seed-exact", "distribution-exact", "approximate"]
@@ -27,9 +26,6 @@ class Verifier(Protocol):
     @property
     def drawn(self) -> Drawn: ...
 
-    def check(self, draft: Draft) -> None:
-        """Raises ValueError where the rule cannot take the drafts."""
-
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         """What holds.
 
@@ -41,10 +37,3 @@ class Verifier(Protocol):
             path: `i32[B, longest + 1]` window nodes from the newest token down; accepted: `i32[B]` how many drafts of
             it hold; own: `i32[B]` the target's token after them (INVALID and DEAD_END as in `Decision`).
         """
-
-
-class AnyTree:
-    """A rule that takes every tree."""
-
-    def check(self, draft: Draft) -> None:
-        pass

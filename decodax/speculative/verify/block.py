@@ -14,7 +14,7 @@ draft from p. Of all rules that keep p and look at one block, none accepts more 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -29,9 +29,6 @@ from decodax.speculative.verify.base import Guarantee
 from decodax.speculative.verify.rejection import chain_only
 from decodax.speculative.verify.walk import residual
 
-if TYPE_CHECKING:
-    from decodax.speculative.source import Draft
-
 
 @dataclasses.dataclass(frozen=True)
 class Block:
@@ -45,9 +42,6 @@ class Block:
 
     guarantee: ClassVar[Guarantee] = "distribution-exact"
     drawn: ClassVar[Drawn] = "independent"
-
-    def check(self, draft: Draft) -> None:
-        pass        # topology is known only to the proposal: see `chain_only`
 
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         chain_only(self, tree)

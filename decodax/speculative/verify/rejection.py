@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +15,6 @@ from decodax.core.state import State
 from decodax.policy.draw import draw
 from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import Guarantee
-
-if TYPE_CHECKING:
-    from decodax.speculative.source import Draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +28,6 @@ class Rejection:
 
     guarantee: ClassVar[Guarantee] = "distribution-exact"
     drawn: ClassVar[Drawn] = "independent"
-
-    def check(self, draft: Draft) -> None:
-        pass        # topology is known only to the proposal: see `chain_only`
 
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         chain_only(self, tree)
