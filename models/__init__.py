@@ -2,7 +2,8 @@
 
 from decodax.models.config import DecoderConfig, Layer, NormConfig, llama
 from decodax.models.decoder import Decoder
+from decodax.models.diffusion import Diffusion
 from decodax.models.rope import Rope
 from decodax.models.transformer import Transformer
 
-__all__ = ["Decoder", "DecoderConfig", "Layer", "NormConfig", "Rope", "Transformer", "llama"]
+__all__ = ["Decoder", "DecoderConfig", "Diffusion", "Layer", "NormConfig", "Rope", "Transformer", "llama"]

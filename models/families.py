@@ -1,6 +1,7 @@
 """Hugging Face `config.json` to `DecoderConfig`, one short function a model family.
 
-The facts are those of the families' reference implementations in transformers, defaults included: older files leave
+The facts are those of the families' reference implementations in transformers (for the diffusion models, of the code
+that is released with them: `decodax.models.diffusion`), defaults included: older files leave
 out what equals a default, and write `rope_theta` and `rope_scaling` where newer ones write `rope_parameters`.
 """
 
@@ -63,6 +64,8 @@ def _mistral(c: Json) -> DecoderConfig:
 
 
 def _qwen2(c: Json) -> DecoderConfig:
+    if "text_mask_token_id" in c:
+        _unslid(c)                          # SDLM
     shape = _shape(c, qkv_bias=True)
     return DecoderConfig(layers=_qwen_layers(c, shape), **shape)
 
@@ -161,9 +164,47 @@ def _gpt2(c: Json) -> DecoderConfig:
         qkv_bias=True, out_bias=True, mlp_bias=True)
 
 
+def _dream(c: Json) -> DecoderConfig:
+    return _qwen2(_unslid(c))
+
+
+def _sdar(c: Json) -> DecoderConfig:
+    return _qwen3(_unslid(c))
+
+
+def _unslid(c: Json) -> Json:
+    if c.get("use_sliding_window"):
+        raise ValueError("use_sliding_window: got True; a masked-diffusion model looks both ways, it takes False")
+    return c
+
+
+LLADA = {"alibi": (False, False), "attention_layer_norm": (False, False), "bias_for_layer_norm": (False, False),
+         "block_group_size": (1, 1), "block_type": ("sequential", "llama"), "include_bias": (False, False),
+         "layer_norm_type": ("default", "rms"), "layer_norm_with_affine": (True, True), "rope": (False, True)}
+"""Options of LLaDA's class, which is OLMo's: what it takes for a missing one, and what the released models have."""
+
+
+def _llada(c: Json) -> DecoderConfig:
+    for name, (default, taken) in LLADA.items():
+        got = default if c.get(name) is None else c[name]
+        if got != taken:
+            raise ValueError(f"{name}: got {got!r}, supported is {taken!r}")
+    width, heads = c["d_model"], c["n_heads"]
+    rope = Rope(width // heads, float(c.get("rope_theta", 10_000.0)))
+    return DecoderConfig(
+        vocab=c.get("embedding_size") or c["vocab_size"], width=width, heads=heads, head_dim=width // heads,
+        kv_heads=c.get("n_kv_heads") or (1 if c.get("multi_query_attention") else heads),
+        mlp=c.get("mlp_hidden_size") or c.get("mlp_ratio", 4) * width, layers=(Layer(rope),) * c["n_layers"],
+        context=c.get("max_sequence_length", 1024), norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)),
+        activation=_activation(c.get("activation_type", "swiglu")), qkv_bias=bool(c.get("include_qkv_bias")),
+        tied=c.get("weight_tying", True), embed_scale=width ** 0.5 if c.get("input_emb_norm") else 1.0,
+        logit_scale=width ** -0.5 if c.get("scale_logits") else 1.0)
+
+
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gpt2": _gpt2, "granite": _granite, "llama": _llama,
     "mistral": _mistral, "olmo2": _olmo2, "phi3": _phi3, "qwen2": _qwen2, "qwen3": _qwen3, "stablelm": _stablelm,
+    "Dream": _dream, "Fast_dLLM_Qwen": _dream, "llada": _llada, "sdar": _sdar,
 }
 """By `model_type`."""
 

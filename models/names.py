@@ -50,6 +50,7 @@ class Names:
     Attributes:
         layer: network path inside a layer to module name inside a layer.
         stem, layers, embed, norm, positions: names of the whole model's parts.
+        head: the output head's whole name.
         fused: groups of paths that share one tensor, in its order.
         transposed: whether linear layers are stored `[out, in]`.
     """
@@ -59,6 +60,7 @@ class Names:
     layers: str = "layers"
     embed: str = "embed_tokens"
     norm: str = "norm"
+    head: str = "lm_head"
     positions: str = ""
     fused: tuple[tuple[str, ...], ...] = ()
     transposed: bool = True
@@ -68,6 +70,10 @@ FAMILY_NAMES = {
     "gpt2": Names({"attn_in": "ln_1", "mlp_in": "ln_2", **dict.fromkeys(QKV, "attn.c_attn"), "attn.o": "attn.c_proj",
                    "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}, stem="transformer.", layers="h", embed="wte",
                   norm="ln_f", positions="wpe", fused=(QKV,), transposed=False),
+    "llada": Names({"attn_in": "attn_norm", "mlp_in": "ff_norm", "attn.q": "q_proj", "attn.k": "k_proj",
+                    "attn.v": "v_proj", "attn.o": "attn_out", "mlp.gate": "ff_proj", "mlp.up": "up_proj",
+                    "mlp.down": "ff_out"}, stem="model.transformer.", layers="blocks", embed="wte", norm="ln_f",
+                   head="model.transformer.ff_out"),
     "phi3": Names({**LLAMA, **dict.fromkeys(QKV, "self_attn.qkv_proj"), **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")},
                   fused=(QKV, GATE_UP)),
     "gemma2": Names(SANDWICH), "gemma3_text": Names(SANDWICH), "olmo2": Names(SANDWICH),
@@ -94,6 +100,11 @@ def sources(family: str, config: DecoderConfig, shapes: Weights, present: Collec
     return {path: _source(path, names, stem, sizes) for path in sizes}
 
 
+def head_tensor(family: str) -> str:
+    """The output head's tensor, which files of models with a tied one may hold too."""
+    return f"{FAMILY_NAMES.get(family, Names(LLAMA)).head}.weight"
+
+
 def _source(path: str, names: Names, stem: str, sizes: dict[str, tuple[int, ...]]) -> Source:
     whole = {"embed": names.embed, "positions": names.positions}
     if path in whole:
@@ -103,7 +114,7 @@ def _source(path: str, names: Names, stem: str, sizes: dict[str, tuple[int, ...]
     shape, transpose = sizes[path], leaf == "kernel" and (names.transposed or module == "lm_head")
     part = None
     if module == "lm_head":
-        name = f"lm_head.{tail}"
+        name = f"{names.head}.{tail}"
     elif module == "norm":
         name = f"{stem}{names.norm}.{tail}"
     else:

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from decodax.models.config import DecoderConfig
+from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import read_config
-from decodax.models.names import IGNORED, Source, flatten, sources
+from decodax.models.names import IGNORED, Source, flatten, head_tensor, sources
 from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Yarn
 from decodax.models.transformer import Transformer, Weights
 
@@ -59,7 +60,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     shapes = Transformer(decoder).abstract_params()
     files = _Files(root)
     where = sources(config["model_type"], decoder, shapes, files.home)
-    _check(where, files, decoder)
+    _check(where, files, {head_tensor(config["model_type"])} if decoder.tied else set())
 
     stored = DTYPES[files.slice(where["embed"].tensors[0]).get_dtype()]
     name = stored if dtype is None else jnp.dtype(dtype).name
@@ -69,6 +70,20 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     weights = {path: _load(files, where[path], leaf.shape, np.dtype(jnp.dtype(name)), places[path])
                for path, leaf in flatten(shapes).items()}
     return model, jax.tree.unflatten(jax.tree.structure(shapes), list(weights.values()))
+
+
+def load_diffusion(directory: str | os.PathLike[str]) -> Diffusion | None:
+    """How the model of a directory fills masks; None: it is autoregressive.
+
+    Raises:
+        CheckpointError: its config.json says something that is not supported.
+    """
+    path = Path(directory) / "config.json"
+    config = read_json(path)
+    try:
+        return read_diffusion(config)
+    except ValueError as e:
+        raise CheckpointError(f"{path}: {e}") from None
 
 
 class _Files:
@@ -98,8 +113,8 @@ class _Files:
         return self.handles[self.home[tensor]].get_slice(tensor)
 
 
-def _check(where: dict[str, Source], files: _Files, config: DecoderConfig) -> None:
-    """Every tensor is there, of the right shape and kind, and none is left over."""
+def _check(where: dict[str, Source], files: _Files, spare: set[str]) -> None:
+    """Every tensor is there, of the right shape and kind, and none but `spare` is left over."""
     wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
     root = ", ".join(sorted(str(path) for path in files.handles))
     missing = [tensor for tensor in wanted if tensor not in files.home]
@@ -113,8 +128,7 @@ def _check(where: dict[str, Source], files: _Files, config: DecoderConfig) -> No
         if files.slice(tensor).get_dtype() not in DTYPES:
             raise CheckpointError(f"{files.home[tensor]}: tensor {tensor} is {files.slice(tensor).get_dtype()}, "
                                   f"supported are {', '.join(DTYPES)}")
-    left = [tensor for tensor in files.home if tensor not in wanted and not IGNORED.search(tensor)
-            and not (config.tied and tensor == "lm_head.weight")]
+    left = [tensor for tensor in files.home.keys() - wanted.keys() - spare if not IGNORED.search(tensor)]
     if left:
         raise CheckpointError(f"{files.home[left[0]]}: holds {_some(left)}, which the configuration has no place for")
 

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 
 import decodax.models
 from decodax.core.types import Model
-from decodax.io.checkpoint import load_model
+from decodax.io.checkpoint import load_diffusion, load_model
 from decodax.io.text import Tokenizer
+from decodax.models.diffusion import Diffusion
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
 """Where the shipped models lie."""
@@ -31,6 +32,7 @@ class LM:
         generation_config: the model's own defaults, by Hugging Face's names.
         name: what it was loaded as.
         mesh: the mesh its weights lie on; batches are placed on it.
+        diffusion: how it fills masks; None for an autoregressive model.
     """
 
     model: Model
@@ -40,6 +42,7 @@ class LM:
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     name: str = "model"
     mesh: Mesh | None = None
+    diffusion: Diffusion | None = None
 
     @property
     def eos(self) -> list[int]:
@@ -101,9 +104,10 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long there
+    diffusion = load_diffusion(path)
     model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)
     config = path / "generation_config.json"
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
               generation_config=json.loads(config.read_text()) if config.is_file() else {},
-              name=path.name, mesh=mesh)
+              name=path.name, mesh=mesh, diffusion=diffusion)

@@ -1,0 +1,97 @@
+"""What a masked-diffusion checkpoint says about its decoding: mask token, alignment, attention, block.
+
+The network of LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), DiffuCoder (Gong et al. 2025), SDAR (Cheng et al. 2025)
+and TraDo (Wang et al. 2025), Fast-dLLM v2 (Wu et al. 2025) and SDLM (Liu et al. 2025) is a decoder like any other
+(`decodax.models.families`). What sets such a model apart is plain data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+Attention = Literal["full", "block-causal", "causal-prefix"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Diffusion:
+    """How a model was trained to fill masks.
+
+    Attributes:
+        mask: id of the mask token.
+        shift: whether logits at a position predict the next one, as in models made from autoregressive ones, and not
+            the position itself.
+        attention: who sees whom. "full": everybody everybody, the prompt included. "block-causal": a position its own
+            block and those before it; blocks are counted from the first token of the prompt. "causal-prefix": the text
+            is causal, the masks after it and its last token see it and one another.
+        block: positions of a block, or of the canvas after a causal prefix; None with full attention, where the sampler
+            may choose.
+    """
+
+    mask: int
+    shift: bool = False
+    attention: Attention = "full"
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask < 0:
+            raise ValueError(f"mask: got {self.mask}, takes a token id")
+        if self.attention not in get_args(Attention):
+            raise ValueError(f"attention: got {self.attention!r}, takes {', '.join(get_args(Attention))}")
+        if self.attention == "full" and self.block is not None:
+            raise ValueError(f"block: got {self.block}, full attention takes None")
+        if self.attention != "full" and (self.block is None or self.block < 1):
+            raise ValueError(f"block: got {self.block}, {self.attention} attention takes 1 or more")
+
+
+PUBLISHED: dict[str, Diffusion] = {
+    "Dream": Diffusion(mask=151666, shift=True),
+    "Fast_dLLM_Qwen": Diffusion(mask=151665, shift=True, attention="block-causal", block=32),
+    "llada": Diffusion(mask=126336),
+    "sdar": Diffusion(mask=151669, attention="block-causal", block=4),
+    "sdlm": Diffusion(mask=151665, shift=True, attention="causal-prefix", block=4),
+}
+"""What the released models of a `model_type` have where their config.json is silent. SDLM calls itself a Qwen 2 and is
+told by its `text_mask_token_id`."""
+
+FIELDS = {"mask": ("mask_token_id", "text_mask_token_id"), "block": ("bd_size", "block_size")}
+"""Under which names a config.json may say otherwise."""
+
+
+def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
+    """How the model of a `config.json` fills masks; None for an autoregressive one.
+
+    A model of any family may say it itself, by an entry `diffusion` with the fields of `Diffusion`; where that lacks
+    `mask` it is `mask_token_id`.
+
+    Raises:
+        ValueError: a field that is out of its range, or an option without a counterpart here.
+
+    >>> read_diffusion({"model_type": "sdar", "mask_token_id": 7, "block_size": 16, "vocab_size": 9})
+    Diffusion(mask=7, shift=False, attention='block-causal', block=16)
+    >>> read_diffusion({"model_type": "llama", "mask_token_id": 8, "diffusion": {"shift": True}})
+    Diffusion(mask=8, shift=True, attention='full', block=None)
+    """
+    own, kind = c.get("diffusion"), str(c.get("model_type"))
+    if kind == "qwen2" and "text_mask_token_id" in c:
+        kind = "sdlm"
+    if own is not None:
+        try:
+            found = Diffusion(**{"mask": c.get("mask_token_id", -1), **own})
+        except TypeError as e:
+            raise ValueError(f"diffusion: got {own!r} ({e})") from None
+    elif kind in PUBLISHED:
+        found = PUBLISHED[kind]
+        given = {field: c[name] for field, names in FIELDS.items() for name in names if c.get(name) is not None}
+        if found.attention == "full":
+            given.pop("block", None)
+        found = dataclasses.replace(found, **given)
+    else:
+        return None
+    if kind == "sdlm" and c.get("causal_attn"):
+        raise ValueError("causal_attn: got True; masks that do not see the later ones are not supported, takes False")
+    if found.mask >= c.get("vocab_size", math.inf):
+        raise ValueError(f"mask token: got {found.mask}, the vocabulary has {c['vocab_size']} entries")
+    return found
