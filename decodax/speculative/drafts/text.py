@@ -140,21 +140,34 @@ def prefix_tree(paths: Array, weight: Array, nodes: int) -> Proposal:
     Args:
         paths: `i32[B, R, D]`, -1 beyond each one's end. weight: `i32[B, R]`; paths of weight 0 are left out.
     """
+    alike = shared(paths) & (weight > 0)[:, None, :, None] & (weight > 0)[:, :, None, None]
+    total = (alike * weight[:, :, None, None]).sum(1)
+    return best_prefixes(paths, alike, jnp.where(total > 0, total, -1), nodes)
+
+
+def best_prefixes(paths: Array, alike: Array, score: Array, nodes: int, most: Array | None = None) -> Proposal:
+    """The prefixes of highest score, as a tree of `nodes` drafts. Of equal ones the shorter and then the earlier path's
+    stands first.
+
+    Args:
+        paths: `i32[B, R, D]`. alike: `bool[B, R, R, D]` as from `shared`, False for paths that are left out.
+        score: `[B, R, D]` of the prefix of d + 1 tokens of each path, the same for those that begin alike; a prefix's
+            is never below that of one that extends it, and below 0 where there is none.
+        most: `i32[B]` how many drafts a tree has at most; default `nodes`.
+    """
     R, D = paths.shape[1:]
 
-    def row(alike: Array, tokens: Array, weight: Array) -> tuple[Array, Array, Array]:
-        alike = alike & (weight > 0)[None, :, None]
-        total = (alike * weight[None, :, None]).sum(1)
-        first = jnp.argmax(alike, 1)                                     # [R, D]: the path that stands for the prefix
-        own = (first == jnp.arange(R)[:, None]) & (total > 0) & (weight > 0)[:, None]
-        score = jnp.where(own, total * D + jnp.arange(D, 0, -1) - 1, -1).reshape(-1)
-        best, chosen = lax.top_k(score, min(nodes, R * D))
+    def row(alike: Array, tokens: Array, score: Array, most: Array) -> tuple[Array, Array, Array]:
+        first = jnp.argmax(alike, 0)                                     # [R, D]: the path that stands for the prefix
+        own = (first == jnp.arange(R)[:, None]) & (score >= 0) & alike.any(0)
+        best, chosen = lax.top_k(jnp.where(own, score, -1).T.reshape(-1), min(nodes, R * D))
         node = jnp.zeros(R * D, jnp.int32).at[chosen].set(jnp.arange(1, chosen.shape[0] + 1, dtype=jnp.int32))
-        path, depth = chosen // D, chosen % D
-        above = node[first[path, jnp.maximum(depth - 1, 0)] * D + depth - 1]
-        live = best >= 0
+        path, depth = chosen % R, chosen // R
+        above = node[(depth - 1) * R + first[path, jnp.maximum(depth - 1, 0)]]
+        live = (best >= 0) & (jnp.arange(chosen.shape[0]) < most)
         fill = lambda x: jnp.pad(jnp.where(live, x, 0), (0, nodes - chosen.shape[0])).astype(jnp.int32)
-        return fill(tokens.reshape(-1)[chosen]), fill(live) > 0, fill(jnp.where(depth > 0, above, 0))
+        return fill(tokens.T.reshape(-1)[chosen]), fill(live) > 0, fill(jnp.where(depth > 0, above, 0))
 
-    tokens, live, parents = jax.vmap(row)(shared(paths), paths, weight)
+    most = jnp.full(paths.shape[0], nodes) if most is None else most
+    tokens, live, parents = jax.vmap(row)(alike, paths, score, most)
     return Proposal(tokens=tokens, live=live, parents=parents)
