@@ -127,7 +127,7 @@ def _autoregressive() -> Any:
 # drafts from text and tables
 
 @_system("prompt-lookup", "Prompt Lookup Decoding", "Saxena 2023", LINEAR, "what followed the last n-gram before")
-def _prompt_lookup(length: int = 7, max_ngram: int = 3, min_ngram: int = 1, verify: Any = EXACT) -> Any:
+def _prompt_lookup(length: int = 10, max_ngram: int = 3, min_ngram: int = 1, verify: Any = EXACT) -> Any:
     return Speculative(drafts.PromptLookup(length, max_ngram, min_ngram), verify)
 
 

@@ -3,6 +3,10 @@
 An *arm* is a `Speculative` algorithm; `NOTHING` is the arm that drafts nothing. All arms look at every round, whoever
 drafted it. The choice is one for the batch, since the window's shape is: with `SeedExact` the tokens do not depend on
 it, with the other verifiers their distribution does not.
+
+While nothing is drafted, drafts that are merely read off the text (`free`) are tried on paper: now and then one is
+noted and compared with what plain decoding writes. That tells their acceptance at no cost but the lookup's, where a
+real trial costs a wider window.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from decodax.cache import Window
+from decodax.cache import Window, take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
@@ -58,8 +62,29 @@ class Seen(Struct):
     held: Array
 
 
+@struct
+class Paper(Struct):
+    """Drafts that are compared with plain decoding's tokens, without a forward of their own.
+
+    Attributes:
+        tokens: `i32[B, K]`, -1 beyond the draft. next: `i32[B]` which of them the next token is compared with.
+        held: `bool[B]` all before it held; False before the first draft.
+    """
+
+    tokens: Array
+    next: Array
+    held: Array
+
+
+EVERY = 8
+"""Rounds between lookups of drafts on paper: small beside what the rounds themselves cost, even of a tiny model."""
+
+
 class Controller(Protocol):
-    """A rule that picks arms: a frozen dataclass, static under jit. Its state is the batch's and has no batch axis."""
+    """A rule that picks arms: a frozen dataclass, static under jit. Its state is the batch's and has no batch axis.
+
+    One that also has `note(of, state, seen)` is told of drafts that were tried on paper.
+    """
 
     def init(self, of: Adaptive) -> Any:
         """Its state; every leaf with an explicit dtype."""
@@ -127,13 +152,26 @@ class Adaptive:
     def init(self, params: Params, s: State) -> Any:
         states = [next(arm for arm in self.arms if arm.draft == draft).drafter.init(self._own(params, draft), s)
                   for draft in self.drafts]
-        return _rows(self.controller.init(self), s.batch), tuple(states)
+        return _rows(self.controller.init(self), s.batch), tuple(states), tuple(self._papers(s.batch))
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
         return self.controller.choose(self, _first(s.algo[0]), s)
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        return algo[0], self._tell(s, window, out, None, algo[1])
+        return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
+
+    @functools.cached_property
+    def free(self) -> tuple[int, ...]:
+        """Arms whose drafts are tried on paper: the longest of each draft."""
+        if NOTHING not in self.arms or not hasattr(self.controller, "note"):
+            return ()
+        longest = {arm.draft: i for i, arm in sorted(enumerate(self.arms), key=lambda x: x[1].emits)
+                   if getattr(arm.draft, "free", False)}
+        return tuple(longest.values())
+
+    def _papers(self, batch: int) -> list[Paper]:
+        return [Paper(tokens=jnp.full((batch, self.arms[i].emits - 1), -1, jnp.int32), next=jnp.zeros(batch, jnp.int32),
+                      held=jnp.zeros(batch, bool)) for i in self.free]
 
     def _tell(self, s: State, window: Window, out: Out, decision: Decision | None, states: Any) -> Any:
         return tuple(next(arm for arm in self.arms if arm.draft == draft).drafter.observe(s, window, out, decision, x)
@@ -163,14 +201,48 @@ class _Arm:
         return self.adaptive.init(params, s)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        control, states = s.algo
+        control, states, papers = s.algo
         own = self.adaptive.drafts.index(self.arm.draft)
         window, (state, tree) = self.arm.propose(self.adaptive._own(params, self.arm.draft), policy,
                                                  s.replace(algo=(states[own], None)))
-        return window, ((control, tuple(state if i == own else x for i, x in enumerate(states))), tree)
+        if self.arm == NOTHING:
+            papers = tuple(self._renew(i, params, policy, s, paper)
+                           for i, paper in zip(self.adaptive.free, papers, strict=True))
+        return window, ((control, tuple(state if i == own else x for i, x in enumerate(states)), papers), tree)
+
+    def _renew(self, index: int, params: Params, policy: Any, s: State, paper: Paper) -> Paper:
+        arm, K = self.adaptive.arms[index], paper.tokens.shape[1]
+        over = ~paper.held | (paper.next >= K)
+        due = (s.running & over).any() & (s.stats.rounds.max() % EVERY == 0)
+
+        def look() -> Paper:
+            at = self.adaptive.drafts.index(arm.draft)
+            found, _ = arm.drafter.propose(self.adaptive._own(params, arm.draft), policy, s, s.algo[1][at],
+                                           arm.verify.drawn)
+            tokens = jnp.where(over[:, None], jnp.where(found.live, found.tokens, -1), paper.tokens)
+            return Paper(tokens=tokens, next=jnp.where(over, 0, paper.next), held=over | paper.held)
+
+        return lax.cond(due, look, lambda: paper)
+
+    def _compare(self, control: Any, papers: Any, s: State, d: Decision, seen: Seen) -> tuple[Any, Any]:
+        """What the drafts on paper show after this round. One in which others drafted is no test for them: it ends."""
+        if self.arm != NOTHING:
+            return control, tuple(paper.replace(held=jnp.zeros_like(paper.held)) for paper in papers)
+        renewed = []
+        for index, paper in zip(self.adaptive.free, papers, strict=True):
+            K = paper.tokens.shape[1]
+            tried = paper.held & (paper.next < K) & s.running
+            held = tried & (take(paper.tokens, jnp.minimum(paper.next, K - 1)[:, None])[:, 0] == d.tokens[:, 0])
+            at = paper.next[:, None] == jnp.arange(self.emits - 1)
+            total = lambda hit, at=at: (hit[:, None] & at).sum(0).astype(jnp.float32)
+            control = self.adaptive.controller.note(                                            # type: ignore[attr-defined]
+                self.adaptive, control, seen.replace(arm=jnp.asarray(index, jnp.int32), tried=total(tried),
+                                                     held=total(held)))
+            renewed.append(paper.replace(next=paper.next + 1, held=held))
+        return control, tuple(renewed)
 
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        (control, states), tree = algo
+        (control, states, papers), tree = algo
         d = self.arm.judge(policy, s, window, out, tree)
         assert d.accepted is not None
         running = s.running.astype(jnp.float32)
@@ -183,8 +255,9 @@ class _Arm:
         spare = self.emits - d.tokens.shape[1]
         wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, spare))), (d.tokens, d.source))
         states = self.adaptive._tell(s, window, out, d, states)
-        control = _rows(self.adaptive.controller.update(self.adaptive, _first(control), seen), s.batch)
-        return d.replace(tokens=wide[0], source=wide[1], algo=(control, states))
+        controller = self.adaptive.controller.update(self.adaptive, _first(control), seen)
+        controller, papers = self._compare(controller, papers, s, d, seen)
+        return d.replace(tokens=wide[0], source=wide[1], algo=(_rows(controller, s.batch), states, papers))
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return self.adaptive.observe(s, window, out, algo)
@@ -205,38 +278,41 @@ class Rates(Struct):
 
     Attributes:
         tried, held: `f32[A, K]` fading counts by arm and depth; arms with one draft share them.
-        wait: `i32[]` rounds until drafts are probed again while the choice is to draft nothing.
-        gap: `i32[]` what the wait after that will be.
+        wait: `i32[]` rounds until drafts that were given up are probed again.
+        probes: `i32[]` how often they failed in a row, at least 1 once they were tried; 0 before.
     """
 
     tried: Array
     held: Array
     wait: Array
-    gap: Array
+    probes: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Automatic:
     """Picks the arm of the most expected tokens a second, from measured costs and the acceptance seen by depth.
 
-    Expected tokens of an arm of length K are 1 + sum over k of the product of the first k acceptance rates. While the
-    best is to draft nothing, drafts are probed ever more rarely: after 16, 32, 64, ... rounds, at most `patience`.
+    Expected tokens of an arm of length K are 1 + sum over k of the product of the first k acceptance rates. Drafts that
+    are free to try on paper start when they are seen to hold there. Others are tried until they are seen to fail, and
+    then probed so rarely that it costs `probing` of the time, ever more rarely, at least every `patience` rounds.
 
     Attributes:
         costs: seconds of a round of each arm (or any other unit), as `measure` finds them for a batch size.
         memory: rounds after which an observation weighs 1/e.
+        probing: share of the time that goes into probes of drafts that were given up.
         patience: the longest wait between probes.
 
     Raises:
-        ValueError: a cost, memory or patience that is not positive.
+        ValueError: a cost, memory, share or patience that is not positive.
     """
 
     costs: tuple[float, ...]
     memory: float = 32.0
-    patience: int = 256
+    probing: float = 0.01
+    patience: int = 1024
 
     def __post_init__(self) -> None:
-        for name, value in (("costs", min(self.costs, default=0)), ("memory", self.memory),
+        for name, value in (("costs", min(self.costs, default=0)), ("memory", self.memory), ("probing", self.probing),
                             ("patience", self.patience)):
             if value <= 0:
                 raise ValueError(f"{name}: got {value}, takes numbers above 0")
@@ -244,37 +320,44 @@ class Automatic:
     def init(self, of: Adaptive) -> Rates:
         if len(of.arms) != len(self.costs):
             raise ValueError(f"costs: got {len(self.costs)} for {len(of.arms)} arms")
-        shape = len(of.arms), of.emits - 1
-        # half an imagined draft, of which three quarters hold: drafts are tried until they are seen to fail
-        return Rates(tried=jnp.full(shape, 0.5, jnp.float32), held=jnp.full(shape, 0.375, jnp.float32),
-                     wait=jnp.full((), FIRST_WAIT, jnp.int32), gap=jnp.full((), 2 * FIRST_WAIT, jnp.int32))
+        # half an imagined draft, of which three quarters hold; of one that is tried on paper first, a fifth
+        tried = jnp.full((len(of.arms), of.emits - 1), 0.5, jnp.float32)
+        free = jnp.array(self._free(of))[:, None] & (jnp.arange(of.emits - 1) == 0)
+        return Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), wait=jnp.zeros((), jnp.int32),
+                     probes=jnp.zeros((), jnp.int32))
 
     def choose(self, of: Adaptive, state: Rates, s: State) -> Array:
-        arms = jnp.arange(len(of.arms))
+        arms, lengths = jnp.arange(len(of.arms)), jnp.array(of.lengths)
         rate = state.held / jnp.maximum(state.tried, 1e-6)
         tokens = 1 + jnp.cumsum(jnp.cumprod(rate, 1), 1)
-        tokens = jnp.concatenate([jnp.ones((len(of.arms), 1)), tokens], 1)[arms, jnp.array(of.lengths)]
+        tokens = jnp.concatenate([jnp.ones((len(of.arms), 1)), tokens], 1)[arms, lengths]
         speed = tokens / jnp.array(self.costs, jnp.float32)
-        drafting = jnp.array(of.lengths) > 0
         best = jnp.argmax(speed)
-        probe = ~drafting[best] & (state.wait <= 0) & drafting.any()
-        return jnp.where(probe, jnp.argmax(jnp.where(drafting, speed, -1)), best).astype(jnp.int32)
+        costly = (lengths > 0) & ~jnp.array(self._free(of))
+        probe = (lengths[best] == 0) & (state.wait <= 0) & (state.probes > 0) & costly.any()
+        return jnp.where(probe, jnp.argmax(jnp.where(costly, speed, -1)), best).astype(jnp.int32)
 
     def update(self, of: Adaptive, state: Rates, seen: Seen) -> Rates:
+        lengths, costs = jnp.array(of.lengths), jnp.array(self.costs, jnp.float32)
+        plain = jnp.where(lengths == 0, costs, jnp.inf).min()
+        extra = jnp.where(jnp.isfinite(plain), jnp.maximum(costs[seen.arm] / plain - 1, 0), 0)
+        drafted = lengths[seen.arm] > 0
+        failed = drafted & (seen.held[:1].sum() == 0)
+        probes = jnp.where(failed, jnp.minimum(state.probes + 1, 16), jnp.where(drafted, 0, state.probes))
+        wait = jnp.minimum(extra / self.probing * 2.0 ** (probes - 1), self.patience).astype(jnp.int32)
+        state = state.replace(wait=jnp.where(drafted, wait, state.wait - 1), probes=jnp.maximum(probes, drafted))
+        return self.note(of, state, seen)
+
+    def note(self, of: Adaptive, state: Rates, seen: Seen) -> Rates:
+        """Adds what was seen of an arm's drafts to the rates of all arms with the same draft."""
         family = jnp.array([of.drafts.index(arm.draft) for arm in of.arms])
         same = (family == family[seen.arm])[:, None] & (seen.tried > 0)
         fade = jnp.where(same, jnp.exp(-1 / self.memory), 1.0)
         add = lambda x, new: x * fade + jnp.where(same, new / jnp.maximum(seen.rows, 1), 0)
-        drafted = seen.tried.sum() > 0
-        probed = drafted & (state.wait <= 0)
-        wait = jnp.where(probed, state.gap, jnp.where(drafted, FIRST_WAIT, state.wait - 1))
-        gap = jnp.where(probed, jnp.minimum(state.gap * 2, self.patience),
-                        jnp.where(drafted, 2 * FIRST_WAIT, state.gap))
-        return Rates(tried=add(state.tried, seen.tried), held=add(state.held, seen.held), wait=wait, gap=gap)
+        return state.replace(tried=add(state.tried, seen.tried), held=add(state.held, seen.held))
 
-
-FIRST_WAIT = 16
-"""Rounds after which drafts that were given up are probed again."""
+    def _free(self, of: Adaptive) -> list[bool]:
+        return [arm.draft in [of.arms[i].draft for i in of.free] for arm in of.arms]
 
 
 @struct

@@ -8,7 +8,7 @@ occurs in the input at one place only, some suffix of it, that is: then the copy
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ class InputGuided(Stateless):
     skip: int = 0
     leave: int = 0
     min_match: int = 1
+    free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, least in (("length", 1), ("skip", 0), ("leave", 0), ("min_match", 1)):

@@ -14,7 +14,7 @@ Counts are taken by a pass over the tokens for each drafted node instead of from
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ class NGram(FromText):
     length: int = 5
     order: int = 4
     places: int = 32
+    free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ that is followed by a full draft counts, or else the most recent.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,10 @@ class PromptLookup(Stateless):
         ValueError: a length below 1, or not 1 <= min_ngram <= max_ngram.
     """
 
-    length: int = 7
+    length: int = 10
     max_ngram: int = 3
     min_ngram: int = 1
+    free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.length < 1:

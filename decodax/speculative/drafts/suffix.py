@@ -14,7 +14,7 @@ and the corpus only where its match is more than `bias` tokens longer. As in Suf
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class SuffixAutomaton(FromText):
     min_match: int = 1
     bias: int = 5
     longest: int = 32
+    free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
