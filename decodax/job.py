@@ -96,7 +96,7 @@ class Job:
                               request=np.array(request_ids, np.uint32), sample=np.zeros(len(ids), np.uint32),
                               top_logprobs=logprobs)
             forwards = 0
-            if algorithm.caches and lengths.max() > 1:
+            if getattr(algorithm, "prefills", algorithm.caches) and lengths.max() > 1:
                 width = min(max(_power(int(lengths.max()) - 1), 16), chunk, size)     # few widths, few programs
                 forwards = -(-(int(lengths.max()) - 1) // width)
                 s = drivers.prefill(algorithm, model, params, s, width=width)

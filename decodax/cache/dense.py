@@ -33,7 +33,8 @@ class Cache(Protocol):
                sliding: int | None = None, softcap: float | None = None) -> Array:
         """Attention of the window's queries `f[B, W, H, d]` to cache and window: `f[B, W, H, d]`.
 
-        Of `window` it reads `visible()`, `positions` and `key_positions`; a `View` has more keys than queries.
+        Of `window` it reads `visible()`, `positions`, `key_positions` and `cached`; a `View` has more keys than
+        queries.
         """
 
     def commit(self, kv: WindowKV, slots: Array) -> Cache:
@@ -64,7 +65,7 @@ class Dense(Struct):
                sliding: int | None = None, softcap: float | None = None) -> Array:
         return window_attention(q, k, v, window.visible(), window.positions, self.keys[layer], self.values[layer],
                                 self.length, scale=scale, sliding=sliding, softcap=softcap,
-                                key_positions=window.key_positions)
+                                key_positions=window.key_positions, cached=window.cached)
 
     def commit(self, kv: WindowKV, slots: Array) -> Dense:
         if not self.capacity:

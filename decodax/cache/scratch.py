@@ -22,12 +22,13 @@ class View(Struct):
     """What attention reads of a window whose keys are more than its queries.
 
     Attributes:
-        positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`.
+        positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`. cached: as in `Window`.
     """
 
     positions: Array
     key_positions: Array
     seen: Array
+    cached: Array | None = None
 
     def visible(self) -> Array:
         return self.seen
@@ -70,7 +71,7 @@ class Scratch(Struct):
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
         view = View(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
-                    key_positions=jnp.concatenate([self.positions, window.positions], 1))
+                    key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
         k, v = (jnp.concatenate([x[layer], new], 1) for x, new in ((self.keys, k), (self.values, v)))
         return self.base.attend(layer, q, k, v, view, scale=scale, sliding=sliding, softcap=softcap)
 

@@ -14,6 +14,19 @@ from decodax.struct import Struct, struct
 
 
 @struct
+class Begun(Struct):
+    """The first layers of a forward over a window, run beforehand.
+
+    Attributes:
+        layers: `f[B, W, D]`, the residual stream after each of them; one or more.
+        kv: their keys and values, `f[B, W, G, d]` each.
+    """
+
+    layers: tuple[Array, ...]
+    kv: tuple[tuple[Array, Array], ...]
+
+
+@struct
 class Window(Struct):
     """The tokens of one model call.
 
@@ -21,14 +34,20 @@ class Window(Struct):
         tokens: `i32[B, W]`.
         positions: `i32[B, W]` absolute positions (rotary index); nodes of a tree use their depth.
         mask: `bool[B or 1, W, W]`; `mask[b, i, j]` says that node `i` sees node `j` *inside* the window. What lies in
-            the cache is seen by every node.
+            the cache is seen by every node, unless `cached` says less.
         live: `bool[B, W]`; dead nodes are computed for the shape's sake, and seen by nobody.
+        cached: `bool[B, S]` the cache slots that the nodes see; None: all that the cache holds. An algorithm that
+            scores a position again must not see its cached entry beside the new one.
+        begun: what a draft that is the target's own first layers has computed of these very nodes; None: nothing. A
+            model may go on from there or begin anew: but for rounding the result is the same.
     """
 
     tokens: Array
     positions: Array
     mask: Array
     live: Array
+    cached: Array | None = None
+    begun: Begun | None = None
 
     @property
     def width(self) -> int:

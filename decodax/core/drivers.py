@@ -27,7 +27,7 @@ def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: in
 
     The program does not see the policy: it is shared by all of them.
     """
-    if not alg.caches:
+    if not getattr(alg, "prefills", alg.caches):
         return s
     done = commit_prompts(alg, model, params, s.replace(policy=None, record=None), width=width)
     return done.replace(policy=s.policy, record=s.record)

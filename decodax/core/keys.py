@@ -24,6 +24,8 @@ class Purpose(enum.IntEnum):
     ORDER = 5          # a diffusion order or random score (salted with the step)
     TRANSFORM = 6      # a transform's own coin (XTC)
     ARM = 7            # which kind of round comes next
+    NOISE = 8          # a random token in place of an unknown one (salted with the step)
+    REMASK = 9         # whether a diffusion token is taken back (salted with the step)
 
 
 def row_keys(seed: Array, request: Array, sample: Array) -> Array:

@@ -41,7 +41,8 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     moved = lifted.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])
     # entries of tokens that were cut, and all of a row that had finished before, stay out of the cache
     length = s.length + count
-    slots = jnp.where(s.running[:, None] & (d.slots < length[:, None]), d.slots, -1)
+    keep = d.slots < length[:, None] if d.early is None else (d.slots < length[:, None]) | d.early
+    slots = jnp.where(s.running[:, None] & keep, d.slots, -1)
     return s.replace(
         tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(out.kv, slots),
         algo=d.algo, policy=_where(count > 0, moved, s.policy), stop=stop, status=status,
@@ -105,7 +106,7 @@ def _record(s: State, d: Decision, lifted: Any, count: Array) -> Any:
 
 
 def _count(s: State, d: Decision) -> Stats:
-    live = s.running.astype(jnp.int32)
+    live = (s.running if d.idle is None else s.running & ~d.idle).astype(jnp.int32)
     none = jnp.zeros_like(live)
     drafted, accepted = (none if x is None else x for x in (d.drafted, d.accepted))
     decided = jax.nn.one_hot(d.count, s.stats.histogram.shape[1], dtype=jnp.int32)

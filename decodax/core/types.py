@@ -90,6 +90,9 @@ class Decision(Struct):
         accepted: `i32[B]` draft tokens that were accepted.
         record: log-probabilities that the algorithm noted itself, where tokens are decided long before they are
             emitted (diffusion); None lets the core take them at `source`.
+        early: `bool[B, W]` entries that are written though their tokens are not emitted yet, for algorithms that keep
+            approximate entries; None: the cache holds what has been emitted, and nothing else.
+        idle: `bool[B]` rows that sat this round out, for the statistics; None: none did.
     """
 
     tokens: Array
@@ -100,6 +103,8 @@ class Decision(Struct):
     drafted: Array | None = None
     accepted: Array | None = None
     record: Record | None = None
+    early: Array | None = None
+    idle: Array | None = None
 
 
 class Algorithm(Protocol):
@@ -110,6 +115,9 @@ class Algorithm(Protocol):
     A method whose rounds have several shapes (a draft length that adapts, a refresh now and then) also has
     `variants`, a tuple of algorithms on the same state, and `choose(params, policy, s) -> i32[]`, which says whose
     round comes next. Only `emits`, `caches`, `init` and `observe` of the method itself are then used.
+
+    A method that writes the prompt into its cache by its own rounds has `prefills = False`; without that attribute a
+    method that `caches` gets its prompt prefilled.
     """
 
     @property

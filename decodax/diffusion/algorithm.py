@@ -1,167 +1,178 @@
-"""Masked diffusion decoding: a canvas of masks is filled over several rounds, in any order.
+"""Masked diffusion decoding: a canvas of unknown tokens is decided over several rounds, in any order.
 
-LLaDA (Nie et al. 2025): blocks from left to right; in each round the model sees the whole sequence in both directions,
-every masked position of the block gets a candidate, and the quota of the round is committed: the most confident ones
-(`Confidence`), or random ones (`RandomOrder`). A finished block joins the verified text, where stops are looked for.
+One algorithm for the whole family; what the published samplers differ in are its eight policies (`policies.py`). A
+round looks at one region of each row:
+
+1. adapter: tokens, positions and who sees whom; `Caching` says what is recomputed and what is read.
+2. statistics: candidates and what the model says of them (`Seen`), through the policy's transforms.
+3. windows: which open positions may be committed now.
+4. score: in which order. 5. commit: which. At least one a row and step, so every step makes progress.
+6. revise: what is taken back or overwritten.
+7. stop: whether the text ends here. Verify picks among several canvases that took steps 2 to 7 side by side.
+8. windows: what is final. It joins the verified text, where end of sequence, stop strings and budgets are looked at,
+   and the region moves behind it.
+
+Rows have their own regions, steps and phases; none depends on its batch mates. Prompt and frozen tokens never change.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Window, bidirectional
-from decodax.core import keys
-from decodax.core.keys import Purpose
-from decodax.core.record import empty_record, record
+from decodax.cache import Window
+from decodax.core.record import empty_record
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.struct import Struct, struct
-
-
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """How a model speaks of a canvas.
-
-    Attributes:
-        mask: the id of the mask token. It never reaches the text: its logit is removed.
-        shift: whether logits at a position predict the next one (models made from autoregressive ones, such as
-            Dream), and not the position itself (LLaDA).
-    """
-
-    mask: int
-    shift: bool = False
-
-
-class Score(Protocol):
-    """Ranks candidates: which positions are committed first."""
-
-    def __call__(self, s: State, positions: Array, logits: Array, candidates: Array) -> Array:
-        """`f32[B, n]` from positions `i32[B, n]`, raw logits `f32[B, n, V]` and candidates `i32[B, n]`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Confidence:
-    """The model's probability of the candidate, without noise, temperature or policy ("low-confidence remasking")."""
-
-    def __call__(self, s: State, positions: Array, logits: Array, candidates: Array) -> Array:
-        chosen = jnp.take_along_axis(logits, jnp.maximum(candidates, 0)[..., None], -1)[..., 0]
-        return chosen - jax.nn.logsumexp(logits, -1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomOrder:
-    """A uniform number: positions in random order."""
-
-    def __call__(self, s: State, positions: Array, logits: Array, candidates: Array) -> Array:
-        return keys.uniforms(s.key, positions, Purpose.ORDER, salt=s.stats.rounds)[..., 0]
-
-
-@struct
-class Canvas(Struct):
-    """Tokens not yet verified.
-
-    Attributes:
-        tokens: `i32[B, block]` the block that starts at the row's length. step: `i32[B]` rounds spent on it.
-        record: log-probabilities of its tokens as they were committed, or None.
-    """
-
-    tokens: Array
-    step: Array
-    record: Any
+from decodax.diffusion.adapter import Adapter
+from decodax.diffusion.caching import NoCache
+from decodax.diffusion.canvas import Canvas, look
+from decodax.diffusion.commits import Quota, best
+from decodax.diffusion.policies import Caching, Commit, Revise, Score, Seen, Stop, Verify, View, Windows
+from decodax.diffusion.revisions import Keep
+from decodax.diffusion.round import Round
+from decodax.diffusion.scores import Confidence
+from decodax.diffusion.stops import EndOfText
+from decodax.diffusion.verifies import Sequential
+from decodax.diffusion.windows import Fixed
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedDiffusion:
-    """LLaDA's sampler. The text is made of whole blocks; a row's last block may run beyond its budget and is cut.
+    """A sampler made of eight policies.
 
     Attributes:
-        adapter: how the model speaks.
-        block: positions of a block; as long as the text for pure diffusion.
-        steps: rounds a block, from 1 to `block`; None: one for each position. Round `i` commits `block // steps`
-            positions, and one more while `i < block % steps`.
-        score: what is committed first.
+        adapter: how the model speaks of a canvas.
+        windows, score, commit, revise, caching, verify, stops: see `decodax.diffusion.policies`; stops are several.
+
+    Raises:
+        ValueError: parts that do not fit each other.
     """
 
     adapter: Adapter
-    block: int = 32
-    steps: int | None = None
+    windows: Windows = Fixed()
     score: Score = Confidence()
-    caches = False
+    commit: Commit = Quota()
+    revise: Revise = Keep()
+    caching: Caching = NoCache()
+    verify: Verify = Sequential()
+    stops: tuple[Stop, ...] = (EndOfText(),)
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block: got {self.block}, takes at least 1")
-        if self.steps is not None and not 1 <= self.steps <= self.block:
-            raise ValueError(f"steps: got {self.steps}, takes 1 to the block of {self.block}")
+        if self.caching.approximate and self.adapter.attention.causal:
+            raise ValueError(f"caching: got {self.caching} for causal attention, takes one that persists, or NoCache")
+
+    def fit(self, budget: int) -> MaskedDiffusion:
+        """With windows for texts of `budget` new tokens, where their size was left open."""
+        return dataclasses.replace(self, windows=self.windows.fit(budget)) if hasattr(self.windows, "fit") else self
 
     @property
     def emits(self) -> int:
-        return self.block
+        return self.windows.width
+
+    @property
+    def caches(self) -> bool:
+        return self.caching.narrow
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the causal prefill writes the prompt's entries."""
+        return self.caching.persists and self.adapter.attention.causal
+
+    @property
+    def kinds(self) -> tuple[Round, ...]:
+        """Wide and narrow rounds, or the one that occurs."""
+        wide, narrow = self.caching.wide and not self.prefills, self.caching.narrow
+        return tuple(Round(self, w) for w, exists in ((True, wide), (False, narrow)) if exists)
+
+    @property
+    def variants(self) -> tuple[Round, ...]:
+        """What the core picks from."""
+        return self.kinds if len(self.kinds) > 1 else ()
+
+    def choose(self, params: Params, policy: Any, s: State) -> Array:
+        """Wide where half of the running rows need it: rows that need the other kind wait."""
+        stale = self.stale(s) & s.running
+        return (2 * stale.sum() < s.running.sum()).astype(jnp.int32)
 
     def init(self, params: Params, s: State) -> Canvas:
-        blank = jnp.full((s.batch, self.block), self.adapter.mask, jnp.int32)
-        noted = None if s.record is None else empty_record(blank.shape, s.record.count)
-        return Canvas(tokens=blank, step=jnp.zeros(s.batch, jnp.int32), record=noted)
+        N, W, align = s.tokens.shape[1], self.windows.width, self.windows.align
+        zero = lambda: jnp.zeros(s.batch, jnp.int32)
+        start = s.prompt_length + 0 if align is None else s.prompt_length // align * align
+        # a text beyond the buffer is cut there, and says so
+        end = jnp.minimum(s.max_length, N - W)
+        tokens, open = self.adapter.canvas.fill(self.adapter, s.tokens, s.prompt_length, s.key)
+        kept = s.prompt_length - 1 if self.prefills else zero()
+        slots = jnp.arange(N - W if self.caches else 0, dtype=jnp.int32)
+        c = Canvas(
+            tokens=tokens, open=open, editable=open & True, when=jnp.full((s.batch, N), -1, jnp.int32),
+            confidence=jnp.zeros((s.batch, N), jnp.float32), start=start, end=end, step=zero(), round=zero(),
+            opened=zero(), full=zero(), kept=kept, refreshed=zero() - 1, final=start + 0,
+            valid=slots < kept[:, None], drafts=None, memory=None,
+            record=None if s.record is None else empty_record((s.batch, N), s.record.count))
+        view = look(s, c, W)
+        names = ("windows", "score", "commit", "revise", "caching", "verify")
+        memory = {name: getattr(self, name).init(view) for name in names}
+        memory["stops"] = tuple(stop.init(view) for stop in self.stops)
+        if self.verify.branches > 1 and jax.tree.leaves(memory):
+            raise ValueError(f"verify: got {self.verify} with rules that remember; drafts need rules without a memory")
+        return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
-        canvas: Canvas = s.algo
-        position = jnp.arange(s.tokens.shape[1], dtype=jnp.int32)
-
-        def row(tokens: Array, length: Array, block: Array) -> Array:
-            text = jnp.where(position < length, tokens, self.adapter.mask)
-            return jax.lax.dynamic_update_slice(text, block, (length,))
-
-        blocks = (s.max_length - s.prompt_length + self.block - 1) // self.block
-        end = (s.prompt_length + blocks * self.block)[:, None]
-        tokens = jax.vmap(row)(s.tokens, s.length, canvas.tokens)
-        live = (position < end) & s.running[:, None]
-        return bidirectional(tokens, jnp.zeros(s.batch, jnp.int32), live), canvas
+        return self.kinds[0].propose(params, policy, s)
 
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
-        mask, n = self.adapter.mask, self.block
-        offset = jnp.arange(n, dtype=jnp.int32)
-        positions = s.length[:, None] + offset
-        nodes = positions - int(self.adapter.shift)
-        masked = algo.tokens == mask
-
-        clean_head = dataclasses.replace(out, head=_without(out.head, mask))
-        lifted = policy.on_canvas(clean_head, window.live & (window.tokens != mask),
-                                  window.positions + int(self.adapter.shift))
-        candidates = lifted.draw(nodes, Purpose.CANVAS, salt=s.stats.rounds)
-        logits = out.logits(nodes)
-        score = jnp.where(masked, self.score(s, positions, logits, candidates), -jnp.inf)
-
-        steps = self.steps or n
-        quota = n // steps + (algo.step < n % steps)
-        ahead = (score[:, None, :] > score[:, :, None]) | ((score[:, None, :] == score[:, :, None])
-                                                           & (offset[None, :] < offset[:, None]))
-        commit = masked & (ahead.sum(-1) < quota[:, None])
-        tokens = jnp.where(commit, candidates, algo.tokens)
-        broken = jnp.where(masked, jnp.minimum(candidates, 0), 0).min(1)       # INVALID or DEAD_END ends the row
-        clean = ~(tokens == mask).any(1)
-
-        noted = algo.record
-        if noted is not None:
-            fresh = record(logits, lifted.log_probs(nodes), candidates, noted.count)
-            spread = lambda x: commit.reshape(*commit.shape, *[1] * (x.ndim - 2))
-            noted = jax.tree.map(lambda new, old: jnp.where(spread(new), new, old), fresh, noted)
-        again = Canvas(tokens=jnp.where(clean[:, None], mask, tokens), record=noted,
-                       step=jnp.where(clean, 0, algo.step + 1))
-        return Decision(
-            tokens=jnp.where((broken < 0)[:, None], broken[:, None], tokens),
-            count=jnp.where(broken < 0, 1, jnp.where(clean, n, 0)).astype(jnp.int32),
-            slots=jnp.full(window.tokens.shape, -1, jnp.int32), source=jnp.zeros((s.batch, n), jnp.int32),
-            algo=again, record=noted)
+        return self.kinds[0].decide(policy, s, window, out, algo)
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return algo
 
+    # the steps of a round, for one canvas a row
 
-def _without(head: Any, token: int) -> Any:
-    """A head that never gives `token`."""
-    return lambda hidden: head(hidden).at[..., token].set(-jnp.inf)
+    def advance(self, view: View, seen: Seen, memory: Any) -> View:
+        """One step: 3 to 7. `view` and the result lie over the same positions."""
+        view = view.replace(active=self.windows.active(view, seen, memory["windows"]) & view.masked & seen.reached)
+        score = self.score(view, seen, memory["score"])
+        commit = self.commit(view, seen, score, memory["commit"]) & view.active
+        force = best(score, view.active, jnp.ones_like(view.step)) & ~commit.any(1)[:, None]
+        rush = jnp.zeros(view.step.shape, bool)
+        for stop, own in zip(self.stops, memory["stops"], strict=True):
+            rush = rush | stop.rush(view, seen, own)
+        commit = jnp.where(rush[:, None], view.masked & seen.reached, commit | force)
+        after = view.replace(
+            tokens=jnp.where(commit, seen.token, view.tokens), open=view.open & ~commit, step=view.step + 1,
+            round=view.round + 1, full=jnp.where(view.masked.any(1), 0, view.full + 1))
+        new = self.revise(view, seen, after, memory["revise"])
+        may = view.editable & view.inside & ~rush[:, None]
+        after = after.replace(tokens=jnp.where(may, new.tokens, after.tokens),
+                              open=jnp.where(may, new.open, after.open))
+        if not self.revise.noisy:
+            after = after.replace(tokens=jnp.where(after.open & may, jnp.int32(self.adapter.blank), after.tokens))
+        for stop, own in zip(self.stops, memory["stops"], strict=True):
+            after = after.replace(end=jnp.minimum(after.end, stop.end(after, own)))
+        return after
+
+    def drafts(self, view: View, c: Canvas) -> View:
+        """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, each a step further."""
+        K = self.verify.branches
+        ahead = jnp.arange(K, dtype=jnp.int32)
+        wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
+        if K > 1:
+            stack = lambda own, more: jnp.concatenate([own[:, None], more], 1)
+            tokens, open = c.drafts
+            wide = wide.replace(tokens=stack(view.tokens, tokens), open=stack(view.open, open))
+        return wide.replace(step=wide.step + ahead, round=wide.round + ahead)
+
+    def no_drafts(self, view: View) -> Any:
+        """Drafts that equal the canvas, and so no result of a step."""
+        more = self.verify.branches - 1
+        again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
+        return None if more == 0 else (again(view.tokens), again(view.open))
+
+    def stale(self, s: State) -> Array:
+        """`bool[B]`: rows whose next round is a wide one."""
+        return self.caching.stale(look(s, s.algo, self.windows.width), s.algo.memory["caching"])

@@ -38,7 +38,7 @@ def block_of(slots: int, most: int) -> int:
 def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None = None,
                      cache_v: Array | None = None, length: Array | None = None, *, scale: float,
                      sliding: int | None = None, softcap: float | None = None,
-                     key_positions: Array | None = None) -> Array:
+                     key_positions: Array | None = None, cached: Array | None = None) -> Array:
     """Attention of window queries to verified cache entries and to the window.
 
     Args:
@@ -52,6 +52,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         sliding: a query sees positions above its own minus this.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         key_positions: `i32[B, K]` of `k`; default `positions`.
+        cached: `bool[B, S]` the verified entries that a row sees; None: all of them.
 
     Returns:
         `f[B, W, H, d]` in the dtype of `q`. Scores and sums are float32.
@@ -82,6 +83,9 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
 
     if cache_k is not None and cache_v is not None and length is not None and cache_k.shape[2]:
         slots = cache_k.shape[2]
+        if cached is not None:      # the walk ends behind the last entry that some row sees
+            cached = cached & (jnp.arange(slots, dtype=jnp.int32) < length[:, None])
+            length = jnp.where(cached.any(1), slots - jnp.argmax(cached[:, ::-1], 1), 0).astype(jnp.int32)
         if slots > BLOCK and slots % BLOCK:
             raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
 
@@ -90,7 +94,9 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
                 top, total, out = carry
                 keys, values = (lax.dynamic_slice_in_dim(c, i * block, block, 2) for c in (cache_k, cache_v))
                 slots = i * block + jnp.arange(block, dtype=jnp.int32)
-                allowed = jnp.broadcast_to((slots < length[:, None])[:, None], (B, 1, block))
+                held = slots < length[:, None] if cached is None else lax.dynamic_slice_in_dim(
+                    cached, i * block, block, 1)
+                allowed = jnp.broadcast_to(held[:, None], (B, 1, block))
                 if sliding is not None:
                     allowed = allowed & (positions[:, :, None] - slots < sliding)
                 s = seen(scores(keys), allowed)

@@ -12,12 +12,12 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
 import decodax as dx
+from decodax import diffusion
 from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.state import init_state
 from decodax.core.types import Params
-from decodax.diffusion import Adapter, MaskedDiffusion
 from decodax.io.load import LM
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
@@ -40,7 +40,7 @@ ALGORITHMS = {
     "autoregressive": Autoregressive(),
     "lookup": Speculative(PromptLookup(length=4)),
     "lookup-rejection": Speculative(PromptLookup(length=4), Rejection()),
-    "llada": MaskedDiffusion(Adapter(VOCABULARY - 1), block=8),
+    "llada": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8)),
 }
 # drafts with caches, trees, probes and rounds of several shapes; the draft model's cache has the target's size
 WIDER = {

@@ -1,0 +1,142 @@
+"""How a model speaks of a canvas: where its logits point, who sees whom, and what stands at an unknown position."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.core import keys
+from decodax.core.keys import Purpose
+
+
+class Attention(Protocol):
+    """Who sees whom, by position. `start` is where the region begins: all before it is final."""
+
+    causal: ClassVar[bool]
+    """Whether a causal prefill computes the entries of the prompt."""
+
+    def sees(self, query: Array, key: Array, start: Array) -> Array:
+        """`bool`, from broadcastable positions and `start`."""
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        """`i32[B]`: the end of what a forward looks at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """Every position sees the whole text in both directions (LLaDA, Dream, MDLM)."""
+
+    causal = False
+
+    def sees(self, query: Array, key: Array, start: Array) -> Array:
+        return jnp.ones(jnp.broadcast_shapes(query.shape, key.shape, start.shape), bool)
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        return end
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCausal:
+    """A position sees its own block and those before it (BD3-LM, SDAR, Fast-dLLM v2, LLaDA 2). Blocks of `block`
+    positions are counted from the beginning of the sequence, so the prompt's last tokens share one with the first new
+    ones."""
+
+    block: int
+    causal = False
+
+    def sees(self, query: Array, key: Array, start: Array) -> Array:
+        return key // self.block <= query // self.block
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        return jnp.minimum(start + width, end)
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalPrefix:
+    """Final tokens see those before them, the region sees all of both (SDLM, SBD, DiffusionGemma)."""
+
+    causal = True
+
+    def sees(self, query: Array, key: Array, start: Array) -> Array:
+        return (key <= query) | ((query >= start) & (key >= start))
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        return jnp.minimum(start + width, end)
+
+
+class Canvas(Protocol):
+    """What stands at positions that are not known yet."""
+
+    def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
+        """The canvas `i32[B, N]` and its open positions `bool[B, N]`, from the token buffer `i32[B, N]`, the prompts'
+        lengths `i32[B]` and the rows' keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """The mask token everywhere behind the prompt."""
+
+    def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
+        open = jnp.arange(tokens.shape[1]) >= prompt_length[:, None]
+        return jnp.where(open, jnp.int32(adapter.blank), tokens), open
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """Infilling: the token buffer behind the prompt is a template whose mask tokens are filled in; its other tokens are
+    frozen. The text ends with the row's budget, as always."""
+
+    def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
+        beyond = jnp.arange(tokens.shape[1]) >= prompt_length[:, None]
+        return tokens, beyond & (tokens == adapter.blank)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Random tokens, uniform over the `vocabulary` (models of uniform diffusion, which have no mask token)."""
+
+    vocabulary: int
+
+    def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
+        place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        open = place >= prompt_length[:, None]
+        return jnp.where(open, noise(keys.uniforms(key, place, Purpose.NOISE), self.vocabulary), tokens), open
+
+
+def noise(uniforms: Array, vocabulary: int) -> Array:
+    """Random tokens `i32[...]` from `f32[..., 2]`."""
+    return jnp.minimum((uniforms[..., 0] * vocabulary).astype(jnp.int32), vocabulary - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """How a model speaks of a canvas.
+
+    Attributes:
+        mask: the id of the mask token; None for models without one. It never reaches the text: its logit is removed.
+        shift: whether logits at a position predict the next one (models made from autoregressive ones, such as
+            Dream), and not the position itself (LLaDA).
+        attention: who sees whom.
+        canvas: what stands at unknown positions.
+    """
+
+    mask: int | None
+    shift: bool = False
+    attention: Any = Full()
+    canvas: Any = Masks()
+
+    def __post_init__(self) -> None:
+        if self.mask is None and not isinstance(self.canvas, Noise):
+            raise ValueError("mask: got None, takes the id of the mask token; only a canvas of noise does without")
+
+    @property
+    def blank(self) -> int:
+        """What an open position holds before its canvas says otherwise."""
+        return 0 if self.mask is None else self.mask
+
+    def clean(self, head: Any) -> Any:
+        """The model's head without the mask token."""
+        return head if self.mask is None else lambda hidden: head(hidden).at[..., self.mask].set(-jnp.inf)

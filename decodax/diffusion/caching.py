@@ -1,0 +1,110 @@
+"""What a forward recomputes and what it reads from the cache: nothing kept, prefix and dual, exact by blocks, fused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.diffusion.policies import Memory, Rule, View
+
+
+def span(view: View, before: int, width: int) -> tuple[Array, Array]:
+    """Positions `i32[B, before + width]` from `before` ones before the region on, and those that lie in the text."""
+    positions = view.start[:, None] - before + jnp.arange(before + width, dtype=jnp.int32)
+    return positions, (positions >= 0) & (positions < view.end[:, None])
+
+
+class CacheRule(Rule):
+    """A cache that is never stale and persists nothing; the base of the others."""
+
+    wide, narrow = True, True
+    persists, fused, approximate = False, False, False
+
+    def stale(self, view: View, memory: Memory) -> Array:
+        return jnp.zeros(view.start.shape, bool)
+
+    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
+        return span(view, left, view.positions.shape[1])
+
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
+        return jnp.zeros(positions.shape, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoCache(CacheRule):
+    """Every forward reads the whole text."""
+
+    narrow = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Dual(CacheRule):
+    """Fast-dLLM's dual cache (Wu et al. 2025): a wide forward when a region begins, whose entries of all other
+    positions serve until its end.
+
+    Attributes:
+        refresh: a wide forward also every so many steps; 1: each forward is one, as without a cache.
+    """
+
+    refresh: int | None = None
+    approximate = True
+
+    def __post_init__(self) -> None:
+        if self.refresh is not None and self.refresh < 1:
+            raise ValueError(f"refresh: got {self.refresh}, takes 1 or more")
+
+    def stale(self, view: View, memory: Memory) -> Array:
+        begins = (view.step == 0) | (view.refreshed < 0)
+        return begins if self.refresh is None else begins | (view.round - view.refreshed >= self.refresh)
+
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
+        return ~valid       # in wide rounds everything, in narrow ones nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Dual):
+    """Fast-dLLM's prefix cache: a narrow forward recomputes the region and what follows it.
+
+    Attributes:
+        suffix: so many positions from the region's beginning on; as many as the text has new tokens for the published
+            rule. What lies behind them is read from the cache.
+    """
+
+    suffix: int = 256
+
+    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
+        return span(view, left, max(self.suffix, view.positions.shape[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCache(CacheRule):
+    """The exact cache of block-causal and causal models: when a region is done, one more forward writes the entries of
+    its final tokens, and then they are emitted (SDAR, Fast-dLLM v2, LLaDA 2, DiffusionGemma). A block-causal model's
+    prompt is written by one wide forward, a causal model's by the prefill."""
+
+    persists = True
+
+    def stale(self, view: View, memory: Memory) -> Array:
+        return (view.kept == 0) & (view.start > 0)
+
+    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
+        positions, live = span(view, left, view.positions.shape[1])
+        return positions, live & (positions >= jnp.minimum(view.kept, view.start - left)[:, None])
+
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
+        return (positions < final[:, None]) & ~valid
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedCache(BlockCache):
+    """The same without forwards of their own: final tokens are scored once more beside the next region, whose window is
+    twice as wide for it (SDLM, SBD)."""
+
+    fused = True
+
+    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
+        W = view.positions.shape[1]
+        positions, live = span(view, max(W, left), W)
+        return positions, live & (positions >= jnp.minimum(view.kept, view.start - left)[:, None])

@@ -1,0 +1,201 @@
+"""Which candidates are committed in a step: quotas, thresholds, factors, entropy bounds, prefixes, coins, all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.core.keys import Purpose
+from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.scores import Of
+from decodax.diffusion.stats import rank
+
+Measure = Literal["confidence", "margin", "entropy"]
+
+
+def reaches(seen: Seen, of: Of, measure: Measure, value: float, strict: bool = False) -> Array:
+    """`bool[R, W]`: the candidate's probability or the margin is at least `value`, or the entropy at most; with
+    `strict` more than that, or less."""
+    stats = seen.of(of)
+    x, bar = {"confidence": (stats.log_prob, jnp.log(jnp.float32(value))), "margin": (stats.margin, jnp.float32(value)),
+              "entropy": (-stats.entropy, jnp.float32(-value))}[measure]
+    return x > bar if strict else x >= bar
+
+
+def best(score: Array, among: Array, count: Array) -> Array:
+    """`bool[R, W]`: the `count` (`i32[R]`) best positions."""
+    return among & (rank(score, among) < count[:, None])
+
+
+def time(step: Array, steps: int, eps: float = 0.0) -> tuple[Array, Array]:
+    """Where a step of `steps` goes from and to, `f32[R]` each: from 1 down to `eps`, evenly."""
+    at = lambda i: 1 - (1 - eps) * jnp.minimum(i, steps).astype(jnp.float32) / steps
+    return at(step), at(step + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quota(Rule):
+    """The best so many, fixed in advance.
+
+    Attributes:
+        steps: of a region; None: one position a step.
+        schedule: "even": LLaDA's split of the positions open at first, remainder first. "time": Dream's share
+            `1 - s/t` of those still open, rounded down, all in the last step. "cosine": MaskGIT's: after step `i` (from
+            1) `floor(opened * cos(pi/2 * i/steps))` are left.
+        eps: where time ends ("time").
+    """
+
+    steps: int | None = None
+    schedule: Literal["even", "time", "cosine"] = "even"
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps: got {self.steps}, takes 1 or more")
+
+    def count(self, view: View) -> Array:
+        """`i32[R]`."""
+        if self.steps is None:
+            return jnp.ones_like(view.step)
+        left = view.masked.sum(1, dtype=jnp.int32)
+        if self.schedule == "even":
+            return view.opened // self.steps + (view.step < view.opened % self.steps)
+        if self.schedule == "cosine":
+            return left - remaining(view, self.steps)
+        t, s = time(view.step, self.steps, self.eps)
+        return jnp.where(view.step + 1 >= self.steps, left, (left * (1 - s / t)).astype(jnp.int32))
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        return best(score, view.active, self.count(view))
+
+
+def remaining(view: View, steps: int) -> Array:
+    """`i32[R]`: positions that MaskGIT's cosine schedule leaves open after this step."""
+    ratio = (view.step + 1).astype(jnp.float32) / steps
+    left = jnp.floor(view.opened * jnp.cos(jnp.pi / 2 * ratio)).astype(jnp.int32)
+    return jnp.where(view.step + 1 >= steps, 0, left)
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold(Rule):
+    """All that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen et al. 2025)."""
+
+    value: float = 0.9
+    measure: Measure = "confidence"
+    of: Of = "model"
+    strict: bool = False
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        return reaches(seen, self.of, self.measure, self.value, self.strict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor(Rule):
+    """Fast-dLLM's factor rule: the more are committed at once, the surer each must be. By falling confidence, rank `r`
+    from 1, the first always:
+
+    Attributes:
+        factor: `f`.
+        variant: "a": while `c_r >= 1 - f / (r + 1)`, as in the paper. "b": as the authors' code, which also takes the
+            last of all open positions when it is the only one to fail. "c": while `c_r > 1 - f / r`, looser.
+    """
+
+    factor: float = 1.0
+    variant: Literal["a", "b", "c"] = "a"
+    of: Of = "model"
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        stats = seen.of(self.of)
+        order = rank(stats.log_prob, view.active)
+        r = order + 1
+        # 1 - p without rounding p to 1 first
+        doubt = -jnp.expm1(stats.log_prob)
+        sure = doubt * r < self.factor if self.variant == "c" else doubt * (r + 1) <= self.factor
+        failed = view.active & ~sure & (order > 0)
+        first = jnp.where(failed, order, view.open.shape[1]).min(1)
+        count = view.active.sum(1, dtype=jnp.int32)
+        if self.variant == "b":
+            first = jnp.where(first == count - 1, count, first)
+        return view.active & (order < jnp.maximum(first, 1)[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyBound(Rule):
+    """Entropy-bounded unmasking (EB-sampler, Ben-Hamu et al. 2025): the longest list by falling score whose entropies
+    sum to at most `bound`, the largest of them not counted, so one is always taken; `inclusive` counts it (SDAR)."""
+
+    bound: float = 0.1
+    inclusive: bool = False
+    of: Of = "model"
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        order = rank(score, view.active)
+        entropy = jnp.where(view.active, seen.of(self.of).entropy, 0)
+        listed = jnp.put_along_axis(jnp.zeros_like(entropy), order, entropy, 1, inplace=False)
+        spent = jnp.cumsum(listed, 1) - (0 if self.inclusive else lax.cummax(listed, axis=1))
+        return view.active & jnp.take_along_axis(spent <= self.bound, order, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Rule):
+    """All up to the first that is not sure enough (SDLM, Liu et al. 2025). With `Position` as the score the first one
+    is always taken."""
+
+    value: float = 0.9
+    measure: Measure = "confidence"
+    of: Of = "model"
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        sure = reaches(seen, self.of, self.measure, self.value) | ~view.active
+        return jnp.cumprod(sure, 1).astype(bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bernoulli(Rule):
+    """A coin for each position (MDLM, Sahoo et al. 2024; Dream's "origin"): the reverse process from time t to s opens
+    a position with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, `a = 1 - t`; all in the last step.
+
+    A step in which no coin falls commits the best by score, so with random scores the first-hitting times are skipped
+    to.
+
+    Attributes:
+        steps: of a region. remask: a `ReMDM` with the same steps, whose sigma counts; None: 0.
+    """
+
+    steps: int = 64
+    remask: Any = None
+    eps: float = 0.0
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        t, s = time(view.step, self.steps, self.eps)
+        sigma = 0.0 if self.remask is None else self.remask.scale(view)
+        chance = ((1 - s) - (1 - sigma) * (1 - t)) / t
+        coin = view.uniforms(Purpose.ACCEPT)[..., 0] < chance[:, None]
+        return coin | (view.step + 1 >= self.steps)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class All(Rule):
+    """All of them."""
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        return view.active
+
+
+@dataclasses.dataclass(frozen=True)
+class AtLeast(Rule):
+    """What `rule` commits where that is a step's quota or more, else the quota's (SDAR's dynamic rule, LLaDA 2)."""
+
+    rule: Any
+    quota: Quota = Quota()
+
+    @property
+    def of(self) -> str:      # type: ignore[override]
+        return self.rule.of
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        first, least = self.rule(view, seen, score, memory) & view.active, self.quota(view, seen, score, memory)
+        return jnp.where((first.sum(1) >= least.sum(1))[:, None], first, least)

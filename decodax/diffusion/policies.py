@@ -1,0 +1,251 @@
+"""What the eight policies of masked diffusion see and give back. Every protocol of the shelf is stated here.
+
+A round looks at each row's *region*: `W` positions of the text from `start` on, `W = windows.width`. Policies get it as
+a `View` and the model's answers at its positions as `Seen`. Their leading axis `R` is `B` rows, or `B * K` where a
+verifier scores `K` canvases a row; a policy never mixes rows, so it need not care.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jax import Array
+
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.diffusion.stats import Stats
+from decodax.struct import Struct, struct
+
+Memory = Any
+
+
+@struct
+class View(Struct):
+    """The region of each row before or after a step.
+
+    Attributes:
+        positions: `i32[R, W]` absolute positions, `start` first.
+        tokens: `i32[R, W]`; an open position holds the mask token, or noise.
+        open: `bool[R, W]` positions whose token is not decided.
+        editable: `bool[R, W]` positions that decoding may write: not the prompt, no frozen token.
+        active: `bool[R, W]` open positions that may be committed this round (`Windows.active`; False before it ran).
+        when: `i32[R, W]` the `round` that decided the token, -1 for open, given and frozen ones.
+        confidence: `f32[R, W]` the model's log-probability of the token when it was decided.
+        start: `i32[R]` first position of the region: all before it is final.
+        end: `i32[R]` end of the row's text. It shrinks when a stop rule says that the text ends early.
+        step: `i32[R]` steps since the region moved to `start`. round: `i32[R]` steps of the row.
+        opened: `i32[R]` open positions when the region moved to `start`.
+        full: `i32[R]` steps since the last open position was committed.
+        kept: `i32[R]` the cache holds the final entries of all positions before this one (of caches that `persist`).
+        refreshed: `i32[R]` the `round` of the row's last wide forward, -1 before the first.
+        prompt_length, min_new, key, eos: of the row: `i32[R]`, `i32[R]`, `key[R]`, `i32[R, E]` (padded with -1).
+    """
+
+    positions: Array
+    tokens: Array
+    open: Array
+    editable: Array
+    active: Array
+    when: Array
+    confidence: Array
+    start: Array
+    end: Array
+    step: Array
+    round: Array
+    opened: Array
+    full: Array
+    kept: Array
+    refreshed: Array
+    prompt_length: Array
+    min_new: Array
+    key: Array
+    eos: Array
+
+    @property
+    def inside(self) -> Array:
+        """`bool[R, W]`: positions before the end of the text."""
+        return self.positions < self.end[:, None]
+
+    @property
+    def masked(self) -> Array:
+        """`bool[R, W]`: open positions of the text."""
+        return self.open & self.inside
+
+    @property
+    def committed(self) -> Array:
+        """`bool[R, W]`: decided tokens that decoding wrote and may write again."""
+        return ~self.open & self.editable & self.inside
+
+    def uniforms(self, purpose: Purpose) -> Array:
+        """`f32[R, W, 2]`: two uniforms for each position, of this round."""
+        return keys.uniforms(self.key, self.positions, purpose, salt=self.round)
+
+
+@struct
+class Seen(Struct):
+    """What the model says about each position of the region, read off once a round; see `Stats`.
+
+    The mask token has been removed from the distributions: it has no probability.
+
+    Attributes:
+        token: `i32[R, W]` the candidate, drawn from the policy; negative where there is no distribution.
+        reached: `bool[R, W]` positions that the round's forward scored. The others' numbers mean nothing.
+        model: of the model's own distribution.
+        policy: of the policy's, where a greedy row's temperature counts as 1; None unless a rule reads it.
+    """
+
+    token: Array
+    reached: Array
+    model: Stats
+    policy: Stats | None
+
+    def of(self, name: str) -> Stats:
+        """`model` or `policy`."""
+        stats = self.policy if name == "policy" else self.model
+        assert stats is not None
+        return stats
+
+
+class Rule:
+    """Base of the policies: a frozen dataclass, static under jit, without a memory unless it says so.
+
+    Attributes:
+        of: "policy" makes the algorithm compute `Seen.policy`.
+    """
+
+    of: str = "model"
+
+    def init(self, view: View) -> Memory:
+        """What it remembers, a pytree whose leaves have a leading axis `B` and an explicit dtype, none as wide as the
+        vocabulary; `view` is the first region."""
+        return None
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        """Its memory after a step. `after` may have moved: `after.start > before.start`, `after.step == 0`."""
+        return memory
+
+
+class Remembers(Protocol):
+    """What every policy has; `Rule` gives it."""
+
+    @property
+    def of(self) -> str: ...
+
+    def init(self, view: View) -> Memory: ...
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory: ...
+
+
+class Windows(Remembers, Protocol):
+    """Which positions are worked on, and when they are final."""
+
+    @property
+    def width(self) -> int:
+        """`W`, the positions of a region: the most tokens that a round can emit."""
+
+    @property
+    def align(self) -> int | None:
+        """The first region starts at a multiple of this at or below the prompt's end; None: at the prompt's end."""
+
+    def active(self, view: View, seen: Seen, memory: Memory) -> Array:
+        """`bool[R, W]`: the part of the region in which open positions may be committed."""
+
+    def finished(self, view: View, memory: Memory) -> Array:
+        """`i32[R]`: how many positions from `start` on are final, after a step: the region moves behind them."""
+
+
+class Score(Remembers, Protocol):
+    """Ranks the candidates."""
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        """`f32[R, W]`: the larger, the sooner it is committed."""
+
+
+class Commit(Remembers, Protocol):
+    """Which candidates are committed."""
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        """`bool[R, W]`, of which those in `view.active` count. If there are none the best by score is committed, so
+        every step makes progress."""
+
+
+class Revise(Remembers, Protocol):
+    """What becomes of tokens after the commits."""
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        """`after` with other `tokens` or reopened positions (`open`). What it leaves open gets the mask token back,
+        unless `noisy`; only `editable` positions change."""
+
+    def busy(self, before: View, after: View, memory: Memory) -> Array:
+        """`bool[R]`: rows whose full region must not be final yet."""
+
+    @property
+    def noisy(self) -> bool:
+        """Whether open positions keep the tokens that it gave them."""
+
+
+class Stop(Remembers, Protocol):
+    """When a row is done before its canvas is."""
+
+    def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
+        """`bool[R]`: rows whose open positions are all committed now, without revision."""
+
+    def end(self, view: View, memory: Memory) -> Array:
+        """`i32[R]`: where the text ends, after a step; no larger than `view.end`."""
+
+
+class Caching(Remembers, Protocol):
+    """What a forward recomputes and what it reads from the cache.
+
+    Rounds are wide (the whole text) or narrow (`nodes`). A row takes part in wide rounds while it is `stale` and in
+    narrow ones otherwise, so what it computes never depends on its batch mates.
+    """
+
+    @property
+    def wide(self) -> bool:
+        """Whether there are wide rounds."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether there are narrow rounds; without them nothing is cached."""
+
+    @property
+    def persists(self) -> bool:
+        """Whether tokens are emitted only once a forward has written their final entries."""
+
+    @property
+    def fused(self) -> bool:
+        """With `persists`: whether that forward also works on the next region, or on none (a commit forward)."""
+
+    @property
+    def approximate(self) -> bool:
+        """Whether entries of tokens that are not emitted yet are written."""
+
+    def stale(self, view: View, memory: Memory) -> Array:
+        """`bool[B]`: rows that need a wide round."""
+
+    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
+        """The positions `i32[B, n]` of a narrow round and which of them count (`bool[B, n]`).
+
+        `left` positions before `start` belong to every window: there a shifted model predicts the first token.
+        """
+
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
+        """`bool[B, n]`: which nodes' entries enter the cache.
+
+        Args:
+            final: `i32[B]`: tokens before it are final.
+            valid: `bool[B, n]`: the position has an entry. None has in a wide round, which begins with an empty cache.
+        """
+
+
+class Verify(Remembers, Protocol):
+    """Several canvases a row in one forward: which of their steps are true."""
+
+    @property
+    def branches(self) -> int:
+        """`K`, canvases a row; 1: no drafts."""
+
+    def pick(self, drafts: View, results: View) -> Array:
+        """`i32[B]`: the draft whose result is taken. Both have the axes `[B, K, ...]`: draft 0 is the canvas itself,
+        and `results` are the drafts one step later."""

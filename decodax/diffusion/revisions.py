@@ -1,0 +1,117 @@
+"""What becomes of tokens after the commits: kept, taken back, overwritten, or drowned in noise again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.core.keys import Purpose
+from decodax.diffusion.adapter import noise
+from decodax.diffusion.commits import best, reaches, remaining, time
+from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.scores import Confidence
+
+
+class _Revision(Rule):
+    noisy = False
+
+    def busy(self, before: View, after: View, memory: Memory) -> Array:
+        return jnp.zeros(after.start.shape, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep(_Revision):
+    """Committed tokens stay."""
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        return after
+
+
+@dataclasses.dataclass(frozen=True)
+class ReMDM(_Revision):
+    """Remasking with coins (Wang et al. 2025): a decided token is taken back with probability sigma, over `steps`.
+
+    Attributes:
+        steps: of a region. eta: the size of sigma.
+        kind: "cap": `min(eta, (1 - a_s) / a_t)`. "rescale": `eta` times that bound. "conf": the bound times each
+            token's share of softmax(-p) over the decided ones, with `p` its probability when it was decided.
+    """
+
+    steps: int = 64
+    eta: float = 0.02
+    kind: Literal["cap", "rescale", "conf"] = "cap"
+
+    def _bound(self, view: View) -> Array:
+        t, s = time(view.step, self.steps)
+        return jnp.where(t < 1, jnp.minimum(s / jnp.where(t < 1, 1 - t, 1), 1), 1)
+
+    def scale(self, view: View) -> Array:
+        """`f32[R]`: sigma at masked positions, for `Bernoulli`."""
+        if self.kind == "conf":
+            return jnp.zeros(view.start.shape)
+        return jnp.minimum(self.eta, self._bound(view)) if self.kind == "cap" else self.eta * self._bound(view)
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        if self.kind == "conf":
+            share = jax.nn.softmax(jnp.where(before.committed, -jnp.exp(before.confidence), -jnp.inf), axis=1)
+            sigma = share * self._bound(before)[:, None]
+        else:
+            sigma = self.scale(before)[:, None]
+        back = before.committed & (before.uniforms(Purpose.REMASK)[..., 0] < sigma)
+        return after.replace(open=after.open | back)
+
+    def busy(self, before: View, after: View, memory: Memory) -> Array:
+        return before.step + 1 < self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskBottom(_Revision):
+    """MaskGIT (Chang et al. 2022) as its loop is written: all candidates are taken (`All`) and the least sure of this
+    step's are masked again, so many as the cosine schedule leaves; at least one stays."""
+
+    steps: int = 12
+    score: Any = Confidence()
+
+    @property
+    def of(self) -> str:      # type: ignore[override]
+        return self.score.of
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        new = before.active & ~after.open
+        keep = jnp.maximum(before.masked.sum(1, dtype=jnp.int32) - remaining(before, self.steps), 1)
+        return after.replace(open=after.open | new & ~best(self.score(before, seen, memory), new, keep))
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit(_Revision):
+    """Token-to-token editing (LLaDA 2.1, 2026): a decided token gives way to another candidate whose probability is
+    above `threshold`. A full region is edited until nothing changes, for at most `most` more steps."""
+
+    threshold: float = 0.9
+    most: int = 16
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        sure = reaches(seen, "model", "confidence", self.threshold, strict=True) & seen.reached & (seen.token >= 0)
+        edit = before.committed & sure & (seen.token != before.tokens)
+        return after.replace(tokens=jnp.where(edit, seen.token, after.tokens))
+
+    def busy(self, before: View, after: View, memory: Memory) -> Array:
+        changed = (before.editable & before.inside & (before.tokens != after.tokens)).any(1)
+        return changed & (after.full < self.most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Renoise(_Revision):
+    """Uniform diffusion (DiffusionGemma): what was not accepted in this step gets a random token, and everything is
+    decided anew in the next. A stop rule ends it."""
+
+    vocabulary: int
+    noisy = True
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        fresh = noise(before.uniforms(Purpose.NOISE), self.vocabulary)
+        return after.replace(open=before.open, tokens=jnp.where(after.open & before.active, fresh, after.tokens))

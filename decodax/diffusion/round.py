@@ -1,0 +1,274 @@
+"""One round of masked diffusion: a wide forward over the whole text, or a narrow one beside the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache import Window, take
+from decodax.core.keys import Purpose
+from decodax.core.record import record
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.diffusion.canvas import Canvas, cut, look, paste
+from decodax.diffusion.policies import Seen, View
+from decodax.diffusion.stats import statistics
+from decodax.policy.base import Temperature
+from decodax.struct import Struct, struct
+
+
+@struct
+class _Text(Struct):
+    """What the policy's transforms read of a row: a state whose text is the canvas."""
+
+    tokens: Array
+    length: Array
+    prompt_length: Array
+    key: Array
+    policy: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """A kind of round of the sampler `of`: `wide` ones read the whole text, and write the cache if there is one."""
+
+    of: Any
+    wide: bool
+
+    @property
+    def emits(self) -> int:
+        return self.of.emits
+
+    @property
+    def caches(self) -> bool:
+        return self.of.caches
+
+    def init(self, params: Params, s: State) -> Canvas:
+        return self.of.init(params, s)
+
+    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+        return algo
+
+    def _turn(self, s: State) -> Array:
+        """`bool[B]`: rows that take part."""
+        if not self.of.variants:
+            return s.running
+        return s.running & (self.of.stale(s) == self.wide)
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
+        c: Canvas = s.algo
+        of, attention, W = self.of, self.of.adapter.attention, self.of.windows.width
+        view, turn = look(s, c, W), self._turn(s)
+        if self.wide:
+            positions = jnp.broadcast_to(jnp.arange(c.tokens.shape[1], dtype=jnp.int32), c.tokens.shape)
+            live = jnp.ones(positions.shape, bool)
+        else:
+            left = int(of.adapter.shift or of.prefills)
+            positions, live = of.caching.nodes(view, left, c.memory["caching"])
+        live = live & (positions < attention.reach(c.start, W, c.end)[:, None]) & turn[:, None]
+        positions = jnp.clip(positions, 0, c.tokens.shape[1] - 1)
+        front = jnp.maximum(c.final, c.start)[:, None, None]
+        mask = attention.sees(positions[:, :, None], positions[:, None, :], front)
+        tokens = take(c.tokens, positions)
+        cached = None
+        if of.caches:
+            cached = jnp.zeros(c.valid.shape, bool)
+            if not self.wide:
+                slots = jnp.arange(c.valid.shape[1], dtype=jnp.int32)
+                again = _scatter(cached, positions, live, jnp.ones_like(live))
+                cached = c.valid & ~again & (slots < c.end[:, None])
+        if (K := of.verify.branches) > 1:
+            tokens = self._branch_tokens(of.drafts(view, c).tokens, positions, tokens, c)
+            mask = _side_by_side(mask, K)
+            positions, live = jnp.tile(positions, (1, K)), jnp.tile(live, (1, K))
+        return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached), c
+
+    def _branch_tokens(self, drafts: Array, positions: Array, tokens: Array, c: Canvas) -> Array:
+        """`i32[B, K * n]`: each draft (`i32[B, K, W]`) in the place of the region."""
+        W = drafts.shape[-1]
+        offset = positions - c.start[:, None]
+        inside = (offset >= 0) & (offset < W)
+        own = jax.vmap(take, (1, None), 1)(drafts, jnp.clip(offset, 0, W - 1))
+        return jnp.where(inside[:, None], own, tokens[:, None]).reshape(tokens.shape[0], -1)
+
+    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
+        c, of = algo, self.of
+        K, W, B = of.verify.branches, of.windows.width, s.batch
+        n = window.tokens.shape[1] // K
+        positions, live = window.positions[:, :n], window.live[:, :n]
+        turn, view = self._turn(s), look(s, c, W, policy.policy.eos)
+        waits = c.final > c.start       # final tokens that this round's forward persists
+        works = turn if of.caching.fused else turn & ~waits
+
+        drafts = of.drafts(view, c)
+        node = self._nodes(view, positions, live, c.tokens.shape[1])
+        seen, note = self._see(policy, s, c, drafts, node, out)
+        flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), drafts)
+        results = of.advance(flat, seen, c.memory)
+        rows = lambda tree: jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), tree)
+        results, answers = rows(results), rows(seen)
+        pick = of.verify.pick(drafts, results)
+        chosen = lambda tree: jax.tree.map(lambda x: take(x, pick[:, None])[:, 0], tree)
+        after, answer = chosen(results), chosen(answers)
+        broken = jnp.where(view.masked & answer.reached, jnp.minimum(answer.token, 0), 0).min(1)
+        broken = jnp.where(works, broken, 0)
+        works = works & (broken == 0)
+        before = chosen(drafts)
+        after, noted = self._noted(view, after, drafts, results, answers, pick, c, note)
+
+        # what is final, what is emitted, and where the region goes
+        front = jnp.maximum(c.final, c.start)       # all before it has final tokens, which this forward saw
+        count = jnp.where(of.revise.busy(before, after, c.memory["revise"]), 0,
+                          of.windows.finished(after, c.memory["windows"]))
+        done = c.start + jnp.where(works, count, 0)
+        ok = turn & (broken == 0)
+        if not of.caching.persists:
+            emitted = start = done
+        elif of.caching.fused:
+            emitted, start = c.start, done
+        else:
+            emitted = start = jnp.where(ok & waits, c.final, c.start)
+        emit = jnp.where(ok, jnp.clip(emitted - s.length, 0, W), 0)
+        writes, valid = self._writes(view, c, positions, live & ok[:, None], front)
+
+        moved = start > c.start
+        write = lambda old, new: jnp.where(_per_row(works, old), paste(old, new, c.start), old)
+        step = lambda old, new: jnp.where(works, jnp.where(moved, 0, new), old)
+        again = c.replace(
+            tokens=write(c.tokens, after.tokens), open=write(c.open, after.open), when=write(c.when, after.when),
+            confidence=write(c.confidence, after.confidence), start=start, final=jnp.maximum(c.final, done),
+            end=jnp.where(works, after.end, c.end), step=jnp.where(moved, 0, step(c.step, after.step)),
+            round=jnp.where(works, after.round, c.round), full=jnp.where(moved, 0, step(c.full, after.full)),
+            kept=jnp.where(ok, front, c.kept) if of.caching.persists else c.kept, valid=valid,
+            refreshed=jnp.where(ok, c.round, c.refreshed) if self.wide else c.refreshed,
+            record=None if noted is None else jax.tree.map(write, c.record, noted))
+        there = look(s, again, W, view.eos)
+        again = again.replace(
+            opened=jnp.where(moved, there.masked.sum(1, dtype=jnp.int32), c.opened),
+            memory=self._learned(c.memory, before, answer, after.replace(start=start, step=again.step), works),
+            drafts=self._drafted(c, there, after, answer, works, moved))
+        slots = jnp.full(window.tokens.shape, -1, jnp.int32).at[:, :n].set(
+            jnp.where(writes, positions, -1))
+        return Decision(
+            tokens=jnp.where((broken < 0)[:, None], broken[:, None], cut(again.tokens, s.length, W)),
+            count=jnp.where(broken < 0, 1, emit).astype(jnp.int32), slots=slots,
+            source=jnp.zeros((B, W), jnp.int32), algo=again,
+            drafted=jnp.where(works, K - 1, 0).astype(jnp.int32), accepted=jnp.where(works, pick, 0),
+            record=None if noted is None else jax.tree.map(lambda x: cut(x, s.length, W), again.record),
+            early=slots >= 0 if of.caching.approximate else None, idle=~turn)
+
+    def _writes(self, view: View, c: Canvas, positions: Array, live: Array, front: Array) -> tuple[Array, Array]:
+        """`bool[B, n]` which entries are written, and `bool[B, S]` which there are then."""
+        if not self.of.caches:
+            return jnp.zeros(positions.shape, bool), c.valid
+        S = c.valid.shape[1]
+        held = take(c.valid, jnp.minimum(positions, S - 1)) & (not self.wide)
+        writes = live & self.of.caching.writes(view, positions, front, held, c.memory["caching"])
+        old = jnp.where(live.any(1)[:, None], False, c.valid) if self.wide else c.valid
+        return writes, _scatter(old, positions, writes, writes)
+
+    def _learned(self, memory: Any, before: View, seen: Seen, after: View, works: Array) -> Any:
+        def one(rule: Any, old: Any) -> Any:
+            new = rule.learn(before, seen, after, old)
+            return jax.tree.map(lambda a, b: jnp.where(_per_row(works, a), a, b), new, old)
+
+        return {name: tuple(map(one, self.of.stops, old)) if name == "stops" else one(getattr(self.of, name), old)
+                for name, old in memory.items()}
+
+    def _drafted(self, c: Canvas, there: View, after: View, seen: Seen, works: Array, moved: Array) -> Any:
+        """The next round's drafts: more steps with the answers at hand; none in a region that has just begun."""
+        if c.drafts is None:
+            return None
+        ahead = []
+        for _ in range(self.of.verify.branches - 1):
+            after = self.of.advance(after, seen, c.memory)
+            ahead.append((after.tokens, after.open))
+        new = [jnp.stack(x, 1) for x in zip(*ahead, strict=True)]
+        pick = lambda new, none, old: jnp.where(_per_row(moved, old), none, jnp.where(_per_row(works, old), new, old))
+        return tuple(map(pick, new, self.of.no_drafts(there), c.drafts))
+
+    def _nodes(self, view: View, positions: Array, live: Array, size: int) -> Array:
+        """`i32[B, W]`: the window node whose logits predict each position of the region, -1 where none does."""
+        index = jnp.full((positions.shape[0], size), -1, jnp.int32)
+        index = _scatter(index, positions, live, jnp.broadcast_to(
+            jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape))
+        at = view.positions - int(self.of.adapter.shift)
+        return jnp.where(at >= 0, take(index, jnp.maximum(at, 0)), -1)
+
+    def _see(self, policy: Any, s: State, c: Canvas, drafts: View, node: Array, out: Out) -> tuple[Seen, Any]:
+        """Step 2: what the model says of the regions `[B * K, W]`, and what notes log-probabilities (or None)."""
+        of = self.of
+        B, K, W = drafts.tokens.shape
+        n = out.hidden.shape[1] // K
+        ahead = jnp.arange(K, dtype=jnp.int32)
+        nodes = (jnp.maximum(node, 0)[:, None] + n * ahead[:, None]).reshape(B, K * W)
+        merge = lambda x: x.reshape(B, K * W)
+        scored = Out(hidden=take(out.hidden, nodes), kv=(), head=of.adapter.clean(out.head))
+        logits = scored.logits()
+
+        # for the transforms the text is what is decided: outside the region, and inside it draft by draft
+        N = c.tokens.shape[1]
+        place = jnp.arange(N, dtype=jnp.int32)
+        region = (place >= c.start[:, None]) & (place < c.start[:, None] + W)
+        text = _Text(tokens=jnp.where(c.open | region, -1, c.tokens), length=jnp.full(B, N, jnp.int32),
+                     prompt_length=s.prompt_length, key=s.key, policy=s.policy)
+        known = merge(~drafts.open)
+        window = Window(tokens=merge(drafts.tokens), positions=merge(drafts.positions), live=known,
+                        mask=_side_by_side(jnp.ones((1, W, W), bool), K))
+        lift = lambda chain: chain.over(text, window, scored).on_canvas(scored, known, window.positions)
+        lifted = lift(policy.policy)
+        draws = [lifted.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
+                             salt=c.round + k) for k in range(K)]
+        token = jnp.concatenate(draws, 1)
+        rules = (of.windows, of.score, of.commit, of.revise, *of.stops)
+        second = None
+        if any(rule.of == "policy" for rule in rules):
+            second = statistics(lift(_warm(policy.policy)).processed(), token)
+        reached = jnp.broadcast_to((node >= 0)[:, None], (B, K, W))
+        seen = Seen(token=token, reached=merge(reached), model=statistics(logits, token), policy=second)
+        note = None if c.record is None else record(logits, lifted.log_probs(), token, c.record.count)
+        split = lambda tree: jax.tree.map(lambda x: x.reshape(B * K, W, *x.shape[2:]), tree)
+        return split(seen), note if note is None else jax.tree.map(lambda x: x.reshape(B, K, W, *x.shape[2:]), note)
+
+    def _noted(self, view: View, after: View, drafts: View, results: View, seen: Seen, pick: Array, c: Canvas,
+               note: Any) -> tuple[View, Any]:
+        """When and with what probability each token was decided: step by step up to the draft that was picked."""
+        when, confidence, kept = view.when, view.confidence, None
+        if note is not None:
+            kept = jax.tree.map(lambda x: cut(x, c.start, view.tokens.shape[1]), c.record)
+        for k in range(drafts.tokens.shape[1]):
+            was, now = drafts.open[:, k], results.open[:, k]
+            new = ~now & (was | (drafts.tokens[:, k] != results.tokens[:, k])) & (k <= pick)[:, None]
+            when = jnp.where(now & (k <= pick)[:, None], -1, jnp.where(new, drafts.round[:, k, None], when))
+            confidence = jnp.where(new, seen.model.log_prob[:, k], confidence)
+            if note is not None:
+                kept = jax.tree.map(lambda x, old, k=k, new=new: jnp.where(
+                    new.reshape(*new.shape, *[1] * (old.ndim - 2)), x[:, k], old), note, kept)
+        return after.replace(when=when, confidence=confidence), kept
+
+
+def _scatter(x: Array, positions: Array, where: Array, new: Array) -> Array:
+    """`x[b, positions[b, i]] = new[b, i]` where `where[b, i]`."""
+    at = jnp.where(where, positions, x.shape[1])
+    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(x, at, new.astype(x.dtype))
+
+
+def _side_by_side(mask: Array, count: int) -> Array:
+    """`bool[B, count * n, count * n]`: canvases that see themselves by `bool[B, n, n]` and not one another."""
+    apart = jnp.eye(count, dtype=bool)[:, None, :, None]
+    return (apart & mask[:, None, :, None, :]).reshape(mask.shape[0], count * mask.shape[1], -1)
+
+
+def _per_row(rows: Array, like: Array) -> Array:
+    return rows.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _warm(policy: Any) -> Any:
+    """The policy with 1 for a temperature of 0, so that a greedy row has probabilities too."""
+    warm = lambda t: t.replace(temperature=jnp.where(t.temperature == 0, 1, t.temperature)) \
+        if isinstance(t, Temperature) else t
+    return policy.replace(transforms=tuple(map(warm, policy.transforms)))

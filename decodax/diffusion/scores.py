@@ -1,0 +1,86 @@
+"""What is committed first: confidence, margin, entropy, random, left to right; each with Gumbel noise if wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.core.keys import Purpose
+from decodax.diffusion.policies import Memory, Rule, Seen, View
+
+Of = Literal["model", "policy"]
+"""Whose distribution: the model's own, or the policy's (temperature, top-p, ...), where a greedy row's temperature
+counts as 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Confidence(Rule):
+    """The candidate's log-probability ("low-confidence remasking", LLaDA), or its probability with `log=False`."""
+
+    of: Of = "model"
+    log: bool = True
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        stats = seen.of(self.of)
+        return stats.log_prob if self.log else stats.prob
+
+
+@dataclasses.dataclass(frozen=True)
+class Margin(Rule):
+    """The two largest probabilities' difference (Dream's "topk_margin")."""
+
+    of: Of = "model"
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return seen.of(self.of).margin
+
+
+@dataclasses.dataclass(frozen=True)
+class NegEntropy(Rule):
+    """Minus the entropy in nats (Dream's "entropy")."""
+
+    of: Of = "model"
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return -seen.of(self.of).entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Rule):
+    """A uniform number: positions in random order."""
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return view.uniforms(Purpose.ORDER)[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Position(Rule):
+    """From left to right."""
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return -view.positions.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noisy(Rule):
+    """A score plus `temperature` times Gumbel noise.
+
+    The `n` best are then `n` draws without replacement from softmax(score / temperature): Dream's `alg_temp`. With
+    `steps` the temperature falls linearly to 0 over so many steps: MaskGIT's choice temperature.
+    """
+
+    score: Any
+    temperature: float
+    steps: int | None = None
+
+    @property
+    def of(self) -> str:      # type: ignore[override]
+        return self.score.of
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        u = jnp.maximum(view.uniforms(Purpose.ORDER)[..., 1], jnp.finfo(jnp.float32).tiny)
+        left = 1.0 if self.steps is None else jnp.maximum(1 - (view.step + 1) / self.steps, 0)[:, None]
+        return self.score(view, seen, memory) - self.temperature * left * jnp.log(-jnp.log(u))
