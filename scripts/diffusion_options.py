@@ -1,0 +1,206 @@
+"""What a diffusion training run is told: named presets and the options of `scripts/train_diffusion.py`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from decodax import problems
+
+Stage = Literal["certainty", "filter"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A Llama shape with the training settings that suit it.
+
+    Attributes:
+        data: "problems" of `decodax.problems`, or "text", the Python standard library's source.
+        shape: keywords of `decodax.models.llama`, less the vocabulary; empty: the shape of `init`.
+        batch: rows a step. length: tokens in a row of text.
+        peak: highest learning rate. warmup: steps of linear warm-up. minutes: default time budget.
+        init: the model it starts from, a name or a directory. block: of block diffusion.
+    """
+
+    data: Literal["problems", "text"]
+    shape: dict[str, int]
+    batch: int
+    peak: float
+    warmup: int
+    minutes: float
+    length: int = 0
+    init: str | None = None
+    block: int | None = None
+
+
+PRESETS = {
+    "tasks-diffusion": Preset(
+        "problems", {"width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "mlp": 384, "context": 64},
+        batch=64, peak=2e-3, warmup=200, minutes=70,
+    ),
+    "pycode-diffusion": Preset(
+        "text", {}, batch=8, length=256, peak=1e-3, warmup=100, minutes=40, init="pycode", block=8,
+    ),
+    "tiny": Preset(
+        "problems", {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "mlp": 64, "context": 64},
+        batch=16, peak=1e-2, warmup=5, minutes=0.2,
+    ),
+    "tiny-text": Preset(
+        "text", {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "mlp": 64, "context": 32},
+        batch=16, length=16, peak=1e-2, warmup=5, minutes=0.2, block=4,
+    ),
+}  # fmt: skip
+
+STAGES: dict[str, dict[str, Any]] = {
+    "certainty": {"peak": 3e-4, "warmup": 50, "minutes": 15.0},
+    "filter": {"peak": 3e-3, "warmup": 20, "minutes": 2.0, "batch": 256},
+}
+"""Settings of the stages that follow, in place of the preset's; a stage starts from the preset's shipped model."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run. The fields marked `identity` decide the weights: a run is only resumed where they are equal.
+
+    Attributes:
+        stage: None trains by the bound on the likelihood; "certainty" and "filter" follow it, on problems.
+        span: tokens of a block of answer in those stages.
+        answers: problems that the model answers for those stages.
+
+    Raises:
+        ValueError: a value that is none of what its field takes.
+    """
+
+    preset: str = field(default="tasks-diffusion", metadata={"identity": True})
+    stage: Stage | None = field(default=None, metadata={"identity": True})
+    output: Path = Path("runs/tasks-diffusion")
+    export: Path | None = None
+    minutes: float | None = None
+    steps: int | None = field(default=None, metadata={"identity": True})
+    decay_from: int | None = field(default=None, metadata={"identity": True})
+    decay_share: float = 0.4
+    batch: int | None = field(default=None, metadata={"identity": True})
+    length: int | None = field(default=None, metadata={"identity": True})
+    peak: float | None = field(default=None, metadata={"identity": True})
+    warmup: int | None = field(default=None, metadata={"identity": True})
+    weight_decay: float = field(default=0.1, metadata={"identity": True})
+    seed: int = field(default=0, metadata={"identity": True})
+    dtype: str = field(default="float32", metadata={"identity": True})
+    init: str | None = field(default=None, metadata={"identity": True})
+    block: int | None = field(default=None, metadata={"identity": True})
+    shift: bool = field(default=False, metadata={"identity": True})
+    weights: tuple[str, ...] = field(default=(), metadata={"identity": True})
+    corpus: Path | None = field(default=None, metadata={"identity": True})
+    span: int | None = field(default=None, metadata={"identity": True})
+    answers: int | None = field(default=None, metadata={"identity": True})
+    devices: int | None = None
+    log_every: int = 20
+    eval_every: int = 250
+    save_every: int = 250
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset: got {self.preset!r}; it takes one of {', '.join(PRESETS)}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype: got {self.dtype!r}; it takes float32 or bfloat16")
+        if self.decay_from is not None and (self.steps is None or self.decay_from >= self.steps):
+            raise ValueError(f"decay_from: got {self.decay_from}, steps {self.steps}; it takes a step below `steps`")
+        for item in self.weights:
+            task, equals, share = item.partition("=")
+            if task not in problems.TASKS or not equals or not share.replace(".", "", 1).isdigit():
+                raise ValueError(f"weights: got {item!r}; it takes TASK=SHARE, of {', '.join(problems.TASKS)}")
+        preset = PRESETS[self.preset]
+        defaults = {name: getattr(preset, name) for name in ("batch", "length", "peak", "warmup", "init", "block")}
+        if self.stage is not None:
+            if self.stage not in STAGES:
+                raise ValueError(f"stage: got {self.stage!r}; it takes one of {', '.join(STAGES)}")
+            if preset.data != "problems":
+                raise ValueError(f"stage: got {self.stage!r} with {self.preset}; it takes a preset of problems")
+            defaults |= {"init": self.preset, "span": problems.CANVAS, "answers": 8192, **STAGES[self.stage]}
+        minutes = defaults.pop("minutes", preset.minutes)
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.stage is not None and (not self.span or self.span < 1 or problems.CANVAS % self.span):
+            raise ValueError(f"span: got {self.span}; it takes a divisor of the canvas of {problems.CANVAS} tokens")
+        object.__setattr__(self, "block", self.block or None)
+        if self.minutes is None and self.steps is None:
+            object.__setattr__(self, "minutes", minutes)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The tasks' shares of a batch where they are not 1."""
+        return {task: float(share) for task, _, share in (item.partition("=") for item in self.weights)}
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the weights, as JSON values."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("identity")}
+        plain = lambda v: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v
+        return {k: plain(v) for k, v in values.items()}
+
+    def command(self, steps: int, decay_from: int) -> str:
+        """The command line that repeats the run step for step, whatever the speed of the machine."""
+        words = [f"python scripts/train_diffusion.py --preset {self.preset} --steps {steps} --decay-from {decay_from}"]
+        if self.stage is not None:
+            words[0] += f" --stage {self.stage}"
+        plain = Options(preset=self.preset, stage=self.stage).identity()
+        for name, value in self.identity().items():
+            if name in ("preset", "stage", "steps", "decay_from") or value == plain[name]:
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            words.append(flag if value is True else f"{flag} {' '.join(map(str, value))}" if isinstance(value, list)
+                         else f"{flag} {0 if value is None else value}")
+        return " ".join(words)
+
+
+def parse(argv: list[str] | None = None) -> Options:
+    """Options from a command line."""
+    p = argparse.ArgumentParser(
+        description="Trains a small masked diffusion model and exports it in Hugging Face layout. A killed run goes on "
+        "where it stopped when the same command is given again.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--preset", choices=list(PRESETS), default="tasks-diffusion", help="data, shape and settings")
+    p.add_argument("--stage", choices=list(STAGES), help="what follows the training of a model: dParallel's certainty "
+                   "forcing on its own answers, or Learn2PD's filter, which learns when a candidate is final")
+    p.add_argument("--output", type=Path, help="checkpoints and metrics.jsonl (default: runs/PRESET or "
+                   "runs/PRESET-STAGE)")
+    p.add_argument("--export", type=Path, help="where the finished model goes (default: OUTPUT/model)")
+    p.add_argument("--minutes", type=float, help="time budget; steps follow from the measured speed (default: preset)")
+    p.add_argument("--steps", type=int, help="steps, instead of a time budget")
+    p.add_argument("--decay-from", type=int, help="step where the cosine decay begins (default with --steps: warmup)")
+    p.add_argument("--decay-share", type=float, default=0.4, help="share of a time budget spent in the decay")
+    p.add_argument("--batch", type=int, help="rows in a batch (default: preset)")
+    p.add_argument("--length", type=int, help="tokens in a row of text (default: preset)")
+    p.add_argument("--peak", type=float, help="highest learning rate (default: preset)")
+    p.add_argument("--warmup", type=int, help="steps of linear warm-up (default: preset)")
+    p.add_argument("--weight-decay", type=float, default=0.1, help="of AdamW, on matrices")
+    p.add_argument("--seed", type=int, default=0, help="of the initial weights, the data and the noise")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                   help="of the computation; master weights are float32")
+    p.add_argument("--init", metavar="NAME_OR_DIR", help="a model to start from, autoregressive ones get a mask token "
+                   "(default: preset)")
+    p.add_argument("--block", type=int, help="block diffusion with blocks of so many positions; 0: masked diffusion "
+                   "over the whole sequence (default: preset)")
+    p.add_argument("--shift", action="store_true", help="logits predict the next position, as of autoregressive models")
+    p.add_argument("--weights", nargs="*", default=(), metavar="TASK=SHARE", help="share of a task in a batch, else 1")
+    p.add_argument("--corpus", type=Path, help="directory of .py files (default: this interpreter's standard library)")
+    p.add_argument("--span", type=int, help="tokens of a block of answer in a stage (default: the canvas)")
+    p.add_argument("--answers", type=int, help="problems that the model answers for a stage (default: 8192)")
+    p.add_argument("--devices", type=int, help="how many to use (default: all; on CPU one for each core)")
+    p.add_argument("--log-every", type=int, default=20, help="steps between lines of metrics.jsonl")
+    p.add_argument("--eval-every", type=int, default=250, help="steps between held-out evaluations")
+    p.add_argument("--save-every", type=int, default=250, help="steps between checkpoints")
+    p.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="go on from a checkpoint")
+    given = vars(p.parse_args(argv))
+    name = "-".join(filter(None, (given["preset"], given["stage"])))
+    given["output"] = given["output"] or Path("runs") / name
+    given["weights"] = tuple(given["weights"])
+    try:
+        return Options(**given)
+    except ValueError as error:
+        p.error(str(error))
