@@ -3,6 +3,7 @@
 from decodax.speculative import drafts, shapes
 from decodax.speculative.adaptive import NOTHING, Adaptive, Automatic, Bandit, Bass
 from decodax.speculative.algorithm import Speculative
+from decodax.speculative.fit import fit_tree
 from decodax.speculative.measure import automatic, measure
 from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Probes, Proposal, Tree, chain
@@ -11,6 +12,7 @@ from decodax.speculative.verify import (
     Distance,
     Greedy,
     KSeq,
+    LongestBranch,
     Margin,
     MultiRound,
     Rejection,
@@ -21,5 +23,6 @@ from decodax.speculative.verify import (
 )
 
 __all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Distance", "Draft", "Greedy", "KSeq",
-           "Margin", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact", "Shape", "Source", "Speculative",
-           "TopK", "Tree", "Typical", "Verifier", "automatic", "chain", "drafts", "measure", "shapes"]
+           "LongestBranch", "Margin", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact", "Shape", "Source",
+           "Speculative", "TopK", "Tree", "Typical", "Verifier", "automatic", "chain", "drafts", "fit_tree", "measure",
+           "shapes"]

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.cache import causal
 from decodax.core.types import Params
 from decodax.struct import Struct, struct
+from tests.laws.cases import model
 
 NONE = Params(None)
 CORPUS = ((3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), (8, 9, 7, 9, 3, 2, 3, 8, 4, 6))
@@ -85,3 +87,19 @@ def paths(proposal, row=0):
             assert above <= i
             found[i + 1] = (*found[int(above)], int(token))
     return list(found.values())[1:]
+
+
+def toys_logits(text):
+    """What the toy model says follows a text: `f32[V]`."""
+    return _toys_logits(tuple(int(t) for t in text))
+
+
+@functools.cache
+def _toys_logits(text):
+    return np.asarray(_scored(np.pad(np.array(text, np.int32), (0, 64 - len(text)))))[len(text) - 1]
+
+
+@jax.jit
+def _scored(padded):
+    network, weights = model("toy")
+    return network.apply(weights, causal(padded[None], jnp.zeros(1, jnp.int32)), network.init_cache(1, 0)).logits()[0]

@@ -25,9 +25,11 @@ from decodax.speculative.shapes import (
     Fixed,
     OptTree,
     RiskThreshold,
+    Sliced,
     StochasticBeam,
     Threshold,
     expected,
+    probability,
     sequoia,
     sequoia_for,
 )
@@ -193,8 +195,9 @@ def test_dyspec_by_layers_is_the_heaps_tree(shape):
     assert p.live.all() == (shape.threshold == 0)
 
 
+UNEVEN = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 0, 0]]
 SAMPLED = [DySpec(nodes=8, length=3, fanout=4), StochasticBeam(3, 3), CaPE(3, ((0.3, 4), (0.6, 3), (1.0, 1)), nodes=7),
-           Threshold(4, 0.15), RiskThreshold(4, 0.8), Fixed.of([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]])]
+           Threshold(4, 0.15), RiskThreshold(4, 0.8), Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4)]
 
 
 @pytest.mark.parametrize("shape", SAMPLED, ids=lambda s: type(s).__name__)
@@ -297,7 +300,27 @@ def test_a_threshold_ends_the_chain_after_the_first_doubtful_draft():
         assert (nodes[0] >= 0).sum() == max(counts) - 1         # drafting ended with the longest row
 
 
-@pytest.mark.parametrize("shape", [Threshold(6, 0.2), OptTree(6, 0.6, 5), DySpec(12, 4, 5, threshold=0.25)],
+@pytest.mark.parametrize(("least", "predictor", "depths"), [(0.0, probability, {4}), (0.15, probability, {1, 2}),
+                                                            (0.3, ByEntropy(0.5), {2, 3}), (1.0, probability, {1})])
+def test_a_sliced_tree_is_the_trees_first_levels(least, predictor, depths):
+    tree = Fixed.of(UNEVEN)
+    inner = [[q for q in tree.order if len(q) == d and (*q, 0) in tree.order] for d in (1, 2, 3)]
+    whole, _ = grow(tree, temperature=1.0)
+    p, nodes = grow(Sliced(tree, least, predictor), temperature=1.0)
+    found, entropy = [], -(P * np.log(P)).sum(-1)
+    for row in range(B):
+        tokens, chance = dict(zip(tree.order, tree_of(whole, row), strict=True)), {(): 1.0}
+        for q in tree.order:
+            last, token = (row, *tokens[q])[-2:]
+            chance[q] = chance[q[:-1]] * float(predictor(np.log(P[last, token]), entropy[last], len(q) - 1))
+        found.append(1 + next((d for d in range(3) if sum(chance[q] for q in inner[d]) < least), 3))
+        assert tree_of(p, row) == [tokens[q] for q in tree.order if len(q) <= found[-1]]
+    assert set(found) == depths, found
+    assert (nodes >= 0).sum() == sum(map(len, inner[:max(found) - 1]))      # drafting ended with the longest row
+
+
+@pytest.mark.parametrize("shape", [Threshold(6, 0.2), OptTree(6, 0.6, 5), DySpec(12, 4, 5, threshold=0.25),
+                                   Sliced(Fixed.of(UNEVEN), 0.4)],
                          ids=lambda s: type(s).__name__)
 def test_a_rows_tree_does_not_depend_on_its_batch_mates(shape):
     p, _ = grow(shape)
@@ -363,7 +386,7 @@ def test_wrong_arguments_are_named(make, message):
 # laws
 
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
-EXACT = [Fixed.of([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]]), ConfidenceTree(8, 3, 3), OptTree(6, 0.3, 4),
+EXACT = [Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4), ConfidenceTree(8, 3, 3), OptTree(6, 0.3, 4),
          DySpec(8, 3, 4), StochasticBeam(3, 3), CaPE(3, ((0.3, 3), (1.0, 1)), nodes=6), Threshold(5, 0.2),
          RiskThreshold(5, 0.8)]
 
@@ -397,7 +420,8 @@ class Pruned:
 
 @pytest.mark.parametrize(("shape", "verify", "exact"), [
     (DySpec(nodes=5, length=2, fanout=3), MultiRound(), True), (StochasticBeam(3, 2), MultiRound(), True),
-    (CaPE(2, ((0.4, 3), (1.0, 1)), nodes=4), MultiRound(), True), (Threshold(3, 0.2), Rejection(), True),
+    (CaPE(2, ((0.4, 3), (1.0, 1)), nodes=4), MultiRound(), True),
+    (Sliced(Fixed.balanced(2, 2), 0.4), MultiRound(), True), (Threshold(3, 0.2), Rejection(), True),
     (Pruned(), MultiRound(), False)], ids=lambda x: type(x).__name__)
 def test_sampled_trees_keep_the_targets_distribution(shape, verify, exact):
     """And a tree that prunes draws by their own probability does not: the test sees it, in the first two tokens."""

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from decodax.autoregressive import Autoregressive
-from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative import MultiRound, Proposal, Rejection, Speculative
@@ -29,7 +28,7 @@ from decodax.speculative.drafts.suffix_tree import SuffixTree
 from decodax.speculative.drafts.trie import Trie
 from decodax.speculative.shapes import Chain, Fixed
 from tests.laws.cases import POLICIES, VOCABULARY, decode, prompts, start, texts
-from tests.speculative.drafting import CORPUS, NONE, first, observe, paths, periodic, propose, rows
+from tests.speculative.drafting import CORPUS, NONE, first, observe, paths, periodic, propose, rows, toys_logits
 
 DRAFTS = (
     Speculative(TokenRecycling(SMALL_TREE, rows=16)),
@@ -130,22 +129,8 @@ def test_recycling_equals_a_plain_transcription():
     draft = TokenRecycling(SMALL_TREE, k=5, rows=VOCABULARY)
     alg, ids = Speculative(draft), [[3, 7, 3, 7, 2, 5]]
     network, params, policy, s = start(alg, "toy", ids, {}, new=10)
-
-    @jax.jit
-    def scored(padded):
-        window = causal(padded[None], jnp.zeros(1, jnp.int32))
-        return network.apply(params.target, window, network.init_cache(1, 0)).logits()[0]
-
-    @functools.cache
-    def known(text):
-        return np.asarray(scored(np.pad(np.array(text, np.int32), (0, 32 - len(text)))))[len(text) - 1]
-
-    def logits(text):
-        return known(tuple(text))
-
-
     successors, text = {}, list(ids[0])
-    note = lambda text: successors.update({text[-1]: np.argsort(-logits(text), kind="stable")[:5].tolist()})
+    note = lambda text: successors.update({text[-1]: np.argsort(-toys_logits(text), kind="stable")[:5].tolist()})
     for i in range(1, len(text)):
         note(text[:i])
     rounds = 0
@@ -160,9 +145,9 @@ def test_recycling_equals_a_plain_transcription():
         for nodes in list(tree.values()):
             note(text + list(nodes))
         accepted = ()
-        while (nxt := (*accepted, int(np.argmax(logits(text + list(accepted)))))) in tree.values():
+        while (nxt := (*accepted, int(np.argmax(toys_logits(text + list(accepted)))))) in tree.values():
             accepted = nxt
-        text += [*accepted, int(np.argmax(logits(text + list(accepted))))]
+        text += [*accepted, int(np.argmax(toys_logits(text + list(accepted))))]
     done = drivers.advance(alg, network, params, policy, s, jnp.int32(100))
     assert texts(done)[0] == text[len(ids[0]):][:10]
     assert int(done.stats.rounds[0]) == rounds < 10

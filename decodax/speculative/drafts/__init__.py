@@ -20,8 +20,10 @@ from decodax.speculative.drafts.staged import Staged
 from decodax.speculative.drafts.stand import Stand
 from decodax.speculative.drafts.suffix import SuffixAutomaton
 from decodax.speculative.drafts.suffix_tree import SuffixTree
+from decodax.speculative.drafts.target_rooted import TargetRooted
 from decodax.speculative.drafts.trie import Trie
 
 __all__ = ["ADED", "HGJ", "PGJ", "PJ", "SJD", "CLaSp", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
            "InputGuided", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "NGram", "NGramModel", "PromptLookup",
-           "Staged", "Stand", "SuffixAutomaton", "SuffixTree", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
+           "Staged", "Stand", "SuffixAutomaton", "SuffixTree", "TargetRooted", "TokenRecycling", "Trie",
+           "UserDraft", "fit_anchors"]

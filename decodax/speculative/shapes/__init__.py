@@ -1,5 +1,6 @@
 """How draft trees grow, one file each."""
 
+from decodax.speculative.shapes.acceptance import from_acceptance
 from decodax.speculative.shapes.cape import CaPE
 from decodax.speculative.shapes.dyspec import DySpec
 from decodax.speculative.shapes.eagle2 import ConfidenceTree
@@ -7,9 +8,11 @@ from decodax.speculative.shapes.fixed import Chain, Fixed
 from decodax.speculative.shapes.medusa import EAGLE_25, MEDUSA_63
 from decodax.speculative.shapes.opt_tree import OptTree
 from decodax.speculative.shapes.sequoia import expected, sequoia, sequoia_for
+from decodax.speculative.shapes.sliced import Sliced
 from decodax.speculative.shapes.stochastic_beam import StochasticBeam
 from decodax.speculative.shapes.tetris import Tetris
 from decodax.speculative.shapes.threshold import RiskThreshold, Threshold, probability
 
 __all__ = ["EAGLE_25", "MEDUSA_63", "CaPE", "Chain", "ConfidenceTree", "DySpec", "Fixed", "OptTree", "RiskThreshold",
-           "StochasticBeam", "Tetris", "Threshold", "expected", "probability", "sequoia", "sequoia_for"]
+           "Sliced", "StochasticBeam", "Tetris", "Threshold", "expected", "from_acceptance",
+           "probability", "sequoia", "sequoia_for"]

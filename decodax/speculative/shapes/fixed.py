@@ -87,47 +87,73 @@ class Fixed:
         return len(self.paths) == self.length
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        node: dict[Path, int] = {(): 0} | {p: i + 1 for i, p in enumerate(self.order)}
-        inner: list[list[Path]] = [[] for _ in range(self.length - 1)]
-        for p in self.order:
-            if (*p, 0) in node:
-                inner[len(p) - 1].append(p)
-        width = max(map(len, inner), default=0)
-        fanout = 1 + max(p[-1] for p in self.paths)
-        room = width * len(inner)
-        # slot of each inner node among the expanded ones: levels are padded to one width, so that they share a program
-        slot: dict[Path, int] = {(): 0}
-        slot |= {p: 1 + d * width + j for d, level in enumerate(inner) for j, p in enumerate(level)}
-        padded = [level + [level[0]] * (width - len(level)) for level in inner]
-        above = np.array([[slot[p[:-1]] for p in level] for level in padded], np.int32)
-        rank = np.array([[p[-1] for p in level] for level in padded], np.int32)
-
-        keep = lambda c: (c.tokens, c.live, c.log_q)
-        g, first = grower.start(state, room, fanout)
-        found = jax.tree.map(lambda x: jnp.zeros((x.shape[0], 1 + room, *x.shape[2:]), x.dtype).at[:, :1].set(x),
-                             keep(first))
+        plan = Plan(self)
+        g, first = grower.start(state, plan.room, plan.fanout)
+        found = plan.wide((first.tokens, first.live, first.log_q))
 
         def visit(carry: Any, level: tuple[Array, Array]) -> tuple[Any, None]:
             g, found = carry
             above, rank = level
-            g, new = grower.expand(g, found[0][:, above, rank], above, fanout)
-            put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, g.filled - width, 1)
-            return (g, jax.tree.map(put, found, keep(new))), None
+            g, new = grower.expand(g, found[0][:, above, rank], above, plan.fanout)
+            return (g, plan.put(found, (new.tokens, new.live, new.log_q), g.filled)), None
 
-        if inner:
-            g, found = jax.lax.scan(visit, (g, found), (jnp.asarray(above), jnp.asarray(rank)))[0]
-        tokens, live, log_q = found
-        up = np.array([slot[p[:-1]] for p in self.order], np.int32)
+        if plan.levels:
+            g, found = jax.lax.scan(visit, (g, found), (jnp.asarray(plan.above), jnp.asarray(plan.rank)))[0]
+        return plan.proposal(*found), g.source, plan.nodes
+
+
+class Plan:
+    """How a fixed tree grows: its nodes that have children are expanded level by level, all levels padded to one width
+    so that they share a program.
+
+    Attributes:
+        fanout: the most children of a node. levels: how many levels have children. width: expanded nodes of each.
+        room: of all of them; they stand in slots 1 .. room, the newest token in slot 0.
+        above, rank: `i32[levels, width]`, the slot above each expanded node and its rank there.
+        real: `bool[levels, width]`, False where a node stands again for the padding.
+        nodes: `i32[1, room]`, window nodes of the expanded ones, -1 for the padding.
+    """
+
+    def __init__(self, tree: Fixed):
+        self.order = tree.order
+        node: dict[Path, int] = {(): 0} | {p: i + 1 for i, p in enumerate(self.order)}
+        inner: list[list[Path]] = [[] for _ in range(tree.length - 1)]
+        for p in self.order:
+            if (*p, 0) in node:
+                inner[len(p) - 1].append(p)
+        self.levels, self.width = len(inner), max(map(len, inner), default=0)
+        self.fanout = 1 + max(p[-1] for p in self.order)
+        self.room = self.width * self.levels
+        self.slot: dict[Path, int] = {(): 0}
+        self.slot |= {p: 1 + d * self.width + j for d, level in enumerate(inner) for j, p in enumerate(level)}
+        padded = [level + [level[0]] * (self.width - len(level)) for level in inner]
+        self.above = np.array([[self.slot[p[:-1]] for p in level] for level in padded], np.int32)
+        self.rank = np.array([[p[-1] for p in level] for level in padded], np.int32)
+        self.real = np.array([[j < len(level) for j in range(self.width)] for level in inner], bool)
+        self.parents = np.array([node[p[:-1]] for p in self.order], np.int32)
+        self.nodes = np.full((1, self.room), -1, np.int32)
+        self.nodes[0, [i - 1 for p, i in self.slot.items() if p]] = [node[p] for p in self.slot if p]
+
+    def wide(self, root: Any) -> Any:
+        """Room for what is known of all slots, `[B, 1 + room, ...]` each, with the newest token's `[B, 1, ...]`."""
+        return jax.tree.map(lambda x: jnp.zeros((x.shape[0], 1 + self.room, *x.shape[2:]), x.dtype).at[:, :1].set(x),
+                            root)
+
+    def put(self, found: Any, new: Any, filled: Array) -> Any:
+        """With what is known of the level that was expanded last; `filled` slots are in use."""
+        start = filled - self.width
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 1), found, new)
+
+    def proposal(self, tokens: Array, live: Array, log_q: Array | None) -> Proposal:
+        """The tree from the children of all slots: `[B, 1 + room, fanout]`, `log_q` `f32[B, 1 + room, V]`."""
+        up = np.array([self.slot[p[:-1]] for p in self.order], np.int32)
         ranks = np.array([p[-1] for p in self.order], np.int32)
-        parents = np.array([node[p[:-1]] for p in self.order], np.int32)
         if log_q is not None:       # the nodes that have children are among those up to the last one that has
-            source = np.array([slot.get(p, 0) for p in [(), *self.order][:parents.max() + 1]], np.int32)
-            log_q = log_q if np.array_equal(source, np.arange(1 + room)) else log_q[:, source]
-        nodes = np.full((1, room), -1, np.int32)
-        nodes[0, [i - 1 for p, i in slot.items() if p]] = [node[p] for p in slot if p]
-        chain = np.array_equal(parents, np.arange(len(parents)))
-        return Proposal(tokens=tokens[:, up, ranks], live=live[:, up, ranks], parents=None if chain else parents[None],
-                        log_q=log_q), g.source, jnp.asarray(nodes)
+            source = np.array([self.slot.get(p, 0) for p in [(), *self.order][:self.parents.max() + 1]], np.int32)
+            log_q = log_q if np.array_equal(source, np.arange(1 + self.room)) else log_q[:, source]
+        chain = np.array_equal(self.parents, np.arange(len(self.parents)))
+        return Proposal(tokens=tokens[:, up, ranks], live=live[:, up, ranks],
+                        parents=None if chain else self.parents[None], log_q=log_q)
 
 
 def Chain(length: int = 5) -> Fixed:

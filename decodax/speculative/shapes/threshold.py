@@ -49,7 +49,7 @@ class Threshold:
 
     def __post_init__(self) -> None:
         at_least(length=self.length)
-        _chance("least", self.least)
+        check_chance("least", self.least)
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         return grow_chain(grower, state, self.length, self.predictor, lambda f, all_of_them: f >= self.least)
@@ -69,7 +69,7 @@ class RiskThreshold:
 
     def __post_init__(self) -> None:
         at_least(length=self.length)
-        _chance("most", self.most)
+        check_chance("most", self.most)
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         return grow_chain(grower, state, self.length, self.predictor,
@@ -88,9 +88,7 @@ def grow_chain(grower: Grower, state: Any, length: int, predictor: Predictor,
         live = child.live[:, :, 0] & grows[:, None]
         new = (child.tokens[:, :, 0], live, child.log_q)
         chain = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 1), chain, new)
-        p = jnp.exp(child.log_all[:, 0])
-        entropy = -jnp.where(p > 0, p * child.log_all[:, 0], 0).sum(-1)
-        f = predictor(child.log_p[:, 0, 0], entropy, i)
+        f = predictor(child.log_p[:, 0, 0], entropy(child.log_all[:, 0]), i)
         chance = chance * f
         return chain, live[:, 0] & goes_on(f, chance), chance
 
@@ -112,6 +110,12 @@ def grow_chain(grower: Grower, state: Any, length: int, predictor: Predictor,
     return Proposal(tokens=tokens, live=live, log_q=log_q), g.source, jnp.where(node < g.filled, node, -1)
 
 
-def _chance(name: str, value: float) -> None:
+def entropy(log_p: Array) -> Array:
+    """`f32[...]` in nats, of distributions `f32[..., V]`."""
+    p = jnp.exp(log_p)
+    return -jnp.where(p > 0, p * log_p, 0).sum(-1)
+
+
+def check_chance(name: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"{name}: got {value}, takes 0 to 1")
