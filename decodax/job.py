@@ -69,6 +69,8 @@ class Job:
         if longest > trained:
             warnings.warn(f"max_new_tokens: prompt and new tokens are {longest}, the model was made for {trained}",
                           stacklevel=4)
+        if hasattr(algorithm, "fit"):       # a window as long as the text
+            algorithm = algorithm.fit(max(budget))
         size = bucket(int(longest))
         tokens = np.zeros((len(ids), size), np.int32)
         for row, prompt in zip(tokens, ids, strict=True):
@@ -130,6 +132,8 @@ class Job:
         budget = int(np.asarray(self.state.max_length - self.state.length).max())
         # each round of a running row makes progress, at least one position in `emits` of a canvas
         bound = 2 * (budget + self.algorithm.emits) + 8
+        if hasattr(self.algorithm, "most_rounds"):
+            bound = self.algorithm.most_rounds(budget, len(self.status))
         rounds = bound if seconds is None else min(self.burst, bound)
         with on_mesh(self.lm.mesh):
             self.state = drivers.advance(self.algorithm, self.model, self.params, self.policy, self.state,

@@ -3,36 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.core import keys
 from decodax.core.keys import Purpose
+from decodax.struct import Struct, struct
+
+
+@struct
+class Nodes(Struct):
+    """Positions of a forward, `[B, n]` each.
+
+    Attributes:
+        positions: `i32`. live: `bool`.
+        own: `bool`, of the region: they are worked on. The others hold final tokens, or what lies behind the region.
+    """
+
+    positions: Array
+    live: Array
+    own: Array
 
 
 class Attention(Protocol):
-    """Who sees whom, by position. `start` is where the region begins: all before it is final."""
+    """Who sees whom."""
 
-    causal: ClassVar[bool]
-    """Whether a causal prefill computes the entries of the prompt."""
+    @property
+    def causal(self) -> bool:
+        """Whether a causal prefill computes the entries of the prompt."""
 
-    def sees(self, query: Array, key: Array, start: Array) -> Array:
-        """`bool`, from broadcastable positions and `start`."""
+    @property
+    def joined(self) -> bool:
+        """Whether the last final token, where a shifted model predicts the region's first, is seen by the region as one
+        of its own: through a copy, since its entries in the cache are others."""
+
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        """`bool[B, n, n]`: entry `[b, i, j]` says that node `i` sees node `j`. `front` (`i32[B]`) is where what is
+        worked on begins: all before it is final."""
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
         """`i32[B]`: the end of what a forward looks at."""
+
+
+def _pairs(x: Array) -> tuple[Array, Array]:
+    return x[:, :, None], x[:, None, :]
 
 
 @dataclasses.dataclass(frozen=True)
 class Full:
     """Every position sees the whole text in both directions (LLaDA, Dream, MDLM)."""
 
-    causal = False
+    causal = joined = False
 
-    def sees(self, query: Array, key: Array, start: Array) -> Array:
-        return jnp.ones(jnp.broadcast_shapes(query.shape, key.shape, start.shape), bool)
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        return jnp.ones((*nodes.positions.shape, nodes.positions.shape[1]), bool)
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
         return end
@@ -45,10 +71,11 @@ class BlockCausal:
     ones."""
 
     block: int
-    causal = False
+    causal = joined = False
 
-    def sees(self, query: Array, key: Array, start: Array) -> Array:
-        return key // self.block <= query // self.block
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        query, key = _pairs(nodes.positions // self.block)
+        return key <= query
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
         return jnp.minimum(start + width, end)
@@ -56,12 +83,15 @@ class BlockCausal:
 
 @dataclasses.dataclass(frozen=True)
 class CausalPrefix:
-    """Final tokens see those before them, the region sees all of both (SDLM, SBD, DiffusionGemma)."""
+    """Final tokens see those before them, the region sees them and all of itself (SBD, DiffusionGemma). With `joined`
+    the last final token is one of the region's as well, which sees it through a copy (SDLM)."""
 
+    joined: bool = False
     causal = True
 
-    def sees(self, query: Array, key: Array, start: Array) -> Array:
-        return (key <= query) | ((query >= start) & (key >= start))
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        (query, key), (of, to) = _pairs(nodes.positions), _pairs(nodes.own)
+        return jnp.where(to, of, jnp.where(of, key < front[:, None, None] - int(self.joined), key <= query))
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
         return jnp.minimum(start + width, end)
@@ -125,12 +155,28 @@ class Adapter:
 
     mask: int | None
     shift: bool = False
-    attention: Any = Full()
-    canvas: Any = Masks()
+    attention: Attention = Full()
+    canvas: Canvas = Masks()
 
     def __post_init__(self) -> None:
+        if self.attention.joined and not self.shift:
+            raise ValueError(f"attention: got {self.attention} without shift, which alone has use for the last token")
         if self.mask is None and not isinstance(self.canvas, Noise):
             raise ValueError("mask: got None, takes the id of the mask token; only a canvas of noise does without")
+
+    @classmethod
+    def of(cls, model: Any, canvas: Canvas | None = None) -> Adapter:
+        """How a loaded model speaks; `model` is what `load` gives, or its `diffusion`.
+
+        Raises:
+            ValueError: the model does not fill masks.
+        """
+        d = getattr(model, "diffusion", model)
+        if d is None:
+            raise ValueError(f"lm: got {getattr(model, 'name', model)}, which is autoregressive, takes a diffusion model")
+        attention = {"full": Full, "block-causal": lambda: BlockCausal(d.block),
+                     "causal-prefix": lambda: CausalPrefix(joined=d.shift)}[d.attention]()
+        return cls(d.mask, d.shift, attention, canvas or Masks())
 
     @property
     def blank(self) -> int:

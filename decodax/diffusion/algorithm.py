@@ -38,7 +38,7 @@ from decodax.diffusion.round import Round
 from decodax.diffusion.scores import Confidence
 from decodax.diffusion.stops import EndOfText
 from decodax.diffusion.verifies import Sequential
-from decodax.diffusion.windows import Fixed
+from decodax.diffusion.windows import Fixed, Sliding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,14 @@ class MaskedDiffusion:
     def fit(self, budget: int) -> MaskedDiffusion:
         """With windows for texts of `budget` new tokens, where their size was left open."""
         return dataclasses.replace(self, windows=self.windows.fit(budget)) if hasattr(self.windows, "fit") else self
+
+    def most_rounds(self, budget: int, rows: int) -> int:
+        """More rounds than a batch can take for `budget` new tokens a row."""
+        steps = max(getattr(rule, "steps", None) or 0 for rule in (self.commit, self.revise))
+        steps = max(steps, self.windows.width) + getattr(self.revise, "most", 0) + 2
+        # a region of `width` positions a turn, or of one; rows may wait for the others' wide rounds
+        regions = max(budget, 1) if isinstance(self.windows, Sliding) else -(-budget // self.windows.width) + 1
+        return (regions * steps + 8) * (rows + 1 if self.variants else 1)
 
     @property
     def emits(self) -> int:

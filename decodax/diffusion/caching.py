@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.policies import Memory, Rule, View
 
 
-def span(view: View, before: int, width: int) -> tuple[Array, Array]:
-    """Positions `i32[B, before + width]` from `before` ones before the region on, and those that lie in the text."""
+def span(view: View, before: int, width: int) -> Nodes:
+    """`width` positions from the region's beginning on and `before` ones before it; all that lie in the text."""
     positions = view.start[:, None] - before + jnp.arange(before + width, dtype=jnp.int32)
-    return positions, (positions >= 0) & (positions < view.end[:, None])
+    return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
+                 own=jnp.ones(positions.shape, bool))
 
 
 class CacheRule(Rule):
@@ -25,7 +28,7 @@ class CacheRule(Rule):
     def stale(self, view: View, memory: Memory) -> Array:
         return jnp.zeros(view.start.shape, bool)
 
-    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         return span(view, left, view.positions.shape[1])
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
@@ -74,7 +77,7 @@ class Prefix(Dual):
 
     suffix: int = 256
 
-    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         return span(view, left, max(self.suffix, view.positions.shape[1]))
 
 
@@ -89,10 +92,6 @@ class BlockCache(CacheRule):
     def stale(self, view: View, memory: Memory) -> Array:
         return (view.kept == 0) & (view.start > 0)
 
-    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
-        positions, live = span(view, left, view.positions.shape[1])
-        return positions, live & (positions >= jnp.minimum(view.kept, view.start - left)[:, None])
-
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
         return (positions < final[:, None]) & ~valid
 
@@ -104,7 +103,8 @@ class FusedCache(BlockCache):
 
     fused = True
 
-    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         W = view.positions.shape[1]
-        positions, live = span(view, max(W, left), W)
-        return positions, live & (positions >= jnp.minimum(view.kept, view.start - left)[:, None])
+        last, region = span(view, W, 0), span(view, left, W)
+        last = last.replace(live=last.live & (last.positions >= view.kept[:, None]), own=jnp.zeros_like(last.own))
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), last, region)

@@ -13,6 +13,7 @@ from jax import Array
 
 from decodax.core import keys
 from decodax.core.keys import Purpose
+from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.stats import Stats
 from decodax.struct import Struct, struct
 
@@ -224,11 +225,9 @@ class Caching(Remembers, Protocol):
     def stale(self, view: View, memory: Memory) -> Array:
         """`bool[B]`: rows that need a wide round."""
 
-    def nodes(self, view: View, left: int, memory: Memory) -> tuple[Array, Array]:
-        """The positions `i32[B, n]` of a narrow round and which of them count (`bool[B, n]`).
-
-        `left` positions before `start` belong to every window: there a shifted model predicts the first token.
-        """
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        """What a narrow round scores: the region, the `left` positions before it, where a shifted model predicts its
+        first token, and whatever else is worth it. Among the nodes that are `own` no position stands twice."""
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
         """`bool[B, n]`: which nodes' entries enter the cache.

@@ -14,6 +14,7 @@ from decodax.core.keys import Purpose
 from decodax.core.record import record
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.canvas import Canvas, cut, look, paste
 from decodax.diffusion.policies import Seen, View
 from decodax.diffusion.stats import statistics
@@ -61,31 +62,49 @@ class Round:
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
         c: Canvas = s.algo
-        of, attention, W = self.of, self.of.adapter.attention, self.of.windows.width
-        view, turn = look(s, c, W), self._turn(s)
-        if self.wide:
-            positions = jnp.broadcast_to(jnp.arange(c.tokens.shape[1], dtype=jnp.int32), c.tokens.shape)
-            live = jnp.ones(positions.shape, bool)
-        else:
-            left = int(of.adapter.shift or of.prefills)
-            positions, live = of.caching.nodes(view, left, c.memory["caching"])
-        live = live & (positions < attention.reach(c.start, W, c.end)[:, None]) & turn[:, None]
-        positions = jnp.clip(positions, 0, c.tokens.shape[1] - 1)
-        front = jnp.maximum(c.final, c.start)[:, None, None]
-        mask = attention.sees(positions[:, :, None], positions[:, None, :], front)
+        of, attention = self.of, self.of.adapter.attention
+        turn, nodes = self._turn(s), self._nodes(s, c)
+        positions, live = nodes.positions, nodes.live
+        mask = attention.sees(nodes, jnp.maximum(c.final, c.start))
         tokens = take(c.tokens, positions)
         cached = None
         if of.caches:
             cached = jnp.zeros(c.valid.shape, bool)
             if not self.wide:
                 slots = jnp.arange(c.valid.shape[1], dtype=jnp.int32)
-                again = _scatter(cached, positions, live, jnp.ones_like(live))
+                again = _scatter(cached, positions, live, live)
                 cached = c.valid & ~again & (slots < c.end[:, None])
+        live = live & turn[:, None]
         if (K := of.verify.branches) > 1:
-            tokens = self._branch_tokens(of.drafts(view, c).tokens, positions, tokens, c)
+            tokens = self._branch_tokens(of.drafts(look(s, c, of.windows.width), c).tokens, positions, tokens, c)
             mask = _side_by_side(mask, K)
             positions, live = jnp.tile(positions, (1, K)), jnp.tile(live, (1, K))
         return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached), c
+
+    def _nodes(self, s: State, c: Canvas) -> Nodes:
+        """What this round scores."""
+        of, attention, N, W = self.of, self.of.adapter.attention, c.tokens.shape[1], self.of.windows.width
+        # before the first round the entry of a prefilled prompt's last token is missing
+        left = int(of.adapter.shift or of.prefills)
+        waits = c.final > c.start
+        front = jnp.where(waits, c.final, c.start)
+        if self.wide:
+            positions = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32), c.tokens.shape)
+            own = positions >= front[:, None]
+            if attention.joined:
+                positions = jnp.concatenate([positions, front[:, None] - 1], 1)
+                own = jnp.pad(own, ((0, 0), (0, 1)), constant_values=True)
+            nodes = Nodes(positions=positions, live=positions >= 0, own=own)
+        else:
+            nodes = of.caching.nodes(look(s, c, W), left, c.memory["caching"])
+            first = front if not attention.joined else jnp.where(waits, front, front - 1)
+            own = nodes.own & (nodes.positions >= first[:, None])
+            # a final token has one node, unless the region sees it through a copy
+            twice = ~nodes.own & (nodes.positions >= c.start[:, None] - left) & (not attention.joined)
+            nodes = nodes.replace(own=own, live=nodes.live & ~twice)
+        end = attention.reach(c.start, W, c.end)
+        return Nodes(positions=jnp.clip(nodes.positions, 0, N - 1), own=nodes.own,
+                     live=nodes.live & (nodes.positions < end[:, None]))
 
     def _branch_tokens(self, drafts: Array, positions: Array, tokens: Array, c: Canvas) -> Array:
         """`i32[B, K * n]`: each draft (`i32[B, K, W]`) in the place of the region."""
@@ -98,14 +117,15 @@ class Round:
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
         c, of = algo, self.of
         K, W, B = of.verify.branches, of.windows.width, s.batch
-        n = window.tokens.shape[1] // K
-        positions, live = window.positions[:, :n], window.live[:, :n]
+        n, nodes = window.tokens.shape[1] // K, self._nodes(s, c)
+        positions = nodes.positions
         turn, view = self._turn(s), look(s, c, W, policy.policy.eos)
+        live = nodes.live & turn[:, None]
         waits = c.final > c.start       # final tokens that this round's forward persists
         works = turn if of.caching.fused else turn & ~waits
 
         drafts = of.drafts(view, c)
-        node = self._nodes(view, positions, live, c.tokens.shape[1])
+        node = self._predicting(view, nodes.replace(live=live), c.tokens.shape[1])
         seen, note = self._see(policy, s, c, drafts, node, out)
         flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), drafts)
         results = of.advance(flat, seen, c.memory)
@@ -133,7 +153,8 @@ class Round:
         else:
             emitted = start = jnp.where(ok & waits, c.final, c.start)
         emit = jnp.where(ok, jnp.clip(emitted - s.length, 0, W), 0)
-        writes, valid = self._writes(view, c, positions, live & ok[:, None], front)
+        writes, valid = self._writes(
+            view, c, positions, live & ok[:, None] & ~(nodes.own & (positions < front[:, None])), front)
 
         moved = start > c.start
         write = lambda old, new: jnp.where(_per_row(works, old), paste(old, new, c.start), old)
@@ -191,11 +212,12 @@ class Round:
         pick = lambda new, none, old: jnp.where(_per_row(moved, old), none, jnp.where(_per_row(works, old), new, old))
         return tuple(map(pick, new, self.of.no_drafts(there), c.drafts))
 
-    def _nodes(self, view: View, positions: Array, live: Array, size: int) -> Array:
+    def _predicting(self, view: View, nodes: Nodes, size: int) -> Array:
         """`i32[B, W]`: the window node whose logits predict each position of the region, -1 where none does."""
-        index = jnp.full((positions.shape[0], size), -1, jnp.int32)
-        index = _scatter(index, positions, live, jnp.broadcast_to(
-            jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape))
+        number = jnp.broadcast_to(jnp.arange(nodes.positions.shape[1], dtype=jnp.int32), nodes.positions.shape)
+        index = jnp.full((view.start.shape[0], size), -1, jnp.int32)
+        for which in (nodes.live & ~nodes.own, nodes.live & nodes.own):     # the region's own copy holds
+            index = _scatter(index, nodes.positions, which, number)
         at = view.positions - int(self.of.adapter.shift)
         return jnp.where(at >= 0, take(index, jnp.maximum(at, 0)), -1)
 

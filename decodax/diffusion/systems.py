@@ -1,0 +1,200 @@
+"""The published samplers of the family, each a line in the table of `decodax.systems`.
+
+`ENTRIES` is data: `decodax.systems` makes registry entries of it. A maker takes the loaded model first (its `diffusion`
+says how it speaks) and gives a `MaskedDiffusion`; its other arguments are the system's options. A method of another file
+registers itself here by one function more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from decodax.diffusion.adapter import Adapter, BlockCausal
+from decodax.diffusion.algorithm import MaskedDiffusion
+from decodax.diffusion.caching import BlockCache, Dual, FusedCache, NoCache, Prefix
+from decodax.diffusion.commits import AtLeast, Bernoulli, EntropyBound, Factor, Quota, Threshold
+from decodax.diffusion.commits import Prefix as ConfidentPrefix
+from decodax.diffusion.policies import Caching, Score
+from decodax.diffusion.revisions import Edit, ReMDM
+from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
+from decodax.diffusion.stops import EndOfText
+from decodax.diffusion.verifies import BranchExact
+from decodax.diffusion.windows import Fixed, Sliding, SubBlocks, Whole
+
+MASKED, CACHE = "masked-diffusion", "diffusion-cache"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A published system: the paper's title, authors and year, its family, a line on it, and what makes it."""
+
+    title: str
+    authors: str
+    summary: str
+    make: Callable[..., MaskedDiffusion]
+    family: str = MASKED
+
+
+ENTRIES: dict[str, Entry] = {}
+"""All of them, by name."""
+
+
+def entry(name: str, title: str, authors: str, summary: str,
+          family: str = MASKED) -> Callable[[Callable[..., MaskedDiffusion]], Callable[..., MaskedDiffusion]]:
+    """Registers the maker below it."""
+    def add(make: Callable[..., MaskedDiffusion]) -> Callable[..., MaskedDiffusion]:
+        assert name not in ENTRIES
+        ENTRIES[name] = Entry(title, authors, summary, make, family)
+        return make
+
+    return add
+
+
+def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Fixed, Caching]:
+    """Blocks and their exact cache as the model's attention has them; `block` is free where it sees everything."""
+    attention = adapter.attention
+    if isinstance(attention, BlockCausal):
+        if block not in (None, attention.block):
+            raise ValueError(f"block: got {block}, the model was trained with blocks of {attention.block}")
+        return Fixed(attention.block, aligned=True), BlockCache()
+    return Fixed(block or default), BlockCache() if attention.causal else NoCache()
+
+
+@entry("llada", "Large Language Diffusion Models", "Nie et al. 2025",
+       "blocks from left to right, so many commits a step, the surest or random ones")
+def llada(lm: Any, block: int | None = None, steps: int | None = None,
+          order: Literal["confidence", "random"] = "confidence") -> MaskedDiffusion:
+    """`steps` are a block's; None: one for each position."""
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block)
+    return MaskedDiffusion(a, windows, Random() if order == "random" else Confidence(), Quota(steps), caching=caching)
+
+
+@entry("dream", "Dream 7B: Diffusion Large Language Models", "Ye et al. 2025",
+       "the whole text at once, by entropy, margin or confidence under the policy, quotas along the noise schedule")
+def dream(lm: Any, steps: int = 64, order: Literal["entropy", "margin", "confidence", "random"] = "entropy",
+          order_temperature: float = 0.0, size: int | None = None) -> MaskedDiffusion:
+    """`order_temperature` is Dream's `alg_temp`; order "random" is its "origin"."""
+    score: Score = {"entropy": NegEntropy("policy"), "margin": Margin("policy"), "random": Random(),
+                    "confidence": Confidence("policy", log=False)}[order]
+    if order_temperature:
+        score = Noisy(score, order_temperature)
+    commit = Bernoulli(steps, eps=1e-3) if order == "random" else Quota(steps, "time")
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), score, commit)
+
+
+@entry("maskgit", "MaskGIT: Masked Generative Image Transformer", "Chang et al. 2022",
+       "the whole text at once, cosine quotas, confidence with Gumbel noise that fades")
+def maskgit(lm: Any, steps: int = 12, choice_temperature: float = 4.5, size: int | None = None) -> MaskedDiffusion:
+    """Drawing all open positions and masking the least sure again is committing the others: see `MaskBottom`."""
+    score = Noisy(Confidence("policy"), choice_temperature, steps)
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), score, Quota(steps, "cosine"))
+
+
+@entry("mdlm", "Simple and Effective Masked Diffusion Language Models", "Sahoo et al. 2024",
+       "ancestral sampling of the absorbing process: a coin for each position")
+def mdlm(lm: Any, steps: int = 64, size: int | None = None) -> MaskedDiffusion:
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Bernoulli(steps))
+
+
+@entry("bd3-lm", "Block Diffusion: Interpolating Between Autoregressive and Diffusion Language Models",
+       "Arriola et al. 2025", "diffusion inside blocks, one position a step at first-hitting times, exact block cache")
+def bd3_lm(lm: Any, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
+    """`steps` of a block by coins; None: first-hitting times."""
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block, 16)
+    return MaskedDiffusion(a, windows, Random(), Quota() if steps is None else Bernoulli(steps), caching=caching)
+
+
+@entry("remdm", "Remasking Discrete Diffusion Models with Inference-Time Scaling", "Wang et al. 2025",
+       "ancestral sampling that takes tokens back")
+def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf"] = "cap",
+          size: int | None = None) -> MaskedDiffusion:
+    remask = ReMDM(steps, eta, kind)
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Bernoulli(steps, remask), remask, stops=())
+
+
+@entry("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding",
+       "Wu et al. 2025", "all sure positions at once, approximate prefix or dual cache refreshed at each block", CACHE)
+def fast_dllm(lm: Any, block: int = 32, threshold: float = 0.9, factor: float | None = None,
+              cache: Literal["dual", "prefix", "none"] = "dual", suffix: int = 256) -> MaskedDiffusion:
+    """`factor` in the threshold's place takes the paper's factor rule. `suffix`: see `Prefix`."""
+    caching: Caching = {"dual": Dual(), "prefix": Prefix(suffix=suffix), "none": NoCache()}[cache]
+    commit = Threshold(threshold) if factor is None else Factor(factor)
+    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=commit, caching=caching)
+
+
+@entry("fast-dllm-2", "Fast-dLLM v2: Efficient Block-Diffusion LLM", "Wu et al. 2025",
+       "sub-blocks of blocks, all sure positions at once, exact block cache")
+def fast_dllm_2(lm: Any, sub: int = 8, threshold: float = 0.9) -> MaskedDiffusion:
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, None)
+    return MaskedDiffusion(a, SubBlocks(windows.block, windows.aligned, min(sub, windows.block)),
+                           commit=Threshold(threshold, strict=True), caching=caching)
+
+
+@entry("entropy-bounded", "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking",
+       "Ben-Hamu et al. 2025", "as many positions as an entropy budget allows")
+def entropy_bounded(lm: Any, bound: float = 0.1, block: int | None = None,
+                    order: Literal["entropy", "confidence", "margin"] = "entropy") -> MaskedDiffusion:
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block)
+    score: Score = {"entropy": NegEntropy(), "confidence": Confidence(), "margin": Margin()}[order]
+    return MaskedDiffusion(a, windows, score, EntropyBound(bound), caching=caching)
+
+
+@entry("sdar", "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation",
+       "Cheng et al. 2025", "small blocks with an exact cache; static, dynamic, sequential or entropy-bounded commits")
+def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "random"] = "dynamic",
+         threshold: float = 0.9, steps: int | None = None, bound: float = 0.1) -> MaskedDiffusion:
+    """`steps` of a block; `threshold` of the dynamic rule, which falls back on the quota; `bound`: inclusive."""
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, None, 4)
+    score: Score = {"sequential": Position(), "random": Random(), "entropy": NegEntropy()}.get(rule, Confidence())
+    commit = {"dynamic": AtLeast(Threshold(threshold, strict=True), Quota(steps)),
+              "entropy": EntropyBound(bound, inclusive=True)}.get(rule, Quota(steps))
+    return MaskedDiffusion(a, windows, score, commit, caching=caching)
+
+
+@entry("sdlm", "Sequential Diffusion Language Models", "Liu et al. 2025",
+       "a few masks behind a causal prefix, the longest sure run of them", "blockwise-parallel")
+def sdlm(lm: Any, size: int | None = None, threshold: float = 0.9,
+         measure: Literal["confidence", "entropy"] = "confidence") -> MaskedDiffusion:
+    """`threshold`: the least probability, or the largest entropy in nats."""
+    a = Adapter.of(lm)
+    size = size or getattr(getattr(lm, "diffusion", None), "block", None) or 4
+    return MaskedDiffusion(a, Sliding(size), Position(), ConfidentPrefix(threshold, measure),
+                           caching=FusedCache() if a.attention.causal else NoCache())
+
+
+@entry("dparallel", "dParallel: Learnable Parallel Decoding for dLLMs", "Chen et al. 2025",
+       "all positions of low entropy at once, for models trained to be certain early")
+def dparallel(lm: Any, entropy: float = 0.5, block: int | None = None) -> MaskedDiffusion:
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block)
+    return MaskedDiffusion(a, windows, NegEntropy(), Threshold(entropy, "entropy", strict=True), caching=caching)
+
+
+@entry("llada2", "LLaDA2.0: Scaling Up Diffusion Language Models to 100B", "Bie et al. 2025",
+       "sure positions or the step's quota, whichever is more, exact block cache")
+def llada2(lm: Any, threshold: float = 0.95, steps: int | None = 32, block: int | None = None) -> MaskedDiffusion:
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block)
+    steps = None if steps is None else min(steps, windows.block)
+    return MaskedDiffusion(a, windows, commit=AtLeast(Threshold(threshold, strict=True), Quota(steps)), caching=caching)
+
+
+@entry("llada2.1", "LLaDA2.1: Speeding Up Text Diffusion via Token Editing", "Bie et al. 2026",
+       "LLaDA 2 that also overwrites decided tokens")
+def llada2_1(lm: Any, threshold: float = 0.7, edit: float = 0.9, most: int = 16, steps: int | None = 32,
+             block: int | None = None) -> MaskedDiffusion:
+    """`edit`: a token gives way to another above this probability. `most`: editing steps of a full block."""
+    return dataclasses.replace(llada2(lm, threshold, steps, block), revise=Edit(edit, most))
+
+
+@entry("freedave", "Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models",
+       "Wu and Zhang 2025", "several steps of LLaDA in one forward, token for token the same output")
+def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
+    return dataclasses.replace(llada(lm, block, steps), verify=BranchExact(branches), stops=(EndOfText(),))
