@@ -24,6 +24,7 @@ from decodax.speculative import (
     Distance,
     Greedy,
     KSeq,
+    LongestBranch,
     MultiRound,
     Rejection,
     SeedExact,
@@ -34,6 +35,7 @@ from decodax.speculative import (
     shapes,
 )
 from decodax.speculative.adaptive import NOTHING
+from decodax.speculative.drafts.recycling import template
 from decodax.speculative.measure import automatic
 from decodax.speculative.verify import Guarantee
 
@@ -157,10 +159,19 @@ def _pain(nodes: int = 32, branch: int = 8, corpus: Any = (), verify: Any = EXAC
     return Speculative(drafts.Trie(nodes, branch, corpus=corpus), verify)
 
 
+@_system("suffix-decoding", "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
+         "Oliaro et al. 2024", TREE, "a suffix tree with frequencies: the likeliest continuations of the best pattern")
+def _suffix_decoding(alpha: float = 2.0, pattern: int = 16, nodes: int = 16, branch: int = 12, corpus: Any = (),
+                     verify: Any = EXACT) -> Any:
+    return Speculative(drafts.SuffixTree(alpha, pattern, nodes, branch, corpus=corpus), verify)
+
+
 @_system("token-recycling", "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token "
          "Recycling", "Luo et al. 2024", TREE, "the latest candidates after each token, grown into a fixed tree")
-def _recycling(k: int = 8, tree: Any = None, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.TokenRecycling(k=k, **({} if tree is None else {"tree": tree})), verify)
+def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, verify: Any = EXACT) -> Any:
+    if tree is not None and nodes is not None:
+        raise ValueError(f"nodes: got {nodes} beside a tree, takes one of the two; nodes cuts the paper's own tree")
+    return Speculative(drafts.TokenRecycling(tree or template(80 if nodes is None else nodes), k=k), verify)
 
 
 @_system("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025", TREE,
@@ -275,6 +286,16 @@ def _specinfer(draft: Any, branching: tuple[int, ...] = (3, 2, 1)) -> Any:
          "several candidates a node, without replacement", DRAFT, "distribution-exact")
 def _mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 2)) -> Any:
     return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.Fixed.balanced(*branching))
+
+
+@_system("improved-mcsd", "Improving Multi-candidate Speculative Decoding", "Lu, Zeng, Ma, Yu, Levorato 2024", TREE,
+         "the target picks first tokens, the longest branch wins; drafting stops when rejection is likely", DRAFT,
+         "approximate")
+def _improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), least: float = 0.3,
+                   predictor: Any = shapes.probability, verify: Any = None) -> Any:
+    shape = shapes.Sliced(shapes.Fixed.balanced(*branching), least, predictor)
+    source = drafts.TargetRooted(drafts.DraftModel(draft), min(16, draft.vocab_size))
+    return Speculative(source, verify or LongestBranch(branching[0]), shape)
 
 
 @_system("rsd-c", "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
@@ -426,16 +447,32 @@ def _arms(draft: Any, lengths: tuple[int, ...]) -> tuple[Speculative, ...]:
     return tuple(NOTHING if k == 0 else Speculative(source, shape=shapes.Chain(k)) for k in lengths)
 
 
-@_system("ucbspec", "BanditSpec: Adaptive Speculative Decoding via Bandit Algorithms", "Hou et al. 2025", THEORY,
-         "the draft length as arms of a bandit, by upper confidence bounds")
-def _ucb(draft: Any = None, lengths: tuple[int, ...] = (0, 2, 4, 7)) -> Any:
-    return Adaptive(_arms(draft, lengths), Bandit("ucb"))
+def _choices(lm: Any, draft: Any, lengths: tuple[int, ...], arms: Any) -> tuple[Speculative, ...]:
+    """Arms of a bandit, given or by default: chains of several lengths from the text, and from a draft model."""
+    if arms is None:
+        suffix, ngram = drafts.SuffixAutomaton(max(lengths)), drafts.NGram(max(lengths))
+        return (*_arms(None, lengths), Speculative(suffix), Speculative(ngram),
+                *(() if draft is None else _arms(draft, tuple(k for k in lengths if k))))
+    made = tuple(a if not isinstance(a, str) else NOTHING if a == "autoregressive" else system(a, lm, draft)
+                 for a in arms)
+    if wrong := [a for a in made if not isinstance(a, Speculative)]:
+        raise ValueError(f"arms: got {type(wrong[0]).__name__}, takes Speculative algorithms and names of such systems")
+    return made
 
 
-@_system("exp3spec", "BanditSpec: Adaptive Speculative Decoding via Bandit Algorithms", "Hou et al. 2025", THEORY,
-         "the draft length as arms of a bandit, by exponential weights")
-def _exp3(draft: Any = None, lengths: tuple[int, ...] = (0, 2, 4, 7)) -> Any:
-    return Adaptive(_arms(draft, lengths), Bandit("exp3"))
+BANDIT = "BanditSpec: Adaptive Speculative Decoding via Bandit Algorithms"
+
+
+@_system("ucbspec", BANDIT, "Hou et al. 2025", THEORY,
+         "drafts and their lengths as arms of a bandit, by upper confidence bounds")
+def _ucb(lm: Any = None, draft: Any = None, lengths: tuple[int, ...] = (0, 3, 7), arms: Any = None) -> Any:
+    return Adaptive(_choices(lm, draft, lengths, arms), Bandit("ucb"))
+
+
+@_system("exp3spec", BANDIT, "Hou et al. 2025", THEORY, "drafts and their lengths as arms of a bandit, by exponential "
+         "weights")
+def _exp3(lm: Any = None, draft: Any = None, lengths: tuple[int, ...] = (0, 3, 7), arms: Any = None) -> Any:
+    return Adaptive(_choices(lm, draft, lengths, arms), Bandit("exp3"))
 
 
 @_system("bass", "BASS: Batched Attention-optimized Speculative Sampling", "Qian et al. 2024", BATCH,

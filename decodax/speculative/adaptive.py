@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from decodax.cache import Window, take
@@ -105,7 +106,8 @@ class Adaptive:
         controller: which comes next.
 
     Raises:
-        ValueError: no arms, or arms whose verifiers keep different guarantees.
+        ValueError: no arms, arms whose verifiers keep different guarantees, or drafts that differ in weights alone (a
+            corpus, a model's parameters): programs could not tell them apart.
     """
 
     arms: tuple[Speculative, ...]
@@ -117,6 +119,11 @@ class Adaptive:
             raise ValueError("arms: got none, takes one or more")
         if len(kinds := {arm.guarantee for arm in self.arms if arm != NOTHING}) > 1:
             raise ValueError(f"arms: keep different guarantees ({', '.join(sorted(kinds))}), takes one")
+        told: dict[Any, Any] = {}
+        for draft in (arm.draft for arm in self.arms):
+            if (other := told.setdefault(draft.bare(), draft)) is not draft and not _same(other.weights, draft.weights):
+                raise ValueError(f"arms: got two {type(draft).__name__} that differ in their weights alone, takes arms "
+                                 "that differ in another option too, or share the weights")
 
     @property
     def emits(self) -> int:
@@ -261,6 +268,12 @@ class _Arm:
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return self.adaptive.observe(s, window, out, algo)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two pytrees of weights hold the same arrays."""
+    equal = lambda x, y: x is y or (isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and np.array_equal(x, y))
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(map(equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
 def _rows(state: Any, batch: int) -> Any:

@@ -100,6 +100,30 @@ def test_several_samples_of_a_prompt_with_arms():
     assert arms.stats.drafted.sum() > 0
 
 
+def test_arms_of_any_drafts_equal_plain_decoding():
+    """A table of the target's distributions, probes, a draft model's tree: each draft is told of every round."""
+    tree = dx.Speculative(dx.drafts.DraftModel(lm("sliding")), shape=dx.shapes.Fixed.balanced(2, 2))
+    s = decode(system("ucbspec", lm("llama"), lm("sliding"), arms=("stand", "lookahead", tree)))
+    assert texts(s) == plain()[0]
+    assert (np.asarray(s.algo[0].count[0]) > 0).all()
+    with pytest.raises(ValueError, match="arms: got Adaptive, takes Speculative"):
+        system("ucbspec", arms=("exp3spec",))
+
+
+def test_arms_that_programs_cannot_tell_apart_are_refused():
+    ngrams = lambda **options: dx.Speculative(dx.drafts.NGram(**options))
+    corpus = ((1, 2, 3),)
+    for other in (ngrams(corpus=((4, 5),)), ngrams()):
+        with pytest.raises(ValueError, match="arms: got two NGram that differ in their weights alone"):
+            system("ucbspec", arms=(ngrams(corpus=corpus), other))
+    assert system("ucbspec", arms=(ngrams(corpus=corpus), ngrams(corpus=((4, 5),), order=3), ngrams(corpus=corpus)))
+    draft = lm("sliding")
+    same = lambda weights: dx.Speculative(dx.drafts.DraftModel(draft.model, weights))
+    with pytest.raises(ValueError, match="arms: got two DraftModel"):
+        system("ucbspec", arms=(same(draft.params), same(jax.tree.map(lambda x: x * 2, draft.params))))
+    assert system("ucbspec", arms=(same(draft.params), same(draft.params)))
+
+
 FEW = ["token-recycling", "lookahead", "ucbspec", "opt-tree"]
 
 

@@ -1,14 +1,14 @@
-"""The longest suffix that occurred before: SAM-Decoding (Hu et al. 2024), SuffixDecoding (Oliaro et al. 2024).
+"""The longest suffix that occurred before: SAM-Decoding (Hu et al. 2024).
 
 The longest suffix of the text, of any length, that also ends earlier in the text or in a corpus; the draft is what
-followed, the longer the longer the match. The papers find it with a suffix automaton or tree; here two structures of
+followed, the longer the longer the match. The paper finds it with a suffix automaton; here two structures of
 fixed size give the same match exactly. For a row's own text: the length of the match that ends at each place, brought
 forward by each decided token (one more than at the place before, or 0). For the corpus: a suffix array of its
 documents read backwards, built on the host and searched by bisection.
 
 As in SAM-Decoding the earliest of several longest matches in the row's own text counts, which leaves the most to copy,
-and the corpus only where its match is more than `bias` tokens longer. As in SuffixDecoding the draft has at most
-`factor` times the match's tokens.
+and the corpus only where its match is more than `bias` tokens longer. As in SuffixDecoding (Oliaro et al. 2024; whole
+in `SuffixTree`) the draft has at most `factor` times the match's tokens.
 """
 
 from __future__ import annotations
