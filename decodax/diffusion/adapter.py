@@ -173,9 +173,10 @@ class Adapter:
         """
         d = getattr(model, "diffusion", model)
         if d is None:
-            raise ValueError(f"lm: got {getattr(model, 'name', model)}, which is autoregressive, takes a diffusion model")
-        attention = {"full": Full, "block-causal": lambda: BlockCausal(d.block),
-                     "causal-prefix": lambda: CausalPrefix(joined=d.shift)}[d.attention]()
+            name = getattr(model, "name", model)
+            raise ValueError(f"lm: got {name}, which is autoregressive, takes a diffusion model")
+        attention: Attention = Full() if d.attention == "full" else \
+            BlockCausal(d.block) if d.attention == "block-causal" else CausalPrefix(joined=d.shift)
         return cls(d.mask, d.shift, attention, canvas or Masks())
 
     @property

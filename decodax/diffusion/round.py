@@ -235,10 +235,11 @@ class Round:
         # for the transforms the text is what is decided: outside the region, and inside it draft by draft
         N = c.tokens.shape[1]
         place = jnp.arange(N, dtype=jnp.int32)
+        unknown = c.open | (place >= c.end[:, None])
         region = (place >= c.start[:, None]) & (place < c.start[:, None] + W)
-        text = _Text(tokens=jnp.where(c.open | region, -1, c.tokens), length=jnp.full(B, N, jnp.int32),
+        text = _Text(tokens=jnp.where(unknown | region, -1, c.tokens), length=jnp.full(B, N, jnp.int32),
                      prompt_length=s.prompt_length, key=s.key, policy=s.policy)
-        known = merge(~drafts.open)
+        known = merge(~drafts.open & (drafts.positions < drafts.end[..., None]))
         window = Window(tokens=merge(drafts.tokens), positions=merge(drafts.positions), live=known,
                         mask=_side_by_side(jnp.ones((1, W, W), bool), K))
         lift = lambda chain: chain.over(text, window, scored).on_canvas(scored, known, window.positions)

@@ -1,8 +1,8 @@
 """The published samplers of the family, each a line in the table of `decodax.systems`.
 
 `ENTRIES` is data: `decodax.systems` makes registry entries of it. A maker takes the loaded model first (its `diffusion`
-says how it speaks) and gives a `MaskedDiffusion`; its other arguments are the system's options. A method of another file
-registers itself here by one function more.
+says how it speaks) and gives a `MaskedDiffusion`; its other arguments are the system's options. A method that lies in a
+file of its own registers itself here by one function more.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching import BlockCache, Dual, FusedCache, NoCache, Prefix
 from decodax.diffusion.commits import AtLeast, Bernoulli, EntropyBound, Factor, Quota, Threshold
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
-from decodax.diffusion.policies import Caching, Score
+from decodax.diffusion.policies import Caching, Commit, Score
 from decodax.diffusion.revisions import Edit, ReMDM
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
-from decodax.diffusion.stops import EndOfText
 from decodax.diffusion.verifies import BranchExact
 from decodax.diffusion.windows import Fixed, Sliding, SubBlocks, Whole
 
@@ -77,11 +76,12 @@ def llada(lm: Any, block: int | None = None, steps: int | None = None,
 def dream(lm: Any, steps: int = 64, order: Literal["entropy", "margin", "confidence", "random"] = "entropy",
           order_temperature: float = 0.0, size: int | None = None) -> MaskedDiffusion:
     """`order_temperature` is Dream's `alg_temp`; order "random" is its "origin"."""
-    score: Score = {"entropy": NegEntropy("policy"), "margin": Margin("policy"), "random": Random(),
-                    "confidence": Confidence("policy", log=False)}[order]
+    scores: dict[str, Score] = {"entropy": NegEntropy("policy"), "margin": Margin("policy"), "random": Random(),
+                                "confidence": Confidence("policy", log=False)}
+    score = scores[order]
     if order_temperature:
         score = Noisy(score, order_temperature)
-    commit = Bernoulli(steps, eps=1e-3) if order == "random" else Quota(steps, "time")
+    commit: Commit = Bernoulli(steps, eps=1e-3) if order == "random" else Quota(steps, "time")
     return MaskedDiffusion(Adapter.of(lm), Whole(size), score, commit)
 
 
@@ -122,7 +122,7 @@ def fast_dllm(lm: Any, block: int = 32, threshold: float = 0.9, factor: float | 
               cache: Literal["dual", "prefix", "none"] = "dual", suffix: int = 256) -> MaskedDiffusion:
     """`factor` in the threshold's place takes the paper's factor rule. `suffix`: see `Prefix`."""
     caching: Caching = {"dual": Dual(), "prefix": Prefix(suffix=suffix), "none": NoCache()}[cache]
-    commit = Threshold(threshold) if factor is None else Factor(factor)
+    commit: Commit = Threshold(threshold) if factor is None else Factor(factor)
     return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=commit, caching=caching)
 
 
@@ -141,8 +141,8 @@ def entropy_bounded(lm: Any, bound: float = 0.1, block: int | None = None,
                     order: Literal["entropy", "confidence", "margin"] = "entropy") -> MaskedDiffusion:
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
-    score: Score = {"entropy": NegEntropy(), "confidence": Confidence(), "margin": Margin()}[order]
-    return MaskedDiffusion(a, windows, score, EntropyBound(bound), caching=caching)
+    scores: dict[str, Score] = {"entropy": NegEntropy(), "confidence": Confidence(), "margin": Margin()}
+    return MaskedDiffusion(a, windows, scores[order], EntropyBound(bound), caching=caching)
 
 
 @entry("sdar", "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation",
@@ -152,10 +152,10 @@ def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "r
     """`steps` of a block; `threshold` of the dynamic rule, which falls back on the quota; `bound`: inclusive."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, None, 4)
-    score: Score = {"sequential": Position(), "random": Random(), "entropy": NegEntropy()}.get(rule, Confidence())
-    commit = {"dynamic": AtLeast(Threshold(threshold, strict=True), Quota(steps)),
-              "entropy": EntropyBound(bound, inclusive=True)}.get(rule, Quota(steps))
-    return MaskedDiffusion(a, windows, score, commit, caching=caching)
+    scores: dict[str, Score] = {"sequential": Position(), "random": Random(), "entropy": NegEntropy()}
+    commits: dict[str, Commit] = {"dynamic": AtLeast(Threshold(threshold, strict=True), Quota(steps)),
+                                  "entropy": EntropyBound(bound, inclusive=True)}
+    return MaskedDiffusion(a, windows, scores.get(rule, Confidence()), commits.get(rule, Quota(steps)), caching=caching)
 
 
 @entry("sdlm", "Sequential Diffusion Language Models", "Liu et al. 2025",
@@ -197,4 +197,4 @@ def llada2_1(lm: Any, threshold: float = 0.7, edit: float = 0.9, most: int = 16,
 @entry("freedave", "Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models",
        "Wu and Zhang 2025", "several steps of LLaDA in one forward, token for token the same output")
 def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
-    return dataclasses.replace(llada(lm, block, steps), verify=BranchExact(branches), stops=(EndOfText(),))
+    return dataclasses.replace(llada(lm, block, steps), verify=BranchExact(branches))

@@ -1,54 +1,53 @@
-"""Law 8 for LLaDA's rule, and the rule itself against a plain NumPy transcription of the published loop."""
+"""Law 8: every sampler of the family makes progress, keeps what is given, gives no mask, and treats each row by itself.
+
+Each entry is compiled once: how far the model leans to the mask token is data.
+"""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.cache import bidirectional
+import decodax.diffusion as d
 from decodax.core import drivers
-from decodax.diffusion import Adapter, MaskedDiffusion
-from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, start, texts
+from decodax.core.round import python_loop, run
+from decodax.core.state import Status
+from decodax.core.types import Params
+from decodax.diffusion import MaskedDiffusion
+from decodax.diffusion.systems import ENTRIES
+from decodax.io.load import LM
+from decodax.models.diffusion import Diffusion
+from decodax.policy import build
+from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, texts
 
-
-def published(which, prompt, new, block, steps, shift):
-    """LLaDA's sampler at temperature 0: semi-autoregressive blocks, low-confidence remasking."""
-    network, weights = model(which)
-    count = -(-new // block)
-    x = np.array(prompt + [MASK] * (count * block))
-    for b in range(count):
-        lo, hi = len(prompt) + b * block, len(prompt) + (b + 1) * block
-        quota = [block // steps + (i < block % steps) for i in range(steps)]
-        for i in range(steps):
-            out = network.apply(weights, bidirectional(jnp.asarray(x[None]), jnp.zeros(1, jnp.int32)),
-                                network.init_cache(1, 0))
-            logits = np.asarray(out.logits()[0], np.float64)
-            if shift:
-                logits = np.concatenate([logits[:1], logits[:-1]])
-            p = np.exp(logits - logits.max(-1, keepdims=True))
-            p /= p.sum(-1, keepdims=True)
-            allowed = np.where(np.arange(VOCABULARY) == MASK, -np.inf, logits)
-            guess = allowed.argmax(-1)
-            confidence = np.where(x == MASK, p[np.arange(len(x)), guess], -np.inf)
-            confidence[:lo] = confidence[hi:] = -np.inf
-            chosen = np.argsort(-confidence, kind="stable")[:quota[i]]
-            x[chosen] = guess[chosen]
-    return x[len(prompt):][:new].tolist()
-
-
-@pytest.mark.parametrize(("block", "steps", "shift"), [(8, 8, False), (8, 3, False), (4, 2, True), (16, 5, False)])
-def test_the_sampler_is_lladas(block, steps, shift):
-    ids = prompts(3, longest=9)
-    alg = MaskedDiffusion(Adapter(MASK, shift), block=block, steps=steps)
-    s = decode(alg, "llama", ids, {}, new=16)
-    assert texts(s) == [published("llama", p, 16, block, steps, shift) for p in ids]
-    assert np.asarray(s.stats.rounds).tolist() == [16 // block * steps] * 3
+BLOCK, NEW = 4, 12
+SPEAKS = {"full": Diffusion(MASK), "shifted": Diffusion(MASK, shift=True),
+          "blocks": Diffusion(MASK, attention="block-causal", block=BLOCK),
+          "shifted-blocks": Diffusion(MASK, shift=True, attention="block-causal", block=BLOCK),
+          "prefix": Diffusion(MASK, shift=True, attention="causal-prefix", block=BLOCK)}
+# how the models of an entry speak, and options for a text of twelve tokens and a model that is never sure
+CASES = {
+    "llada": ("full", dict(block=BLOCK, steps=3)), "dream": ("shifted", dict(steps=5, size=NEW)),
+    "maskgit": ("full", dict(steps=5, size=NEW)), "mdlm": ("full", dict(steps=8, size=NEW)),
+    "bd3-lm": ("blocks", {}), "remdm": ("full", dict(steps=6, eta=0.3, size=NEW)),
+    "fast-dllm": ("shifted", dict(block=BLOCK, threshold=0.15)),
+    "fast-dllm-2": ("shifted-blocks", dict(sub=2, threshold=0.15)),
+    "entropy-bounded": ("full", dict(bound=3.0, block=BLOCK)), "sdar": ("blocks", dict(threshold=0.15)),
+    "sdlm": ("prefix", dict(threshold=0.15)), "dparallel": ("full", dict(entropy=2.5, block=BLOCK)),
+    "llada2": ("blocks", dict(threshold=0.15, steps=2)),
+    "llada2.1": ("blocks", dict(threshold=0.15, edit=0.12, steps=4)),
+    "freedave": ("full", dict(block=BLOCK, branches=3)),
+}
+FEW = ("fast-dllm", "sdlm", "freedave")
+few = lambda names: [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stubborn:
-    """A model that wants nothing but MASK."""
+class Leaning:
+    """A model that wants MASK as much as its parameters say."""
 
     base: object
 
@@ -56,37 +55,314 @@ class Stubborn:
         return self.base.init_cache(batch, capacity)
 
     def apply(self, params, window, cache):
-        out = self.base.apply(params, window, cache)
-        return dataclasses.replace(out, head=lambda h: out.head(h).at[..., MASK].add(1e4))
+        out = self.base.apply(params["own"], window, cache)
+        return dataclasses.replace(out, head=lambda h: out.head(h).at[..., MASK].add(params["lean"]))
 
 
-def test_every_round_makes_progress_even_if_the_model_predicts_mask():
-    alg = MaskedDiffusion(Adapter(MASK), block=4)
-    _, params, chain, s = start(alg, "llama", prompts(2), {}, new=8)
-    s = drivers.advance(alg, Stubborn(model("llama")[0]), params, chain, s, jnp.int32(100))
-    assert np.asarray(s.stats.rounds).tolist() == [8, 8]
-    assert all(len(row) == 8 and MASK not in row for row in texts(s))
+def made(name):
+    speaks, options = CASES.get(name, ("full", {}))
+    network, weights = model("llama")
+    return ENTRIES[name].make(LM(network, weights, VOCABULARY, diffusion=SPEAKS[speaks]), **options)
 
 
-def test_a_prompt_never_changes():
-    ids = prompts(4)
-    s = decode(MaskedDiffusion(Adapter(MASK), block=4), "llama", ids, dict(temperature=1.0))
+def begun(alg, ids, *, policy=None, lean=0.0, eos=None, request=None, new=NEW, size=64, template=None):
+    network, weights = model("llama")
+    params = Params({"own": weights, "lean": jnp.float32(lean)})
+    tokens, lengths = np.zeros((len(ids), size), np.int32), np.array([len(p) for p in ids], np.int32)
+    for i, given in enumerate(ids):
+        tokens[i, :len(given)] = given
+        if template is not None:
+            tokens[i, len(given):len(given) + len(template)] = template
+    # rows by turns greedy and sampled
+    chain = build(len(ids), vocab_size=VOCABULARY, eos_token_id=[[MASK]] * len(ids) if eos is None else eos,
+                  **(policy or dict(temperature=[0.0, 0.8, 0.8][:len(ids)], repetition_penalty=1.2)))
+    request = np.arange(len(ids)) if request is None else np.asarray(request)
+    s = drivers.begin(alg, Leaning(network), params, chain, jnp.asarray(tokens), lengths, size=size,
+                      max_new=np.full(len(ids), new, np.int32), seed=np.uint32(5), request=request.astype(np.uint32))
+    return Leaning(network), params, chain, drivers.prefill(alg, Leaning(network), params, s, width=16)
+
+
+def sample(alg, ids, **options):
+    network, params, chain, s = begun(alg, ids, **options)
+    return drivers.advance(alg, network, params, chain, s, jnp.int32(alg.most_rounds(NEW, len(ids))))
+
+
+@functools.cache
+def free(name):
+    return sample(made(name), prompts(3, longest=9))
+
+
+def test_every_entry_has_a_case():
+    assert set(CASES) == set(ENTRIES)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_sampler_finishes_and_keeps_what_it_was_given(name):
+    s, ids = free(name), prompts(3, longest=9)
+    assert np.asarray(s.status).tolist() == [Status.LENGTH] * 3
+    assert [len(row) for row in texts(s)] == [NEW] * 3
+    assert all(0 <= t < VOCABULARY and t != MASK for row in texts(s) for t in row)
     assert [np.asarray(s.tokens)[i, :len(p)].tolist() for i, p in enumerate(ids)] == ids
 
 
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_step_makes_progress_even_if_the_model_predicts_mask(name):
+    alg = made(name)
+    s = sample(alg, prompts(3, longest=9), lean=1e4)
+    assert np.asarray(s.status).tolist() == [Status.LENGTH] * 3
+    assert all(MASK not in row for row in texts(s))
+    if not isinstance(alg.revise, d.ReMDM | d.Edit):
+        # a step a token, and for each of four blocks at most a forward that writes its entries
+        assert (np.asarray(s.stats.rounds) <= NEW + (NEW // BLOCK + 1)).all()
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_row_does_not_depend_on_its_batch_mates(name):
+    ids, alg = prompts(3, longest=9), made(name)
+    for i in (0, 2):
+        alone = sample(alg, [ids[i]] * 3, request=[i] * 3, policy=dict(
+            temperature=[0.0, 0.8, 0.8][i], repetition_penalty=1.2))
+        assert texts(alone) == [texts(free(name))[i]] * 3
+        assert np.asarray(alone.stats.rounds)[0] == np.asarray(free(name).stats.rounds)[i]
+
+
+@pytest.mark.parametrize("name", few(ENTRIES))
+def test_a_batch_equals_its_rows_one_by_one(name):
+    ids, alg = prompts(3, longest=9), made(name)
+    row = sample(alg, ids[1:2], request=[1], policy=dict(temperature=0.8, repetition_penalty=1.2))
+    assert texts(row) == texts(free(name))[1:2]
+
+
+@pytest.mark.parametrize("name", few(ENTRIES))
+def test_the_compiled_loop_is_the_python_loop_bit_for_bit(name):
+    alg = made(name)
+    network, params, chain, s = begun(alg, prompts(3, longest=9))
+    s = run(alg, network, params, chain, s, 200, loop=python_loop)
+    bits = lambda x: x if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.random.key_data(x)
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(jax.tree.leaves(s), jax.tree.leaves(free(name)),
+                                                               strict=True))
+
+
+@pytest.mark.parametrize("name", few(n for n in ENTRIES if n != "remdm"))
+def test_a_row_ends_with_its_first_end_of_sequence(name):
+    whole = texts(free(name))
+    ends = [row[5] for row in whole]
+    s = sample(made(name), prompts(3, longest=9), eos=np.array(ends)[:, None])
+    for row, end, status in zip(texts(s), ends, np.asarray(s.status), strict=True):
+        assert status == Status.EOS and row.index(end) == len(row) - 1
+    assert all(row == full[:len(row)] for row, full in zip(texts(s), whole, strict=True))
+
+
+A = d.Adapter(MASK)
+BLOCKS = d.Adapter(MASK, attention=d.BlockCausal(BLOCK))
+SHIFTED = d.Adapter(MASK, shift=True, attention=d.BlockCausal(BLOCK))
+JOINED = d.Adapter(MASK, shift=True, attention=d.CausalPrefix(joined=True))
+CAUSAL = d.Adapter(MASK, attention=d.CausalPrefix())
+SURE = dict(commit=d.Threshold(0.15))
+FIXED, ALIGNED = d.Fixed(BLOCK), d.Fixed(BLOCK, aligned=True)
+RUN = dict(windows=d.Sliding(BLOCK), score=d.Position(), commit=d.ConfidentPrefix(0.12))
+SAME = {
+    "threshold-1": (MaskedDiffusion(A, FIXED, commit=d.Threshold(1.0)), MaskedDiffusion(A, FIXED)),
+    "entropy-bound-0": (MaskedDiffusion(A, FIXED, commit=d.EntropyBound(0.0)), MaskedDiffusion(A, FIXED)),
+    "factor-0": (MaskedDiffusion(A, FIXED, commit=d.Factor(0.0)), MaskedDiffusion(A, FIXED)),
+    "dual-every-step": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Dual(1)), MaskedDiffusion(A, FIXED, **SURE)),
+    "blocks-cached": (MaskedDiffusion(BLOCKS, ALIGNED, **SURE, caching=d.BlockCache()),
+                      MaskedDiffusion(BLOCKS, ALIGNED, **SURE)),
+    "blocks-fused": (MaskedDiffusion(BLOCKS, ALIGNED, **SURE, caching=d.FusedCache()),
+                     MaskedDiffusion(BLOCKS, ALIGNED, **SURE)),
+    "shifted-blocks-cached": (MaskedDiffusion(SHIFTED, ALIGNED, **SURE, caching=d.BlockCache()),
+                              MaskedDiffusion(SHIFTED, ALIGNED, **SURE)),
+    "shifted-blocks-fused": (MaskedDiffusion(SHIFTED, ALIGNED, **SURE, caching=d.FusedCache()),
+                             MaskedDiffusion(SHIFTED, ALIGNED, **SURE)),
+    "joined-cached": (MaskedDiffusion(JOINED, **RUN, caching=d.BlockCache()), MaskedDiffusion(JOINED, **RUN)),
+    "joined-fused": (MaskedDiffusion(JOINED, **RUN, caching=d.FusedCache()), MaskedDiffusion(JOINED, **RUN)),
+    "causal-cached": (MaskedDiffusion(CAUSAL, FIXED, **SURE, caching=d.BlockCache()),
+                      MaskedDiffusion(CAUSAL, FIXED, **SURE)),
+    "causal-fused": (MaskedDiffusion(CAUSAL, FIXED, **SURE, caching=d.FusedCache()),
+                     MaskedDiffusion(CAUSAL, FIXED, **SURE)),
+    "maskgit-as-written": (MaskedDiffusion(A, d.Whole(NEW), commit=d.All(), revise=d.MaskBottom(5)),
+                           MaskedDiffusion(A, d.Whole(NEW), commit=d.Quota(5, "cosine"))),
+    "sub-blocks-of-all": (MaskedDiffusion(A, d.SubBlocks(BLOCK, sub=BLOCK)), MaskedDiffusion(A, FIXED)),
+    "freedave": (MaskedDiffusion(A, FIXED, verify=d.BranchExact(3)), MaskedDiffusion(A, FIXED)),
+    "freedave-quota": (MaskedDiffusion(A, d.Fixed(8), commit=d.Quota(3), verify=d.BranchExact(3)),
+                       MaskedDiffusion(A, d.Fixed(8), commit=d.Quota(3))),
+    "freedave-cached": (MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache(), verify=d.BranchExact(3)),
+                        MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache())),
+}
+OFTEN = ("threshold-1", "dual-every-step", "shifted-blocks-cached", "joined-fused", "freedave-cached")
+
+
+@functools.cache
+def outcome(alg):
+    return sample(alg, prompts(3, longest=9))
+
+
+@pytest.mark.parametrize("case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.slow) for c in SAME])
+def test_two_ways_of_saying_the_same_agree(case):
+    left, right = SAME[case]
+    assert texts(outcome(left)) == texts(outcome(right))
+    if case.startswith("freedave"):
+        assert (np.asarray(outcome(left).stats.rounds) <= np.asarray(outcome(right).stats.rounds)).all()
+        assert np.asarray(outcome(left).stats.accepted).sum() > 0
+
+
+@pytest.mark.parametrize("caching", [d.NoCache(), d.Dual()])
+def test_frozen_tokens_stay_and_holes_are_filled(caching):
+    alg = MaskedDiffusion(dataclasses.replace(A, canvas=d.Template()), FIXED, **SURE, caching=caching)
+    template = [MASK, MASK, 3, MASK, 7, 7, 7, 7, MASK, 9, MASK, 2]
+    s = sample(alg, prompts(3, longest=9), template=template)
+    for row in texts(s):
+        assert MASK not in row and all(a in (b, MASK) for a, b in zip(template, row, strict=True))
+    # each of the blocks takes a round even where nothing is open
+    assert (np.asarray(s.stats.rounds) <= 6).all()
+    blank = sample(alg, prompts(3, longest=9), template=[MASK] * NEW)
+    plain = sample(MaskedDiffusion(A, FIXED, **SURE, caching=caching), prompts(3, longest=9))
+    assert texts(blank) == texts(plain)
+
+
+@functools.cache
+def program(length, width):
+    """The network on whole sequences, and on a window of `width` beside given keys and values: written with its own
+    softmax over everything, so it shares no cache with the library."""
+    from decodax.models.transformer import _network
+    network, weights = model("llama")
+
+    def attend(k_old, v_old, layer, q, k, v, scale, **_):
+        k, v = (jnp.repeat(jnp.concatenate([old[layer], new], 1), q.shape[2] // new.shape[2], 2)
+                for old, new in ((k_old, k), (v_old, v)))
+        weight = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale, -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", weight, v)
+
+    @jax.jit
+    def forward(tokens, positions, k_old, v_old):
+        net = _network(network.config, weights)
+        hidden, kv, _ = net(tokens[None], positions[None], functools.partial(attend, k_old, v_old))
+        return net.logits(hidden)[0], [k for k, _ in kv], [v for _, v in kv]
+
+    return forward
+
+
+NONE = [jnp.zeros((1, 0, 2, 4))] * 2
+
+
+def log_probs(logits, temperature=1.0):
+    """float64, without MASK."""
+    x = np.asarray(logits, np.float64) / temperature
+    x[:, MASK] = -np.inf
+    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+
+
+def whole(x):
+    return program(len(x), len(x))(jnp.asarray(x), jnp.arange(len(x)), NONE, NONE)
+
+
+def llada(prompt, new, block, steps, shift):
+    """LLaDA's sampler at temperature 0: semi-autoregressive blocks, low-confidence remasking."""
+    x = np.array(prompt + [MASK] * new)
+    for lo in range(len(prompt), len(x), block):
+        for i in range(steps):
+            lp = log_probs(whole(x)[0])
+            if shift:
+                lp = np.concatenate([lp[:1], lp[:-1]])
+            confidence = np.where(x == MASK, lp.max(-1), -np.inf)
+            confidence[:lo] = confidence[lo + block:] = -np.inf
+            chosen = np.argsort(-confidence, kind="stable")[:block // steps + (i < block % steps)]
+            x[chosen] = lp.argmax(-1)[chosen]
+    return x[len(prompt):].tolist()
+
+
+@pytest.mark.parametrize(("block", "steps", "shift"), [(8, 3, False), (4, 2, True)])
+def test_the_sampler_is_lladas(block, steps, shift):
+    ids = prompts(3, longest=9)
+    s = decode(MaskedDiffusion(d.Adapter(MASK, shift), d.Fixed(block), commit=d.Quota(steps)), "llama", ids, {}, new=16)
+    assert texts(s) == [llada(p, 16, block, steps, shift) for p in ids]
+    assert np.asarray(s.stats.rounds).tolist() == [16 // block * steps] * 3
+
+
+def dream(prompt, new, steps, order):
+    """Dream's `_sample` at temperature 0, which draws nothing: shifted logits, quotas along the noise schedule."""
+    x = np.array(prompt + [MASK] * new)
+    times = np.linspace(1, 1e-3, steps + 1)
+    for i in range(steps):
+        lp = log_probs(whole(x)[0])
+        lp = np.concatenate([lp[:1], lp[:-1]])
+        p, masked = np.exp(lp), np.flatnonzero(x == MASK)
+        top = np.sort(p, -1)
+        confidence = {"confidence": top[:, -1], "margin": top[:, -1] - top[:, -2],
+                      "entropy": (p * np.where(p > 0, lp, 0)).sum(-1)}[order]
+        n = len(masked) if i == steps - 1 else max(int(len(masked) * (1 - times[i + 1] / times[i])), 1)
+        chosen = masked[np.argsort(-confidence[masked], kind="stable")[:n]]
+        x[chosen] = lp.argmax(-1)[chosen]
+    return x[len(prompt):].tolist()
+
+
+@pytest.mark.parametrize("order", ["entropy", "margin", "confidence"])
+def test_the_sampler_is_dreams(order):
+    ids = prompts(3, longest=9)
+    lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["shifted"])
+    s = decode(ENTRIES["dream"].make(lm, steps=5, order=order, size=16), "llama", ids, {}, new=16)
+    assert texts(s) == [dream(p, 16, 5, order) for p in ids]
+
+
+def fast_dllm(prompt, new, block, threshold, cache):
+    """Fast-dLLM: a full forward at each block's start, which commits too; then forwards of the block (dual) or of the
+    block and what follows it (prefix) beside the keys and values of that full forward."""
+    x = np.array(prompt + [MASK] * new)
+    forwards = 0
+    for lo in range(len(prompt), len(x), block):
+        hi = lo + block
+        keys = values = None
+        while (x[lo:hi] == MASK).any():
+            forwards += 1
+            if keys is None:
+                logits, keys, values = whole(x)
+                lp = log_probs(logits)[lo:hi]
+                ends = hi if cache == "dual" else len(x)
+                drop = lambda old, lo=lo, ends=ends: [jnp.concatenate([o[:, :lo], o[:, ends:]], 1) for o in old]
+                keys, values = drop(keys), drop(values)
+            else:
+                logits = program(len(x), ends - lo)(jnp.asarray(x[lo:ends]), jnp.arange(lo, ends), keys, values)[0]
+                lp = log_probs(logits)[:block]
+            confidence = np.where(x[lo:hi] == MASK, lp.max(-1), -np.inf)
+            chosen = confidence >= np.log(threshold)
+            chosen[confidence.argmax()] = True
+            x[lo:hi][chosen] = lp.argmax(-1)[chosen]
+    return x[len(prompt):].tolist(), forwards
+
+
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_the_sampler_is_fast_dllms(cache):
+    ids = prompts(3, longest=9)
+    lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"])
+    s = decode(ENTRIES["fast-dllm"].make(lm, block=8, threshold=0.2, cache=cache, suffix=16), "llama", ids, {}, new=16)
+    made = [fast_dllm(p, 16, 8, 0.2, cache) for p in ids]
+    assert texts(s) == [text for text, _ in made]
+    assert np.asarray(s.stats.rounds).tolist() == [forwards for _, forwards in made]
+    exact = decode(ENTRIES["fast-dllm"].make(lm, block=8, threshold=0.2, cache="none"), "llama", ids, {}, new=16)
+    assert texts(exact) != texts(s)          # the approximation shows, so the test would see another one
+
+
 def test_log_probabilities_are_those_of_the_round_that_committed():
-    alg = MaskedDiffusion(Adapter(MASK), block=8, steps=4)
-    s = decode(alg, "llama", prompts(2), dict(temperature=1.0), new=8, top_logprobs=2)
+    s = decode(MaskedDiffusion(A, d.Fixed(8), commit=d.Quota(4)), "llama", prompts(2), dict(temperature=1.0), new=8,
+               top_logprobs=2)
     raw, done = np.asarray(s.record.raw), np.asarray(s.length)
     for i, end in enumerate(done):
         assert (raw[i, end - 8:end] < 0).all() and (raw[i, end - 8:end] > -20).all()
+        assert np.array_equal(raw[i, end - 8:end], np.asarray(s.algo.confidence)[i, end - 8:end]) or np.allclose(
+            raw[i, end - 8:end], np.asarray(s.algo.confidence)[i, end - 8:end], atol=1e-5)
 
 
 def test_a_policy_that_reads_left_to_right_is_refused():
     with pytest.raises(ValueError, match=r"NoRepeatNgram.*left to right"):
-        decode(MaskedDiffusion(Adapter(MASK), block=4), "llama", prompts(2), dict(no_repeat_ngram_size=2))
+        decode(MaskedDiffusion(A, FIXED), "llama", prompts(2), dict(no_repeat_ngram_size=2))
 
 
-def test_unusable_numbers_are_named():
-    with pytest.raises(ValueError, match="steps: got 9, takes 1 to the block of 8"):
-        MaskedDiffusion(Adapter(MASK), block=8, steps=9)
+def test_parts_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="steps: got 0, takes 1 or more"):
+        d.Quota(0)
+    with pytest.raises(ValueError, match="block: got 8, the model was trained with blocks of 4"):
+        ENTRIES["llada"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), block=8)
+    with pytest.raises(ValueError, match="which is autoregressive, takes a diffusion model"):
+        ENTRIES["llada"].make(LM(*model("llama"), VOCABULARY))
+    with pytest.raises(ValueError, match=r"caching: got Dual.*takes one that persists"):
+        MaskedDiffusion(CAUSAL, FIXED, caching=d.Dual())
