@@ -1,10 +1,10 @@
 """Masked diffusion decoding: a canvas of unknown tokens is decided over several rounds, in any order.
 
-One algorithm for the whole family; what the published samplers differ in are its eight policies (`policies.py`). A
+One algorithm for the whole family; what the published samplers differ in are its nine policies (`policies.py`). A
 round looks at one region of each row:
 
 1. adapter: tokens, positions and who sees whom; `Caching` says what is recomputed and what is read.
-2. statistics: candidates and what the model says of them (`Seen`), through the policy's transforms.
+2. statistics: candidates and what the model says of them (`Seen`), through the shaper and the policy's transforms.
 3. windows: which open positions may be committed now.
 4. score: in which order. 5. commit: which. At least one a row and step, so every step makes progress.
 6. revise: what is taken back or overwritten.
@@ -32,10 +32,11 @@ from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.caching import NoCache
 from decodax.diffusion.canvas import Canvas, look
 from decodax.diffusion.commits import Quota, best
-from decodax.diffusion.policies import Caching, Commit, Revise, Score, Seen, Stop, Verify, View, Windows
+from decodax.diffusion.policies import Caching, Commit, Revise, Score, Seen, Shaper, Stop, Verify, View, Windows
 from decodax.diffusion.revisions import Keep
 from decodax.diffusion.round import Round
 from decodax.diffusion.scores import Confidence
+from decodax.diffusion.shapers import AsIs
 from decodax.diffusion.stops import EndOfText
 from decodax.diffusion.verifies import Sequential
 from decodax.diffusion.windows import Fixed, Sliding
@@ -43,11 +44,12 @@ from decodax.diffusion.windows import Fixed, Sliding
 
 @dataclasses.dataclass(frozen=True)
 class MaskedDiffusion:
-    """A sampler made of eight policies.
+    """A sampler made of nine policies.
 
     Attributes:
         adapter: how the model speaks of a canvas.
-        windows, score, commit, revise, caching, verify, stops: see `decodax.diffusion.policies`; stops are several.
+        windows, score, commit, revise, caching, verify, stops, shaper: see `decodax.diffusion.policies`; stops are
+            several.
 
     Raises:
         ValueError: parts that do not fit each other.
@@ -61,6 +63,7 @@ class MaskedDiffusion:
     caching: Caching = NoCache()
     verify: Verify = Sequential()
     stops: tuple[Stop, ...] = (EndOfText(),)
+    shaper: Shaper = AsIs()
 
     def __post_init__(self) -> None:
         if self.caching.approximate and self.adapter.attention.causal:
@@ -72,7 +75,7 @@ class MaskedDiffusion:
 
     def most_rounds(self, budget: int, rows: int) -> int:
         """More rounds than a batch can take for `budget` new tokens a row."""
-        steps = max(getattr(rule, "steps", None) or 0 for rule in (self.commit, self.revise))
+        steps = max(getattr(rule, "steps", None) or 0 for rule in (self.commit, self.revise, *self.stops))
         steps = max(steps, self.windows.width) + getattr(self.revise, "most", 0) + 2
         # a region of `width` positions a turn, or of one; rows may wait for the others' wide rounds
         regions = max(budget, 1) if isinstance(self.windows, Sliding) else -(-budget // self.windows.width) + 1
@@ -123,7 +126,7 @@ class MaskedDiffusion:
             valid=slots < kept[:, None], drafts=None, memory=None,
             record=None if s.record is None else empty_record((s.batch, N), s.record.count))
         view = look(s, c, W)
-        names = ("windows", "score", "commit", "revise", "caching", "verify")
+        names = ("shaper", "windows", "score", "commit", "revise", "caching", "verify")
         memory = {name: getattr(self, name).init(view) for name in names}
         memory["stops"] = tuple(stop.init(view) for stop in self.stops)
         if self.verify.branches > 1 and jax.tree.leaves(memory):
@@ -154,6 +157,8 @@ class MaskedDiffusion:
         after = view.replace(
             tokens=jnp.where(commit, seen.token, view.tokens), open=view.open & ~commit, step=view.step + 1,
             round=view.round + 1, full=jnp.where(view.masked.any(1), 0, view.full + 1))
+        if getattr(self.commit, "patient", False):
+            force = jnp.zeros_like(force)
         new = self.revise(view, seen, after, memory["revise"])
         may = view.editable & view.inside & ~rush[:, None]
         after = after.replace(tokens=jnp.where(may, new.tokens, after.tokens),

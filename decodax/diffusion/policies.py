@@ -1,4 +1,4 @@
-"""What the eight policies of masked diffusion see and give back. Every protocol of the shelf is stated here.
+"""What the nine policies of masked diffusion see and give back. Every protocol of the shelf is stated here.
 
 A round looks at each row's *region*: `W` positions of the text from `start` on, `W = windows.width`. Policies get it as
 a `View` and the model's answers at its positions as `Seen`. Their leading axis `R` is `B` rows, or `B * K` where a
@@ -91,7 +91,7 @@ class Seen(Struct):
     Attributes:
         token: `i32[R, W]` the candidate, drawn from the policy; negative where there is no distribution.
         reached: `bool[R, W]` positions that the round's forward scored. The others' numbers mean nothing.
-        model: of the model's own distribution.
+        model: of the model's own distribution, as the shaper left it.
         policy: of the policy's, where a greedy row's temperature counts as 1; None unless a rule reads it.
     """
 
@@ -103,12 +103,15 @@ class Seen(Struct):
     def of(self, name: str) -> Stats:
         """`model` or `policy`."""
         stats = self.policy if name == "policy" else self.model
+        likeliest: `i32[R, W, k]` and `f32[R, W, k]` the model's likeliest tokens, before the shaper, and their
+            log-probabilities; None unless a rule asks for `k`.
         assert stats is not None
         return stats
 
 
 class Rule:
     """Base of the policies: a frozen dataclass, static under jit, without a memory unless it says so.
+    likeliest: tuple[Array, Array] | None = None
 
     Attributes:
         of: "policy" makes the algorithm compute `Seen.policy`.
@@ -122,9 +125,11 @@ class Rule:
         return None
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        reads: `k`, how many of `Seen.likeliest` it wants.
         """Its memory after a step. `after` may have moved: `after.start > before.start`, `after.step == 0`."""
         return memory
 
+    reads: int = 0
 
 class Remembers(Protocol):
     """What every policy has; `Rule` gives it."""
@@ -142,11 +147,21 @@ class Windows(Remembers, Protocol):
 
     @property
     def width(self) -> int:
+    @property
+    def reads(self) -> int: ...
+
         """`W`, the positions of a region: the most tokens that a round can emit."""
 
     @property
     def align(self) -> int | None:
         """The first region starts at a multiple of this at or below the prompt's end; None: at the prompt's end."""
+class Shaper(Remembers, Protocol):
+    """Changes the model's distributions before anything is read off them."""
+
+    def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
+        """`f32[R, W, V]` from the model's."""
+
+
 
     def active(self, view: View, seen: Seen, memory: Memory) -> Array:
         """`bool[R, W]`: the part of the region in which open positions may be committed."""
@@ -167,7 +182,7 @@ class Commit(Remembers, Protocol):
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         """`bool[R, W]`, of which those in `view.active` count. If there are none the best by score is committed, so
-        every step makes progress."""
+        every step makes progress; but not where `patient`, for rules that end by their own clock."""
 
 
 class Revise(Remembers, Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from decodax.cache import Window, take
 from decodax.core.keys import Purpose
@@ -229,8 +229,11 @@ class Round:
         ahead = jnp.arange(K, dtype=jnp.int32)
         nodes = (jnp.maximum(node, 0)[:, None] + n * ahead[:, None]).reshape(B, K * W)
         merge = lambda x: x.reshape(B, K * W)
-        scored = Out(hidden=take(out.hidden, nodes), kv=(), head=of.adapter.clean(out.head))
-        logits = scored.logits()
+        split = lambda tree: jax.tree.map(lambda x: x.reshape(B * K, W, *x.shape[2:]), tree)
+        own = split(of.adapter.clean(out.head)(take(hidden, nodes)))
+        flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), drafts)
+        logits = of.shaper(flat, own, c.memory["shaper"]).reshape(B, K * W, -1)
+        scored = Out(hidden=logits, kv=(), head=lambda x: x)
 
         # for the transforms the text is what is decided: outside the region, and inside it draft by draft
         N = c.tokens.shape[1]
@@ -252,10 +255,12 @@ class Round:
         if any(rule.of == "policy" for rule in rules):
             second = statistics(lift(_warm(policy.policy)).processed(), token)
         reached = jnp.broadcast_to((node >= 0)[:, None], (B, K, W))
-        seen = Seen(token=token, reached=merge(reached), model=statistics(logits, token), policy=second)
+        seen = split(Seen(token=token, reached=merge(reached), model=statistics(logits, token), policy=second))
+        if reads := max(rule.reads for rule in (of.shaper, *rules)):
+            top, ids = lax.top_k(own, reads)
+            seen = seen.replace(likeliest=(ids, top - jax.nn.logsumexp(own, -1, keepdims=True)))
         note = None if c.record is None else record(logits, lifted.log_probs(), token, c.record.count)
-        split = lambda tree: jax.tree.map(lambda x: x.reshape(B * K, W, *x.shape[2:]), tree)
-        return split(seen), note if note is None else jax.tree.map(lambda x: x.reshape(B, K, W, *x.shape[2:]), note)
+        return seen, note if note is None else jax.tree.map(lambda x: x.reshape(B, K, W, *x.shape[2:]), note)
 
     def _noted(self, view: View, after: View, drafts: View, results: View, seen: Seen, pick: Array, c: Canvas,
                note: Any) -> tuple[View, Any]:
