@@ -230,7 +230,7 @@ class Round:
         nodes = (jnp.maximum(node, 0)[:, None] + n * ahead[:, None]).reshape(B, K * W)
         merge = lambda x: x.reshape(B, K * W)
         split = lambda tree: jax.tree.map(lambda x: x.reshape(B * K, W, *x.shape[2:]), tree)
-        own = split(of.adapter.clean(out.head)(take(hidden, nodes)))
+        own = split(of.adapter.clean(out.head)(take(out.hidden, nodes)))
         flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), drafts)
         logits = of.shaper(flat, own, c.memory["shaper"]).reshape(B, K * W, -1)
         scored = Out(hidden=logits, kv=(), head=lambda x: x)
