@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.cache import WindowKV
+from decodax.cache import Begun, WindowKV
 from decodax.models.config import DecoderConfig, Layer, NormConfig
 from decodax.models.rope import rotate
 
@@ -183,17 +183,20 @@ class Decoder(nnx.Module):
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), bias=False)
 
     def __call__(self, tokens: Array, positions: Array, attend: Attend, context: int | None = None,
-                 keep: Keep | None = None) -> tuple[Array, WindowKV, tuple[Array, ...]]:
+                 keep: Keep | None = None,
+                 begun: Begun | None = None) -> tuple[Array, WindowKV, tuple[Array, ...]]:
         """Hidden states `f[B, W, D]` after the final norm, each layer's keys and values `f[B, W, G, d]`, and the
         residual stream `f[B, W, D]` after each layer.
 
         Args:
             context: the sequence length that length-dependent rope scalings are set for; None: as trained.
             keep: which halves of which layers run; None: all.
+            begun: the first layers, where they have been run.
         """
-        x, tables = self.embedded(tokens, positions), self.tables(positions, context)
-        kv, states = [], []
-        for i in range(len(self.c.layers)):
+        tables = self.tables(positions, context)
+        kv, states = ([], []) if begun is None else (list(begun.kv), list(begun.layers))
+        x = states[-1] if states else self.embedded(tokens, positions)
+        for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
             kv.append(entry)

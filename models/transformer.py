@@ -62,10 +62,11 @@ class Transformer:
         return dense([(c.kv_heads, c.head_dim)] * len(c.layers), batch, capacity, jnp.dtype(self.dtype))
 
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
-        """As `Model.apply`; `keep` leaves layers out, or halves of layers."""
+        """As `Model.apply`; goes on from `window.begun` if that is its own. `keep` leaves layers out, or halves."""
+        begun = window.begun if window.begun is not None and window.begun.model == self else None
         network = _network(self.config, params)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
-        hidden, kv, layers = network(window.tokens, window.positions, attend, self.context, keep)
+        hidden, kv, layers = network(window.tokens, window.positions, attend, self.context, keep, begun)
         return Out(hidden=hidden, kv=kv, head=network.logits, layers=layers, norm=network.norm)
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:

@@ -2,7 +2,7 @@
 
 from decodax.cache.dense import Cache, Dense, WindowKV, dense
 from decodax.cache.scratch import Scratch, View
-from decodax.cache.window import Window, bidirectional, block_causal, causal, causal_prefix, parents, take
+from decodax.cache.window import Begun, Window, bidirectional, block_causal, causal, causal_prefix, parents, take
 
-__all__ = ["Cache", "Dense", "Scratch", "View", "Window", "WindowKV", "bidirectional", "block_causal", "causal",
-           "causal_prefix", "dense", "parents", "take"]
+__all__ = ["Begun", "Cache", "Dense", "Scratch", "View", "Window", "WindowKV", "bidirectional", "block_causal",
+           "causal", "causal_prefix", "dense", "parents", "take"]

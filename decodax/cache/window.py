@@ -6,11 +6,13 @@ ancestors, a diffusion canvas is bidirectional. `W` is the only shape a method c
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.struct import Struct, struct
+from decodax.struct import Struct, static, struct
 
 
 @struct
@@ -20,10 +22,12 @@ class Begun(Struct):
     Attributes:
         layers: `f[B, W, D]`, the residual stream after each of them; one or more.
         kv: their keys and values, `f[B, W, G, d]` each.
+        model: whose they are.
     """
 
     layers: tuple[Array, ...]
     kv: tuple[tuple[Array, Array], ...]
+    model: Any = static()
 
 
 @struct
@@ -36,9 +40,9 @@ class Window(Struct):
         mask: `bool[B or 1, W, W]`; `mask[b, i, j]` says that node `i` sees node `j` *inside* the window. What lies in
             the cache is seen by every node, unless `cached` says less.
         live: `bool[B, W]`; dead nodes are computed for the shape's sake, and seen by nobody.
-        cached: `bool[B, S]` the cache slots that the nodes see; None: all that the cache holds. An algorithm that
-            scores a position again must not see its cached entry beside the new one.
-        begun: what a draft that is the target's own first layers has computed of these very nodes; None: nothing. A
+        cached: `bool[B, S]` the cache slots that the nodes see; None: all that the cache holds; `bool[B, 0]`: none. An
+            algorithm that scores a position again must not see its cached entry beside the new one.
+        begun: what a draft that is the model's own first layers has computed of these very nodes; None: nothing. The
             model may go on from there or begin anew: but for rounding the result is the same.
     """
 

@@ -73,7 +73,7 @@ class Guided:
         opens = window.positions == cache.first[:, None]
         other = window.replace(tokens=jnp.where(opens, cache.opening[:, None], window.tokens),
                                positions=jnp.maximum(window.positions - cache.offset[:, None], 0),
-                               live=window.live & here)
+                               live=window.live & here, begun=None)
         with_prompt = self.base.apply(params, window, cache.conditional)
         without = self.base.apply(params, other, cache.unconditional)
 

@@ -78,7 +78,7 @@ class Speculative:
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         proposal, state = self.drafter.propose(params, policy, s, s.algo[0], self.verify.drawn)
         t = tree(s.newest, proposal, self.drafter.length)
-        return window(t, s.length - 1, s.running, proposal.probes), (state, t)
+        return window(t, s.length - 1, s.running, proposal.probes, proposal.begun), (state, t)
 
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         state, t = algo

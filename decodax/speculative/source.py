@@ -51,6 +51,10 @@ class Source(Protocol):
     """A next-token distribution at any node of a draft tree: a frozen dataclass, static under jit.
 
     `weights`, `bare`, `init` and `observe` are those of `Draft`; `observe` sees the state that `extend` left.
+
+    A source that runs the target's own first layers may also have `begin(params, s, state, proposal, slots)`, which
+    gives the target what it has of the forward over the newest token and the drafts (`Begun`), or None; `slots` as in
+    `place`.
     """
 
     @property
@@ -66,7 +70,8 @@ class Source(Protocol):
         """Logits `f32[B, w, V]` after the nodes of a level."""
 
     def place(self, state: Any, slots: Array) -> Any:
-        """Told where the tree nodes that it expanded stand in the window: `slots` `i32[B or 1, room]`, -1 nowhere."""
+        """Told where the tree nodes that it expanded stand in the window: `slots` `i32[B or 1, room]`, -1 nowhere; a
+        NumPy array where the topology is fixed."""
 
 
 class Stateless:
@@ -289,6 +294,8 @@ class Grown:
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         proposal, state, nodes = self.form.grow(Grower(self.source, params, policy, s, drawn), state)
+        if begin := getattr(self.source, "begin", None):
+            proposal = proposal.replace(begun=begin(params, s, state, proposal, nodes))
         return proposal, self.source.place(state, nodes)
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:

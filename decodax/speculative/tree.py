@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Window
+from decodax.cache import Begun, Window
 from decodax.struct import Struct, struct
 
 Drawn = Literal["coupled", "ranked", "distinct", "independent"]
@@ -48,6 +48,7 @@ class Proposal(Struct):
         log_q: `f32[B, J, V]` for the first J window nodes the log of the distribution that their children *were drawn
             from*; None says that drafts are deterministic. Nodes from J on have no children.
         probes: what else the forward is to score.
+        begun: what drafting has computed of the forward over the newest token and the drafts; not beside probes.
     """
 
     tokens: Array
@@ -55,6 +56,7 @@ class Proposal(Struct):
     parents: Any = None
     log_q: Array | None = None
     probes: Probes | None = None
+    begun: Begun | None = None
 
     @property
     def count(self) -> Array:
@@ -110,13 +112,14 @@ def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
                 depth=sees.sum(-1, dtype=xp.int32) - 1, longest=longest, log_q=proposal.log_q)
 
 
-def window(t: Tree, start: Array, running: Array, probes: Probes | None) -> Window:
+def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: Begun | None = None) -> Window:
     """The window of a tree whose newest tokens stand at `start` (`i32[B]`); rows that are not `running` are dead."""
     B = t.tokens.shape[0]
     start = start[:, None].astype(jnp.int32)
     live = t.live & running[:, None]
     if probes is None:
-        return Window(tokens=t.tokens, positions=start + t.depth, mask=jnp.asarray(t.sees), live=live)
+        return Window(tokens=t.tokens, positions=start + t.depth, mask=jnp.asarray(t.sees), live=live,
+                      begun=begun)
     P = probes.tokens.shape[1]
     rows = max(t.sees.shape[0], probes.sees.shape[0])
     above = jnp.broadcast_to(jnp.concatenate([t.sees, jnp.zeros((*t.sees.shape[:2], P), bool)], 2),

@@ -16,6 +16,7 @@ from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.models import Transformer, llama
+from decodax.policy.guidance import Guided, GuidedCache
 from decodax.speculative import Speculative
 from decodax.speculative.drafts.clasp import CLaSp, skip_set
 from decodax.speculative.drafts.dynamic_exit import DynamicExit, tokens_per_layer
@@ -28,9 +29,13 @@ from tests.laws.cases import POLICIES, decode, prompts, texts
 NETWORK, WEIGHTS = cases.model("llama")
 
 
+MIXED = POLICIES["together"] | dict(temperature=[0.0, 0.7, 0.9, 0.0, 1.2])
+TREE = Fixed.of([[0], [1], [0, 0], [1, 0], [1, 1], [0, 0, 0]])
+
+
 @functools.cache
-def plain(policy: str) -> list[list[int]]:
-    return texts(decode(Autoregressive(), "llama", prompts(5), POLICIES[policy], eos=[1]))
+def plain() -> list[list[int]]:
+    return texts(decode(Autoregressive(), "llama", prompts(5), MIXED, eos=[1]))
 
 
 def test_a_skipped_model_is_the_network_without_those_layers() -> None:
@@ -47,20 +52,17 @@ def test_a_skipped_model_is_the_network_without_those_layers() -> None:
     assert fixed.kv[0][0].size == 0
 
 
-@pytest.mark.parametrize("policy", ["greedy", "sampled", "together"])
-def test_skipping_equals_plain_decoding(policy: str) -> None:
-    alg = Speculative(LayerSkip(NETWORK, skip=(1,)), shape=Chain(3))
-    assert texts(decode(alg, "llama", prompts(5), POLICIES[policy], eos=[1])) == plain(policy)
+def test_skipping_halves_equals_plain_decoding() -> None:
+    alg = Speculative(LayerSkip(NETWORK, skip_attention=(1,), skip_mlp=(0,)), shape=Chain(3))
+    assert texts(decode(alg, "llama", prompts(5), MIXED, eos=[1])) == plain()
 
 
-@pytest.mark.parametrize(("shape", "policy"), [
-    (Chain(3), "greedy"), (Chain(3), "sampled"),
-    (Fixed.of([[0], [1], [0, 0], [1, 0], [1, 1], [0, 0, 0]]), "sampled"),      # each node sees its own ancestors
-])
-def test_a_draft_that_skips_nothing_is_accepted_whole(shape: Fixed, policy: str) -> None:
-    s = decode(Speculative(LayerSkip(NETWORK), shape=shape), "llama", prompts(5), POLICIES[policy], eos=[1])
+@pytest.mark.parametrize("shape", [Chain(3), TREE], ids=["chain", "tree"])      # in a tree each sees its own ancestors
+def test_a_draft_that_skips_nothing_is_accepted_whole(shape: Fixed) -> None:
+    """And the verification, which has no layers left to run, says what plain decoding says."""
+    s = decode(Speculative(LayerSkip(NETWORK), shape=shape), "llama", prompts(5), MIXED, eos=[1])
     assert (1 + np.asarray(s.stats.accepted) / np.asarray(s.stats.rounds)).tolist() == [4.0] * 5      # K + 1
-    assert texts(s) == plain(policy)
+    assert texts(s) == plain()
 
 
 DEEP = Transformer(llama(vocab=16, width=16, layers=3, heads=2, kv_heads=1, mlp=24, context=256))
@@ -83,6 +85,35 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> Any:
 @functools.cache
 def plain_deep() -> list[list[int]]:
     return texts(decode(Autoregressive(), "deep", prompts(5), POLICY, eos=[1]))
+
+
+@pytest.mark.parametrize("shape", [Chain(3), TREE], ids=["chain", "tree"])
+def test_the_verification_goes_on_from_what_drafting_has_computed(deep: Any, shape: Fixed) -> None:
+    """After an exit behind two of three layers these are not run again. Another network begins anew, and so does the
+    other branch of guidance, whose positions are its own."""
+    alg = Speculative(LayerSkip.exit(DEEP, 2), shape=shape)
+    _, params, chain, s = cases.start(alg, "deep", prompts(5), POLICY)
+    broken = {i: jax.tree.map(lambda x: x * jnp.nan, DEEP_WEIGHTS["layers"][i]) for i in "01"}
+    first, *rest = DEEP.config.layers
+    other = Transformer(dataclasses.replace(DEEP.config, layers=(dataclasses.replace(first, sliding=3), *rest)))
+
+    @jax.jit
+    def forwards(s: Any) -> Any:
+        window, _ = alg.propose(params, chain, s)
+        anew, two = window.replace(begun=None), jnp.full(5, 2, jnp.int32)
+        guided = GuidedCache(s.cache, s.cache, s.prompt_length - 1, s.newest, offset=two, scale=jnp.ones(5))
+        run = lambda network, window, cache=s.cache, weights=DEEP_WEIGHTS: network.apply(weights, window, cache)
+        resumed = run(DEEP, window, weights={**DEEP_WEIGHTS, "layers": {**DEEP_WEIGHTS["layers"], **broken}})
+        pairs = [(run(DEEP, anew), resumed), (run(Guided(DEEP), anew, guided), run(Guided(DEEP), window, guided)),
+                 (run(other, anew), run(other, window))]
+        return window.live, [[(out.hidden, out.kv, out.layers) for out in pair] for pair in pairs]
+
+    live, (one, under_guidance, another) = forwards(s)
+    assert live.all()
+    for pair in (one, under_guidance):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), *pair)
+    jax.tree.map(np.testing.assert_array_equal, *another)
+    assert np.abs(one[0][0] - another[0][0]).max() > 0.1
 
 
 def clasp_by_hand(run: Any, h: list[np.ndarray], skips: int) -> list[bool]:
@@ -195,19 +226,19 @@ def test_a_row_drafts_the_same_among_any_batch_mates(deep: Any) -> None:
 
 
 def test_the_nearest_anchor_decides_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = []
-    for row in prompts(5):
-        hidden, _ = NETWORK.features(WEIGHTS, jnp.asarray([row], jnp.int32))
-        vectors.append(hidden[0, :-1].sum(0) * 0.3)
+    ids = prompts(5)
+    padded = np.array([np.resize(row, 24) for row in ids])
+    hidden, _ = NETWORK.features(WEIGHTS, jnp.asarray(padded, jnp.int32))
+    vectors = [x[:len(row) - 1].sum(0) * 0.3 for x, row in zip(hidden, ids, strict=True)]
     order = np.array([3, 1, 4, 0, 2])
     keep = jnp.ones((5, 2, 2), bool).at[jnp.arange(5), jnp.arange(5) % 2, jnp.arange(5) // 2 % 2].set(False)
     anchors = Anchors(vectors=jnp.stack(vectors)[order], keep=keep)
     alg = Speculative(KNNSkip(NETWORK, anchors), shape=Chain(3))
     monkeypatch.setattr(cases, "Params", lambda weights: Params(weights, alg.weights))
-    network, params, chain, s = cases.start(alg.bare(), "llama", prompts(5), POLICY, eos=[1])
+    network, params, chain, s = cases.start(alg.bare(), "llama", ids, MIXED, eos=[1])
     assert order[anchors.nearest(s.algo[0].vector)].tolist() == [0, 1, 2, 3, 4]
     s = drivers.advance(alg.bare(), network, params, chain, s, jnp.int32(100))
-    assert texts(s) == plain("sampled")
+    assert texts(s) == plain()
 
 
 def test_anchors_are_fitted_to_what_a_domain_can_miss() -> None:

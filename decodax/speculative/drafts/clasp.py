@@ -97,14 +97,14 @@ class CLaSp(Stateless):
         first = jnp.argmax(s.running)
         due = (state.wait[first] <= 0) & (use.sum() > 0)
         keep = lax.cond(due, search, lambda: state.keep[first][None])
-        scratch, logits = draft_root(self.model, params, s, room, keep)
+        scratch, out = draft_root(self.model, params, s, room, keep)
         wait = jnp.full(s.batch, jnp.where(due, self.every, state.wait[first]) - 1)
-        return state.replace(keep=jnp.broadcast_to(keep, state.keep.shape), wait=wait, scratch=scratch), logits
+        return state.replace(keep=jnp.broadcast_to(keep, state.keep.shape), wait=wait, scratch=scratch), out.logits()
 
     def extend(self, params: Params, s: State, state: InContext, level: Level) -> tuple[InContext, Array]:
         assert state.scratch is not None
-        scratch, logits = draft_level(self.model, params, s, state.scratch, level, state.keep[:1])
-        return state.replace(scratch=scratch), logits
+        scratch, out = draft_level(self.model, params, s, state.scratch, level, state.keep[:1])
+        return state.replace(scratch=scratch), out.logits()
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: InContext) -> InContext:
         state = state.replace(scratch=None)

@@ -103,13 +103,13 @@ class DynamicExit(Stateless):
         return self._choose(jnp.broadcast_to(prior, (s.batch, len(self.exits))), jnp.ones(s.batch, jnp.float32))
 
     def start(self, params: Params, s: State, state: Exits, room: int) -> tuple[Exits, Array]:
-        scratch, logits = draft_root(self.model, params, s, room, self._keep(s, state))
-        return state.replace(scratch=scratch), logits
+        scratch, out = draft_root(self.model, params, s, room, self._keep(s, state))
+        return state.replace(scratch=scratch), out.logits()
 
     def extend(self, params: Params, s: State, state: Exits, level: Level) -> tuple[Exits, Array]:
         assert state.scratch is not None
-        scratch, logits = draft_level(self.model, params, s, state.scratch, level, self._keep(s, state))
-        return state.replace(scratch=scratch), logits
+        scratch, out = draft_level(self.model, params, s, state.scratch, level, self._keep(s, state))
+        return state.replace(scratch=scratch), out.logits()
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Exits) -> Exits:
         state = state.replace(scratch=None)

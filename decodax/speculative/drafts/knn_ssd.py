@@ -86,13 +86,13 @@ class KNNSkip(Stateless):
 
     def start(self, params: Params, s: State, state: Matched, room: int) -> tuple[Matched, Array]:
         keep = params.draft.keep[params.draft.nearest(state.vector)] & s.running[:, None, None]
-        scratch, logits = draft_root(self.model, params, s, room, keep)
-        return state.replace(keep=keep, scratch=scratch), logits
+        scratch, out = draft_root(self.model, params, s, room, keep)
+        return state.replace(keep=keep, scratch=scratch), out.logits()
 
     def extend(self, params: Params, s: State, state: Matched, level: Level) -> tuple[Matched, Array]:
         assert state.scratch is not None and state.keep is not None
-        scratch, logits = draft_level(self.model, params, s, state.scratch, level, state.keep)
-        return state.replace(scratch=scratch), logits
+        scratch, out = draft_level(self.model, params, s, state.scratch, level, state.keep)
+        return state.replace(scratch=scratch), out.logits()
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Matched) -> Matched:
         if decision is not None:

@@ -86,7 +86,7 @@ class Fixed:
         """Whether no node has a sibling."""
         return len(self.paths) == self.length
 
-    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
+    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Any]:
         plan = Plan(self)
         g, first = grower.start(state, plan.room, plan.fanout)
         found = plan.wide((first.tokens, first.live, first.log_q))
