@@ -52,7 +52,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         sliding: a query sees positions above its own minus this.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         key_positions: `i32[B, K]` of `k`; default `positions`.
-        cached: `bool[B, S]` the verified entries that a row sees; None: all of them.
+        cached: `bool[B, S]` the verified entries that a row sees; None: all of them; `bool[B, 0]`: none.
 
     Returns:
         `f[B, W, H, d]` in the dtype of `q`. Scores and sums are float32.
@@ -81,7 +81,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
     weights = jnp.exp(s - top)
     total, out = weights.sum(-1, keepdims=True), mix(weights, v)
 
-    if cache_k is not None and cache_v is not None and length is not None and cache_k.shape[2]:
+    blind = cached is not None and cached.shape[1] == 0
+    if cache_k is not None and cache_v is not None and length is not None and cache_k.shape[2] and not blind:
         slots = cache_k.shape[2]
         if cached is not None:      # the walk ends behind the last entry that some row sees
             cached = cached & (jnp.arange(slots, dtype=jnp.int32) < length[:, None])

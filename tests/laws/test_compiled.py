@@ -48,6 +48,10 @@ WIDER = {
     "draft-tree": Speculative(DraftModel(NETWORK), shape=Fixed.balanced(2, 2)),
     "recycling": Speculative(TokenRecycling(Fixed.balanced(2, 2), k=2)),
     "lookahead": Speculative(Lookahead(3, 3, 2)),
+    "dual-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
+                                            caching=diffusion.Dual()),
+    "block-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1, attention=diffusion.BlockCausal(8)),
+                                             diffusion.Fixed(8, aligned=True), caching=diffusion.BlockCache()),
     "adaptive": Adaptive((NOTHING, Speculative(PromptLookup(length=4), shape=Chain(2)),
                           Speculative(PromptLookup(length=4))), Automatic((1.0, 1.1, 1.2))),
 }

@@ -41,7 +41,7 @@ CASES = {
     "llada2.1": ("blocks", dict(threshold=0.15, edit=0.12, steps=4)),
     "freedave": ("full", dict(block=BLOCK, branches=3)),
 }
-FEW = ("fast-dllm", "sdlm", "freedave")
+FEW = ("fast-dllm", "sdlm")
 few = lambda names: [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
@@ -143,7 +143,7 @@ def test_the_compiled_loop_is_the_python_loop_bit_for_bit(name):
                                                                strict=True))
 
 
-@pytest.mark.parametrize("name", few(n for n in ENTRIES if n != "remdm"))
+@pytest.mark.parametrize("name", [n for n in ENTRIES if n != "remdm"])
 def test_a_row_ends_with_its_first_end_of_sequence(name):
     whole = texts(free(name))
     ends = [row[5] for row in whole]
@@ -189,7 +189,7 @@ SAME = {
     "freedave-cached": (MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache(), verify=d.BranchExact(3)),
                         MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache())),
 }
-OFTEN = ("threshold-1", "dual-every-step", "shifted-blocks-cached", "joined-fused", "freedave-cached")
+OFTEN = ("dual-every-step", "shifted-blocks-cached", "joined-fused")
 
 
 @functools.cache
@@ -206,8 +206,8 @@ def test_two_ways_of_saying_the_same_agree(case):
         assert np.asarray(outcome(left).stats.accepted).sum() > 0
 
 
-@pytest.mark.parametrize("caching", [d.NoCache(), d.Dual()])
-def test_frozen_tokens_stay_and_holes_are_filled(caching):
+def test_frozen_tokens_stay_and_holes_are_filled():
+    caching = d.Dual()
     alg = MaskedDiffusion(dataclasses.replace(A, canvas=d.Template()), FIXED, **SURE, caching=caching)
     template = [MASK, MASK, 3, MASK, 7, 7, 7, 7, MASK, 9, MASK, 2]
     s = sample(alg, prompts(3, longest=9), template=template)
@@ -296,9 +296,9 @@ def dream(prompt, new, steps, order):
     return x[len(prompt):].tolist()
 
 
-@pytest.mark.parametrize("order", ["entropy", "margin", "confidence"])
+@pytest.mark.parametrize("order", ["entropy", "margin", pytest.param("confidence", marks=pytest.mark.slow)])
 def test_the_sampler_is_dreams(order):
-    ids = prompts(3, longest=9)
+    ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["shifted"])
     s = decode(ENTRIES["dream"].make(lm, steps=5, order=order, size=16), "llama", ids, {}, new=16)
     assert texts(s) == [dream(p, 16, 5, order) for p in ids]
@@ -332,14 +332,14 @@ def fast_dllm(prompt, new, block, threshold, cache):
 
 @pytest.mark.parametrize("cache", ["dual", "prefix"])
 def test_the_sampler_is_fast_dllms(cache):
-    ids = prompts(3, longest=9)
+    ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"])
     s = decode(ENTRIES["fast-dllm"].make(lm, block=8, threshold=0.2, cache=cache, suffix=16), "llama", ids, {}, new=16)
     made = [fast_dllm(p, 16, 8, 0.2, cache) for p in ids]
     assert texts(s) == [text for text, _ in made]
     assert np.asarray(s.stats.rounds).tolist() == [forwards for _, forwards in made]
-    exact = decode(ENTRIES["fast-dllm"].make(lm, block=8, threshold=0.2, cache="none"), "llama", ids, {}, new=16)
-    assert texts(exact) != texts(s)          # the approximation shows, so the test would see another one
+    # the approximation shows, so the test would see another one
+    assert texts(s) != [llada(p, 16, 8, 8, False) for p in ids]
 
 
 def test_log_probabilities_are_those_of_the_round_that_committed():
@@ -348,8 +348,7 @@ def test_log_probabilities_are_those_of_the_round_that_committed():
     raw, done = np.asarray(s.record.raw), np.asarray(s.length)
     for i, end in enumerate(done):
         assert (raw[i, end - 8:end] < 0).all() and (raw[i, end - 8:end] > -20).all()
-        assert np.array_equal(raw[i, end - 8:end], np.asarray(s.algo.confidence)[i, end - 8:end]) or np.allclose(
-            raw[i, end - 8:end], np.asarray(s.algo.confidence)[i, end - 8:end], atol=1e-5)
+        assert np.allclose(raw[i, end - 8:end], np.asarray(s.algo.confidence)[i, end - 8:end], atol=1e-5)
 
 
 def test_a_policy_that_reads_left_to_right_is_refused():
