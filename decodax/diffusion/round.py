@@ -67,13 +67,11 @@ class Round:
         positions, live = nodes.positions, nodes.live
         mask = attention.sees(nodes, jnp.maximum(c.final, c.start))
         tokens = take(c.tokens, positions)
-        cached = None
-        if of.caches:
-            cached = jnp.zeros(c.valid.shape, bool)
-            if not self.wide:
-                slots = jnp.arange(c.valid.shape[1], dtype=jnp.int32)
-                again = _scatter(cached, positions, live, live)
-                cached = c.valid & ~again & (slots < c.end[:, None])
+        cached = c.valid[:, :0]
+        if not self.wide:
+            slots = jnp.arange(c.valid.shape[1], dtype=jnp.int32)
+            again = _scatter(jnp.zeros(c.valid.shape, bool), positions, live, live)
+            cached = c.valid & ~again & (slots < c.end[:, None])
         live = live & turn[:, None]
         if (K := of.verify.branches) > 1:
             tokens = self._branch_tokens(of.drafts(look(s, c, of.windows.width), c).tokens, positions, tokens, c)
