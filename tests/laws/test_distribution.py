@@ -17,7 +17,7 @@ from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.policy import build
 from decodax.speculative import Proposal, Speculative
-from decodax.speculative.drafts import PromptLookup
+from decodax.speculative.drafts import SJD, NGramModel, PromptLookup, Stand
 from decodax.speculative.shapes import Chain, Fixed
 from decodax.speculative.source import Stateless
 from decodax.speculative.verify import Block, KSeq, MultiRound, Rejection
@@ -68,6 +68,13 @@ TREES = {
     "certain-tree-multi-round": Speculative(Likeliest(), MultiRound()),
     "certain-tree-k-seq": Speculative(Likeliest(), KSeq()),
 }
+# distributions that change from round to round, with the text and with what the target said before
+SOURCES = {
+    "stand-multi-round": Speculative(Stand(VOCABULARY, order=2, k=6), MultiRound(), TREE),
+    "ngram-model-multi-round": Speculative(NGramModel(VOCABULARY, order=3), MultiRound(), TREE),
+    "ngram-model-rejection": Speculative(NGramModel(VOCABULARY, order=3), Rejection(), Chain(2)),
+    "sjd-rejection": Speculative(SJD(VOCABULARY, length=3, top=6), Rejection()),
+}
 POLICIES = {"temperature": dict(temperature=1.0), "truncated": dict(temperature=1.2, top_p=0.9, repetition_penalty=1.3)}
 # penalties at 200,000 trees take minutes: one case has them, the others have truncation alone
 FLOORED = {"floored": dict(temperature=1.2, min_p=0.1)}
@@ -117,12 +124,17 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("case", "policy"), [*((c, p) for c in CASES for p in POLICIES),
                                               *((c, "floored") for c in TREES),
-                                              ("tree-multi-round", "truncated")])
+                                              ("tree-multi-round", "truncated"), ("stand-multi-round", "floored"),
+                                              *(pytest.param(c, p, marks=pytest.mark.slow) for c in SOURCES
+                                                for p in ("temperature", "floored")
+                                                if (c, p) != ("stand-multi-round", "floored"))])
 def test_the_distribution_of_three_tokens_is_the_targets(case, policy):
-    s = decode((CASES | TREES)[case], "toy", [PROMPT] * ROWS, (POLICIES | FLOORED)[policy], new=3, size=16)
+    s = decode((CASES | TREES | SOURCES)[case], "toy", [PROMPT] * ROWS, (POLICIES | FLOORED)[policy], new=3, size=16)
     made = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3]
     counts = np.bincount(made @ [VOCABULARY**2, VOCABULARY, 1], minlength=VOCABULARY**3)
-    assert chi_square(counts, joint(policy) * ROWS) > ALARM
+    p = chi_square(counts, joint(policy) * ROWS)
+    print(f"p = {p:.3f}")
+    assert p > ALARM
     if case != "plain":
         assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
 

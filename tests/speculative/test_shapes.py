@@ -5,6 +5,7 @@ import functools
 import heapq
 import itertools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import pytest
 from decodax.autoregressive import Autoregressive
 from decodax.core import keys
 from decodax.policy import build
-from decodax.speculative import MultiRound, Rejection, Speculative
+from decodax.speculative import MultiRound, Rejection, Speculative, fit_tree
 from decodax.speculative.shapes import (
     EAGLE_25,
     MEDUSA_63,
@@ -29,6 +30,7 @@ from decodax.speculative.shapes import (
     StochasticBeam,
     Threshold,
     expected,
+    from_acceptance,
     probability,
     sequoia,
     sequoia_for,
@@ -39,6 +41,7 @@ from decodax.struct import Struct, struct
 from tests.laws.cases import VOCABULARY, Table, decode, prompts, texts
 from tests.laws.test_distribution import ALARM, PROMPT, ROWS, chi_square, joint
 from tests.laws.test_distribution import POLICIES as LAW_POLICIES
+from tests.laws.toy import Toy
 
 B = 6
 LOGITS = np.asarray(Table()._logits(jnp.arange(VOCABULARY)), np.float64)
@@ -364,6 +367,46 @@ def test_sequoia_for_has_the_most_expected_tokens_per_second():
         assert rate(sequoia_for(accept, verify, draft, length=4)) == pytest.approx(best)
 
 
+@dataclasses.dataclass(frozen=True)
+class OneAhead(Table):
+    """The token is followed by the next number: its likeliest successor at the first draft, its second at the next."""
+
+    def start(self, params, s, state, room):
+        return state, self._after(s.newest[:, None], 0)
+
+    def extend(self, params, s, state, level):
+        return state, self._after(level.tokens, level.sees.sum(-1)[..., None] + 1)
+
+    def _after(self, tokens, depth):
+        right, wrong = (jax.nn.one_hot((tokens + n) % VOCABULARY, VOCABULARY) for n in (1, 5))
+        return 6 * right + jnp.where(depth % 2, 9, 3) * wrong
+
+
+def test_a_fitted_tree_holds_the_positions_that_were_accepted():
+    eye = jnp.eye(VOCABULARY)
+    counts_up = dict(embed=eye, mix=0 * eye, place=jnp.zeros((64, VOCABULARY)), head=jnp.roll(eye, 1, 1) * 50)
+    lm = SimpleNamespace(model=Toy(VOCABULARY, VOCABULARY), params=counts_up, vocab_size=VOCABULARY)
+    large = Speculative(OneAhead(), shape=Fixed.balanced(3, 3, 2))
+    fitted = fit_tree(lm, large, [[3, 4], [7]], nodes=4, max_new_tokens=12)
+    assert fitted.order == ((0,), (0, 0), (0, 1), (0, 1, 0))        # a second child needs the first
+    with pytest.raises(ValueError, match=r"algorithm: Table with shape=.* does not draft a Fixed tree"):
+        fit_tree(lm, Speculative(Table(), shape=OptTree()), [[3]], nodes=4)
+    with pytest.raises(ValueError, match="samples: got 0 prompts"):
+        fit_tree(lm, large, [], nodes=4)
+
+
+def test_what_is_kept_of_a_tree_is_the_most_accepted_part():
+    draw, large = np.random.default_rng(0), Fixed.of(UNEVEN)
+    for _ in range(5):
+        counts = draw.integers(0, 20, len(large.paths))
+        of = dict(zip(large.order, counts, strict=True))
+        for nodes in range(1, len(large.paths) + 1):
+            parts = [t for t in itertools.combinations(large.order, nodes)
+                     if all((p[:-1] in t or len(p) == 1) and (p[-1] == 0 or (*p[:-1], p[-1] - 1) in t) for p in t)]
+            kept = from_acceptance(large, counts, nodes)
+            assert sum(of[p] for p in kept.paths) == max(sum(of[p] for p in t) for t in parts)
+
+
 def test_published_trees():
     of = lambda tree: [sum(len(p) == d for p in tree.paths) for d in range(1, tree.length + 1)]
     assert of(MEDUSA_63) == [10, 28, 23, 2] and of(EAGLE_25) == [4, 8, 8, 3, 2]
@@ -375,7 +418,9 @@ def test_published_trees():
     (lambda: Threshold(least=2), "least: got 2, takes 0 to 1"),
     (lambda: OptTree(delta=-1), "delta: got -1"), (lambda: CaPE(bins=((0.5, 2),)), "bins: got"),
     (lambda: CaPE(5, nodes=4), "nodes: got 4, takes at least the length, 5"), (lambda: DySpec(nodes=0), "nodes: got 0"),
-    (lambda: sequoia([1.5], 2), "accept: got"), (lambda: Fixed.balanced(), "branching: got"),
+    (lambda: sequoia([1.5], 2), "accept: got"), (lambda: from_acceptance(Chain(2), [1], 1), "accepted: got"),
+    (lambda: from_acceptance(Chain(2), [1, 1], 3), "nodes: got 3, takes 1 to 2"),
+    (lambda: Sliced(least=-1), "least: got -1, takes 0 to 1"), (lambda: Fixed.balanced(), "branching: got"),
     (lambda: grow(DySpec(4), "independent"), "verify: DySpec draws siblings without replacement"),
 ])
 def test_wrong_arguments_are_named(make, message):

@@ -6,9 +6,21 @@ before gives the distribution from which children are drawn: without replacement
 `MultiRound`, one by one for `Rejection`, coupled with the target's own draws for `SeedExact`. q is what they were
 drawn from, so the first two keep the target's distribution.
 
+The paper computes its Gumbel noise once and uses it again from step to step. Not here: a draft whose noise has already
+decided an earlier token is no draw from q given the text, and the distribution would not be kept. Each draw has noise
+of its own, addressed by position, node and rank. What is shared is noise between draft and target, under `SeedExact`:
+the uniform that picks the first child is the one that will pick the target's token.
+
 Here the distributions are kept with the text, one for each place of the prompt and the output, and averaged where an
-n-gram is looked up, over its latest `places` occurrences. The paper shares the table among the rollouts of a problem;
-here rows do not depend on each other. Its tree is fitted to measured acceptance; `shape` takes any.
+n-gram is looked up, over its latest `places` occurrences; the paper's table keeps a running average, which it cuts to
+the likeliest tokens after each update. The paper shares the table among the rollouts of a problem; here rows do not
+depend on each other.
+
+The paper's tree is fitted to data, from a large one; `shape` takes any, and this is how to fit one:
+
+    large = Speculative(Stand(lm.vocab_size), shape=Fixed.balanced(6, 3, 2, 2, 1))
+    tree = fit_tree(lm, large, samples, nodes=15, temperature=0.8)
+    stand = Speculative(Stand(lm.vocab_size), shape=tree)           # or system("stand", lm, shape=tree)
 """
 
 from __future__ import annotations
