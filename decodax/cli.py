@@ -224,7 +224,8 @@ def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """What each `NAME[:OPTION=VALUE,...]` asks for: the system's name and its options."""
     from decodax.systems import SYSTEMS, system
 
-    every = [name for name, entry in SYSTEMS.items() if name != "autoregressive" and entry.needs != "samples"]
+    every = [name for name, entry in SYSTEMS.items()
+             if name != "autoregressive" and entry.needs not in ("samples", "a diffusion model")]
     chosen: dict[str, tuple[str, dict[str, Any]]] = {}
     for given in [x for name in names for x in (every if name == "all" else [name])]:
         name, _, text = given.partition(":")

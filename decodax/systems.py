@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from decodax.autoregressive import Autoregressive
 from decodax.core.types import Algorithm
+from decodax.diffusion.systems import ENTRIES
 from decodax.speculative import (
     Adaptive,
     Bandit,
@@ -39,9 +40,10 @@ from decodax.speculative.drafts.recycling import template
 from decodax.speculative.measure import automatic
 from decodax.speculative.verify import Guarantee
 
-Needs = Literal["nothing", "a model", "a draft model", "samples"]
+Needs = Literal["nothing", "a model", "a draft model", "samples", "a diffusion model"]
 """What a maker must be given: nothing, the target itself (`lm`), a smaller model with its tokenizer (`draft`), or the
-target and samples of the texts to come (its options say how)."""
+target and samples of the texts to come (its options say how), or a
+target that fills masks (`lm`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -491,3 +493,10 @@ def _eqspec(draft: Any, length: int = 4) -> Any:
          "the batch's likeliest drafts share one budget", DRAFT)
 def _tetris(draft: Any, capacity: int = 16, length: int = 7) -> Any:
     return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.Tetris(capacity, length))
+
+
+# masked diffusion
+
+for _name, _entry in ENTRIES.items():
+    _system(_name, _entry.title, _entry.authors, _entry.family, _entry.summary, "a diffusion model",
+            "approximate")(_entry.make)
