@@ -455,8 +455,8 @@ def _choices(lm: Any, draft: Any, lengths: tuple[int, ...], arms: Any) -> tuple[
         suffix, ngram = drafts.SuffixAutomaton(max(lengths)), drafts.NGram(max(lengths))
         return (*_arms(None, lengths), Speculative(suffix), Speculative(ngram),
                 *(() if draft is None else _arms(draft, tuple(k for k in lengths if k))))
-    made = tuple(a if not isinstance(a, str) else NOTHING if a == "autoregressive" else system(a, lm, draft)
-                 for a in arms)
+    made: Any = tuple(a if not isinstance(a, str) else NOTHING if a == "autoregressive" else system(a, lm, draft)
+                      for a in arms)
     if wrong := [a for a in made if not isinstance(a, Speculative)]:
         raise ValueError(f"arms: got {type(wrong[0]).__name__}, takes Speculative algorithms and names of such systems")
     return made

@@ -89,7 +89,7 @@ def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], 
                          "tokens, takes one or more, none empty")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, takes 1 or more")
-    from_acceptance(large, np.zeros(len(large.paths)), nodes)       # says what is wrong with nodes before anything runs
+    from_acceptance(large, [0] * len(large.paths), nodes)       # says what is wrong with nodes before anything runs
     B, lengths = len(samples), np.array([len(ids) for ids in samples], np.int32)
     size = -(-(int(lengths.max()) + max_new_tokens) // 64) * 64
     tokens = np.zeros((B, size), np.int32)
@@ -101,7 +101,7 @@ def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], 
                       max_new=np.full(B, max_new_tokens, np.int32))
     s = drivers.prefill(alg, lm.model, params, s, width=min(64, size))
     s = drivers.advance(alg, lm.model, params, policy, s, jnp.int32(max_new_tokens))
-    return from_acceptance(large, np.asarray(s.algo[1]).sum(0), nodes)
+    return from_acceptance(large, np.asarray(s.algo[1]).sum(0).tolist(), nodes)
 
 
 __all__ = ["fit_tree"]
