@@ -30,7 +30,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.caching import NoCache
-from decodax.diffusion.canvas import Canvas, look
+from decodax.diffusion.canvas import Canvas, look, survey
 from decodax.diffusion.commits import Quota, best
 from decodax.diffusion.policies import Caching, Commit, Revise, Score, Seen, Shaper, Stop, Verify, View, Windows
 from decodax.diffusion.revisions import Keep
@@ -96,9 +96,9 @@ class MaskedDiffusion:
 
     @property
     def kinds(self) -> tuple[Round, ...]:
-        """Wide and narrow rounds, or the one that occurs."""
-        wide, narrow = self.caching.wide and not self.prefills, self.caching.narrow
-        return tuple(Round(self, w) for w, exists in ((True, wide), (False, narrow)) if exists)
+        """Wide and narrow rounds, those by size, or the ones that occur."""
+        wide = (Round(self, True),) if self.caching.wide and not self.prefills else ()
+        return wide + (tuple(Round(self, False, n) for n in self.caching.sizes) if self.caching.narrow else ())
 
     @property
     def variants(self) -> tuple[Round, ...]:
@@ -106,9 +106,16 @@ class MaskedDiffusion:
         return self.kinds if len(self.kinds) > 1 else ()
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        """Wide where half of the running rows need it: rows that need the other kind wait."""
+        """Wide where half of the running rows need it: rows that need the other kind wait. Narrow rounds are as small as
+        their rows' nodes allow."""
         stale = self.stale(s) & s.running
-        return (2 * stale.sum() < s.running.sum()).astype(jnp.int32)
+        narrow = 2 * stale.sum() < s.running.sum()
+        smaller = [n for n in self.caching.sizes if n is not None]
+        if not smaller:
+            return narrow.astype(jnp.int32)
+        most = jnp.where(s.running & ~stale, self.kinds[-1].needs(s), 0).max()
+        rung = (most > jnp.array(smaller, jnp.int32)).sum(dtype=jnp.int32)
+        return jnp.where(narrow, len(self.kinds) - len(self.caching.sizes) + rung, 0)
 
     def init(self, params: Params, s: State) -> Canvas:
         N, W, align = s.tokens.shape[1], self.windows.width, self.windows.align
@@ -188,4 +195,4 @@ class MaskedDiffusion:
 
     def stale(self, s: State) -> Array:
         """`bool[B]`: rows whose next round is a wide one."""
-        return self.caching.stale(look(s, s.algo, self.windows.width), s.algo.memory["caching"])
+        return self.caching.stale(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])

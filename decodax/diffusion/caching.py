@@ -24,6 +24,7 @@ class CacheRule(Rule):
 
     wide, narrow = True, True
     persists, fused, approximate = False, False, False
+    sizes: tuple[int | None, ...] = (None,)
 
     def stale(self, view: View, memory: Memory) -> Array:
         return jnp.zeros(view.start.shape, bool)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.state import State
-from decodax.diffusion.policies import View
+from decodax.diffusion.policies import Text, View
 from decodax.struct import Struct, struct
 
 
@@ -56,6 +56,11 @@ def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
         confidence=region(c.confidence), start=c.start, end=c.end, step=c.step, round=c.round, opened=c.opened,
         full=c.full, kept=c.kept, refreshed=c.refreshed, prompt_length=s.prompt_length, min_new=s.min_new, key=s.key,
         eos=jnp.zeros((s.batch, 0), jnp.int32) if eos is None else eos)
+
+
+def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
+    """`look`, with the whole text beside the regions."""
+    return look(s, c, width, eos).replace(text=Text(open=c.open, when=c.when))
 
 
 def cut(x: Array, start: Array, width: int) -> Array:

@@ -21,6 +21,14 @@ Memory = Any
 
 
 @struct
+class Text(Struct):
+    """The whole text of each row, by absolute position: `open` (`bool[B, N]`) and `when` (`i32[B, N]`) as in `View`."""
+
+    open: Array
+    when: Array
+
+
+@struct
 class View(Struct):
     """The region of each row before or after a step.
 
@@ -40,6 +48,7 @@ class View(Struct):
         kept: `i32[R]` the cache holds the final entries of all positions before this one (of caches that `persist`).
         refreshed: `i32[R]` the `round` of the row's last wide forward, -1 before the first.
         prompt_length, min_new, key, eos: of the row: `i32[R]`, `i32[R]`, `key[R]`, `i32[R, E]` (padded with -1).
+        text: what lies around the region; only `Caching` gets it.
     """
 
     positions: Array
@@ -61,6 +70,7 @@ class View(Struct):
     min_new: Array
     key: Array
     eos: Array
+    text: Text | None = None
 
     @property
     def inside(self) -> Array:
@@ -236,6 +246,11 @@ class Caching(Remembers, Protocol):
     @property
     def approximate(self) -> bool:
         """Whether entries of tokens that are not emitted yet are written."""
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:
+        """How many nodes the kinds of narrow rounds have, ascending; None, which comes last: as many as `nodes` gives,
+        dead ones and all. A round takes the first size that fits its rows' live nodes."""
 
     def stale(self, view: View, memory: Memory) -> Array:
         """`bool[B]`: rows that need a wide round."""

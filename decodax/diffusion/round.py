@@ -15,7 +15,7 @@ from decodax.core.record import record
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.canvas import Canvas, cut, look, paste
+from decodax.diffusion.canvas import Canvas, cut, look, paste, survey
 from decodax.diffusion.policies import Seen, View
 from decodax.diffusion.stats import statistics
 from decodax.policy.base import Temperature
@@ -35,10 +35,12 @@ class _Text(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """A kind of round of the sampler `of`: `wide` ones read the whole text, and write the cache if there is one."""
+    """A kind of round of the sampler `of`: `wide` ones read the whole text, and write the cache if there is one.
+    Narrow ones have `size` nodes a row; None: as many as the caching rule gives."""
 
     of: Any
     wide: bool
+    size: int | None = None
 
     @property
     def emits(self) -> int:
@@ -94,15 +96,20 @@ class Round:
                 own = jnp.pad(own, ((0, 0), (0, 1)), constant_values=True)
             nodes = Nodes(positions=positions, live=positions >= 0, own=own)
         else:
-            nodes = of.caching.nodes(look(s, c, W), left, c.memory["caching"])
+            nodes = of.caching.nodes(survey(s, c, W), left, c.memory["caching"])
             first = front if not attention.joined else jnp.where(waits, front, front - 1)
             own = nodes.own & (nodes.positions >= first[:, None])
             # a final token has one node, unless the region sees it through a copy
             twice = ~nodes.own & (nodes.positions >= c.start[:, None] - left) & (not attention.joined)
             nodes = nodes.replace(own=own, live=nodes.live & ~twice)
         end = attention.reach(c.start, W, c.end)
-        return Nodes(positions=jnp.clip(nodes.positions, 0, N - 1), own=nodes.own,
-                     live=nodes.live & (nodes.positions < end[:, None]))
+        nodes = Nodes(positions=jnp.clip(nodes.positions, 0, N - 1), own=nodes.own,
+                      live=nodes.live & (nodes.positions < end[:, None]))
+        return nodes if self.wide or self.size is None else _packed(nodes, self.size)
+
+    def needs(self, s: State) -> Array:
+        """`i32[B]`: how many nodes of a narrow round are live."""
+        return self._nodes(s, s.algo).live.sum(1, dtype=jnp.int32)
 
     def _branch_tokens(self, drafts: Array, positions: Array, tokens: Array, c: Canvas) -> Array:
         """`i32[B, K * n]`: each draft (`i32[B, K, W]`) in the place of the region."""
@@ -152,7 +159,7 @@ class Round:
             emitted = start = jnp.where(ok & waits, c.final, c.start)
         emit = jnp.where(ok, jnp.clip(emitted - s.length, 0, W), 0)
         writes, valid = self._writes(
-            view, c, positions, live & ok[:, None] & ~(nodes.own & (positions < front[:, None])), front)
+            survey(s, c, W), c, positions, live & ok[:, None] & ~(nodes.own & (positions < front[:, None])), front)
 
         moved = start > c.start
         write = lambda old, new: jnp.where(_per_row(works, old), paste(old, new, c.start), old)
@@ -281,6 +288,12 @@ def _scatter(x: Array, positions: Array, where: Array, new: Array) -> Array:
     """`x[b, positions[b, i]] = new[b, i]` where `where[b, i]`."""
     at = jnp.where(where, positions, x.shape[1])
     return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(x, at, new.astype(x.dtype))
+
+
+def _packed(nodes: Nodes, size: int) -> Nodes:
+    """The first `size` live nodes of each row, in order; dead ones where there are fewer."""
+    first = jnp.argsort(~nodes.live, axis=1, stable=True)[:, :size]
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, first, 1), nodes)
 
 
 def _side_by_side(mask: Array, count: int) -> Array:

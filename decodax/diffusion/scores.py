@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.diffusion.policies import Memory, Rule, Seen, View
 
@@ -50,10 +51,13 @@ class NegEntropy(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Random(Rule):
-    """A uniform number: positions in random order."""
+    """A uniform number: positions in random order, which is drawn anew each step, or `once` for the whole text."""
 
-    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
-        return view.uniforms(Purpose.ORDER)[..., 0]
+    once: bool = False
+
+    def __call__(self, view: View, seen: Seen | None, memory: Memory) -> Array:
+        draws = keys.uniforms(view.key, view.positions, Purpose.ORDER) if self.once else view.uniforms(Purpose.ORDER)
+        return draws[..., 0]
 
 
 @dataclasses.dataclass(frozen=True)
