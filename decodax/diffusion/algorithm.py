@@ -106,8 +106,8 @@ class MaskedDiffusion:
         return self.kinds if len(self.kinds) > 1 else ()
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        """Wide where half of the running rows need it: rows that need the other kind wait. Narrow rounds are as small as
-        their rows' nodes allow."""
+        """Wide where half of the running rows need it: rows that need the other kind wait. Narrow rounds are as small
+        as their rows' nodes allow."""
         stale = self.stale(s) & s.running
         narrow = 2 * stale.sum() < s.running.sum()
         smaller = [n for n in self.caching.sizes if n is not None]

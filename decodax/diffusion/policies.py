@@ -103,31 +103,35 @@ class Seen(Struct):
         reached: `bool[R, W]` positions that the round's forward scored. The others' numbers mean nothing.
         model: of the model's own distribution, as the shaper left it.
         policy: of the policy's, where a greedy row's temperature counts as 1; None unless a rule reads it.
+        likeliest: `i32[R, W, k]` and `f32[R, W, k]` the model's likeliest tokens, before the shaper, and their
+            log-probabilities; None unless a rule asks for `k`.
+        agreed: `bool[R, W]` whether a second model chose the same token; None without one.
     """
 
     token: Array
     reached: Array
     model: Stats
     policy: Stats | None
+    likeliest: tuple[Array, Array] | None = None
+    agreed: Array | None = None
 
     def of(self, name: str) -> Stats:
         """`model` or `policy`."""
         stats = self.policy if name == "policy" else self.model
-        likeliest: `i32[R, W, k]` and `f32[R, W, k]` the model's likeliest tokens, before the shaper, and their
-            log-probabilities; None unless a rule asks for `k`.
         assert stats is not None
         return stats
 
 
 class Rule:
     """Base of the policies: a frozen dataclass, static under jit, without a memory unless it says so.
-    likeliest: tuple[Array, Array] | None = None
 
     Attributes:
         of: "policy" makes the algorithm compute `Seen.policy`.
+        reads: `k`, how many of `Seen.likeliest` it wants.
     """
 
     of: str = "model"
+    reads: int = 0
 
     def init(self, view: View) -> Memory:
         """What it remembers, a pytree whose leaves have a leading axis `B` and an explicit dtype, none as wide as the
@@ -135,11 +139,9 @@ class Rule:
         return None
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
-        reads: `k`, how many of `Seen.likeliest` it wants.
         """Its memory after a step. `after` may have moved: `after.start > before.start`, `after.step == 0`."""
         return memory
 
-    reads: int = 0
 
 class Remembers(Protocol):
     """What every policy has; `Rule` gives it."""
@@ -147,24 +149,14 @@ class Remembers(Protocol):
     @property
     def of(self) -> str: ...
 
+    @property
+    def reads(self) -> int: ...
+
     def init(self, view: View) -> Memory: ...
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory: ...
 
 
-class Windows(Remembers, Protocol):
-    """Which positions are worked on, and when they are final."""
-
-    @property
-    def width(self) -> int:
-    @property
-    def reads(self) -> int: ...
-
-        """`W`, the positions of a region: the most tokens that a round can emit."""
-
-    @property
-    def align(self) -> int | None:
-        """The first region starts at a multiple of this at or below the prompt's end; None: at the prompt's end."""
 class Shaper(Remembers, Protocol):
     """Changes the model's distributions before anything is read off them."""
 
@@ -172,6 +164,16 @@ class Shaper(Remembers, Protocol):
         """`f32[R, W, V]` from the model's."""
 
 
+class Windows(Remembers, Protocol):
+    """Which positions are worked on, and when they are final."""
+
+    @property
+    def width(self) -> int:
+        """`W`, the positions of a region: the most tokens that a round can emit."""
+
+    @property
+    def align(self) -> int | None:
+        """The first region starts at a multiple of this at or below the prompt's end; None: at the prompt's end."""
 
     def active(self, view: View, seen: Seen, memory: Memory) -> Array:
         """`bool[R, W]`: the part of the region in which open positions may be committed."""
@@ -272,9 +274,14 @@ class Verify(Remembers, Protocol):
     """Several canvases a row in one forward: which of their steps are true."""
 
     @property
-    def branches(self) -> int:
-        """`K`, canvases a row; 1: no drafts."""
+    def steps(self) -> tuple[tuple[int, ...], ...]:
+        """Which of the coming steps, counted from 0, each canvas of a forward has taken. The first, `()`, is the canvas
+        itself; the others are drafts, by the number of steps."""
 
-    def pick(self, drafts: View, results: View) -> Array:
-        """`i32[B]`: the draft whose result is taken. Both have the axes `[B, K, ...]`: draft 0 is the canvas itself,
-        and `results` are the drafts one step later."""
+    def path(self, drafts: View, results: View) -> Array:
+        """`bool[B, K]`: the drafts that are true, of which the last one's result is taken. `drafts` and `results` have
+        the axes `[B, K, ...]`: draft 0 is the canvas itself, and `results` are the drafts one step later."""
+
+    @property
+    def assists(self) -> bool:
+        """Whether a second model judges the candidates: see `decodax.diffusion.product`."""
