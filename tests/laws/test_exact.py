@@ -7,11 +7,11 @@ from decodax.autoregressive import Autoregressive
 from decodax.speculative import Rejection, Speculative
 from tests.laws.cases import LEFT_TO_RIGHT, MODELS, POLICIES, Sampled, Scripted, decode, prompts, texts
 
-
 # every policy once; every draft and model with the policy that has most in it, and greedily, which is another branch
 CASES = [*(("llama", "lookup", policy) for policy in POLICIES), ("toy", "lookup", "stateful"),
          *((which, "lookup", "together") for which in MODELS if which != "llama"),
-         *(("llama", draft, policy) for draft in LEFT_TO_RIGHT if draft != "lookup" for policy in ("greedy", "together"))]
+         *(("llama", draft, policy) for draft in LEFT_TO_RIGHT if draft != "lookup"
+           for policy in ("greedy", "together"))]
 
 
 @pytest.mark.parametrize(("which", "draft", "policy"), CASES)
