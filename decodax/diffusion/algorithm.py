@@ -39,7 +39,7 @@ from decodax.diffusion.scores import Confidence
 from decodax.diffusion.shapers import AsIs
 from decodax.diffusion.stops import EndOfText
 from decodax.diffusion.verifies import Sequential
-from decodax.diffusion.windows import Fixed, Sliding
+from decodax.diffusion.windows import Fixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +77,18 @@ class MaskedDiffusion:
         """More rounds than a batch can take for `budget` new tokens a row."""
         steps = max(getattr(rule, "steps", None) or 0 for rule in (self.commit, self.revise, *self.stops))
         steps = max(steps, self.windows.width) + getattr(self.revise, "most", 0) + 2
-        # a region of `width` positions a turn, or of one; rows may wait for the others' wide rounds
-        regions = max(budget, 1) if isinstance(self.windows, Sliding) else -(-budget // self.windows.width) + 1
+        # a region moves by its width, or by less; rows may wait for the others' wide rounds
+        regions = -(-budget // getattr(self.windows, "least", self.windows.width)) + 1
         return (regions * steps + 8) * (rows + 1 if self.variants else 1)
+
+    @property
+    def weights(self) -> Any:
+        """A second model's, which a front door puts into `Params.draft`; None without one."""
+        return getattr(self.verify, "weights", None)
+
+    def bare(self) -> MaskedDiffusion:
+        """This sampler without the weights that it was made with, as the compiled programs take it."""
+        return dataclasses.replace(self, verify=self.verify.bare()) if self.verify.assists else self     # type: ignore
 
     @property
     def emits(self) -> int:
@@ -136,7 +145,9 @@ class MaskedDiffusion:
         names = ("shaper", "windows", "score", "commit", "revise", "caching", "verify")
         memory = {name: getattr(self, name).init(view) for name in names}
         memory["stops"] = tuple(stop.init(view) for stop in self.stops)
-        if self.verify.branches > 1 and jax.tree.leaves(memory):
+        if self.verify.assists:
+            c = c.replace(assistant=self.verify.begin(params, s, N - W))      # type: ignore[attr-defined]
+        if len(self.verify.steps) > 1 and jax.tree.leaves(memory):
             raise ValueError(f"verify: got {self.verify} with rules that remember; drafts need rules without a memory")
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
@@ -177,9 +188,9 @@ class MaskedDiffusion:
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:
-        """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, each a step further."""
-        K = self.verify.branches
-        ahead = jnp.arange(K, dtype=jnp.int32)
+        """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, so many steps further."""
+        K = len(self.verify.steps)
+        ahead = jnp.array([len(taken) for taken in self.verify.steps], jnp.int32)
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
         if K > 1:
             stack = lambda own, more: jnp.concatenate([own[:, None], more], 1)
@@ -189,7 +200,7 @@ class MaskedDiffusion:
 
     def no_drafts(self, view: View) -> Any:
         """Drafts that equal the canvas, and so no result of a step."""
-        more = self.verify.branches - 1
+        more = len(self.verify.steps) - 1
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))
 

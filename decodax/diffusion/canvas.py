@@ -25,6 +25,7 @@ class Canvas(Struct):
         drafts: tokens and open positions `[B, K - 1, W]` of the region after further steps, or None.
         memory: of the policies, by name.
         record: log-probabilities by position as the tokens were decided, or None.
+        assistant: what a second model knows, or None.
     """
 
     tokens: Array
@@ -45,6 +46,7 @@ class Canvas(Struct):
     drafts: Any
     memory: Any
     record: Any
+    assistant: Any = None
 
 
 def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:

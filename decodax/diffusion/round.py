@@ -56,6 +56,11 @@ class Round:
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return algo
 
+    @property
+    def branches(self) -> int:
+        """`K`, canvases a row. The wide rounds of a cache begin a region, where there are no drafts."""
+        return 1 if self.wide and self.of.caching.narrow else len(self.of.verify.steps)
+
     def _turn(self, s: State) -> Array:
         """`bool[B]`: rows that take part."""
         if not self.of.variants:
@@ -75,10 +80,17 @@ class Round:
             again = _scatter(jnp.zeros(c.valid.shape, bool), positions, live, live)
             cached = c.valid & ~again & (slots < c.end[:, None])
         live = live & turn[:, None]
-        if (K := of.verify.branches) > 1:
+        if (K := self.branches) > 1:
             tokens = self._branch_tokens(of.drafts(look(s, c, of.windows.width), c).tokens, positions, tokens, c)
-            mask = _side_by_side(mask, K)
             positions, live = jnp.tile(positions, (1, K)), jnp.tile(live, (1, K))
+            if of.caches:       # canvases share the row's cache, so they stand in one window
+                mask = _side_by_side(mask, K)
+            else:               # and are rows of their own where they share nothing
+                split = lambda x: x.reshape(s.batch * K, -1)
+                tokens, positions, live = split(tokens), split(positions), split(live)
+                mask = jnp.repeat(mask, K, 0)
+        if of.verify.assists:
+            c = c.replace(assistant=c.assistant.replace(weights=params.draft))
         return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached), c
 
     def _nodes(self, s: State, c: Canvas) -> Nodes:
@@ -121,29 +133,30 @@ class Round:
 
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
         c, of = algo, self.of
-        K, W, B = of.verify.branches, of.windows.width, s.batch
-        n, nodes = window.tokens.shape[1] // K, self._nodes(s, c)
-        positions = nodes.positions
+        K, W, B = self.branches, of.windows.width, s.batch
+        nodes = self._nodes(s, c)
+        positions, n = nodes.positions, nodes.positions.shape[1]
         turn, view = self._turn(s), look(s, c, W, policy.policy.eos)
         live = nodes.live & turn[:, None]
         waits = c.final > c.start       # final tokens that this round's forward persists
         works = turn if of.caching.fused else turn & ~waits
 
-        drafts = of.drafts(view, c)
+        drafts = jax.tree.map(lambda x: x[:, :K], of.drafts(view, c))
         node = self._predicting(view, nodes.replace(live=live), c.tokens.shape[1])
-        seen, note = self._see(policy, s, c, drafts, node, out)
+        seen, note, entries = self._see(policy, s, c, drafts, node, out)
         flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), drafts)
         results = of.advance(flat, seen, c.memory)
         rows = lambda tree: jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), tree)
         results, answers = rows(results), rows(seen)
-        pick = of.verify.pick(drafts, results)
+        path = of.verify.path(drafts, results) if K > 1 else jnp.ones((B, 1), bool)
+        pick = jnp.where(path, jnp.arange(K, dtype=jnp.int32), 0).max(1)
         chosen = lambda tree: jax.tree.map(lambda x: take(x, pick[:, None])[:, 0], tree)
         after, answer = chosen(results), chosen(answers)
         broken = jnp.where(view.masked & answer.reached, jnp.minimum(answer.token, 0), 0).min(1)
         broken = jnp.where(works, broken, 0)
         works = works & (broken == 0)
         before = chosen(drafts)
-        after, noted = self._noted(view, after, drafts, results, answers, pick, c, note)
+        after, noted = self._noted(view, after, drafts, results, answers, path, c, note)
 
         # what is final, what is emitted, and where the region goes
         front = jnp.maximum(c.final, c.start)       # all before it has final tokens, which this forward saw
@@ -172,18 +185,20 @@ class Round:
             kept=jnp.where(ok, front, c.kept) if of.caching.persists else c.kept, valid=valid,
             refreshed=jnp.where(ok, c.round, c.refreshed) if self.wide else c.refreshed,
             record=None if noted is None else jax.tree.map(write, c.record, noted))
+        if of.verify.assists:
+            again = again.replace(assistant=of.verify.settle(c.assistant, entries, c.start, start))
         there = look(s, again, W, view.eos)
         again = again.replace(
             opened=jnp.where(moved, there.masked.sum(1, dtype=jnp.int32), c.opened),
             memory=self._learned(c.memory, before, answer, after.replace(start=start, step=again.step), works),
             drafts=self._drafted(c, there, after, answer, works, moved))
-        slots = jnp.full(window.tokens.shape, -1, jnp.int32).at[:, :n].set(
-            jnp.where(writes, positions, -1))
+        slots = jnp.full((B, n * K), -1, jnp.int32).at[:, :n].set(jnp.where(writes, positions, -1))
         return Decision(
             tokens=jnp.where((broken < 0)[:, None], broken[:, None], cut(again.tokens, s.length, W)),
             count=jnp.where(broken < 0, 1, emit).astype(jnp.int32), slots=slots,
             source=jnp.zeros((B, W), jnp.int32), algo=again,
-            drafted=jnp.where(works, K - 1, 0).astype(jnp.int32), accepted=jnp.where(works, pick, 0),
+            drafted=jnp.where(works, K - 1, 0).astype(jnp.int32),
+            accepted=jnp.where(works, path.sum(1, dtype=jnp.int32) - 1, 0),
             record=None if noted is None else jax.tree.map(lambda x: cut(x, s.length, W), again.record),
             early=slots >= 0 if of.caching.approximate else None, idle=~turn)
 
@@ -209,11 +224,19 @@ class Round:
         """The next round's drafts: more steps with the answers at hand; none in a region that has just begun."""
         if c.drafts is None:
             return None
-        ahead = []
-        for _ in range(self.of.verify.branches - 1):
-            after = self.of.advance(after, seen, c.memory)
-            ahead.append((after.tokens, after.open))
-        new = [jnp.stack(x, 1) for x in zip(*ahead, strict=True)]
+        wanted = self.of.verify.steps[1:]
+        ahead = [after]
+        for _ in range(1 + max(i for taken in wanted for i in taken)):
+            ahead.append(self.of.advance(ahead[-1], seen, c.memory))
+
+        def draft(taken: tuple[int, ...]) -> tuple[Array, Array]:
+            tokens, open = after.tokens, after.open
+            for was, now in ((ahead[i], ahead[i + 1]) for i in taken):
+                new = (was.open != now.open) | (was.tokens != now.tokens)
+                tokens, open = jnp.where(new, now.tokens, tokens), jnp.where(new, now.open, open)
+            return tokens, open
+
+        new = [jnp.stack(x, 1) for x in zip(*map(draft, wanted), strict=True)]
         pick = lambda new, none, old: jnp.where(_per_row(moved, old), none, jnp.where(_per_row(works, old), new, old))
         return tuple(map(pick, new, self.of.no_drafts(there), c.drafts))
 
@@ -226,19 +249,19 @@ class Round:
         at = view.positions - int(self.of.adapter.shift)
         return jnp.where(at >= 0, take(index, jnp.maximum(at, 0)), -1)
 
-    def _see(self, policy: Any, s: State, c: Canvas, drafts: View, node: Array, out: Out) -> tuple[Seen, Any]:
-        """Step 2: what the model says of the regions `[B * K, W]`, and what notes log-probabilities (or None)."""
+    def _see(self, policy: Any, s: State, c: Canvas, drafts: View, node: Array, out: Out) -> tuple[Seen, Any, Any]:
+        """Step 2: what the model says of the regions `[B * K, W]`, what notes log-probabilities (or None), and a second
+        model's entries (or None)."""
         of = self.of
         B, K, W = drafts.tokens.shape
-        n = out.hidden.shape[1] // K
-        ahead = jnp.arange(K, dtype=jnp.int32)
-        nodes = (jnp.maximum(node, 0)[:, None] + n * ahead[:, None]).reshape(B, K * W)
+        hidden = out.hidden.reshape(B, -1, out.hidden.shape[-1])
+        first = hidden.shape[1] // K * jnp.arange(K, dtype=jnp.int32)
+        nodes = (jnp.maximum(node, 0)[:, None] + first[:, None]).reshape(B, K * W)
         merge = lambda x: x.reshape(B, K * W)
         split = lambda tree: jax.tree.map(lambda x: x.reshape(B * K, W, *x.shape[2:]), tree)
-        own = split(of.adapter.clean(out.head)(take(out.hidden, nodes)))
+        own = split(of.adapter.clean(out.head)(take(hidden, nodes)))
         flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), drafts)
         logits = of.shaper(flat, own, c.memory["shaper"]).reshape(B, K * W, -1)
-        scored = Out(hidden=logits, kv=(), head=lambda x: x)
 
         # for the transforms the text is what is decided: outside the region, and inside it draft by draft
         N = c.tokens.shape[1]
@@ -250,33 +273,45 @@ class Round:
         known = merge(~drafts.open & (drafts.positions < drafts.end[..., None]))
         window = Window(tokens=merge(drafts.tokens), positions=merge(drafts.positions), live=known,
                         mask=_side_by_side(jnp.ones((1, W, W), bool), K))
-        lift = lambda chain: chain.over(text, window, scored).on_canvas(scored, known, window.positions)
-        lifted = lift(policy.policy)
-        draws = [lifted.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
-                             salt=c.round + k) for k in range(K)]
-        token = jnp.concatenate(draws, 1)
+
+        def lift(chain: Any, logits: Array) -> Any:
+            scored = Out(hidden=logits, kv=(), head=lambda x: x)
+            return chain.over(text, window, scored).on_canvas(scored, known, window.positions)
+
+        lifted = lift(policy.policy, logits)
+        agreed = entries = None
+        if of.verify.assists:
+            last = take(c.tokens, jnp.maximum(c.start - 1, 0)[:, None])[:, 0]
+            token, agreed, entries = of.verify.judge(c.assistant, flat, last, logits,
+                                                     lambda x: lift(policy.policy, x).processed())
+        else:
+            draws = [lifted.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
+                                 salt=c.round + len(of.verify.steps[k])) for k in range(K)]
+            token = jnp.concatenate(draws, 1)
         rules = (of.windows, of.score, of.commit, of.revise, *of.stops)
         second = None
         if any(rule.of == "policy" for rule in rules):
-            second = statistics(lift(_warm(policy.policy)).processed(), token)
+            second = statistics(lift(_warm(policy.policy), logits).processed(), token)
         reached = jnp.broadcast_to((node >= 0)[:, None], (B, K, W))
-        seen = split(Seen(token=token, reached=merge(reached), model=statistics(logits, token), policy=second))
+        seen = split(Seen(token=token, reached=merge(reached), model=statistics(logits, token), policy=second,
+                          agreed=agreed))
         if reads := max(rule.reads for rule in (of.shaper, *rules)):
             top, ids = lax.top_k(own, reads)
             seen = seen.replace(likeliest=(ids, top - jax.nn.logsumexp(own, -1, keepdims=True)))
         note = None if c.record is None else record(logits, lifted.log_probs(), token, c.record.count)
-        return seen, note if note is None else jax.tree.map(lambda x: x.reshape(B, K, W, *x.shape[2:]), note)
+        note = note if note is None else jax.tree.map(lambda x: x.reshape(B, K, W, *x.shape[2:]), note)
+        return seen, note, entries
 
-    def _noted(self, view: View, after: View, drafts: View, results: View, seen: Seen, pick: Array, c: Canvas,
+    def _noted(self, view: View, after: View, drafts: View, results: View, seen: Seen, path: Array, c: Canvas,
                note: Any) -> tuple[View, Any]:
-        """When and with what probability each token was decided: step by step up to the draft that was picked."""
+        """When and with what probability each token was decided: step by step along the drafts that were true."""
         when, confidence, kept = view.when, view.confidence, None
         if note is not None:
             kept = jax.tree.map(lambda x: cut(x, c.start, view.tokens.shape[1]), c.record)
         for k in range(drafts.tokens.shape[1]):
             was, now = drafts.open[:, k], results.open[:, k]
-            new = ~now & (was | (drafts.tokens[:, k] != results.tokens[:, k])) & (k <= pick)[:, None]
-            when = jnp.where(now & (k <= pick)[:, None], -1, jnp.where(new, drafts.round[:, k, None], when))
+            new = ~now & (was | (drafts.tokens[:, k] != results.tokens[:, k])) & path[:, k, None]
+            when = jnp.where(now & path[:, k, None], -1, jnp.where(new, drafts.round[:, k, None], when))
             confidence = jnp.where(new, seen.model.log_prob[:, k], confidence)
             if note is not None:
                 kept = jax.tree.map(lambda x, old, k=k, new=new: jnp.where(

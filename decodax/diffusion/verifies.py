@@ -1,31 +1,74 @@
-"""Several canvases in one forward: which of their steps are true."""
+"""Several canvases in one forward: FreeDave, FreeDave++ and SSD, which take several steps of a sampler at once.
+
+Drafts are what the coming steps would make of the canvas if the candidates at hand stayed as they are. One forward
+scores the canvas and all of its drafts. A draft that equals the true result of a true one is true itself, so its own
+result is the sampler's next state: walking along them takes as many steps as the candidates foresaw, and one at least.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from decodax.cache import take
 from decodax.diffusion.policies import Rule, View
 
 
+class _Verify(Rule):
+    assists = False
+
+
 @dataclasses.dataclass(frozen=True)
-class Sequential(Rule):
+class Sequential(_Verify):
     """One canvas, one step a forward."""
 
-    branches = 1
+    steps = ((),)
 
-    def pick(self, drafts: View, results: View) -> Array:
-        return jnp.zeros(drafts.start.shape[0], jnp.int32)
+    def path(self, drafts: View, results: View) -> Array:
+        return jnp.ones((drafts.start.shape[0], 1), bool)
+
+
+def walk(agree: Array) -> Array:
+    """`bool[B, K]`: the drafts that are passed from draft 0 on, each time to the last one that `agree`s with the result
+    at hand: `agree[b, i, j]` says that draft `j` may follow the result of draft `i`, for `j > i` only.
+
+    >>> walk(jnp.array([[[0, 1, 0], [0, 0, 0], [0, 0, 0]]], bool)).tolist()
+    [[True, True, False]]
+    """
+    number = jnp.arange(agree.shape[1], dtype=jnp.int32)
+    at = jnp.zeros(agree.shape[0], jnp.int32)
+    passed = jnp.broadcast_to(number == 0, agree.shape[:2])
+    for _ in number[1:]:
+        at = jnp.maximum(at, jnp.where(take(agree, at), number, 0).max(1))
+        passed = passed | (number == at[:, None])
+    return passed
+
+
+def _compare(drafts: View, results: View, loose: bool) -> Array:
+    """`bool[B, K, K]`: draft `j` equals the result of draft `i`, which is not done. `loose`: or leaves more open."""
+    pair = lambda a, b: (a[:, None] == b[:, :, None])
+    tokens, open = pair(drafts.tokens, results.tokens), pair(drafts.open, results.open)
+    same = (tokens & open) | drafts.open[:, None] if loose else tokens & open
+    left = (results.open & (results.positions < results.end[..., None])).any(-1)
+    return same.all(-1) & pair(drafts.end, results.end) & left[:, :, None]
+
+
+def _exact(steps: tuple[tuple[int, ...], ...], drafts: View, results: View) -> Array:
+    """`Verify.path` where a draft is true if it equals the result of a true one and took one step more."""
+    taken = np.array([len(own) for own in steps])
+    return walk(_compare(drafts, results, loose=False) & (taken == taken[:, None] + 1))
 
 
 @dataclasses.dataclass(frozen=True)
-class BranchExact(Rule):
-    """FreeDave (Wu and Zhang 2025): drafts are the canvas after 1 .. K - 1 more steps with the candidates at hand. One
-    forward scores all of them; a draft that equals the true result of the one before it has the true next step.
+class BranchExact(_Verify):
+    """FreeDave (Wu and Zhang 2025) with the rule "exact match": the drafts are the canvas after 1 .. K - 1 more steps.
 
-    The output is that of one step a forward, token for token, in no more forwards.
+    The output is that of one step a forward, token for token, in no more forwards, whatever the commit rule. A cache
+    that is renewed every so many steps is the exception: a forward that takes several steps passes over the renewals.
 
     Attributes:
         branches: `K`, canvases a forward.
@@ -37,8 +80,69 @@ class BranchExact(Rule):
         if self.branches < 1:
             raise ValueError(f"branches: got {self.branches}, takes 1 or more")
 
-    def pick(self, drafts: View, results: View) -> Array:
-        same = lambda a, b: (a[:, 1:] == b[:, :-1]).reshape(a.shape[0], a.shape[1] - 1, -1).all(-1)
-        agree = same(drafts.tokens, results.tokens) & same(drafts.open, results.open) & same(drafts.end, results.end)
-        left = (results.open & (results.positions < results.end[..., None])).any(-1)[:, :-1]
-        return jnp.cumprod(agree & left, 1).sum(1).astype(jnp.int32)
+    @property
+    def steps(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(range(k)) for k in range(self.branches))
+
+    def path(self, drafts: View, results: View) -> Array:
+        return _exact(self.steps, drafts, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchSubset(BranchExact):
+    """FreeDave++ (Wu and Zhang 2025), the rule "subset" of the authors' code: a draft may also follow a result that has
+    more tokens than it, if those that both have are equal; the last such draft is taken.
+
+    With one token a step no draft has fewer tokens than the result before it, and this is `BranchExact`. With a rule
+    that commits several at once (`Threshold`) it may go on from a draft that leaves out some of them: neither the
+    output nor the number of forwards is bound to that of the rule alone then.
+    """
+
+    def path(self, drafts: View, results: View) -> Array:
+        later = np.triu(np.ones((self.branches, self.branches), bool), 1)
+        return walk(_compare(drafts, results, loose=True) & later)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree(_Verify):
+    """Self speculative decoding, SSD (Gao et al. 2025): drafts take the next steps, those of the surest candidates, in
+    several orders, so that a step that comes a little earlier or later than foreseen is found as well.
+
+    The output is that of one step a forward, token for token, in no more forwards. A draft has children that take one
+    of the first `top` steps it has not taken; drafts that took the same steps in another order are one canvas. With
+    `top` = 1 it is the chain of `BranchExact`. The paper has a chain and a mixed order; that trees share canvases is
+    ours.
+
+    Attributes:
+        length: steps ahead. top: choices at each. most: canvases a forward, those of the fewest steps first.
+
+    >>> Tree(2, 2).steps
+    ((), (0,), (1,), (0, 1))
+    """
+
+    length: int = 3
+    top: int = 2
+    most: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("length", "top", "most"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+
+    @property
+    def steps(self) -> tuple[tuple[int, ...], ...]:
+        return _orders(self.length, self.top)[:self.most]
+
+    def path(self, drafts: View, results: View) -> Array:
+        return _exact(self.steps, drafts, results)
+
+
+@functools.cache
+def _orders(length: int, top: int) -> tuple[tuple[int, ...], ...]:
+    level: list[tuple[int, ...]] = [()]
+    found = list(level)
+    for _ in range(length):
+        rest = lambda taken: [i for i in range(length) if i not in taken][:top]
+        level = list(dict.fromkeys(tuple(sorted((*taken, i))) for taken in level for i in rest(taken)))
+        found += level
+    return tuple(found)

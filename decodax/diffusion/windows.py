@@ -88,6 +88,7 @@ class Sliding(_Region):
 
     size: int = 8
     align = None
+    least = 1
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -1,0 +1,144 @@
+"""FreeDave, FreeDave++ and SSD against plain transcriptions, and against one step a forward."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax.diffusion as d
+from decodax.cache import bidirectional
+from decodax.core import drivers
+from decodax.core.types import Params
+from decodax.diffusion.verifies import BranchExact, BranchSubset, Tree
+from decodax.policy import build
+from tests.laws.cases import MASK, VOCABULARY, model, texts
+
+NETWORK, WEIGHTS = model("llama")
+BLOCK, NEW, SIZE = 8, 16, 64
+IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]]
+A = d.Adapter(MASK)
+SURE = d.Threshold(0.3)
+
+
+@functools.cache
+def weights(seed):
+    """Other models of the same shape: flat ones, sure ones, and whatever lies between."""
+    keys = iter(jax.random.split(jax.random.key(seed), 64))
+    return jax.tree.map(lambda x: x + (0.3 + 0.3 * seed) * x.std() * jax.random.normal(next(keys), x.shape), WEIGHTS)
+
+
+def decode(alg, params, temperature):
+    tokens = np.zeros((3, SIZE), np.int32)
+    tokens[:, :5] = IDS
+    chain = build(3, vocab_size=VOCABULARY, eos_token_id=None, temperature=temperature)
+    s = drivers.begin(alg, NETWORK, Params(params), chain, jnp.asarray(tokens), np.full(3, 5, np.int32), size=SIZE,
+                      max_new=np.full(3, NEW, np.int32), seed=np.uint32(2))
+    return drivers.advance(alg, NETWORK, Params(params), chain, drivers.prefill(alg, NETWORK, Params(params), s, width=8),
+                           jnp.int32(alg.most_rounds(NEW, 3)))
+
+
+BLOCKS = dict(adapter=d.Adapter(MASK, shift=True, attention=d.BlockCausal(4)), windows=d.Fixed(4, aligned=True),
+              caching=d.BlockCache())
+FULL = dict(adapter=A, windows=d.Fixed(BLOCK))
+RULES = {
+    "freedave": dict(**FULL, verify=BranchExact(4)),
+    "freedave++": dict(**FULL, verify=BranchSubset(4)),
+    "ssd": dict(**FULL, verify=Tree(3, 2)),
+    "freedave-threshold": dict(**FULL, verify=BranchExact(4), commit=SURE),
+    "freedave-dual": dict(**FULL, verify=BranchExact(4), caching=d.Dual()),
+    "ssd-blocks": dict(**BLOCKS, verify=Tree(3, 2)),
+    "freedave-random-order": dict(**FULL, verify=BranchExact(4), score=d.Random()),
+}
+OFTEN = ("ssd", "freedave-dual")
+
+
+@functools.cache
+def outcome(name, seed, plain):
+    rules = RULES[name] | (dict(verify=d.Sequential()) if plain else {})
+    return decode(d.MaskedDiffusion(**rules), weights(seed), [0.0, 0.0, 0.2])
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in RULES])
+def test_several_steps_a_forward_are_those_steps(name):
+    taken = 0
+    for seed in range(4):       # one program, four models
+        many, one = outcome(name, seed, False), outcome(name, seed, True)
+        assert texts(many) == texts(one)
+        assert (np.asarray(many.stats.rounds) <= np.asarray(one.stats.rounds)).all()
+        steps = lambda s: np.asarray(s.algo.when)[:, 5:5 + NEW].tolist()
+        assert steps(many) == steps(one)
+        # each step of the sampler was a round's own or an accepted draft
+        assert (np.asarray(many.stats.rounds) + np.asarray(many.stats.accepted) == np.asarray(one.stats.rounds)).all()
+        taken += np.asarray(many.stats.accepted).sum()
+    assert taken > 0
+
+
+@functools.cache
+def forward():
+    return jax.jit(lambda params, x: NETWORK.apply(
+        params, bidirectional(x[None], jnp.zeros(1, jnp.int32)), NETWORK.init_cache(1, 0)).logits()[0])
+
+
+def candidates(params, x):
+    """Tokens and probabilities, float64, without MASK."""
+    logits = np.asarray(forward()(params, jnp.asarray(x)), np.float64)
+    logits[:, MASK] = -np.inf
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return p.argmax(-1), p.max(-1)
+
+
+def transfer(x, token, p, lo, threshold):
+    """One step of the sampler in the block that begins at `lo`."""
+    masked = [i for i in range(lo, lo + BLOCK) if x[i] == MASK]
+    chosen = [i for i in masked if threshold is not None and p[i] >= threshold]
+    chosen = chosen or sorted(masked, key=lambda i: -p[i])[:1]
+    return [token[i] if i in chosen else x[i] for i in range(len(x))]
+
+
+def speculative(params, prompt, orders, threshold, follows):
+    """FreeDave's loop: `orders` says which of the surest candidates each draft has, `follows(draft, target)` whether it
+    may come after a step's result."""
+    x, forwards = prompt + [MASK] * NEW, 0
+    for lo in range(len(prompt), len(x), BLOCK):
+        drafts = [x]
+        while MASK in x[lo:lo + BLOCK]:
+            forwards += 1
+            scored = [candidates(params, draft) for draft in drafts]
+            targets = [transfer(draft, *own, lo, threshold) for draft, own in zip(drafts, scored, strict=True)]
+            best, moved = 0, True
+            while moved:
+                later = [j for j in range(best + 1, len(drafts)) if follows(drafts[j], targets[best])]
+                best, moved = (max(later), True) if later else (best, False)
+            x, (token, p) = targets[best], scored[best]
+            surest = sorted((i for i in range(lo, lo + BLOCK) if x[i] == MASK), key=lambda i: -p[i])
+            fill = lambda order: [token[i] if i in [surest[r] for r in order if r < len(surest)] else x[i]
+                                  for i in range(len(x))]
+            drafts = [x] + [fill(order) for order in orders]
+    return x[len(prompt):], forwards
+
+
+EQUAL = lambda draft, target: draft == target
+SUBSET = lambda draft, target: all(a in (b, MASK) for a, b in zip(draft, target, strict=True))
+CHAIN = [(0,), (0, 1), (0, 1, 2)]
+TREE = [(0,), (1,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("name", "orders", "threshold", "follows"), [
+    ("freedave", CHAIN, None, EQUAL), ("ssd", TREE, None, EQUAL), ("freedave++", CHAIN, 0.3, SUBSET)])
+def test_a_loop_is_the_published_one(name, orders, threshold, follows):
+    verify = RULES[name]["verify"]
+    assert list(verify.steps[1:]) == orders
+    alg = d.MaskedDiffusion(A, d.Fixed(BLOCK), verify=verify, commit=SURE if threshold else d.Quota())
+    differ = 0
+    for seed in range(4):
+        s = decode(alg, weights(seed), 0.0)
+        made = [speculative(weights(seed), ids, orders, threshold, follows) for ids in IDS]
+        assert texts(s) == [text for text, _ in made]
+        assert np.asarray(s.stats.rounds).tolist() == [forwards for _, forwards in made]
+        if threshold:
+            plain = [speculative(weights(seed), ids, [], threshold, follows) for ids in IDS]
+            differ += plain != made
+    assert not threshold or differ
