@@ -1,4 +1,30 @@
-"""Masked diffusion: samplers that fill a canvas in any order."""
+"""Masked diffusion: samplers that fill a canvas in any order.
+
+One algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them (`entries`, `systems`). To add
+one, write what is new of it as a frozen dataclass that inherits `Rule`, in a file of its own, and one maker with
+`@entry`. What each policy sees and gives back is stated in `policies`; in short, with `R` rows and a region of `W`
+positions that begins at `view.start`:
+
+    Windows   active(view, seen, memory) -> bool[R, W]      which open positions may be committed now
+              finished(view, memory) -> i32[R]              how many positions from `start` on are final
+    Score     (view, seen, memory) -> f32[R, W]             the larger, the sooner
+    Commit    (view, seen, score, memory) -> bool[R, W]     one a row is forced if it names none
+    Revise    (before, seen, after, memory) -> View         other `tokens`, or reopened positions (`open`)
+              busy(before, after, memory) -> bool[R]        a full region that is not final yet
+    Stop      rush(view, seen, memory) -> bool[R]           commit all that is open now
+              end(view, memory) -> i32[R]                   where the text ends, if it ends early
+    Caching   stale(view, memory) -> bool[B]                rows that need a forward over the whole text
+              nodes(view, left, memory) -> Nodes            what the other forwards score
+              writes(view, positions, final, valid, memory) -> bool[B, n]
+    Verify    several canvases of a row in one forward, and which of their steps are true
+    Adapter   mask token, shift, attention (`Full`, `BlockCausal`, `CausalPrefix`), canvas (`Masks`, `Template`, `Noise`)
+
+`view` holds tokens, open, editable, when and with what confidence each position was decided, the step and the round;
+`seen` the candidates and what the model (or the policy) says of them. A rule that remembers gives its memory in `init`
+and renews it in `learn`. Draws are `view.uniforms(purpose)`: addressed by row, position and round, never by the batch.
+A rule never mixes rows, keeps nothing of the vocabulary's size, and holds no numbers that a user changes from call to
+call: those belong to the policy.
+"""
 
 from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, Masks, Noise, Template
 from decodax.diffusion.algorithm import MaskedDiffusion
