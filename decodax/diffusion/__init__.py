@@ -1,8 +1,8 @@
 """Masked diffusion: samplers that fill a canvas in any order.
 
-One algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them (`entries`, `systems`). To add
-one, write what is new of it as a frozen dataclass that inherits `Rule`, in a file of its own, and one maker with
-`@entry`. What each policy sees and gives back is stated in `policies`; in short, with `R` rows and a region of `W`
+One algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them (`systems`). To add one,
+write what is new of it as a frozen dataclass that inherits `Rule`, in a file of its own, and a maker with `@entry`. What
+each policy sees and gives back is stated in `policies`; in short, with `R` rows and a region of `W`
 positions that begins at `view.start`:
 
     Windows   active(view, seen, memory) -> bool[R, W]      which open positions may be committed now
