@@ -5,10 +5,11 @@ write what is new of it as a frozen dataclass that inherits `Rule`, in a file of
 each policy sees and gives back is stated in `policies`; in short, with `R` rows and a region of `W`
 positions that begins at `view.start`:
 
+    Shaper    (view, logits, memory) -> f32[R, W, V]        what the model said, annealed or joined with earlier steps
     Windows   active(view, seen, memory) -> bool[R, W]      which open positions may be committed now
               finished(view, memory) -> i32[R]              how many positions from `start` on are final
     Score     (view, seen, memory) -> f32[R, W]             the larger, the sooner
-    Commit    (view, seen, score, memory) -> bool[R, W]     one a row is forced if it names none
+    Commit    (view, seen, score, memory) -> bool[R, W]     one a row is forced if it names none, unless `patient`
     Revise    (before, seen, after, memory) -> View         other `tokens`, or reopened positions (`open`)
               busy(before, after, memory) -> bool[R]        a full region that is not final yet
     Stop      rush(view, seen, memory) -> bool[R]           commit all that is open now
@@ -30,19 +31,34 @@ from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, 
 from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching import BlockCache, CacheRule, Dual, FusedCache, NoCache, Prefix
 from decodax.diffusion.canvas import Canvas
-from decodax.diffusion.commits import All, AtLeast, Bernoulli, EntropyBound, Factor, Quota, Threshold
+from decodax.diffusion.commits import (
+    All,
+    Ancestral,
+    AtLeast,
+    BlockQuota,
+    Coins,
+    EntropyBound,
+    Factor,
+    LocalLeap,
+    Quota,
+    Segments,
+    Threshold,
+)
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
+from decodax.diffusion.learned import Filter, Learned, TowardsEnd
 from decodax.diffusion.policies import Rule, Seen, View
 from decodax.diffusion.revisions import Edit, Keep, MaskBottom, ReMDM, Renoise
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
+from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
 from decodax.diffusion.stats import Stats, statistics
-from decodax.diffusion.stops import EndOfText, Stable, Steps, StopRule
+from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps, StopRule
 from decodax.diffusion.verifies import BranchExact, Sequential
-from decodax.diffusion.windows import Fixed, Sliding, SubBlocks, Whole
+from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
-__all__ = ["Adapter", "All", "AtLeast", "Bernoulli", "BlockCache", "BlockCausal", "BranchExact", "CacheRule", "Canvas",
-           "CausalPrefix", "Confidence", "ConfidentPrefix", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor",
-           "Fixed", "Full", "FusedCache", "Keep", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy",
-           "NoCache", "Noise", "Noisy", "Position", "Prefix", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen",
-           "Sequential", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlocks", "Template", "Threshold",
-           "View", "Whole", "statistics"]
+__all__ = ["Adapter", "All", "Ancestral", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache", "BlockCausal",
+           "BlockQuota", "BranchExact", "CacheRule", "Canvas", "CausalPrefix", "Coins", "Confidence", "ConfidentPrefix",
+           "Credit", "Delimited", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed",
+           "Full", "FusedCache", "Gap", "Keep", "Learned", "LocalLeap", "Margin", "MaskBottom", "MaskedDiffusion",
+           "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Position", "Prefix", "Quota", "Random", "ReMDM",
+           "Renoise", "Rule", "Seen", "Segments", "Sequential", "Sliding", "Stable", "Stats", "Steps", "StopRule",
+           "SubBlocks", "Template", "Threshold", "TowardsEnd", "View", "Whole", "WholeBlocks", "statistics"]

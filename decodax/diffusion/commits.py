@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.core.keys import Purpose
+from decodax.core.keys import Purpose, uniforms
 from decodax.diffusion.policies import Memory, Rule, Seen, View
 from decodax.diffusion.scores import Of
 from decodax.diffusion.stats import rank
@@ -44,7 +45,7 @@ class Quota(Rule):
         steps: of a region; None: one position a step.
         schedule: "even": LLaDA's split of the positions open at first, remainder first. "time": Dream's share
             `1 - s/t` of those still open, rounded down, all in the last step. "cosine": MaskGIT's: after step `i` (from
-            1) `floor(opened * cos(pi/2 * i/steps))` are left.
+            1) `floor(opened * cos(pi/2 * i/steps))` are left, but one at least before the last step.
         eps: where time ends ("time").
     """
 
@@ -73,9 +74,9 @@ class Quota(Rule):
 
 
 def remaining(view: View, steps: int) -> Array:
-    """`i32[R]`: positions that MaskGIT's cosine schedule leaves open after this step."""
+    """`i32[R]`: positions that MaskGIT's cosine schedule leaves open after this step, one at least before the last."""
     ratio = (view.step + 1).astype(jnp.float32) / steps
-    left = jnp.floor(view.opened * jnp.cos(jnp.pi / 2 * ratio)).astype(jnp.int32)
+    left = jnp.maximum(jnp.floor(view.opened * jnp.cos(jnp.pi / 2 * ratio)).astype(jnp.int32), 1)
     return jnp.where(view.step + 1 >= steps, 0, left)
 
 
@@ -154,12 +155,34 @@ class Prefix(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bernoulli(Rule):
-    """A coin for each position (MDLM, Sahoo et al. 2024; Dream's "origin"): the reverse process from time t to s opens
-    a position with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, `a = 1 - t`; all in the last step.
+class Ancestral(Rule):
+    """Ancestral sampling of the absorbing process (MDLM, Sahoo et al. 2024; Dream's "origin") over `steps` even steps
+    of time from 1 to `eps`, the last of which takes all that is left.
 
-    A step in which no coin falls commits the best by score, so with random scores the first-hitting times are skipped
-    to.
+    A position falls in the step from t to s with probability `1 - s/t`, whatever the others do: at a uniform time. So
+    each draws its time at once, and the steps in which none falls, whose forward would change nothing (MDLM's cached
+    sampler skips it), do not take place. With steps without end this is first-hitting sampling: one position at a time
+    in random order (`Quota` by `Random`).
+    """
+
+    steps: int = 64
+    eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps: got {self.steps}, takes 1 or more")
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        passed = uniforms(view.key, view.positions, Purpose.ACCEPT)[..., 0] / (1 - self.eps)
+        falls = jnp.minimum((passed * self.steps).astype(jnp.int32), self.steps - 1)
+        return view.active & (falls == jnp.where(view.active, falls, self.steps).min(1, keepdims=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Coins(Rule):
+    """A coin for each position and step, for processes that also take tokens back (ReMDM, Wang et al. 2025): from time
+    t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, `a = 1 - t`; all in the last
+    step. A step in which no coin falls commits nothing.
 
     Attributes:
         steps: of a region. remask: a `ReMDM` with the same steps, whose sigma counts; None: 0.
@@ -167,14 +190,55 @@ class Bernoulli(Rule):
 
     steps: int = 64
     remask: Any = None
-    eps: float = 0.0
+    patient = True
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
-        t, s = time(view.step, self.steps, self.eps)
+        t, s = time(view.step, self.steps)
         sigma = 0.0 if self.remask is None else self.remask.scale(view)
         chance = ((1 - s) - (1 - sigma) * (1 - t)) / t
         coin = view.uniforms(Purpose.ACCEPT)[..., 0] < chance[:, None]
         return coin | (view.step + 1 >= self.steps)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalLeap(Rule):
+    """Local determinism propagation (LocalLeap, Kong et al. 2025): positions whose candidate has a probability of
+    `anchor` are committed, and those within `radius` of one that reach `relaxed`.
+
+    `radius` and `relaxed` are from memory.
+    """
+
+    anchor: float = 0.9
+    relaxed: float = 0.75
+    radius: int = 4
+
+    def __post_init__(self) -> None:
+        if self.radius < 0:
+            raise ValueError(f"radius: got {self.radius}, takes 0 or more")
+        if not 0 < self.relaxed <= self.anchor:
+            raise ValueError(f"relaxed: got {self.relaxed}, takes more than 0 up to the anchor of {self.anchor}")
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        anchors = view.active & reaches(seen, "model", "confidence", self.anchor)
+        near = lax.reduce_window(anchors, False, lax.bitwise_or, (1, 2 * self.radius + 1), (1, 1), "SAME")
+        return anchors | near & reaches(seen, "model", "confidence", self.relaxed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments(Rule):
+    """dInfer's hierarchy decoder (Ma et al. 2025): all above `threshold`, and in each run of open positions side by
+    side the surest one if it is above `low`, which divides the run."""
+
+    threshold: float = 0.9
+    low: float = 0.4
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        open, log_prob = view.active, jnp.where(view.active, seen.model.log_prob, -jnp.inf)
+        begins = open & ~jnp.pad(open, ((0, 0), (1, 0)))[:, :-1]
+        run = jnp.cumsum(begins, 1) - 1
+        most = jax.vmap(lambda x, run: jax.ops.segment_max(x, run, open.shape[1])[run])(log_prob, jnp.maximum(run, 0))
+        above = lambda bar: reaches(seen, "model", "confidence", bar, strict=True)
+        return open & (above(self.threshold) | (log_prob == most) & above(self.low))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,3 +263,38 @@ class AtLeast(Rule):
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         first, least = self.rule(view, seen, score, memory) & view.active, self.quota(view, seen, score, memory)
         return jnp.where((first.sum(1) >= least.sum(1))[:, None], first, least)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockQuota(Rule):
+    """LLaDA's even quota for each block of a region that is filled block by block (`WholeBlocks`): `steps` a block,
+    remainder first; past them one a step.
+
+    It remembers the step in which the block began, `i32[B]`.
+    """
+
+    block: int = 32
+    steps: int | None = None
+
+    def init(self, view: View) -> Memory:
+        return jnp.zeros(view.start.shape, jnp.int32)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return jnp.where(current(before, self.block) == current(after, self.block), memory, after.step)
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        here = number(view, self.block) == current(view, self.block)[:, None]
+        steps = self.block if self.steps is None else self.steps
+        size, step = (here & view.editable & view.inside).sum(1, dtype=jnp.int32), view.step - memory
+        count = jnp.where(step < steps, size // steps + (step < size % steps), 1)
+        return best(score, view.active & here, count)
+
+
+def number(view: View, block: int) -> Array:
+    """`i32[R, W]`: which block of the region a position lies in."""
+    return (view.positions - view.start[:, None]) // block
+
+
+def current(view: View, block: int) -> Array:
+    """`i32[R]`: the first block with open positions, or a large number."""
+    return jnp.where(view.masked, number(view, block), view.positions.shape[1]).min(1)

@@ -50,7 +50,7 @@ class ReMDM(_Revision):
         return jnp.where(t < 1, jnp.minimum(s / jnp.where(t < 1, 1 - t, 1), 1), 1)
 
     def scale(self, view: View) -> Array:
-        """`f32[R]`: sigma at masked positions, for `Bernoulli`."""
+        """`f32[R]`: sigma at masked positions, for `Coins`."""
         if self.kind == "conf":
             return jnp.zeros(view.start.shape)
         return jnp.minimum(self.eta, self._bound(view)) if self.kind == "cap" else self.eta * self._bound(view)

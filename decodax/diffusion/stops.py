@@ -1,4 +1,4 @@
-"""When a row is done before its canvas is: the end of the text, the end of the steps, a stable canvas."""
+"""When a row is done before its canvas is: the end of the text or of the steps, a stable canvas, a sure answer."""
 
 from __future__ import annotations
 
@@ -20,43 +20,90 @@ class StopRule(Rule):
         return view.end
 
 
+def ends(view: View, tokens: Array) -> Array:
+    """`bool[R, W]`: which of `tokens` (`i32[R, W]`) would end the text where they stand."""
+    eos = (tokens[:, :, None] == view.eos[:, None, :]).any(-1) & (tokens >= 0)
+    return eos & view.editable & view.inside & (view.positions - view.prompt_length[:, None] >= view.min_new[:, None])
+
+
 @dataclasses.dataclass(frozen=True)
 class EndOfText(StopRule):
     """The text ends behind its first end of sequence that has nothing open before it. What follows is dropped."""
 
     def end(self, view: View, memory: Memory) -> Array:
-        ends = (view.tokens[:, :, None] == view.eos[:, None, :]).any(-1) & ~view.open & view.editable & view.inside
-        ends = ends & (view.positions - view.prompt_length[:, None] >= view.min_new[:, None])
         clean = jnp.cumprod(~view.open | ~view.inside, 1).astype(bool)
-        hit = ends & clean
-        return jnp.where(hit.any(1), view.start + jnp.argmax(hit, 1).astype(jnp.int32) + 1, view.end)
+        return _behind(view, ends(view, view.tokens) & ~view.open & clean)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstEnd(StopRule):
+    """The text ends behind the first end of sequence that is decided, whatever is open before it: the canvas is cut
+    there (Learn2PD's end-of-text prediction)."""
+
+    def end(self, view: View, memory: Memory) -> Array:
+        return _behind(view, ends(view, view.tokens) & ~view.open)
+
+
+def _behind(view: View, hit: Array) -> Array:
+    return jnp.where(hit.any(1), view.start + jnp.argmax(hit, 1).astype(jnp.int32) + 1, view.end)
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps(StopRule):
-    """A region takes at most `count` steps: the last commits all that is open."""
+    """A region takes at most `steps` steps: the last commits all that is open."""
 
-    count: int
+    steps: int
 
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
-        return view.step + 1 >= self.count
+        return view.step + 1 >= self.steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Stable(StopRule):
-    """A region is done when its candidates are those of the step before and their mean entropy is below `entropy`
-    (DiffusionGemma)."""
+    """A region is done when the likeliest tokens are those that stand in it and their mean entropy is at most `entropy`
+    nats (DiffusionGemma)."""
 
-    width: int
     entropy: float = 0.005
-
-    def init(self, view: View) -> Memory:
-        return jnp.full((view.start.shape[0], self.width), -1, jnp.int32)
-
-    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
-        return jnp.where((after.step == 0)[:, None], -1, seen.token)
+    reads = 1
 
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
-        same = ((seen.token == memory) | ~view.active).all(1)
-        mean = jnp.where(view.active, seen.model.entropy, 0).sum(1) / jnp.maximum(view.active.sum(1), 1)
-        return same & (mean < self.entropy)
+        assert seen.likeliest is not None
+        same = ((seen.likeliest[0][..., 0] == view.tokens) | ~view.masked).all(1)
+        mean = jnp.where(view.masked, seen.model.entropy, 0).sum(1) / jnp.maximum(view.masked.sum(1), 1)
+        return same & (mean <= self.entropy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap(StopRule):
+    """Prophet (Li et al. 2025): when the answer is sure, everything is committed at once. It is sure when the mean
+    difference of the two largest logits over its positions reaches 7.5, 5.0 or 2.5, in the first, second and last third
+    of the steps (progress below 0.33, below 0.67, and beyond, as in the authors' code).
+
+    Attributes:
+        steps: of a block. block: positions of one.
+        answer: where the answer stands, first position behind the prompt and length; None: the whole text.
+        gaps: the three thresholds.
+    """
+
+    steps: int
+    block: int
+    answer: tuple[int, int] | None = None
+    gaps: tuple[float, float, float] = (7.5, 5.0, 2.5)
+
+    def __post_init__(self) -> None:
+        if self.answer is not None and (self.answer[0] < 0 or self.answer[1] < 1):
+            raise ValueError(f"answer: got {self.answer}, takes a first position from 0 on and a length from 1 on")
+
+    def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
+        watched = view.editable if self.answer is None else view.positions >= view.prompt_length[:, None]
+        watched = watched & view.inside & seen.reached
+        if self.answer is not None:
+            offset = view.positions - view.prompt_length[:, None] - self.answer[0]
+            watched = watched & (offset >= 0) & (offset < self.answer[1])
+        count = watched.sum(1)
+        gap = jnp.where(watched, seen.model.gap, 0).sum(1) / jnp.maximum(count, 1)
+        blocks = -(-(view.end - view.start) // self.block)
+        progress = (view.step + 1) / jnp.maximum(self.steps * blocks, 1)
+        early, middle, late = self.gaps
+        bar = jnp.where(progress < 0.33, early, jnp.where(progress < 0.67, middle, late))
+        return (count > 0) & (gap >= bar)

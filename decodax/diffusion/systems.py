@@ -1,64 +1,27 @@
 """The published samplers of the family, each a line in the table of `decodax.systems`.
 
-`ENTRIES` is data: `decodax.systems` makes registry entries of it. A maker takes the loaded model first (its `diffusion`
-says how it speaks) and gives a `MaskedDiffusion`; its other arguments are the system's options. A method that lies in a
-file of its own registers itself here by one function more.
+What a line is: `decodax.diffusion.entries`. Those that adapt to what the model says lie in `adaptive_systems`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
-from decodax.diffusion.adapter import Adapter, BlockCausal
+from decodax.diffusion import adaptive_systems  # noqa: F401  (its lines)
+from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import BlockCache, Dual, FusedCache, NoCache, Prefix
-from decodax.diffusion.commits import AtLeast, Bernoulli, EntropyBound, Factor, Quota, Threshold
+from decodax.diffusion.caching import Dual, FusedCache, NoCache, Prefix
+from decodax.diffusion.commits import Ancestral, AtLeast, Coins, EntropyBound, Factor, Quota, Threshold
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
+from decodax.diffusion.entries import CACHE, ENTRIES, MASKED, Entry, blocks, entry
 from decodax.diffusion.policies import Caching, Commit, Score
 from decodax.diffusion.revisions import Edit, ReMDM
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.verifies import BranchExact
 from decodax.diffusion.windows import Fixed, Sliding, SubBlocks, Whole
 
-MASKED, CACHE = "masked-diffusion", "diffusion-cache"
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A published system: the paper's title, authors and year, its family, a line on it, and what makes it."""
-
-    title: str
-    authors: str
-    summary: str
-    make: Callable[..., MaskedDiffusion]
-    family: str = MASKED
-
-
-ENTRIES: dict[str, Entry] = {}
-"""All of them, by name."""
-
-
-def entry(name: str, title: str, authors: str, summary: str,
-          family: str = MASKED) -> Callable[[Callable[..., MaskedDiffusion]], Callable[..., MaskedDiffusion]]:
-    """Registers the maker below it."""
-    def add(make: Callable[..., MaskedDiffusion]) -> Callable[..., MaskedDiffusion]:
-        assert name not in ENTRIES
-        ENTRIES[name] = Entry(title, authors, summary, make, family)
-        return make
-
-    return add
-
-
-def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Fixed, Caching]:
-    """Blocks and their exact cache as the model's attention has them; `block` is free where it sees everything."""
-    attention = adapter.attention
-    if isinstance(attention, BlockCausal):
-        if block not in (None, attention.block):
-            raise ValueError(f"block: got {block}, the model was trained with blocks of {attention.block}")
-        return Fixed(attention.block, aligned=True), BlockCache()
-    return Fixed(block or default), BlockCache() if attention.causal else NoCache()
+__all__ = ["CACHE", "ENTRIES", "MASKED", "Entry", "blocks", "entry"]
 
 
 @entry("llada", "Large Language Diffusion Models", "Nie et al. 2025",
@@ -81,7 +44,7 @@ def dream(lm: Any, steps: int = 64, order: Literal["entropy", "margin", "confide
     score = scores[order]
     if order_temperature:
         score = Noisy(score, order_temperature)
-    commit: Commit = Bernoulli(steps, eps=1e-3) if order == "random" else Quota(steps, "time")
+    commit: Commit = Ancestral(steps, eps=1e-3) if order == "random" else Quota(steps, "time")
     return MaskedDiffusion(Adapter.of(lm), Whole(size), score, commit)
 
 
@@ -94,18 +57,18 @@ def maskgit(lm: Any, steps: int = 12, choice_temperature: float = 4.5, size: int
 
 
 @entry("mdlm", "Simple and Effective Masked Diffusion Language Models", "Sahoo et al. 2024",
-       "ancestral sampling of the absorbing process: a coin for each position")
+       "ancestral sampling of the absorbing process: each position at a time of its own")
 def mdlm(lm: Any, steps: int = 64, size: int | None = None) -> MaskedDiffusion:
-    return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Bernoulli(steps))
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Ancestral(steps))
 
 
 @entry("bd3-lm", "Block Diffusion: Interpolating Between Autoregressive and Diffusion Language Models",
        "Arriola et al. 2025", "diffusion inside blocks, one position a step at first-hitting times, exact block cache")
 def bd3_lm(lm: Any, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
-    """`steps` of a block by coins; None: first-hitting times."""
+    """`steps` of a block; None: first-hitting times."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block, 16)
-    return MaskedDiffusion(a, windows, Random(), Quota() if steps is None else Bernoulli(steps), caching=caching)
+    return MaskedDiffusion(a, windows, Random(), Quota() if steps is None else Ancestral(steps), caching=caching)
 
 
 @entry("remdm", "Remasking Discrete Diffusion Models with Inference-Time Scaling", "Wang et al. 2025",
@@ -113,7 +76,7 @@ def bd3_lm(lm: Any, block: int | None = None, steps: int | None = None) -> Maske
 def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf"] = "cap",
           size: int | None = None) -> MaskedDiffusion:
     remask = ReMDM(steps, eta, kind)
-    return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Bernoulli(steps, remask), remask, stops=())
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Coins(steps, remask), remask, stops=())
 
 
 @entry("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding",

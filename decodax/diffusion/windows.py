@@ -1,4 +1,5 @@
-"""Which part of the text is worked on, and when it is final: the whole, blocks, blocks in blocks, a sliding window."""
+"""Which part of the text is worked on, and when it is final: the whole, blocks, blocks in blocks, blocks that end where
+the text has a seam, a sliding window."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.diffusion.commits import current, number
 from decodax.diffusion.policies import Memory, Rule, Seen, View
 
 
@@ -41,7 +43,24 @@ class Whole(_Region):
 
     def fit(self, budget: int) -> Whole:
         """With a size for texts of `budget` new tokens: a power of two, so that few programs serve all budgets."""
-        return Whole(max(1 << max(budget - 1, 0).bit_length(), 8)) if self.size is None else self
+        size = max(1 << max(budget - 1, 0).bit_length(), 8)
+        return dataclasses.replace(self, size=size) if self.size is None else self
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeBlocks(Whole):
+    """The whole text is one region, filled in blocks of `block` positions from left to right: as `Fixed`, for rules
+    that look at all of the text."""
+
+    block: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 1:
+            raise ValueError(f"block: got {self.block}, takes 1 or more")
+
+    def active(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return view.masked & (number(view, self.block) == current(view, self.block)[:, None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +96,68 @@ class SubBlocks(Fixed):
             raise ValueError(f"sub: got {self.sub}, takes 1 to the block of {self.block}")
 
     def active(self, view: View, seen: Seen, memory: Memory) -> Array:
-        number = (view.positions - view.start[:, None]) // self.sub
-        first = jnp.where(view.masked, number, self.block).min(1)
-        return view.masked & (number == first[:, None])
+        return view.masked & (number(view, self.sub) == current(view, self.sub)[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Delimited(_Region):
+    """Blocks that end with a delimiter (AdaBlock, Lu et al. 2025), as in the authors' code: in a block's first step the
+    candidates of the next positions, `share` of the text's new ones, are searched for `delimiters`. The surest ends the
+    block if its probability is at least `threshold`; else the block is `block` positions long.
+
+    It remembers the block's length, `i32[B]`. The window is as wide as the longest block can be.
+
+    Attributes:
+        size: most new tokens of a text, of which the window takes `share`; None: the front door's longest budget.
+    """
+
+    delimiters: tuple[int, ...]
+    threshold: float = 0.3
+    block: int = 32
+    share: float = 0.25
+    size: int | None = None
+    align = None
+
+    def __post_init__(self) -> None:
+        if not self.delimiters:
+            raise ValueError("delimiters: got none, takes token ids")
+        for name, value in (("block", self.block), ("size", self.size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: got {value}, takes 1 or more")
+
+    @property
+    def width(self) -> int:
+        if self.size is None:
+            raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
+        return max(int(self.size * self.share), self.block)
+
+    def fit(self, budget: int) -> Delimited:
+        """With a size for texts of `budget` new tokens: a power of two, so that few programs serve all budgets."""
+        size = max(1 << max(budget - 1, 0).bit_length(), 8)
+        return dataclasses.replace(self, size=size) if self.size is None else self
+
+    def _length(self, view: View, seen: Seen) -> Array:
+        """`i32[R]`: of a block that begins now."""
+        text = (view.end - view.prompt_length).astype(jnp.float32)
+        searched = view.inside & (view.positions - view.start[:, None] < jnp.floor(text * self.share)[:, None])
+        found = searched & seen.reached & (seen.token[..., None] == jnp.array(self.delimiters, jnp.int32)).any(-1)
+        prob = jnp.where(found, seen.model.prob, -1)
+        return jnp.where(prob.max(1) >= self.threshold, jnp.argmax(prob, 1).astype(jnp.int32) + 1, self.block)
+
+    def init(self, view: View) -> Memory:
+        return jnp.zeros(view.start.shape, jnp.int32)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return jnp.where(before.step == 0, self._length(before, seen), memory)
+
+    def active(self, view: View, seen: Seen, memory: Memory) -> Array:
+        length = jnp.where(view.step == 0, self._length(view, seen), memory)
+        return view.masked & (view.positions - view.start[:, None] < length[:, None])
+
+    def finished(self, view: View, memory: Memory) -> Array:
+        # what is decided behind the block was given
+        run = jnp.cumprod(~view.open & view.inside, 1).sum(1).astype(jnp.int32)
+        return jnp.where((view.active & view.masked).any(1), 0, run)
 
 
 @dataclasses.dataclass(frozen=True)

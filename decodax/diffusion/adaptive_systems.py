@@ -1,0 +1,125 @@
+"""Published samplers whose pace follows what the model says: early stops, learned and local rules, memories of earlier
+steps, blocks that end where the text does, canvases of noise."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from decodax.diffusion.adapter import Adapter, Noise
+from decodax.diffusion.algorithm import MaskedDiffusion
+from decodax.diffusion.caching import Dual, NoCache, Prefix
+from decodax.diffusion.commits import BlockQuota, EntropyBound, LocalLeap, Quota, Segments, Threshold
+from decodax.diffusion.entries import blocks, entry
+from decodax.diffusion.learned import Filter, Learned, TowardsEnd
+from decodax.diffusion.policies import Caching, Commit, Score
+from decodax.diffusion.revisions import Renoise
+from decodax.diffusion.scores import Confidence, NegEntropy
+from decodax.diffusion.shapers import Anneal, Average, Credit
+from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps
+from decodax.diffusion.windows import Delimited, Whole, WholeBlocks
+
+
+@entry("prophet", "Diffusion Language Models Know the Answer Before Decoding", "Li et al. 2025",
+       "LLaDA that commits everything at once as soon as the answer is sure")
+def prophet(lm: Any, block: int = 32, steps: int | None = None, answer: tuple[int, int] | None = None,
+            gaps: tuple[float, float, float] = (7.5, 5.0, 2.5), size: int | None = None) -> MaskedDiffusion:
+    """`steps` of a block. `answer`: first position behind the prompt and length (5 as published); None: the whole text
+    is watched."""
+    gap = Gap(block if steps is None else steps, block, answer, gaps)
+    return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, block), commit=BlockQuota(block, steps),
+                           stops=(gap, EndOfText()))
+
+
+@entry("learn2pd", "Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive Parallel Decoding",
+       "Bao et al. 2025", "a trained filter on a block's confidences, and the canvas cut at the predicted end of text")
+def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.96, steps: int | None = None,
+             end_of_text: bool = True, size: int | None = None) -> MaskedDiffusion:
+    """`filter`: its weights, or their file; its width is the block. `steps` of a block. The threshold is from memory.
+    """
+    if filter is None:
+        raise ValueError("filter: got None, takes a trained Filter or the path of its safetensors file")
+    own = filter if isinstance(filter, Filter) else Filter.load(filter)
+    windows = (TowardsEnd if end_of_text else WholeBlocks)(size, own.block)
+    return MaskedDiffusion(Adapter.of(lm), windows, commit=Learned(own, threshold, steps),
+                           stops=(FirstEnd() if end_of_text else EndOfText(),))
+
+
+@entry("adablock", "AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size", "Lu et al. 2025",
+       "blocks that end with a line, all sure positions at once")
+def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_threshold: float = 0.3, block: int = 32,
+             threshold: float = 0.9, cache: Literal["none", "prefix", "dual"] = "none", suffix: int = 256,
+             size: int | None = None) -> MaskedDiffusion:
+    """`delimiters`: token ids; None: the newline. `block`: where none is found. The dual cache recomputes the window,
+    a quarter of the text, where the authors' code recomputes the block."""
+    if delimiters is None:
+        delimiters = tuple(lm.tokenizer.encode("\n", add_special_tokens=False)) if lm.tokenizer else ()
+        if len(delimiters) != 1:
+            raise ValueError(f"delimiters: got None, and the newline is {len(delimiters)} tokens; takes token ids")
+    caching: Caching = {"dual": Dual(), "prefix": Prefix(suffix=suffix), "none": NoCache()}[cache]
+    return MaskedDiffusion(Adapter.of(lm), Delimited(tuple(delimiters), delimiter_threshold, block, size=size),
+                           commit=Threshold(threshold), caching=caching)
+
+
+@entry("localleap", "Accelerating Diffusion LLM Inference via Local Determinism Propagation", "Kong et al. 2025",
+       "sure positions, and less sure ones in their neighbourhood")
+def localleap(lm: Any, anchor: float = 0.9, relaxed: float = 0.75, radius: int = 4,
+              block: int | None = None) -> MaskedDiffusion:
+    """`radius` and `relaxed` are from memory."""
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block)
+    return MaskedDiffusion(a, windows, commit=LocalLeap(anchor, relaxed, radius), caching=caching)
+
+
+@entry("ccd", "Beyond Confidence: Adaptive and Coherent Decoding for Diffusion Language Models", "Chen et al. 2025",
+       "candidates and their order by the mean of the last steps' distributions")
+def ccd(lm: Any, past: int = 3, kept: int = 8, bound: float | None = None, steps: int | None = None,
+        order: Literal["confidence", "entropy"] = "entropy", block: int | None = None) -> MaskedDiffusion:
+    """Past distributions count with their `kept` likeliest tokens. `bound`: all positions whose mean distribution has
+    at most this entropy, in nats: the less the contexts agree, the higher it is (the adaptive variant, CCD-DS; this
+    form of it is from memory). None: quotas of `steps` a block."""
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block)
+    score: Score = NegEntropy() if order == "entropy" else Confidence()
+    commit: Commit = Quota(steps) if bound is None else Threshold(bound, "entropy")
+    return MaskedDiffusion(a, windows, score, commit, caching=caching, shaper=Average(past, kept))
+
+
+@entry("dinfer-hierarchy", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
+       "all sure positions, and one in each run of open ones")
+def dinfer_hierarchy(lm: Any, threshold: float = 0.9, low: float = 0.4, block: int | None = None) -> MaskedDiffusion:
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block)
+    return MaskedDiffusion(a, windows, commit=Segments(threshold, low), caching=caching)
+
+
+@entry("dinfer-credit", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
+       "all sure positions, where a token that stays the likeliest earns credit")
+def dinfer_credit(lm: Any, threshold: float = 0.9, alpha: float = 0.7, gamma: float = 0.2, beta: float = 0.8,
+                  kept: int = 8, block: int | None = None) -> MaskedDiffusion:
+    """Credit is kept for `kept` tokens a position."""
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block)
+    return MaskedDiffusion(a, windows, commit=Threshold(threshold), caching=caching,
+                           shaper=Credit(alpha, gamma, beta, kept))
+
+
+@entry("dimple", "Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel Decoding", "Yu et al. 2025",
+       "confident decoding of the whole text, the prompt's entries computed once; a template sets the structure")
+def dimple(lm: Any, threshold: float = 0.95, size: int | None = None, prefill: bool = True) -> MaskedDiffusion:
+    """A step in which no position is above the threshold commits the surest, as the published schedule does with as
+    many steps as tokens. Structure priors are given tokens in the canvas: `decodax.infill`."""
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), commit=Threshold(threshold, strict=True),
+                           caching=Prefix(suffix=1) if prefill else NoCache())
+
+
+@entry("diffusion-gemma", "DiffusionGemma", "Google DeepMind 2026",
+       "a canvas of random tokens, decided anew in each step until it stands still; exact block cache")
+def diffusion_gemma(lm: Any, bound: float = 0.1, steps: int = 48, canvas: int | None = None, entropy: float = 0.005,
+                    temperatures: tuple[float, float] = (0.8, 0.4)) -> MaskedDiffusion:
+    """The temperature falls over the `steps` of a canvas; set the policy's to 1. A region that stops, or has no step
+    left, gets this step's candidates, not the noise in the place of unsure ones. Without self-conditioning, which takes
+    a model that reads embeddings beside tokens."""
+    a = Adapter.of(lm, Noise(lm.vocab_size))
+    windows, caching = blocks(a, canvas, 256)
+    return MaskedDiffusion(a, windows, NegEntropy(), EntropyBound(bound), Renoise(lm.vocab_size), caching,
+                           stops=(Stable(entropy), Steps(steps), EndOfText()), shaper=Anneal(*temperatures, steps))

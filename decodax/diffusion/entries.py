@@ -1,0 +1,54 @@
+"""The table of published samplers, and what its lines share.
+
+`ENTRIES` is data: `decodax.systems` makes registry entries of it. A maker takes the loaded model first (its `diffusion`
+says how it speaks) and gives a `MaskedDiffusion`; its other arguments are the system's options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from decodax.diffusion.adapter import Adapter, BlockCausal
+from decodax.diffusion.algorithm import MaskedDiffusion
+from decodax.diffusion.caching import BlockCache, NoCache
+from decodax.diffusion.policies import Caching
+from decodax.diffusion.windows import Fixed
+
+MASKED, CACHE = "masked-diffusion", "diffusion-cache"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A published system: the paper's title, authors and year, its family, a line on it, and what makes it."""
+
+    title: str
+    authors: str
+    summary: str
+    make: Callable[..., MaskedDiffusion]
+    family: str = MASKED
+
+
+ENTRIES: dict[str, Entry] = {}
+"""All of them, by name."""
+
+
+def entry(name: str, title: str, authors: str, summary: str,
+          family: str = MASKED) -> Callable[[Callable[..., MaskedDiffusion]], Callable[..., MaskedDiffusion]]:
+    """Registers the maker below it."""
+    def add(make: Callable[..., MaskedDiffusion]) -> Callable[..., MaskedDiffusion]:
+        assert name not in ENTRIES
+        ENTRIES[name] = Entry(title, authors, summary, make, family)
+        return make
+
+    return add
+
+
+def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Fixed, Caching]:
+    """Blocks and their exact cache as the model's attention has them; `block` is free where it sees everything."""
+    attention = adapter.attention
+    if isinstance(attention, BlockCausal):
+        if block not in (None, attention.block):
+            raise ValueError(f"block: got {block}, the model was trained with blocks of {attention.block}")
+        return Fixed(attention.block, aligned=True), BlockCache()
+    return Fixed(block or default), BlockCache() if attention.causal else NoCache()

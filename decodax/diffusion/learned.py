@@ -1,0 +1,137 @@
+"""Learn2PD (Bao et al. 2025): a small trained network says of each candidate of a block whether it is final, and the
+text is cut at the end that the model predicts.
+
+As in the authors' code a block's candidates are committed where the filter's probability is above a threshold, and the
+step's quota of the surest ones in any case. End-of-text prediction looks at the whole canvas: where a candidate is an
+end of sequence that the filter accepts, the text ends behind the first of them; else, where any candidate is one,
+behind the surest. Unlike there, the token is committed with the cut: such a row always ends with an end of sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.diffusion.commits import BlockQuota, current, number
+from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.stops import ends
+from decodax.diffusion.windows import WholeBlocks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Filter:
+    """Two layers on a block's confidences, compared by their weights: a few thousand numbers that are compiled into the
+    program.
+
+    Attributes:
+        hidden, out: kernels `f32[n, h]` and `f32[h, n]`, for blocks of `n` positions.
+        hidden_bias, out_bias: `f32[h]`, `f32[n]`.
+
+    Raises:
+        ValueError: weights whose shapes do not fit each other.
+    """
+
+    hidden: np.ndarray
+    hidden_bias: np.ndarray
+    out: np.ndarray
+    out_bias: np.ndarray
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, np.array(getattr(self, field.name), np.float32))
+        if self.hidden.ndim != 2 or self.hidden.shape[::-1] != self.out.shape or \
+                (self.hidden.shape[1],) != self.hidden_bias.shape or (self.out.shape[1],) != self.out_bias.shape:
+            shapes = [getattr(self, f.name).shape for f in dataclasses.fields(self)]
+            raise ValueError(f"filter: got shapes {shapes}, takes (n, h), (h,), (h, n), (n,)")
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Mapping[str, Any]]) -> Filter:
+        """From `{"hidden": {"kernel", "bias"}, "out": {"kernel", "bias"}}`."""
+        layer = lambda name: (weights[name]["kernel"], weights[name]["bias"])
+        return cls(*layer("hidden"), *layer("out"))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Filter:
+        """From a safetensors file with "hidden.kernel", "hidden.bias", "out.kernel" and "out.bias"."""
+        from safetensors.numpy import load_file
+        flat = load_file(path)
+        return cls.of({layer: {part: flat[f"{layer}.{part}"] for part in ("kernel", "bias")}
+                       for layer in ("hidden", "out")})
+
+    @property
+    def block(self) -> int:
+        """`n`."""
+        return self.hidden.shape[0]
+
+    def __call__(self, confidence: Array) -> Array:
+        """Logits `f32[..., n]` that the candidates are final, from their probabilities `f32[..., n]`."""
+        return jax.nn.relu(confidence @ self.hidden + self.hidden_bias) @ self.out + self.out_bias
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple((x.shape, x.tobytes()) for x in (getattr(self, f.name) for f in dataclasses.fields(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Filter) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned(Rule):
+    """What the filter accepts with a probability above `threshold`, and the step's quota; and the end of the text.
+
+    Attributes:
+        steps: of a block, for the quota; None: one position a step.
+    """
+
+    filter: Filter
+    threshold: float = 0.96
+    steps: int | None = None
+
+    @property
+    def quota(self) -> BlockQuota:
+        return BlockQuota(self.filter.block, self.steps)
+
+    def init(self, view: View) -> Memory:
+        return self.quota.init(view)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return self.quota.learn(before, seen, after, memory)
+
+    def accepts(self, view: View, seen: Seen) -> Array:
+        """`bool[R, W]`: positions of the current block."""
+        n, W = self.filter.block, view.positions.shape[1]
+        block = current(view, n)[:, None]
+        place = block * n + jnp.arange(n, dtype=jnp.int32)
+        known = jnp.pad(jnp.where(view.inside & seen.reached, seen.model.prob, 0), ((0, 0), (0, 1)))
+        logits = self.filter(jnp.take_along_axis(known, jnp.minimum(place, W), 1))
+        own = jnp.take_along_axis(logits, (view.positions - view.start[:, None]) % n, 1)
+        return view.masked & (number(view, n) == block) & (jax.nn.sigmoid(own) > self.threshold)
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        accepted = self.accepts(view, seen)
+        end = predicted_end(view, seen) & ~(accepted & ends(view, seen.token)).any(1, keepdims=True)
+        return accepted | self.quota(view, seen, score, memory) | view.active & end
+
+
+@dataclasses.dataclass(frozen=True)
+class TowardsEnd(WholeBlocks):
+    """Blocks, and the surest end of sequence among all candidates."""
+
+    def active(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return super().active(view, seen, memory) | predicted_end(view, seen)
+
+
+def predicted_end(view: View, seen: Seen) -> Array:
+    """`bool[R, W]`: the surest open position whose candidate ends the text, if there is one."""
+    log_prob = jnp.where(view.masked & seen.reached & ends(view, seen.token), seen.model.log_prob, -jnp.inf)
+    first = jnp.argmax(log_prob, 1)[:, None] == jnp.arange(log_prob.shape[1])
+    return first & (log_prob > -jnp.inf)
