@@ -177,7 +177,7 @@ def compare(args: argparse.Namespace) -> None:
     with _naming_the_argument():
         chosen = _systems(args.names)
     lm = dx.load(args.model)
-    needed = any(SYSTEMS[name].needs == "a draft model" for name, _ in chosen.values())
+    needed = any(SYSTEMS[name].drafts for name, _ in chosen.values())
     draft = dx.load(args.draft) if needed else None
     shown = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -250,7 +250,7 @@ def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> 
     from decodax.systems import SYSTEMS, system
 
     entry = SYSTEMS[name]
-    build = functools.partial(system, name, lm, draft if entry.needs == "a draft model" else None, **options)
+    build = functools.partial(system, name, lm, draft if entry.drafts else None, **options)
     return (lambda batch: build(batch=batch)) if "batch" in entry.options.keys() - options.keys() else build()
 
 

@@ -40,9 +40,9 @@ from decodax.speculative.drafts.recycling import template
 from decodax.speculative.measure import automatic
 from decodax.speculative.verify import Guarantee
 
-Needs = Literal["nothing", "a model", "a draft model", "samples", "a diffusion model"]
-"""What a maker must be given: nothing, the target itself (`lm`), a smaller model with its tokenizer (`draft`), or the
-target and samples of the texts to come (its options say how), or a
+Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples", "a diffusion model"]
+"""What a maker must be given: nothing, the target itself (`lm`), a smaller model with its tokenizer (`draft`), both,
+with a tokenizer each, or the target and samples of the texts to come (its options say how), or a
 target that fills masks (`lm`)."""
 
 
@@ -65,6 +65,11 @@ class System:
     needs: Needs
     make: Callable[..., Algorithm]
     summary: str
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it needs a draft model."""
+        return self.needs in (DRAFT, BOTH)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -95,9 +100,10 @@ def system(name: str, lm: Any = None, draft: Any = None, **options: Any) -> Algo
         near += [n for n in SYSTEMS if name.lower() in n and n not in near]
         raise ValueError(f"system: unknown name {name!r}; " + (f"near ones: {', '.join(near)}" if near else
                                                                f"takes one of {', '.join(SYSTEMS)}"))
-    if entry.needs != "nothing" and (draft if entry.needs == "a draft model" else lm) is None:
-        how = "draft=" if entry.needs == "a draft model" else "lm="
-        raise ValueError(f"system: {name!r} needs {entry.needs}; give {how}decodax.load(...)")
+    needed = {"lm": lm} if entry.needs not in ("nothing", DRAFT) else {}
+    needed |= {"draft": draft} if entry.drafts else {}
+    if missing := [f"{how}=decodax.load(...)" for how, given in needed.items() if given is None]:
+        raise ValueError(f"system: {name!r} needs {entry.needs}; give {' and '.join(missing)}")
     if unknown := sorted(options.keys() - entry.options.keys()):
         raise ValueError(f"system: {name!r} takes no option {unknown[0]!r}; takes "
                          f"{', '.join(f'{k}={v!r}' for k, v in entry.options.items()) or 'none'}")
@@ -118,6 +124,7 @@ def _system(name: str, title: str, authors: str, family: str, summary: str, need
 
 DRAFT: Needs = "a draft model"
 TARGET: Needs = "a model"
+BOTH: Needs = "a model and a draft model"
 LINEAR, TREE, SELF, THEORY = "speculative-linear", "speculative-tree", "speculative-self", "speculative-theory"
 EXACT, REJECTION, CHAIN = SeedExact(), Rejection(), shapes.Chain(4)
 JACOBI, BATCH, BLOCKWISE = "parallel-jacobi", "batching-scheduling", "blockwise-parallel"
@@ -366,6 +373,22 @@ def _disco(draft: Any, length: int = 12, least: float = 0.4, predictor: Any = sh
          LINEAR, "drafting stops when some draft is likely rejected", DRAFT)
 def _specdec(draft: Any, length: int = 12, most: float = 0.3, predictor: Any = shapes.probability) -> Any:
     return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.RiskThreshold(length, most, predictor))
+
+
+# a draft model with another tokenizer
+
+@_system("uag", "Universal Assisted Generation: Faster Decoding with Any Assistant Model",
+         "Korat et al. 2024; Timor et al. 2025", LINEAR,
+         "a draft model with any vocabulary: its text in the target's tokens (string-level exact match, SLEM)", BOTH)
+def _uag(lm: Any, draft: Any, length: int = 5, steps: int | None = None, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.Realigned.of(lm, draft, length, steps), verify)
+
+
+@_system("tli", "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous "
+         "Vocabularies", "Timor et al. 2025", LINEAR, "a draft model on the tokens that both vocabularies have", BOTH,
+         "distribution-exact")
+def _tli(lm: Any, draft: Any, length: int = 4) -> Any:
+    return Speculative(drafts.Intersection.of(lm, draft), Rejection(), shapes.Chain(length))
 
 
 # relaxed verification

@@ -74,6 +74,18 @@ def word_level() -> Tokenizer:
     return tok
 
 
+def of_words(words: str, end: str | None = None) -> Tokenizer:
+    """BPE whose tokens are `words`, in the order of their ids; a longer one is made of its beginning and last letter.
+    `end` is special."""
+    names = words.split()
+    merges = [(word[:-1], word[-1]) for word in names if len(word) > 1 and word != end]
+    tok = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(names)}, merges=merges))
+    tok.decoder = decoders.ByteLevel()
+    if end is not None:
+        tok.add_special_tokens([end])
+    return tok
+
+
 KINDS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "gemma": lambda: sentencepiece(leading=False),
          "unigram": unigram, "word-piece": word_piece, "word-level": word_level}
 

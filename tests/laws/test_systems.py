@@ -11,9 +11,11 @@ import decodax as dx
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.load import LM
+from decodax.io.text import Tokenizer
 from decodax.policy import build
 from decodax.systems import SYSTEMS, system
 from tests.laws.cases import POLICIES, VOCABULARY, model, prompts, texts
+from tests.small_tokenizers import of_words
 
 ROWS = 6
 NAMES = [n for n, e in SYSTEMS.items() if e.needs != "a diffusion model"]     # those have laws of their own
@@ -21,16 +23,20 @@ NAMES = [n for n, e in SYSTEMS.items() if e.needs != "a diffusion model"]     # 
 POLICY = POLICIES["together"] | dict(temperature=[0.0, 0.7] * (ROWS // 2))
 
 
+WORDS = {"llama": "a </s> b c d e f g h ab cd abc de gh fa ha", "sliding": "h g f e </s> d c b a bc bcd ab ef ha ga cb"}
+"""Vocabularies of the target and of the draft model, which systems that go by the text tell apart."""
+
+
 @functools.cache
 def lm(which: str) -> LM:
     network, weights = model(which)
-    return LM(model=network, params=weights, vocab_size=VOCABULARY)
+    return LM(model=network, params=weights, vocab_size=VOCABULARY, tokenizer=Tokenizer(of_words(WORDS[which], "</s>")))
 
 
 def made(name: str):
     samples = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
     options = {"automatic": dict(lengths=(2, 4)), "knn-ssd": dict(domains=samples)}.get(name, {})
-    return system(name, lm("llama"), lm("sliding") if SYSTEMS[name].needs == "a draft model" else None, **options)
+    return system(name, lm("llama"), lm("sliding") if SYSTEMS[name].drafts else None, **options)
 
 
 def decode(alg, rows=ROWS, new=24):
@@ -89,6 +95,8 @@ def test_an_unknown_name_lists_near_ones():
 def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="'staged' needs a draft model; give draft="):
         system("staged")
+    with pytest.raises(ValueError, match="'uag' needs a model and a draft model; give lm=.* and draft="):
+        system("uag")
     with pytest.raises(ValueError, match="'prompt-lookup' takes no option 'k'; takes length=10, max_ngram=3"):
         system("prompt-lookup", k=3)
 

@@ -7,6 +7,7 @@ from decodax.speculative.drafts.dynamic_exit import DynamicExit
 from decodax.speculative.drafts.fallback import Fallback
 from decodax.speculative.drafts.fastcot import FastCoT
 from decodax.speculative.drafts.input_guided import InputGuided
+from decodax.speculative.drafts.intersection import Intersection
 from decodax.speculative.drafts.jacobi import HGJ, PGJ, PJ, Jacobi
 from decodax.speculative.drafts.knn_ssd import KNNSkip, fit_anchors
 from decodax.speculative.drafts.layer_skip import LayerSkip
@@ -14,6 +15,7 @@ from decodax.speculative.drafts.lookahead import Lookahead
 from decodax.speculative.drafts.model import DraftModel
 from decodax.speculative.drafts.ngram import NGram, NGramModel
 from decodax.speculative.drafts.prompt_lookup import PromptLookup
+from decodax.speculative.drafts.realigned import Realigned
 from decodax.speculative.drafts.recycling import TokenRecycling
 from decodax.speculative.drafts.sjd import SJD
 from decodax.speculative.drafts.staged import Staged
@@ -24,6 +26,6 @@ from decodax.speculative.drafts.target_rooted import TargetRooted
 from decodax.speculative.drafts.trie import Trie
 
 __all__ = ["ADED", "HGJ", "PGJ", "PJ", "SJD", "CLaSp", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
-           "InputGuided", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "NGram", "NGramModel", "PromptLookup",
-           "Staged", "Stand", "SuffixAutomaton", "SuffixTree", "TargetRooted", "TokenRecycling", "Trie",
-           "UserDraft", "fit_anchors"]
+           "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "NGram", "NGramModel",
+           "PromptLookup", "Realigned", "Staged", "Stand", "SuffixAutomaton", "SuffixTree", "TargetRooted",
+           "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
