@@ -100,7 +100,9 @@ class BranchSubset(BranchExact):
 
     def path(self, drafts: View, results: View) -> Array:
         later = np.triu(np.ones((self.branches, self.branches), bool), 1)
-        return walk(_compare(drafts, results, loose=True) & later)
+        # where nothing was left to take, a draft is the one before it, and no step further
+        fresh = jnp.pad((drafts.open[:, 1:] != drafts.open[:, :-1]).any(-1), ((0, 0), (1, 0)))
+        return walk(_compare(drafts, results, loose=True) & later & fresh[:, None])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,177 @@
+"""Adaptive parallel decoding, APD (Israel, Van den Broeck, Grover 2025): a diffusion model reads from left to right, and
+a small autoregressive model says how many of its tokens fit together.
+
+One forward gives a distribution `p_D` at each of the next positions. Its candidates are drawn with Gumbel noise; the
+autoregressive model scores them as a sequence, `p_AR`, and a token is drawn with the same noise from the product of
+both, `p_D^R p_AR^(1-R)`. Candidates are kept up to the first that differs, the first in any case. Shared noise makes two
+like distributions draw the same token, so the more the models agree, the longer the run.
+
+The rule is the paper's. The authors' code draws the product's token without noise, so it is a token of largest
+probability at any temperature; at temperature 0 the two are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import Cache, WindowKV, causal
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.core.mesh import constrain, heads
+from decodax.core.state import State
+from decodax.core.types import Params
+from decodax.diffusion.adapter import Full, Nodes
+from decodax.diffusion.caching import CacheRule, span
+from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.verifies import Sequential
+from decodax.policy.draw import first_argmax
+from decodax.struct import Struct, struct
+
+
+@struct
+class Assistant(Struct):
+    """`cache`: the second model's, of all final tokens but the last. `weights`: its own, within a round."""
+
+    cache: Cache
+    weights: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Product(Sequential):
+    """A second, autoregressive model with the same tokenizer judges the candidates: `Seen.agreed`.
+
+    Attributes:
+        model: a `Model`, or what `decodax.load` gave.
+        weight: `R`, 0 to 1: 1 agrees with everything, 0 with the autoregressive model's own draws alone.
+        weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
+        chunk: prompt tokens a forward when it begins.
+    """
+
+    model: Any
+    weight: float = 0.7
+    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    chunk: int = 64
+    assists = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"weight: got {self.weight}, takes 0 to 1")
+        if self.chunk < 1:
+            raise ValueError(f"chunk: got {self.chunk}, takes 1 or more")
+        if hasattr(self.model, "params"):       # an LM: the network is static, its weights are data
+            lm = self.model
+            object.__setattr__(self, "model", lm.model)
+            object.__setattr__(self, "weights", lm.params)
+        if not hasattr(self.model, "apply"):
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Model or what decodax.load gave")
+
+    def bare(self) -> Product:
+        return dataclasses.replace(self, weights=None)
+
+    def begin(self, params: Params, s: State, slots: int) -> Assistant:
+        """The prompts, all but their last tokens, in a cache of `slots`."""
+        if params.draft is None:
+            raise ValueError("params: Product needs its model's weights in Params.draft")
+        cache = self.model.init_cache(s.batch, slots)
+        chunk = min(self.chunk, s.tokens.shape[1])
+
+        def visit(i: Array, cache: Any) -> Any:
+            # the buffer's end may cut the last chunk short: it then starts earlier
+            start = jnp.minimum(i * chunk, s.tokens.shape[1] - chunk)
+            positions = start + jnp.arange(chunk, dtype=jnp.int32)
+            live = (positions < s.prompt_length[:, None] - 1) & (positions >= i * chunk)
+            tokens = lax.dynamic_slice_in_dim(s.tokens, start, chunk, 1)
+            out = self.model.apply(params.draft, causal(tokens, jnp.broadcast_to(start, (s.batch,)), live), cache)
+            return cache.commit(out.kv, jnp.where(live & jnp.isfinite(out.hidden).all(-1), positions, -1))
+
+        chunks = (jnp.max(s.prompt_length) - 1 + chunk - 1) // chunk
+        return Assistant(cache=lax.fori_loop(0, chunks, visit, constrain(cache, heads(cache))))
+
+    def judge(self, state: Assistant, view: View, last: Array, logits: Array,
+              process: Callable[[Array], Array]) -> tuple[Array, Array, WindowKV]:
+        """Candidates `i32[B, W]`, with which the product agrees `bool[B, W]`, and the assistant's entries of the
+        positions `start - 1 ..`.
+
+        Args:
+            last: `i32[B]` the token before the region. logits: `f32[B, W, V]` the diffusion model's.
+            process: the policy's chain of transforms at the region's positions.
+        """
+        V = logits.shape[-1]
+        noise = jax.vmap(jax.vmap(
+            lambda key, position, salt: jax.random.gumbel(keys.at(key, position, Purpose.CANVAS, salt), (V,)),
+            (None, 0, None)))(view.key, view.positions, view.round)
+        draw = lambda x: first_argmax(process(x) + noise, checked=True)
+        token = draw(logits)
+        text = jnp.where(view.open, jnp.maximum(token, 0), view.tokens)
+        window = causal(jnp.concatenate([last[:, None], text[:, :-1]], 1), view.start - 1, view.inside)
+        out = self.model.apply(state.weights, window, state.cache)
+        own = out.logits()
+        own = jnp.pad(own, ((0, 0), (0, 0), (0, max(V - own.shape[-1], 0))), constant_values=-jnp.inf)[..., :V]
+        # 0 times -inf is no number, and what the diffusion model cannot say the product cannot either
+        product = logits if self.weight == 1 else self.weight * jnp.where(logits == -jnp.inf, 0, logits) + \
+            (1 - self.weight) * own
+        chosen = draw(jnp.where(logits == -jnp.inf, -jnp.inf, product))
+        return jnp.where(jnp.isnan(own).any(-1), jnp.minimum(chosen, token), token), chosen == token, out.kv
+
+    def settle(self, state: Assistant, kv: WindowKV, begun: Array, start: Array) -> Assistant:
+        """After a step that moved the region from `begun` to `start` (`i32[B]`): the entries of what became final."""
+        positions = begun[:, None] - 1 + jnp.arange(kv[0][0].shape[1], dtype=jnp.int32)
+        true = (positions >= 0) & (positions < start[:, None] - 1)
+        return Assistant(cache=state.cache.commit(kv, jnp.where(true, positions, -1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed(Rule):
+    """The first open position, and those that follow it up to the first on which the models disagree."""
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        assert seen.agreed is not None
+        first = jnp.cumsum(view.active, 1) == 1
+        return jnp.cumprod(seen.agreed | first | ~view.active, 1).astype(bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookahead(Full):
+    """Full attention to the text up to the region's end: what lies behind is not fed in (APD's `M`)."""
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        return jnp.minimum(start + width, end)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trailing(CacheRule):
+    """APD's cache: a forward recomputes what the one before it decided, the `window - 1` positions before that, and the
+    region; older entries stay as they were when they were last computed.
+
+    Attributes:
+        window: `W`, 1 or more.
+    """
+
+    window: int = 16
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window: got {self.window}, takes 1 or more")
+
+    def init(self, view: View) -> Memory:
+        return view.start + 0       # where the region began in the forward before
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return before.start
+
+    def stale(self, view: View, memory: Memory) -> Array:
+        return view.refreshed < 0
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        W = view.positions.shape[1]
+        nodes = span(view, self.window - 1 + W, W)
+        return nodes.replace(live=nodes.live & (nodes.positions >= memory[:, None] - self.window + 1))
+
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
+        return (positions < view.start[:, None] - self.window + 1) & ~valid
