@@ -177,30 +177,41 @@ def test_clasp_searches_every_so_many_rounds(deep: Any) -> None:
     assert all((sets[i] == sets[0]).all() and (~sets[i]).sum() == 1 for i in range(3))
 
 
-EXIT = Speculative(DynamicExit(DEEP, most=3, decay=0.5, least=0.05))
+EXIT = Speculative(DynamicExit(DEEP, most=3, decay=0.5))
 
 
 def test_dynamic_exit_equals_plain_decoding(deep: Any) -> None:
     assert texts(decode(EXIT, "deep", prompts(5), POLICY, eos=[1])) == plain_deep()
 
 
-def test_dynamic_exit_estimates_acceptance_from_shadow_tokens(deep: Any) -> None:
-    """The faded counts of two rounds, worked out from whole forwards by hand."""
+@jax.jit
+def shallow(tokens: Any) -> Any:
+    """What an exit after one layer and one after two give next to each token: `f32[2, B, N, V]`."""
+    each = (DEEP.features(DEEP_WEIGHTS, tokens, keep=LayerSkip.exit(DEEP, layer).keep) for layer in (1, 2))
+    return jnp.stack([jax.nn.softmax(head(hidden)) for hidden, head in each])
+
+
+def test_dynamic_exit_learns_from_shadow_tokens(deep: Any) -> None:
+    """The faded counts and confidences of three rounds, worked out from whole forwards by hand."""
     network, params, chain, s = cases.start(EXIT, "deep", prompts(5), POLICY)
-    matched, nodes = (np.array(x) for x in (s.algo[0].matched, s.algo[0].nodes))
-    for _ in range(2):
+    matched, nodes, sure = (np.array(x) for x in (s.algo[0].matched, s.algo[0].nodes, s.algo[0].sure))
+    for _ in range(3):
         before = np.asarray(s.length)
         s = drivers.advance(EXIT, network, params, chain, s, jnp.int32(1))
-        shadow = []
-        for layer in (1, 2):
-            hidden, head = DEEP.features(DEEP_WEIGHTS, s.tokens, keep=LayerSkip.exit(DEEP, layer).keep)
-            shadow.append(np.asarray(head(hidden)).argmax(-1))
-        for row in range(5):
-            new = range(before[row], int(s.length[row]))
-            matched[row] = matched[row] / 2 + [sum(x[row, i - 1] == s.tokens[row, i] for i in new) for x in shadow]
-            nodes[row] = nodes[row] / 2 + len(new)
-    np.testing.assert_allclose(s.algo[0].matched, matched, rtol=1e-6)
-    np.testing.assert_allclose(s.algo[0].nodes, nodes, rtol=1e-6)
+        p, tokens = np.asarray(shallow(s.tokens)), np.asarray(s.tokens)
+        matched, nodes, sure = matched / 2, nodes / 2, sure / 2
+        for row, exit in np.ndindex(5, 2):
+            for i in range(before[row], int(s.length[row])):
+                right = p[exit, row, i - 1].argmax() == tokens[row, i]
+                matched[row, exit] += right
+                sure[row, exit, 0 if right else 1] += p[exit, row, i - 1].max()
+        nodes += s.length - before
+    for name, value in (("matched", matched), ("nodes", nodes), ("sure", sure)):
+        np.testing.assert_allclose(getattr(s.algo[0], name), value, rtol=1e-5)
+    exit = np.asarray(s.algo[0].layer) - 1
+    wrong = nodes[:, None] - matched
+    doubt = (sure[..., 0] / np.maximum(matched, 1e-6) + sure[..., 1] / np.maximum(wrong, 1e-6)) / 2
+    np.testing.assert_allclose(s.algo[0].least, doubt[np.arange(5), exit], rtol=1e-4)
     rate = matched / nodes[:, None]
     by_hand = lambda a, layer, d: (d + 1 if a == 1 else (1 - a ** (d + 1)) / (1 - a)) / (d * layer + 3)
     table = np.array([[[by_hand(a, i + 1, d) for d in (1, 2, 3)] for i, a in enumerate(row)] for row in rate])
@@ -208,6 +219,24 @@ def test_dynamic_exit_estimates_acceptance_from_shadow_tokens(deep: Any) -> None
     np.testing.assert_allclose(found, table, rtol=1e-5)
     chosen = np.asarray(s.algo[0].layer) - 1, np.asarray(s.algo[0].length) - 1
     np.testing.assert_allclose(table[np.arange(5), *chosen], table.max((1, 2)), rtol=1e-5)
+
+
+def test_dynamic_exit_drafts_no_further_after_a_draft_in_doubt(deep: Any) -> None:
+    network, params, chain, s = cases.start(EXIT, "deep", prompts(5), POLICY)
+    propose, ends = jax.jit(lambda s: EXIT.propose(params, chain, s)[0]), []
+    for _ in range(3):
+        s = drivers.advance(EXIT, network, params, chain, s, jnp.int32(1))
+        window, state, tokens = propose(s), s.algo[0], np.array(s.tokens)
+        for row, length in enumerate(np.asarray(s.length)):
+            tokens[row, length:length + 3] = window.tokens[row, 1:]
+        p = np.asarray(shallow(tokens))
+        for row in range(5):
+            at = int(s.length[row]) - 1 + np.arange(3)
+            sure = p[int(state.layer[row]) - 1, row, at, tokens[row, at + 1]] >= state.least[row]
+            count = int(window.live[row].sum()) - 1
+            assert sure[:count - 1].all() and (count == state.length[row] or not sure[count - 1])
+            ends.append(bool(count == state.length[row]))
+    assert {True, False} == set(ends)
 
 
 def test_dynamic_exit_finds_out_how_deep_it_must_draft(deep: Any) -> None:

@@ -29,8 +29,7 @@ from jax import Array, lax
 from decodax.cache import Scratch, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.drafts.layer_skip import depth, draft_level, draft_root, network_of, verified
-from decodax.speculative.source import Level, Stateless
+from decodax.speculative.drafts.layer_skip import OwnLayers, depth, network_of, verified
 from decodax.struct import Struct, struct
 
 
@@ -54,7 +53,7 @@ class InContext(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class CLaSp(Stateless):
+class CLaSp(OwnLayers):
     """Drafts from the target without the `skips` layers that matter least in this context.
 
     Attributes:
@@ -97,14 +96,12 @@ class CLaSp(Stateless):
         first = jnp.argmax(s.running)
         due = (state.wait[first] <= 0) & (use.sum() > 0)
         keep = lax.cond(due, search, lambda: state.keep[first][None])
-        scratch, out = draft_root(self.model, params, s, room, keep)
         wait = jnp.full(s.batch, jnp.where(due, self.every, state.wait[first]) - 1)
-        return state.replace(keep=jnp.broadcast_to(keep, state.keep.shape), wait=wait, scratch=scratch), out.logits()
+        state = state.replace(keep=jnp.broadcast_to(keep, state.keep.shape), wait=wait)
+        return super().start(params, s, state, room)
 
-    def extend(self, params: Params, s: State, state: InContext, level: Level) -> tuple[InContext, Array]:
-        assert state.scratch is not None
-        scratch, out = draft_level(self.model, params, s, state.scratch, level, state.keep[:1])
-        return state.replace(scratch=scratch), out.logits()
+    def running(self, s: State, state: InContext) -> Array:
+        return state.keep[:1]
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: InContext) -> InContext:
         state = state.replace(scratch=None)

@@ -11,12 +11,23 @@ The next round drafts `d` tokens with the first `l` layers, the pair with the mo
 
     TPL(l, d) = (1 + a_l + ... + a_l^d) / (d l + L)
 
-Each row chooses for itself, so its drafts do not depend on its batch mates; a draft step runs as deep, and drafting
-goes on as long, as the row that asks for most. The chain may also end after a draft below a confidence (`least`), the
-paper's exit within a round, here with a fixed threshold.
+and ends before that after a draft less likely than a threshold, which follows the context as the acceptance does. It
+lies midway between how sure layer `l` has been of shadow tokens that agreed and of those that did not,
 
-Where the paper leaves it open: `decay` is 0.95; before any evidence layer `l` counts as accepted `l` times in `L`, with
-the weight of one node. Shadow tokens cost a head for each layer of `exits` and each decided node.
+    h_l = (mean confidence of the former + mean confidence of the latter) / 2
+
+the means faded like the counts, the confidence of a shadow token its probability.
+
+Each row chooses for itself, so its drafts do not depend on its batch mates; a draft step runs as deep, and drafting
+goes on as long, as the row that asks for most. A draft in doubt is verified, only what would follow it is not drafted:
+so whether a position is drafted depends on what stands before it, and every verifier keeps its guarantee. Shadow tokens
+cost a head for each layer of `exits` and each decided node.
+
+TPL and shadow tokens are the paper's. That the threshold is a running one of each layer, from the confidences of
+accepted and rejected tokens, is from memory; the formula, `decay` 0.95 for acceptance and confidence alike and what
+holds before any evidence are settled here: layer `l` then counts as accepted `l` times in `L`, with the weight of one
+node and no confidence, and no draft is in doubt. The verification runs all layers: exits differ by row and round, and
+what is shared with the drafts (see `LayerSkip`) would be the least of them.
 """
 
 from __future__ import annotations
@@ -32,9 +43,9 @@ from decodax.cache import Scratch, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import first_argmax
-from decodax.speculative.drafts.layer_skip import depth, draft_level, draft_root, network_of
+from decodax.speculative.drafts.layer_skip import OwnLayers, depth, network_of
 from decodax.speculative.shapes.threshold import grow_chain
-from decodax.speculative.source import Grower, Level, Stateless
+from decodax.speculative.source import Grower
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -45,19 +56,23 @@ class Exits(Struct):
 
     Attributes:
         matched: `f32[B, E]` faded count of shadow tokens that agreed, for each exit; nodes: `f32[B]` of all.
-        layer, length: `i32[B]`, what the next round drafts with.
+        sure: `f32[B, E, 2]` faded sums of the confidence of those that agreed and of the others.
+        layer, length: `i32[B]`, what the next round drafts with. least: `f32[B]`, the probability below which a draft
+            is the round's last.
         scratch: the tree's keys within a round.
     """
 
     matched: Array
     nodes: Array
+    sure: Array
     layer: Array
     length: Array
+    least: Array
     scratch: Scratch | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicExit(Stateless):
+class DynamicExit(OwnLayers):
     """Drafts from the first layers of the target, as many of both as pay (DEL).
 
     Under a shape other than its own, `ChosenLength`, only the layer is chosen.
@@ -67,7 +82,6 @@ class DynamicExit(Stateless):
         most: the longest draft.
         exits: the layers after which drafting may stop; default every one but the last.
         decay: what a round's evidence weighs after one more round.
-        least: a chain ends after a draft that is less likely than this.
 
     Raises:
         ValueError: a number out of range, or exits that the model does not have.
@@ -77,7 +91,6 @@ class DynamicExit(Stateless):
     most: int = 8
     exits: tuple[int, ...] | None = None
     decay: float = 0.95
-    least: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", network_of(self.model))
@@ -88,28 +101,23 @@ class DynamicExit(Stateless):
             raise ValueError(f"exits: got {exits}, takes layers from 1 to {L}")
         if self.most < 1:
             raise ValueError(f"most: got {self.most}, takes at least 1")
-        for name, value in (("decay", self.decay), ("least", self.least)):
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name}: got {value}, takes 0 to 1")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay: got {self.decay}, takes 0 to 1")
 
     @property
     def shape(self) -> ChosenLength:
         """How its tree grows unless another shape is asked for."""
-        return ChosenLength(self.most, self.least)
+        return ChosenLength(self.most)
 
     def init(self, params: Params, s: State) -> Exits:
         assert self.exits is not None
         prior = jnp.asarray(self.exits, jnp.float32) / depth(self.model)
-        return self._choose(jnp.broadcast_to(prior, (s.batch, len(self.exits))), jnp.ones(s.batch, jnp.float32))
+        matched = jnp.broadcast_to(prior, (s.batch, len(self.exits)))
+        return self._choose(matched, jnp.ones(s.batch, jnp.float32), jnp.zeros((*matched.shape, 2), jnp.float32))
 
-    def start(self, params: Params, s: State, state: Exits, room: int) -> tuple[Exits, Array]:
-        scratch, out = draft_root(self.model, params, s, room, self._keep(s, state))
-        return state.replace(scratch=scratch), out.logits()
-
-    def extend(self, params: Params, s: State, state: Exits, level: Level) -> tuple[Exits, Array]:
-        assert state.scratch is not None
-        scratch, out = draft_level(self.model, params, s, state.scratch, level, self._keep(s, state))
-        return state.replace(scratch=scratch), out.logits()
+    def running(self, s: State, state: Exits) -> Array:
+        # rows that have finished ask for nothing
+        return jnp.arange(depth(self.model)) < jnp.where(s.running, state.layer, 0)[:, None]
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Exits) -> Exits:
         state = state.replace(scratch=None)
@@ -117,22 +125,28 @@ class DynamicExit(Stateless):
             return state
         assert self.exits is not None
         norm, head = out.norm, out.head
-        # one head after the other: all of them together would hold E times the logits
-        states = jnp.stack([take(out.layers[layer - 1], decision.source) for layer in self.exits])
-        shadow = jax.lax.map(lambda x: first_argmax(head(norm(x))), states)      # i32[E, B, M]
-        valid = (jnp.arange(decision.tokens.shape[1]) < decision.count[:, None]) & s.running[:, None]
-        matches = ((shadow == decision.tokens) & valid).sum(-1).T
-        return self._choose(state.matched * self.decay + matches, state.nodes * self.decay + valid.sum(-1))
 
-    def _choose(self, matched: Array, nodes: Array) -> Exits:
+        def shadow(x: Array) -> tuple[Array, Array]:
+            logits = head(norm(x))
+            return first_argmax(logits), jnp.exp(logits.max(-1) - jax.nn.logsumexp(logits, -1))
+
+        # one head after the other: all of them together would hold E times the logits
+        tokens, sure = jax.lax.map(shadow, jnp.stack([take(out.layers[i - 1], decision.source) for i in self.exits]))
+        valid = (jnp.arange(decision.tokens.shape[1]) < decision.count[:, None]) & s.running[:, None]
+        agreed = tokens == decision.tokens                                          # bool[E, B, M]
+        total = lambda x, where: jnp.where(where & valid, x, 0).sum(-1).T           # f32[B, E]
+        fade = lambda old, new: old * self.decay + new
+        return self._choose(fade(state.matched, total(1.0, agreed)), fade(state.nodes, valid.sum(-1)),
+                            fade(state.sure, jnp.stack([total(sure, agreed), total(sure, ~agreed)], -1)))
+
+    def _choose(self, matched: Array, nodes: Array, sure: Array) -> Exits:
         exits = jnp.asarray(self.exits, jnp.int32)
         table = tokens_per_layer(matched / jnp.maximum(nodes, 1e-6)[:, None], exits, depth(self.model), self.most)
         best = jnp.argmax(table.reshape(table.shape[0], -1), 1).astype(jnp.int32)
-        return Exits(matched=matched, nodes=nodes, layer=exits[best // self.most], length=best % self.most + 1)
-
-    def _keep(self, s: State, state: Exits) -> Array:
-        # rows that have finished ask for nothing
-        return jnp.arange(depth(self.model)) < jnp.where(s.running, state.layer, 0)[:, None]
+        counts = jnp.stack([matched, nodes[:, None] - matched], -1)
+        doubt = (sure / jnp.maximum(counts, 1e-6)).mean(-1)
+        return Exits(matched=matched, nodes=nodes, sure=sure, layer=exits[best // self.most],
+                     length=best % self.most + 1, least=take(doubt, best // self.most))
 
 
 def tokens_per_layer(acceptance: Array, exits: Array, layers: int, most: int) -> Array:
@@ -151,12 +165,11 @@ def tokens_per_layer(acceptance: Array, exits: Array, layers: int, most: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class ChosenLength:
-    """A chain as long as each row's source says (`state.length`), at most `length`, that ends early after a draft
-    below `least`."""
+    """A chain as long as each row's source says (`state.length`), at most `length`, that ends early after a draft less
+    likely than the source says (`state.least`)."""
 
     length: int
-    least: float = 0.0
 
     def grow(self, grower: Grower, state: Exits) -> tuple[Proposal, Any, Array]:
         chance = lambda log_p, entropy, i: jnp.where(i + 1 < state.length, jnp.exp(log_p), -1.0)
-        return grow_chain(grower, state, self.length, chance, lambda f, all_of_them: f >= self.least)
+        return grow_chain(grower, state, self.length, chance, lambda f, all_of_them: f >= state.least)

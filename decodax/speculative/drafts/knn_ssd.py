@@ -28,8 +28,7 @@ from decodax.cache import Scratch, Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import first_argmax
-from decodax.speculative.drafts.layer_skip import depth, draft_level, draft_root, network_of
-from decodax.speculative.source import Level, Stateless
+from decodax.speculative.drafts.layer_skip import OwnLayers, depth, network_of
 from decodax.struct import Struct, struct
 
 
@@ -58,7 +57,7 @@ class Matched(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class KNNSkip(Stateless):
+class KNNSkip(OwnLayers):
     """Drafts from the target without the layers that the nearest anchor leaves out.
 
     Attributes:
@@ -86,13 +85,11 @@ class KNNSkip(Stateless):
 
     def start(self, params: Params, s: State, state: Matched, room: int) -> tuple[Matched, Array]:
         keep = params.draft.keep[params.draft.nearest(state.vector)] & s.running[:, None, None]
-        scratch, out = draft_root(self.model, params, s, room, keep)
-        return state.replace(keep=keep, scratch=scratch), out.logits()
+        return super().start(params, s, state.replace(keep=keep), room)
 
-    def extend(self, params: Params, s: State, state: Matched, level: Level) -> tuple[Matched, Array]:
-        assert state.scratch is not None and state.keep is not None
-        scratch, out = draft_level(self.model, params, s, state.scratch, level, state.keep)
-        return state.replace(scratch=scratch), out.logits()
+    def running(self, s: State, state: Matched) -> Array:
+        assert state.keep is not None
+        return state.keep
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Matched) -> Matched:
         if decision is not None:

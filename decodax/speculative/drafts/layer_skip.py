@@ -132,6 +132,25 @@ class LayerSkip(Stateless):
         return None
 
 
+class OwnLayers(Stateless):
+    """What the sources share that choose which layers of the target draft: their states have a `scratch` of the round's
+    nodes, None between rounds."""
+
+    model: Any
+
+    def running(self, s: State, state: Any) -> Keep:
+        """The layers, or halves of layers, that draft this round."""
+        raise NotImplementedError
+
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Array]:
+        scratch, out = draft_root(self.model, params, s, room, self.running(s, state))
+        return state.replace(scratch=scratch), out.logits()
+
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Array]:
+        scratch, out = draft_level(self.model, params, s, state.scratch, level, self.running(s, state))
+        return state.replace(scratch=scratch), out.logits()
+
+
 def network_of(model: Any) -> Any:
     """The network of what a user handed in.
 
