@@ -225,7 +225,7 @@ def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     from decodax.systems import SYSTEMS, system
 
     every = [name for name, entry in SYSTEMS.items()
-             if name != "autoregressive" and entry.needs not in ("samples", "a diffusion model")]
+             if name != "autoregressive" and entry.needs != "samples" and "diffusion" not in entry.needs]
     chosen: dict[str, tuple[str, dict[str, Any]]] = {}
     for given in [x for name in names for x in (every if name == "all" else [name])]:
         name, _, text = given.partition(":")

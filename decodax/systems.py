@@ -40,10 +40,11 @@ from decodax.speculative.drafts.recycling import template
 from decodax.speculative.measure import automatic
 from decodax.speculative.verify import Guarantee
 
-Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples", "a diffusion model"]
+Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples", "a diffusion model",
+                "a diffusion model and a draft model"]
 """What a maker must be given: nothing, the target itself (`lm`), a smaller model with its tokenizer (`draft`), both,
 with a tokenizer each, or the target and samples of the texts to come (its options say how), or a
-target that fills masks (`lm`)."""
+target that fills masks (`lm`), alone or with an autoregressive one (`draft`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class System:
     @property
     def drafts(self) -> bool:
         """Whether it needs a draft model."""
-        return self.needs in (DRAFT, BOTH)
+        return self.needs in (DRAFT, BOTH, DIFFUSION)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -125,6 +126,7 @@ def _system(name: str, title: str, authors: str, family: str, summary: str, need
 DRAFT: Needs = "a draft model"
 TARGET: Needs = "a model"
 BOTH: Needs = "a model and a draft model"
+DIFFUSION: Needs = "a diffusion model and a draft model"
 LINEAR, TREE, SELF, THEORY = "speculative-linear", "speculative-tree", "speculative-self", "speculative-theory"
 EXACT, REJECTION, CHAIN = SeedExact(), Rejection(), shapes.Chain(4)
 JACOBI, BATCH, BLOCKWISE = "parallel-jacobi", "batching-scheduling", "blockwise-parallel"
@@ -521,5 +523,5 @@ def _tetris(draft: Any, capacity: int = 16, length: int = 7) -> Any:
 # masked diffusion
 
 for _name, _entry in ENTRIES.items():
-    _system(_name, _entry.title, _entry.authors, _entry.family, _entry.summary, "a diffusion model",
-            "approximate")(_entry.make)
+    _system(_name, _entry.title, _entry.authors, _entry.family, _entry.summary,
+            DIFFUSION if _entry.draft else "a diffusion model", _entry.guarantee)(_entry.make)

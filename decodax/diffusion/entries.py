@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter, BlockCausal
 from decodax.diffusion.algorithm import MaskedDiffusion
@@ -20,25 +21,31 @@ MASKED, CACHE = "masked-diffusion", "diffusion-cache"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A published system: the paper's title, authors and year, its family, a line on it, and what makes it."""
+    """A published system: the paper's title, authors and year, its family, a line on it, and what makes it.
+
+    `guarantee`: "seed-exact" where the output is that of the sampler that it speeds up, token for token. `draft`:
+    whether the maker takes a second model, of that name, after the first.
+    """
 
     title: str
     authors: str
     summary: str
     make: Callable[..., MaskedDiffusion]
     family: str = MASKED
+    guarantee: Literal["seed-exact", "approximate"] = "approximate"
+    draft: bool = False
 
 
 ENTRIES: dict[str, Entry] = {}
 """All of them, by name."""
 
 
-def entry(name: str, title: str, authors: str, summary: str,
-          family: str = MASKED) -> Callable[[Callable[..., MaskedDiffusion]], Callable[..., MaskedDiffusion]]:
+def entry(name: str, title: str, authors: str, summary: str, family: str = MASKED,
+          **more: Any) -> Callable[[Callable[..., MaskedDiffusion]], Callable[..., MaskedDiffusion]]:
     """Registers the maker below it."""
     def add(make: Callable[..., MaskedDiffusion]) -> Callable[..., MaskedDiffusion]:
         assert name not in ENTRIES
-        ENTRIES[name] = Entry(title, authors, summary, make, family)
+        ENTRIES[name] = Entry(title, authors, summary, make, family, **more)
         return make
 
     return add

@@ -1,6 +1,7 @@
 """The published samplers of the family, each a line in the table of `decodax.systems`.
 
-What a line is: `decodax.diffusion.entries`. Those that adapt to what the model says lie in `adaptive_systems`.
+What a line is: `decodax.diffusion.entries`. Those that adapt to what the model says lie in `adaptive_systems`, those
+that take several steps or blocks in one forward in `parallel_systems`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from decodax.diffusion import adaptive_systems  # noqa: F401  (its lines)
+from decodax.diffusion import adaptive_systems, parallel_systems  # noqa: F401  (their lines)
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching import Dual, FusedCache, NoCache, Prefix
@@ -18,7 +19,6 @@ from decodax.diffusion.entries import CACHE, ENTRIES, MASKED, Entry, blocks, ent
 from decodax.diffusion.policies import Caching, Commit, Score
 from decodax.diffusion.revisions import Edit, ReMDM
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
-from decodax.diffusion.verifies import BranchExact
 from decodax.diffusion.windows import Fixed, Sliding, SubBlocks, Whole
 
 __all__ = ["CACHE", "ENTRIES", "MASKED", "Entry", "blocks", "entry"]
@@ -155,9 +155,3 @@ def llada2_1(lm: Any, threshold: float = 0.7, edit: float = 0.9, most: int = 16,
              block: int | None = None) -> MaskedDiffusion:
     """`edit`: a token gives way to another above this probability. `most`: editing steps of a full block."""
     return dataclasses.replace(llada2(lm, threshold, steps, block), revise=Edit(edit, most))
-
-
-@entry("freedave", "Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models",
-       "Wu and Zhang 2025", "several steps of LLaDA in one forward, token for token the same output")
-def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
-    return dataclasses.replace(llada(lm, block, steps), verify=BranchExact(branches))

@@ -43,6 +43,10 @@ CASES = {
     "llada2": ("blocks", dict(threshold=0.15, steps=2)),
     "llada2.1": ("blocks", dict(threshold=0.15, edit=0.12, steps=4)),
     "freedave": ("full", dict(block=BLOCK, branches=3)),
+    "freedave++": ("shifted", dict(block=BLOCK, branches=3, threshold=0.15)), "ssd": ("blocks", dict(length=2)),
+    "d2f": ("blocks", dict(threshold=0.15, add=0.25, full=0.5, most=3)),
+    "d3llm": ("shifted", dict(entropy=2.5, add=0.25, full=0.5, most=3, block=BLOCK, suffix=NEW)),
+    "apd": ("shifted", dict(weight=0.6, lookahead=6, window=2)),
     "prophet": ("full", dict(block=BLOCK, steps=3, answer=(6, 5), gaps=(1.5, 1.0, 0.8), size=NEW)),
     "learn2pd": ("full", dict(filter=FILTER, threshold=0.6, size=NEW)),
     "adablock": ("shifted", dict(delimiters=(2, 3, 5, 7), delimiter_threshold=0.1, block=BLOCK, threshold=0.15,
@@ -75,12 +79,14 @@ class Leaning:
 def made(name):
     speaks, options = CASES.get(name, ("full", {}))
     network, weights = model("llama")
-    return ENTRIES[name].make(LM(network, weights, VOCABULARY, diffusion=SPEAKS[speaks]), **options)
+    lm = LM(network, weights, VOCABULARY)
+    draft = dict(draft=lm) if name in ENTRIES and ENTRIES[name].draft else {}
+    return ENTRIES[name].make(dataclasses.replace(lm, diffusion=SPEAKS[speaks]), **draft, **options)
 
 
 def begun(alg, ids, *, policy=None, lean=0.0, eos=None, request=None, new=NEW, size=64, template=None):
     network, weights = model("llama")
-    params = Params({"own": weights, "lean": jnp.float32(lean)})
+    params = Params({"own": weights, "lean": jnp.float32(lean)}, alg.weights)
     tokens, lengths = np.zeros((len(ids), size), np.int32), np.array([len(p) for p in ids], np.int32)
     for i, given in enumerate(ids):
         tokens[i, :len(given)] = given

@@ -1,0 +1,96 @@
+"""Published samplers that take several steps or several blocks in one forward: lossless verification, pipelines, and a
+second model that says how much may be taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from decodax.diffusion.adapter import Adapter, BlockCausal
+from decodax.diffusion.algorithm import MaskedDiffusion
+from decodax.diffusion.caching import FusedCache, NoCache
+from decodax.diffusion.commits import Quota, Threshold
+from decodax.diffusion.entries import blocks, entry
+from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
+from decodax.diffusion.policies import Caching, Verify
+from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
+from decodax.diffusion.scores import NegEntropy, Position
+from decodax.diffusion.stops import EndOfText, FirstEnd
+from decodax.diffusion.verifies import BranchExact, BranchSubset, Tree
+from decodax.diffusion.windows import Sliding
+
+FREEDAVE = "Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models"
+
+
+def _verified(lm: Any, verify: Verify, commit: Any, block: int | None) -> MaskedDiffusion:
+    a = Adapter.of(lm)
+    windows, caching = blocks(a, block)
+    return MaskedDiffusion(a, windows, commit=commit, caching=caching, verify=verify)
+
+
+@entry("freedave", FREEDAVE, "Wu and Zhang 2025",
+       "several steps of LLaDA in one forward, token for token the same output", guarantee="seed-exact")
+def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
+    """`steps` of a block; None: one token a step, as published."""
+    return _verified(lm, BranchExact(branches), Quota(steps), block)
+
+
+@entry("freedave++", FREEDAVE, "Wu and Zhang 2025",
+       "several steps of threshold decoding in one forward; a draft may lack some of a step's tokens")
+def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9, exact: bool = False,
+                  block: int | None = None) -> MaskedDiffusion:
+    """`threshold` None: one token a step, where it is FreeDave. `exact`: the rule "exact match", with which the output
+    is that of the threshold alone, token for token."""
+    commit = Quota() if threshold is None else Threshold(threshold)
+    return _verified(lm, (BranchExact if exact else BranchSubset)(branches), commit, block)
+
+
+@entry("ssd", "Self Speculative Decoding for Diffusion Large Language Models", "Gao et al. 2025",
+       "a tree of LLaDA's surest candidates in several orders, verified in one forward, token for token the same output",
+       guarantee="seed-exact")
+def ssd(lm: Any, length: int = 3, top: int = 2, most: int = 16, block: int | None = None) -> MaskedDiffusion:
+    """`top` 1: a chain."""
+    return _verified(lm, Tree(length, top, most), Quota(), block)
+
+
+def _pipeline(adapter: Adapter, block: int | None, add: float, full: float, most: int) -> Pipeline:
+    windows, _ = blocks(adapter, block)
+    return Pipeline(windows.block, windows.aligned, add, full, most)
+
+
+@entry("d2f", "Diffusion LLMs Can Do Faster-Than-AR Inference via Discrete Diffusion Forcing", "Wang et al. 2025",
+       "a pipeline of blocks, the later ones half blind, exact block cache")
+def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, most: int = 8,
+        block: int | None = None) -> MaskedDiffusion:
+    """`most` blocks at once; the authors set no bound. Blocks of a block-causal model are those it was trained with; the
+    authors' models count them from the prompt's end, ours from the beginning of the sequence."""
+    a = Adapter.of(lm)
+    windows = _pipeline(a, block, add, full, most)
+    caching = FusedCache() if isinstance(a.attention, BlockCausal) else NoCache()
+    return MaskedDiffusion(a, windows, commit=Pipelined(Threshold(threshold, strict=True), windows), caching=caching)
+
+
+@entry("d3llm", "d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory Distillation", "Qian et al. 2026",
+       "a pipeline of blocks by entropy, cached with a delay when they have settled")
+def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, most: int = 8, delay: int | None = 1,
+          refresh: int | None = None, suffix: int = 256, block: int | None = None) -> MaskedDiffusion:
+    """`delay` None: no cache. `most` blocks at once; the authors set no bound. `suffix`: see `Delayed`. The text is cut
+    behind the first end of sequence, where the authors fill what follows with more of them."""
+    a = Adapter.of(lm)
+    windows = _pipeline(a, block, add, full, most)
+    caching: Caching = NoCache() if delay is None else Delayed(delay, refresh, suffix)
+    commit = Pipelined(Threshold(entropy, "entropy", strict=True), windows, "first")
+    return MaskedDiffusion(a, windows, NegEntropy(), commit, caching=caching, stops=(FirstEnd(),))
+
+
+@entry("apd", "Accelerating Diffusion LLMs via Adaptive Parallel Decoding", "Israel, Van den Broeck, Grover 2025",
+       "left to right, as many tokens as a small autoregressive model goes along with", draft=True)
+def apd(lm: Any, draft: Any, weight: float = 0.7, lookahead: int = 32, window: int | None = 16) -> MaskedDiffusion:
+    """`weight` of the diffusion model in the product, the authors' R; `lookahead` masked positions fed in, M (theirs:
+    100 and more); `window` positions recomputed before them, W (None: all)."""
+    a = Adapter.of(lm)
+    if a.attention.causal or isinstance(a.attention, BlockCausal):
+        raise ValueError(f"lm: got {a.attention}, takes a model that sees the whole text")
+    return MaskedDiffusion(dataclasses.replace(a, attention=Lookahead()), Sliding(lookahead), Position(), Agreed(),
+                           caching=NoCache() if window is None else Trailing(window),
+                           verify=Product(draft, weight), stops=(EndOfText(),))
