@@ -1,8 +1,8 @@
 """Masked diffusion: samplers that fill a canvas in any order.
 
 One algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them (`systems`). To add one,
-write what is new of it as a frozen dataclass that inherits `Rule`, in a file of its own, and a maker with `@entry`. What
-each policy sees and gives back is stated in `policies`; in short, with `R` rows and a region of `W`
+write what is new of it as a frozen dataclass that inherits `Rule`, in a file of its own, and a maker with `@entry`.
+What each policy sees and gives back is stated in `policies`; in short, with `R` rows and a region of `W`
 positions that begins at `view.start`:
 
     Shaper    (view, logits, memory) -> f32[R, W, V]        what the model said, annealed or joined with earlier steps
