@@ -120,6 +120,6 @@ def diffusion_gemma(lm: Any, bound: float = 0.1, steps: int = 48, canvas: int | 
     left, gets this step's candidates, not the noise in the place of unsure ones. Without self-conditioning, which takes
     a model that reads embeddings beside tokens."""
     a = Adapter.of(lm, Noise(lm.vocab_size))
-    windows, caching = blocks(a, canvas, 256)
+    windows, caching = blocks(a, canvas, getattr(getattr(lm, "diffusion", None), "block", None) or 256)
     return MaskedDiffusion(a, windows, NegEntropy(), EntropyBound(bound), Renoise(lm.vocab_size), caching,
                            stops=(Stable(entropy), Steps(steps), EndOfText()), shaper=Anneal(*temperatures, steps))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.diffusion.adapter import noise
 from decodax.diffusion.commits import best, reaches, remaining, time
@@ -113,5 +114,7 @@ class Renoise(_Revision):
     noisy = True
 
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
-        fresh = noise(before.uniforms(Purpose.NOISE), self.vocabulary)
+        # salt 0 is the first canvas's
+        u = keys.uniforms(before.key, before.positions, Purpose.NOISE, salt=before.round + 1)
+        fresh = noise(u, self.vocabulary)
         return after.replace(open=before.open, tokens=jnp.where(after.open & before.active, fresh, after.tokens))
