@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from decodax.api import Stream, generate, stream
     from decodax.autoregressive import Autoregressive
     from decodax.cache import Cache, Window
+    from decodax.canvas import Frame, Infilled, Watch, infill, watch
     from decodax.core.round import python_loop, run, step
     from decodax.core.state import State, Status, init_state
     from decodax.core.types import Algorithm, Decision, Model, Out, Params
@@ -46,6 +47,7 @@ _HOMES = {
     "decodax.api": ["Stream", "generate", "stream"],
     "decodax.autoregressive": ["Autoregressive"],
     "decodax.cache": ["Cache", "Window"],
+    "decodax.canvas": ["Frame", "Infilled", "Watch", "infill", "watch"],
     "decodax.core.round": ["python_loop", "run", "step"],
     "decodax.core.state": ["State", "Status", "init_state"],
     "decodax.core.types": ["Algorithm", "Decision", "Model", "Out", "Params"],
@@ -61,11 +63,11 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "KSeq", "LogProbs",
-    "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "SeedExact",
-    "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Window", "automatic", "diffusion", "drafts",
-    "generate", "init_state", "lanes", "load", "policy", "python_loop", "run", "shapes", "step", "stream", "system",
-    "systems", "zoo",
+    "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
+    "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "SeedExact",
+    "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic", "diffusion",
+    "drafts", "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop", "run", "shapes", "step",
+    "stream", "system", "systems", "watch", "zoo",
 ]
 
 

@@ -43,7 +43,8 @@ def generate(lm: LM, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int 
         logprobs: record log-probabilities of the chosen tokens and of this many most likely ones.
         request_ids: what a row's randomness is addressed by; default its place in `prompts`.
         guidance_scale: classifier-free guidance of this scale against `negative_prompts` (default: the last prompt
-            token alone, as transformers does).
+            token alone, as transformers does); masked diffusion guides against a prompt of masks, and LLaDA's
+            `cfg_scale` is this less 1.
         chunk: prompt tokens a prefill round.
         batch_size: prompts a batch; default all at once. Batches are made of prompts of similar length.
         progress: shows a progress bar.

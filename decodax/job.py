@@ -49,8 +49,9 @@ class Job:
     def begin(cls, lm: LM, ids: list[list[int]], *, max_new_tokens: list[int | None], min_new_tokens: list[int],
               seed: list[int], request_ids: list[int], negative: list[list[int]] | None, algorithm: Algorithm | None,
               num_samples: int, stop: str | Sequence[str] | None, logprobs: int | None, chunk: int,
-              guidance_scale: float | None, sampling: dict[str, Any]) -> Job:
-        """Builds the policy, prefills the prompts and fans out the samples."""
+              guidance_scale: float | None, sampling: dict[str, Any], given: list[list[int]] | None = None) -> Job:
+        """Builds the policy, prefills the prompts and fans out the samples. `given`: what stands behind the prompts in
+        the token buffer, for canvases that read it (`Template`)."""
         algorithm = algorithm or Autoregressive()
         for name, value, low in (("num_samples", num_samples, 1), ("chunk", chunk, 1), ("logprobs", logprobs or 0, 0)):
             if value < low:
@@ -73,8 +74,8 @@ class Job:
             algorithm = algorithm.fit(max(budget))
         size = bucket(int(longest))
         tokens = np.zeros((len(ids), size), np.int32)
-        for row, prompt in zip(tokens, ids, strict=True):
-            row[:len(prompt)] = prompt
+        for row, prompt, more in zip(tokens, ids, given or [[]] * len(ids), strict=True):
+            row[:len(prompt) + len(more)] = [*prompt, *more]
 
         clock = time.perf_counter()
         config = {k: v for k, v in lm.generation_config.items() if k != "guidance_scale"}
@@ -125,8 +126,8 @@ class Job:
     def finished(self) -> int:
         return int((self.status != Status.RUNNING).sum())
 
-    def advance(self, seconds: float | None) -> None:
-        """Runs to the end, or for about this long."""
+    def advance(self, seconds: float | None, rounds: int | None = None) -> None:
+        """Runs to the end, or for about this long, or so many rounds."""
         clock = time.perf_counter()
         before = int(np.asarray(self.state.stats.rounds).max())
         budget = int(np.asarray(self.state.max_length - self.state.length).max())
@@ -134,7 +135,8 @@ class Job:
         bound = 2 * (budget + self.algorithm.emits) + 8
         if hasattr(self.algorithm, "most_rounds"):
             bound = self.algorithm.most_rounds(budget, len(self.status))
-        rounds = bound if seconds is None else min(self.burst, bound)
+        whole = seconds is None and rounds is None
+        rounds = bound if whole else min(self.burst if rounds is None else rounds, bound)
         with on_mesh(self.lm.mesh):
             self.state = drivers.advance(self.algorithm, self.model, self.params, self.policy, self.state,
                                          jnp.int32(rounds))
@@ -143,7 +145,7 @@ class Job:
         self.seconds += spent
         done = int(np.asarray(self.state.stats.rounds).max()) - before
         self.forwards += done
-        if self.running and seconds is None:
+        if self.running and whole:
             raise RuntimeError(f"{self.algorithm}: rows still running after {rounds} rounds; it makes no progress")
         if seconds is not None and spent < seconds:
             self.burst = min(self.burst * 2, 256)

@@ -27,11 +27,12 @@ from jax import Array
 from decodax.cache import Window
 from decodax.core.record import empty_record
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Decision, Model, Out, Params
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.caching import NoCache
 from decodax.diffusion.canvas import Canvas, look, survey
 from decodax.diffusion.commits import Quota, best
+from decodax.diffusion.guidance import guide
 from decodax.diffusion.policies import Caching, Commit, Revise, Score, Seen, Shaper, Stop, Verify, View, Windows
 from decodax.diffusion.revisions import Keep
 from decodax.diffusion.round import Round
@@ -151,6 +152,16 @@ class MaskedDiffusion:
             raise ValueError(f"verify: got {self.verify} with rules that remember; drafts need rules without a memory")
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
+    def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State]:
+        """The model and a state before its first round under classifier-free guidance: see `diffusion.guidance`.
+
+        Raises:
+            ValueError: the model has no mask token to put in the prompt's place.
+        """
+        if self.adapter.mask is None:
+            raise ValueError("guidance_scale: the model has no mask token, which stands for the prompt")
+        return guide(self, model, params, policy, s, scale, self.adapter.mask, self.prefills)
+
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
         return self.kinds[0].propose(params, policy, s)
 
@@ -168,6 +179,8 @@ class MaskedDiffusion:
         score = self.score(view, seen, memory["score"])
         commit = self.commit(view, seen, score, memory["commit"]) & view.active
         force = best(score, view.active, jnp.ones_like(view.step)) & ~commit.any(1)[:, None]
+        if getattr(self.commit, "patient", False):
+            force = jnp.zeros_like(force)
         rush = jnp.zeros(view.step.shape, bool)
         for stop, own in zip(self.stops, memory["stops"], strict=True):
             rush = rush | stop.rush(view, seen, own)
@@ -175,8 +188,6 @@ class MaskedDiffusion:
         after = view.replace(
             tokens=jnp.where(commit, seen.token, view.tokens), open=view.open & ~commit, step=view.step + 1,
             round=view.round + 1, full=jnp.where(view.masked.any(1), 0, view.full + 1))
-        if getattr(self.commit, "patient", False):
-            force = jnp.zeros_like(force)
         new = self.revise(view, seen, after, memory["revise"])
         may = view.editable & view.inside & ~rush[:, None]
         after = after.replace(tokens=jnp.where(may, new.tokens, after.tokens),

@@ -88,16 +88,20 @@ class Guided:
 
 
 def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, scale: Any,
-          negative: list[list[int]] | None) -> tuple[Guided, State]:
-    """Puts a prefilled state under guidance.
+          negative: list[list[int]] | None) -> tuple[Model, State]:
+    """Puts a prefilled state under guidance. An algorithm may have a rule of its own, `guide` (masked diffusion does).
 
     Args:
         scale: one number or `f32[B]`; 1 is no guidance.
         negative: ids of a negative prompt for each row; None begins the other branch with the last prompt token.
 
     Raises:
-        ValueError: the algorithm keeps no cache (diffusion samplers guide by masking the prompt instead).
+        ValueError: the algorithm keeps no cache.
     """
+    if hasattr(alg, "guide"):       # a canvas has a rule of its own
+        if negative is not None:
+            raise ValueError("negative_prompts: a canvas is guided against masks in the prompt's place, without them")
+        return alg.guide(model, params, policy, s, scale)
     if not alg.caches:
         raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
     first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may stand in it twice
