@@ -160,8 +160,9 @@ class Round:
 
         # what is final, what is emitted, and where the region goes
         front = jnp.maximum(c.final, c.start)       # all before it has final tokens, which this forward saw
-        count = jnp.where(of.revise.busy(before, after, c.memory["revise"]), 0,
-                          of.windows.finished(after, c.memory["windows"]))
+        # what a stop rule has ended is not revised any more: the token that ends it might go
+        busy = of.revise.busy(before, after, c.memory["revise"]) & (after.end == view.end)
+        count = jnp.where(busy, 0, of.windows.finished(after, c.memory["windows"]))
         done = c.start + jnp.where(works, count, 0)
         ok = turn & (broken == 0)
         if not of.caching.persists:
