@@ -170,7 +170,8 @@ def test_a_row_ends_with_its_first_end_of_sequence(name):
     s = sample(made(name), prompts(3, longest=9), eos=np.array(ends)[:, None])
     for row, end, status in zip(texts(s), ends, np.asarray(s.status), strict=True):
         assert status == Status.EOS and row.index(end) == len(row) - 1
-    assert all(row == full[:len(row)] for row, full in zip(texts(s), whole, strict=True))
+    if name != "llada2.1":          # which would have edited what the end cut short
+        assert all(row == full[:len(row)] for row, full in zip(texts(s), whole, strict=True))
 
 
 A = d.Adapter(MASK)
