@@ -18,7 +18,7 @@ positions that begins at `view.start`:
               nodes(view, left, memory) -> Nodes            what the other forwards score
               writes(view, positions, final, valid, memory) -> bool[B, n]
     Verify    several canvases of a row in one forward, and which of their steps are true
-    Adapter   mask token, shift, attention (`Full`, `BlockCausal`, `CausalPrefix`), canvas (`Masks`, `Template`, `Noise`)
+    Adapter   mask, shift, attention (`Full`, `BlockCausal`, `CausalPrefix`), canvas (`Masks`, `Template`, `Noise`)
 
 `view` holds tokens, open, editable, when and with what confidence each position was decided, the step and the round;
 `seen` the candidates and what the model (or the policy) says of them. A rule that remembers gives its memory in `init`
