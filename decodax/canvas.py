@@ -53,8 +53,8 @@ def infill(lm: LM, pieces: Sequence[Piece] | Sequence[Sequence[Piece]], *, algor
     Args:
         lm: a diffusion model.
         pieces: strings or lists of token ids, and numbers: a gap of so many tokens. One text or a list of them. A piece
-            may hold the mask token itself, as an id or in its text: a gap as well. Gaps side by side are one. A piece is
-            encoded by itself.
+            may hold the mask token itself, as an id or in its text: a gap as well. Gaps side by side are one. Each of
+            the pieces is encoded by itself.
         algorithm: a sampler of masked diffusion; default one position a step in blocks as the model has them.
         seed: addresses every draw; one or one a text.
         ends: whether a gap may hold an end of sequence, which cuts it short there. Without it none is drawn.
