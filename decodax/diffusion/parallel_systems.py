@@ -46,7 +46,7 @@ def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9, exa
 
 
 @entry("ssd", "Self Speculative Decoding for Diffusion Large Language Models", "Gao et al. 2025",
-       "a tree of LLaDA's surest candidates in several orders, verified in one forward, token for token the same output",
+       "a tree of LLaDA's surest candidates in several orders in one forward, token for token the same output",
        guarantee="seed-exact")
 def ssd(lm: Any, length: int = 3, top: int = 2, most: int = 16, block: int | None = None) -> MaskedDiffusion:
     """`top` 1: a chain."""
@@ -62,8 +62,8 @@ def _pipeline(adapter: Adapter, block: int | None, add: float, full: float, most
        "a pipeline of blocks, the later ones half blind, exact block cache")
 def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, most: int = 8,
         block: int | None = None) -> MaskedDiffusion:
-    """`most` blocks at once; the authors set no bound. Blocks of a block-causal model are those it was trained with; the
-    authors' models count them from the prompt's end, ours from the beginning of the sequence."""
+    """`most` blocks at once; the authors set no bound. Their block-causal models count blocks from the prompt's end,
+    behind a prompt that is one block; here they are counted from the beginning of the sequence."""
     a = Adapter.of(lm)
     windows = _pipeline(a, block, add, full, most)
     caching = FusedCache() if isinstance(a.attention, BlockCausal) else NoCache()

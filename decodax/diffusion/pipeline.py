@@ -111,8 +111,9 @@ class Lag(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Delayed(CacheRule):
-    """d3LLM's cache for models that see the whole text: a finished block is cached `delay` forwards after it is done,
-    when its neighbours have settled; blocks are cached from left to right.
+    """d3LLM's cache for models that see the whole text: blocks are cached from left to right, each `delay` forwards
+    after it and those before it are done, when its neighbours have settled. (In the authors' code a block's delay
+    begins when the one before it is cached, which differs where two are done within a delay.)
 
     While a finished block waits, forwards are wide, and what was cached before is renewed by them. Afterwards a narrow
     forward recomputes all that is not cached: the finished blocks that it stores, the region, and what follows. With

@@ -1,10 +1,10 @@
-"""Adaptive parallel decoding, APD (Israel, Van den Broeck, Grover 2025): a diffusion model reads from left to right, and
-a small autoregressive model says how many of its tokens fit together.
+"""Adaptive parallel decoding, APD (Israel, Van den Broeck, Grover 2025): a diffusion model writes from left to right,
+and a small autoregressive model says how many of its tokens fit together.
 
 One forward gives a distribution `p_D` at each of the next positions. Its candidates are drawn with Gumbel noise; the
 autoregressive model scores them as a sequence, `p_AR`, and a token is drawn with the same noise from the product of
-both, `p_D^R p_AR^(1-R)`. Candidates are kept up to the first that differs, the first in any case. Shared noise makes two
-like distributions draw the same token, so the more the models agree, the longer the run.
+both, `p_D^R p_AR^(1-R)`. Candidates are kept up to the first that differs, the first in any case. Shared noise makes
+two like distributions draw the same token, so the more the models agree, the longer the run.
 
 The rule is the paper's. The authors' code draws the product's token without noise, so it is a token of largest
 probability at any temperature; at temperature 0 the two are the same.

@@ -163,7 +163,7 @@ def test_the_compiled_loop_is_the_python_loop_bit_for_bit(name):
 
 
 # ReMDM goes on behind it, Learn2PD looks for it ahead
-@pytest.mark.parametrize("name", [n for n in ENTRIES if n not in ("remdm", "learn2pd")])
+@pytest.mark.parametrize("name", [n for n in ENTRIES if n not in ("remdm", "learn2pd", "d3llm")])
 def test_a_row_ends_with_its_first_end_of_sequence(name):
     whole = texts(free(name))
     ends = [row[5] for row in whole]
