@@ -46,19 +46,22 @@ from decodax.diffusion.commits import (
 )
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
 from decodax.diffusion.learned import Filter, Learned, TowardsEnd
+from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
 from decodax.diffusion.policies import Rule, Seen, View
+from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
 from decodax.diffusion.revisions import Edit, Keep, MaskBottom, ReMDM, Renoise
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
 from decodax.diffusion.stats import Stats, statistics
 from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps, StopRule
-from decodax.diffusion.verifies import BranchExact, Sequential
+from decodax.diffusion.verifies import BranchExact, BranchSubset, Sequential, Tree
 from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
-__all__ = ["Adapter", "All", "Ancestral", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache", "BlockCausal",
-           "BlockQuota", "BranchExact", "CacheRule", "Canvas", "CausalPrefix", "Coins", "Confidence", "ConfidentPrefix",
-           "Credit", "Delimited", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed",
-           "Full", "FusedCache", "Gap", "Keep", "Learned", "LocalLeap", "Margin", "MaskBottom", "MaskedDiffusion",
-           "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Position", "Prefix", "Quota", "Random", "ReMDM",
-           "Renoise", "Rule", "Seen", "Segments", "Sequential", "Sliding", "Stable", "Stats", "Steps", "StopRule",
-           "SubBlocks", "Template", "Threshold", "TowardsEnd", "View", "Whole", "WholeBlocks", "statistics"]
+__all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache", "BlockCausal",
+           "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins", "Confidence",
+           "ConfidentPrefix", "Credit", "Delayed", "Delimited", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor",
+           "Filter", "FirstEnd", "Fixed", "Full", "FusedCache", "Gap", "Keep", "Learned", "LocalLeap", "Lookahead",
+           "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline",
+           "Pipelined", "Position", "Prefix", "Product", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen",
+           "Segments", "Sequential", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlocks", "Template",
+           "Threshold", "TowardsEnd", "Trailing", "Tree", "View", "Whole", "WholeBlocks", "statistics"]
