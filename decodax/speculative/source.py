@@ -77,7 +77,9 @@ class Source(Protocol):
 class Stateless:
     """What a draft or source without weights and state inherits."""
 
-    weights: Any = None
+    @property
+    def weights(self) -> Any:
+        return None
 
     def bare(self) -> Any:
         return self

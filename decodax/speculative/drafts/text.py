@@ -14,16 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache import Window, take
+from decodax.cache import take
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Params
+from decodax.speculative.source import Stateless
 from decodax.speculative.tree import Proposal
 
 Corpus = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class FromText:
+class FromText(Stateless):
     """What drafts from text inherit: no state, and a corpus that lies before each row's own text.
 
     Attributes:
@@ -50,15 +51,6 @@ class FromText:
 
     def bare(self) -> Self:
         return dataclasses.replace(self, corpus=())
-
-    def init(self, params: Params, s: State) -> Any:
-        return None
-
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return state
-
-    def place(self, state: Any, slots: Array) -> Any:
-        return state
 
     def history(self, params: Params, s: State) -> Array:
         """The corpus, then each row's text, -1 where a document or the text ends: `i32[B, C + N]`."""

@@ -26,7 +26,7 @@ from decodax.core.state import State
 from decodax.policy.draw import draw
 from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import Guarantee
-from decodax.speculative.verify.rejection import chain_only
+from decodax.speculative.verify.rejection import chain_drafts
 from decodax.speculative.verify.walk import residual
 
 
@@ -44,15 +44,14 @@ class Block:
     drawn: ClassVar[Drawn] = "independent"
 
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        chain_only(self, tree)
         log_p = policy.log_probs()
-        drafts, K, V = tree.tokens[:, 1:], tree.size - 1, log_p.shape[-1]
-        at = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
+        drafts, live, q = chain_drafts(self, tree, log_p.shape[-1])
+        K = drafts.shape[1]
         p = jnp.exp(log_p[:, :K])
-        q = (drafts[..., None] == jnp.arange(V)).astype(p.dtype) if tree.log_q is None else jnp.exp(tree.log_q[:, :K])
+        at = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
         # behind logits that are broken there is no draft: a row that gets there ends there, with a status
         sound = log_p[:, :K].max(-1) > -jnp.inf
-        n = jnp.cumprod((tree.live[:, 1:] & sound).astype(jnp.int32), 1).sum(1)
+        n = jnp.cumprod((live & sound).astype(jnp.int32), 1).sum(1)
 
         def weigh(w: Array, ratio: Array) -> tuple[Array, Array]:
             w = jnp.minimum(w * ratio, 1)

@@ -83,9 +83,7 @@ class Typical:
         log_p = policy.log_probs()
         entropy = -jnp.where(log_p == -jnp.inf, 0, jnp.exp(log_p) * log_p).sum(-1)
         bound = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
-        up = jnp.maximum(jnp.broadcast_to(tree.parents, tree.tokens.shape), 0)
-        row = jnp.arange(tree.tokens.shape[0])[:, None]
-        chance = log_p[row, up, tree.tokens]
+        chance = of_tokens(tree, log_p)
         path, accepted = likeliest(tree, jnp.exp(chance) > at_parents(tree, bound), chance)
         return path, accepted, at_end(first_argmax(log_p, checked=True), path, accepted)
 
@@ -160,10 +158,9 @@ class Distance:
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         logits = before_temperature(policy)
         best = first_argmax(logits, checked=True)
-        row = jnp.arange(tree.tokens.shape[0])[:, None]
-        up = jnp.maximum(jnp.broadcast_to(tree.parents, tree.tokens.shape), 0)
-        near = jnp.abs(best[row, up] - tree.tokens)
-        holds = (best[row, up] >= 0) & (near <= self.epsilon) & (logits[row, up, tree.tokens] > -jnp.inf)
+        above = at_parents(tree, best)
+        near = jnp.abs(above - tree.tokens)
+        holds = (above >= 0) & (near <= self.epsilon) & (of_tokens(tree, logits) > -jnp.inf)
         path, accepted = likeliest(tree, holds, -near.astype(jnp.float32))
         return path, accepted, at_end(best, path, accepted)
 
@@ -212,6 +209,12 @@ def at_parents(tree: Tree, x: Array) -> Array:
     """`x` (`[B, 1 + N, ...]`, a value of each node) of each node's parent; the newest token gets its own."""
     up = jnp.maximum(jnp.broadcast_to(tree.parents, tree.tokens.shape), 0)
     return jnp.take_along_axis(x, up.reshape(*up.shape, *[1] * (x.ndim - 2)), 1)
+
+
+def of_tokens(tree: Tree, x: Array) -> Array:
+    """`x` (`[B, 1 + N, V]`) of each node's token at its parent: `[B, 1 + N]`."""
+    up = jnp.maximum(jnp.broadcast_to(tree.parents, tree.tokens.shape), 0)
+    return x[jnp.arange(up.shape[0])[:, None], up, tree.tokens]
 
 
 def at_end(x: Array, path: Array, accepted: Array) -> Array:

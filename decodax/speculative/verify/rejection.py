@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -15,6 +16,7 @@ from decodax.core.state import State
 from decodax.policy.draw import draw
 from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import Guarantee
+from decodax.speculative.verify.walk import residual
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,32 +32,33 @@ class Rejection:
     drawn: ClassVar[Drawn] = "independent"
 
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        chain_only(self, tree)
         log_p = policy.log_probs()
-        drafts, live, V = tree.tokens[:, 1:], tree.live[:, 1:], log_p.shape[-1]
+        drafts, live, q = chain_drafts(self, tree, log_p.shape[-1])
         K = drafts.shape[1]
+        p = jnp.exp(log_p[:, :K])
         at = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
-        log_q = jnp.zeros(drafts.shape) if tree.log_q is None else at(tree.log_q)
         u = keys.uniforms(s.key, policy.predicts[:, :K], Purpose.ACCEPT)[..., 0]
         # u < p/q, written so that q = 0 (a draft that cannot have been drawn) never divides
-        holds = (u * jnp.exp(log_q) < jnp.exp(at(log_p[:, :K]))) & live
-        accepted = jnp.cumprod(holds.astype(jnp.int32), 1).sum(1)
-
-        p = jnp.exp(log_p)
-        q = (drafts[..., None] == jnp.arange(V)).astype(p.dtype) if tree.log_q is None else jnp.exp(tree.log_q)
-        residual = jnp.where(live[..., None], jnp.maximum(p[:, :K] - q, 0), p[:, :K])
-        # p = q leaves no residual, and no rejection but by rounding: p itself is then the right limit
-        residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p[:, :K])
-        last = jnp.concatenate([jnp.log(residual), log_p[:, K:]], 1)
+        accepted = jnp.cumprod(((u * at(q) < at(p)) & live).astype(jnp.int32), 1).sum(1)
+        left = jnp.where(live[..., None], residual(p - q, p), p)
+        last = jnp.concatenate([jnp.log(left), log_p[:, K:]], 1)
         # broken logits reach the row's status: no draft behind them is accepted, since no comparison with NaN holds
         own = draw(last, keys.uniforms(s.key, policy.predicts, Purpose.RESIDUAL))
         path = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), own.shape)
         return path, accepted, jnp.take_along_axis(own, accepted[:, None], 1)[:, 0]
 
 
-def chain_only(rule: Any, tree: Tree) -> None:
-    """Raises ValueError unless the tree is a chain."""
+def chain_drafts(rule: Any, tree: Tree, vocabulary: int) -> tuple[Array, Array, Array]:
+    """The drafts `i32[B, K]` of a chain, which of them are live, `bool[B, K]`, and what each was drawn from,
+    `f32[B, K, V]`: itself if drafts are deterministic.
+
+    Raises:
+        ValueError: the tree is not a chain.
+    """
     chain = np.arange(-1, tree.size - 1)
     if not (isinstance(tree.parents, np.ndarray) and (tree.parents == chain).all()):
         raise ValueError(f"verify: {type(rule).__name__} takes chains, got a tree of {tree.size - 1} drafts, "
                          f"{tree.longest} deep; MultiRound and SeedExact take trees")
+    drafts, log_q = tree.tokens[:, 1:], tree.log_q
+    certain = jax.nn.one_hot(drafts, vocabulary, dtype=jnp.float32)
+    return drafts, tree.live[:, 1:], certain if log_q is None else jnp.exp(log_q[:, :drafts.shape[1]])
