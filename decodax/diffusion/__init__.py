@@ -49,6 +49,7 @@ from decodax.diffusion.learned import Filter, Learned, TowardsEnd
 from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
 from decodax.diffusion.policies import Rule, Seen, View
 from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
+from decodax.diffusion.refreshes import Delayed, Frozen, Greedy, Vicinity
 from decodax.diffusion.revisions import Edit, Keep, MaskBottom, ReMDM, Renoise
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
@@ -60,8 +61,9 @@ from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whol
 __all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache", "BlockCausal",
            "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins", "Confidence",
            "ConfidentPrefix", "Credit", "Delayed", "Delimited", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor",
-           "Filter", "FirstEnd", "Fixed", "Full", "FusedCache", "Gap", "Keep", "Learned", "LocalLeap", "Lookahead",
-           "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline",
-           "Pipelined", "Position", "Prefix", "Product", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen",
-           "Segments", "Sequential", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlocks", "Template",
-           "Threshold", "TowardsEnd", "Trailing", "Tree", "View", "Whole", "WholeBlocks", "statistics"]
+           "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap", "Greedy", "Keep", "Learned",
+           "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache",
+           "Noise", "Noisy", "Pipeline", "Pipelined", "Position", "Prefix", "Product", "Quota", "Random", "ReMDM",
+           "Renoise", "Rule", "Seen", "Segments", "Sequential", "Sliding", "Stable", "Stats", "Steps", "StopRule",
+           "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing", "Tree", "Vicinity", "View", "Whole",
+           "WholeBlocks", "statistics"]

@@ -1,0 +1,190 @@
+"""Approximate caches against their published loops, written out in NumPy; each reads like its authors' code."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import decodax.diffusion as d
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.diffusion import MaskedDiffusion
+from tests.diffusion.network import Network
+from tests.laws.cases import MASK, decode, model, prompts, texts
+
+NEW, BLOCK = 16, 8
+A = d.Adapter(MASK)
+
+
+@functools.cache
+def net():
+    return Network()
+
+
+def test_the_network_is_the_library_s():
+    network, weights = model("llama")
+    tokens = np.array(prompts(1)[0])
+    mask = np.ones((1, len(tokens), len(tokens)), bool)
+    logits = np.array(network.forward(weights, tokens[None], mask=mask))[0]
+    logits[:, MASK] = -np.inf
+    ours = net().forward(tokens, np.arange(len(tokens)))
+    theirs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(ours[:, :MASK], theirs[:, :MASK], atol=2e-5)
+
+
+def quota(masks, steps):
+    return [masks // steps + (i < masks % steps) for i in range(steps)]
+
+
+def commit(x, lp, where, among, count):
+    """The `count` surest masks of `among` get their likeliest tokens; `lp` are the log-probabilities at `where`."""
+    confidence = np.full(len(x), -np.inf)
+    confidence[where] = lp.max(-1)
+    confidence[(x != MASK) | ~among] = -np.inf
+    chosen = np.argsort(-confidence, kind="stable")[:count]
+    x[chosen] = lp[[np.flatnonzero(where == c)[0] for c in chosen]].argmax(-1)
+    return chosen
+
+
+def blocks(prompt):
+    x = np.array(prompt + [MASK] * NEW)
+    place = np.arange(len(x))
+    return x, place, [(place >= lo) & (place < lo + BLOCK) for lo in range(len(prompt), len(x), BLOCK)]
+
+
+def dkv_decode(prompt, steps, reload, delay=1):
+    """llada_dkv_cache_decode.py: all that was decided by the end of the step before last comes from the cache."""
+    x, place, among = blocks(prompt)
+    computed = 0
+    for block in among:
+        history, cache = [], net().empty(len(x))
+        for i, count in enumerate(quota(BLOCK, steps)):
+            where = place if i % reload == 0 or i <= delay else np.flatnonzero(~history[i - delay - 1])
+            commit(x, net().forward(x[where], where, cache), where, block, count)
+            history.append(x != MASK)
+            computed += len(where)
+    return x[len(prompt):].tolist(), computed
+
+
+def vicinity(prompt, threshold, before, after, warmup):
+    """dInfer's VicinityCacheIteration, with its threshold decoder: some text-wide steps first, one that fills the
+    cache, one more at each later block; all others compute the block and what lies around it."""
+    x, place, among = blocks(prompt)
+    cache, step = None, 0
+    for block in among:
+        first = True
+        while (x[block] == MASK).any():
+            full = step < warmup or cache is None or first
+            near = place[(place >= place[block][0] - before) & (place <= place[block][-1] + after)]
+            where = place if full else near
+            if step >= warmup and full:
+                cache = net().empty(len(x))
+            used = net().empty(len(x)) if cache is None else cache
+            lp = net().forward(x[where], where, used)
+            open = (x == MASK) & block
+            best = np.full(len(x), -np.inf)
+            best[where] = lp.max(-1)
+            sure = int((best[open] >= np.log(threshold)).sum())
+            commit(x, lp, where, block, max(sure, 1))
+            step, first = step + 1, False
+    return x[len(prompt):].tolist(), step
+
+
+def freecache(prompt, steps):
+    """FlashDLM's block loop: one forward over the text, then over the block and what follows it; what the block's last
+    forward computed stays."""
+    x, place, among = blocks(prompt)
+    cache, first = net().empty(len(x)), True
+    for block in among:
+        for count in quota(BLOCK, steps):
+            where = place if first else place[place >= place[block][0]]
+            commit(x, net().forward(x[where], where, cache), where, block, count)
+            first = False
+    return x[len(prompt):].tolist()
+
+
+def recap(prompt, steps, every):
+    """Full forwards every so many steps; between them the open tokens and those decided since are computed."""
+    x, place, _ = blocks(prompt)
+    all_of_it = place >= len(prompt)
+    cache = net().empty(len(x))
+    for i, count in enumerate(quota(NEW, steps)):
+        if i % every == 0:
+            where, targets = place, x == MASK
+        else:
+            where = np.flatnonzero(targets)
+        commit(x, net().forward(x[where], where, cache), where, all_of_it, count)
+    return x[len(prompt):].tolist()
+
+
+def dkv_greedy(prompt, row, steps, reload, window):
+    """llada_dkv_cache_greedy.py: the order is drawn for the block; a step computes what it decides, what the last one
+    decided, and for each of the former the nearest masks, to the left and to the right by turns."""
+    x, place, among = blocks(prompt)
+    address = keys.row_keys(*(np.array([v], np.uint32) for v in (7, row, 0)))
+    draws = np.asarray(keys.uniforms(address, place[None].astype(np.int32), Purpose.ORDER))[0, :, 0]
+    for block in among:
+        order = np.flatnonzero(block)[np.argsort(-draws[block], kind="stable")]
+        ends = np.cumsum([0, *quota(BLOCK, steps)])
+        cache, previous = net().empty(len(x)), order[:0]
+        for i in range(steps):
+            chosen = order[ends[i]:ends[i + 1]]
+            taken = np.isin(place, [*chosen, *previous])
+            for c in chosen:
+                found, left, right, turn = 0, c - 1, c + 1, True
+                while found < window and (left >= 0 or right < len(x)):
+                    at = left if turn else right
+                    if 0 <= at < len(x) and not taken[at] and x[at] == MASK:
+                        taken[at], found = True, found + 1
+                    left, right, turn = left - turn, right + (not turn), not turn
+            where = place if i % reload == 0 else np.flatnonzero(taken)
+            lp = net().forward(x[where], where, cache)
+            x[chosen] = lp[np.searchsorted(where, chosen)].argmax(-1)
+            previous = chosen
+    return x[len(prompt):].tolist()
+
+
+IDS = prompts(3, longest=9)
+QUOTA = dict(windows=d.Fixed(BLOCK), commit=d.Quota(5))
+EXACT = MaskedDiffusion(A, **QUOTA)
+
+
+@functools.cache
+def made(alg):
+    s = decode(alg, "llama", IDS, {}, new=NEW)
+    return texts(s), np.asarray(s.stats.rounds).tolist()
+
+
+@pytest.mark.parametrize("packed", [(), (20,)])
+def test_delayed_is_dkv_cache_decode(packed):
+    alg = MaskedDiffusion(A, **QUOTA, caching=d.Delayed(1, 4, packed))
+    assert made(alg)[0] == [dkv_decode(p, 5, 4)[0] for p in IDS]
+    assert made(alg)[0] != made(EXACT)[0]
+
+
+def test_greedy_is_dkv_cache_greedy():
+    order = dict(windows=d.Fixed(BLOCK), score=d.Random(once=True), commit=d.Quota(5))
+    alg = MaskedDiffusion(A, **order, caching=d.Greedy(d.Quota(5), window=2, refresh=3, packed=(8,)))
+    assert made(alg)[0] == [dkv_greedy(p, i, 5, 3, 2) for i, p in enumerate(IDS)]
+    assert made(alg)[0] != [dkv_greedy(p, i, 5, 1, 2) for i, p in enumerate(IDS)]
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_vicinity_is_dinfers(warmup):
+    alg = MaskedDiffusion(A, d.Fixed(BLOCK), commit=d.Threshold(0.3), caching=d.Vicinity(before=2, after=1, warmup=warmup))
+    wanted = [vicinity(p, 0.3, 2, 1, warmup) for p in IDS]
+    assert made(alg) == ([text for text, _ in wanted], [steps for _, steps in wanted])
+
+
+def test_frozen_is_freecache():
+    assert made(MaskedDiffusion(A, **QUOTA, caching=d.Frozen(NEW)))[0] == [freecache(p, 5) for p in IDS]
+
+
+def test_a_delay_without_end_is_recap():
+    alg = MaskedDiffusion(A, d.Whole(NEW), commit=d.Quota(7), caching=d.Delayed(None, 3))
+    assert made(alg)[0] == [recap(p, 7, 3) for p in IDS]
+
+
+def test_a_packed_round_computes_no_more_than_it_must():
+    """Nodes that are live in the rounds of a row are those that the published loop feeds in."""
+    assert sum(1 for _ in IDS) == 3
