@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from decodax.diffusion import adaptive_systems, parallel_systems  # noqa: F401  (their lines)
+from decodax.diffusion import adaptive_systems, cache_systems, parallel_systems  # noqa: F401  (their lines)
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import Dual, FusedCache, NoCache, Prefix
-from decodax.diffusion.commits import Ancestral, AtLeast, Coins, EntropyBound, Factor, Quota, Threshold
+from decodax.diffusion.caching import FusedCache, NoCache
+from decodax.diffusion.commits import Ancestral, AtLeast, Coins, EntropyBound, Quota, Threshold
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
 from decodax.diffusion.entries import CACHE, ENTRIES, MASKED, Entry, blocks, entry
-from decodax.diffusion.policies import Caching, Commit, Score
+from decodax.diffusion.policies import Commit, Score
 from decodax.diffusion.revisions import Edit, ReMDM
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
-from decodax.diffusion.windows import Fixed, Sliding, SubBlocks, Whole
+from decodax.diffusion.windows import Sliding, SubBlocks, Whole
 
 __all__ = ["CACHE", "ENTRIES", "MASKED", "Entry", "blocks", "entry"]
 
@@ -77,16 +77,6 @@ def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "res
           size: int | None = None) -> MaskedDiffusion:
     remask = ReMDM(steps, eta, kind)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Coins(steps, remask), remask, stops=())
-
-
-@entry("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding",
-       "Wu et al. 2025", "all sure positions at once, approximate prefix or dual cache refreshed at each block", CACHE)
-def fast_dllm(lm: Any, block: int = 32, threshold: float = 0.9, factor: float | None = None,
-              cache: Literal["dual", "prefix", "none"] = "dual", suffix: int = 256) -> MaskedDiffusion:
-    """`factor` in the threshold's place takes the paper's factor rule. `suffix`: see `Prefix`."""
-    caching: Caching = {"dual": Dual(), "prefix": Prefix(suffix=suffix), "none": NoCache()}[cache]
-    commit: Commit = Threshold(threshold) if factor is None else Factor(factor)
-    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=commit, caching=caching)
 
 
 @entry("fast-dllm-2", "Fast-dLLM v2: Efficient Block-Diffusion LLM", "Wu et al. 2025",

@@ -2,15 +2,17 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 import decodax.diffusion as d
 from decodax.core import keys
 from decodax.core.keys import Purpose
+from decodax.core.round import run
 from decodax.diffusion import MaskedDiffusion
 from tests.diffusion.network import Network
-from tests.laws.cases import MASK, decode, model, prompts, texts
+from tests.laws.cases import MASK, decode, model, prompts, start, texts
 
 NEW, BLOCK = 16, 8
 A = d.Adapter(MASK)
@@ -171,7 +173,8 @@ def test_greedy_is_dkv_cache_greedy():
 
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_vicinity_is_dinfers(warmup):
-    alg = MaskedDiffusion(A, d.Fixed(BLOCK), commit=d.Threshold(0.3), caching=d.Vicinity(before=2, after=1, warmup=warmup))
+    caching = d.Vicinity(before=2, after=1, warmup=warmup)
+    alg = MaskedDiffusion(A, d.Fixed(BLOCK), commit=d.Threshold(0.3), caching=caching)
     wanted = [vicinity(p, 0.3, 2, 1, warmup) for p in IDS]
     assert made(alg) == ([text for text, _ in wanted], [steps for _, steps in wanted])
 
@@ -185,6 +188,20 @@ def test_a_delay_without_end_is_recap():
     assert made(alg)[0] == [recap(p, 7, 3) for p in IDS]
 
 
-def test_a_packed_round_computes_no_more_than_it_must():
-    """Nodes that are live in the rounds of a row are those that the published loop feeds in."""
-    assert sum(1 for _ in IDS) == 3
+def test_rounds_compute_no_more_than_the_published_loop():
+    alg = MaskedDiffusion(A, **QUOTA, caching=d.Delayed(1, 4, (20,)))
+    wide, *_, narrow = alg.kinds
+    computed = np.zeros(3, int)
+
+    def counting(unfinished, body, carry):
+        body = jax.jit(body)
+        while bool(unfinished(carry)):
+            s, before = carry[1], np.asarray(carry[1].stats.rounds)
+            nodes = np.where(alg.stale(s), wide.needs(s), narrow.needs(s))
+            carry = body(carry)
+            computed[:] += nodes * (np.asarray(carry[1].stats.rounds) - before)
+        return carry
+
+    network, params, chain, s = start(alg, "llama", IDS, {}, new=NEW)
+    assert texts(run(alg, network, params, chain, s, 99, loop=counting)) == made(alg)[0]
+    assert computed.tolist() == [dkv_decode(p, 5, 4)[1] for p in IDS]

@@ -57,6 +57,10 @@ CASES = {
     "dinfer-credit": ("full", dict(threshold=0.15, kept=3, block=BLOCK)),
     "dimple": ("shifted", dict(threshold=0.15, size=NEW)),
     "diffusion-gemma": ("canvas", dict(bound=1.0, steps=4, entropy=1.0)),
+    "dinfer-vicinity": ("shifted", dict(block=BLOCK, threshold=0.15, before=2, after=2)),
+    "dkv-cache": ("shifted", dict(block=BLOCK, refresh=3, packed=(10,))),
+    "freecache": ("full", dict(block=BLOCK, steps=3, suffix=8)),
+    "recap": ("full", dict(steps=5, every=3, size=NEW)),
 }
 FEW = ("fast-dllm", "sdlm")
 few = lambda names: [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in names]
@@ -187,6 +191,13 @@ SAME = {
     "entropy-bound-0": (MaskedDiffusion(A, FIXED, commit=d.EntropyBound(0.0)), MaskedDiffusion(A, FIXED)),
     "factor-0": (MaskedDiffusion(A, FIXED, commit=d.Factor(0.0)), MaskedDiffusion(A, FIXED)),
     "dual-every-step": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Dual(1)), MaskedDiffusion(A, FIXED, **SURE)),
+    "vicinity-of-all": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Vicinity(64, 64)),
+                        MaskedDiffusion(A, FIXED, **SURE)),
+    "frozen-nowhere": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Frozen(64, before=64)),
+                       MaskedDiffusion(A, FIXED, **SURE)),
+    "delayed-0-1": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Delayed(0, 1)), MaskedDiffusion(A, FIXED, **SURE)),
+    "greedy-every-step": (MaskedDiffusion(A, FIXED, d.Random(once=True), caching=d.Greedy(refresh=1)),
+                          MaskedDiffusion(A, FIXED, d.Random(once=True))),
     "blocks-cached": (MaskedDiffusion(BLOCKS, ALIGNED, **SURE, caching=d.BlockCache()),
                       MaskedDiffusion(BLOCKS, ALIGNED, **SURE)),
     "blocks-fused": (MaskedDiffusion(BLOCKS, ALIGNED, **SURE, caching=d.FusedCache()),

@@ -1,0 +1,67 @@
+"""Published caches for models that see the text in both directions, each with the sampler it was published with."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from decodax.diffusion.adapter import Adapter
+from decodax.diffusion.algorithm import MaskedDiffusion
+from decodax.diffusion.caching import Dual, NoCache, Prefix
+from decodax.diffusion.commits import Factor, Quota, Threshold
+from decodax.diffusion.entries import CACHE, entry
+from decodax.diffusion.policies import Caching, Commit, Score
+from decodax.diffusion.refreshes import Delayed, Frozen, Greedy, Vicinity
+from decodax.diffusion.scores import Confidence, Noisy, Random
+from decodax.diffusion.windows import Fixed, Whole
+
+
+@entry("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding",
+       "Wu et al. 2025", "all sure positions at once, approximate prefix or dual cache refreshed at each block", CACHE)
+def fast_dllm(lm: Any, block: int = 32, threshold: float = 0.9, factor: float | None = None,
+              cache: Literal["dual", "prefix", "none"] = "dual", suffix: int = 256) -> MaskedDiffusion:
+    """`factor` in the threshold's place takes the paper's factor rule. `suffix`: see `Prefix`."""
+    caching: Caching = {"dual": Dual(), "prefix": Prefix(suffix=suffix), "none": NoCache()}[cache]
+    commit: Commit = Threshold(threshold) if factor is None else Factor(factor)
+    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=commit, caching=caching)
+
+
+@entry("dinfer-vicinity", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
+       "all sure positions at once, a dual cache that also recomputes what lies around the block", CACHE)
+def dinfer_vicinity(lm: Any, block: int = 32, threshold: float = 0.9, before: int = 16, after: int = 16,
+                    warmup: int = 0) -> MaskedDiffusion:
+    """`before`, `after`: positions around the block. `warmup`: text-wide steps at the beginning."""
+    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Threshold(threshold),
+                           caching=Vicinity(before=before, after=after, warmup=warmup))
+
+
+@entry("dkv-cache", "dKV-Cache: The Cache for Diffusion Language Models", "Ma et al. 2025",
+       "LLaDA whose tokens enter the cache a step after they were decided", CACHE)
+def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block: int = 32, steps: int | None = None,
+              refresh: int | None = None, window: int = 4, packed: tuple[int, ...] | None = None) -> MaskedDiffusion:
+    """`steps` of a block. `refresh`: steps from one text-wide forward to the next; None: 8, greedy 2. `window`: open
+    positions that greedy recomputes beside each it decides. `packed`: sizes of narrow forwards; None: 64 and 128 for
+    "decode", what a step takes for "greedy", whose order is random."""
+    a, quota = Adapter.of(lm), Quota(steps)
+    if variant == "greedy":
+        most = (-(-block // steps) if steps else 1) * (2 + window + a.shift)
+        greedy = Greedy(quota, window, refresh or 2, (most,) if packed is None else packed)
+        return MaskedDiffusion(a, Fixed(block), Random(once=True), quota, caching=greedy)
+    return MaskedDiffusion(a, Fixed(block), Confidence(), quota,
+                           caching=Delayed(1, refresh or 8, (64, 128) if packed is None else packed))
+
+
+@entry("freecache", "Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion",
+       "Hu et al. 2025", "LLaDA with a cache that is never refreshed: blocks freeze as they are done", CACHE)
+def freecache(lm: Any, block: int = 32, steps: int | None = None, suffix: int = 256) -> MaskedDiffusion:
+    """FlashDLM's cache alone. `steps` of a block. `suffix`: positions recomputed, from the block's beginning on."""
+    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Quota(steps), caching=Frozen(suffix))
+
+
+@entry("recap", "Plug-and-Play Context Feature Reuse for Efficient Masked Generation", "Liu et al. 2025",
+       "MaskGIT that recomputes only open positions, but for every few steps", CACHE)
+def recap(lm: Any, steps: int = 24, every: int = 2, order: Literal["random", "confidence"] = "random",
+          choice_temperature: float = 4.5, size: int | None = None, packed: tuple[int, ...] = ()) -> MaskedDiffusion:
+    """`every`: steps from one full forward to the next, in between what was open in it is recomputed."""
+    score: Score = Random() if order == "random" else Noisy(Confidence("policy"), choice_temperature, steps)
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), score, Quota(steps, "cosine"),
+                           caching=Delayed(None, every, packed))
