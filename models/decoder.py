@@ -159,6 +159,21 @@ class Block(nnx.Module):
         inside = lambda x: _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x)))
         return x + scale * _kept(inside, x, keeps[1]), kv
 
+    def attention_half(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
+                       attend: Attend) -> tuple[Array, tuple[Array, Array]]:
+        """What attention adds to the residual stream, and its keys and values."""
+        branch, kv = self._attention(index, _optional(self.attn_in, x), tables, attend, True)
+        return self.c.residual_scale * branch, kv
+
+    def mlp_half(self, x: Array) -> Array:
+        """What the MLP adds to the stream after attention; of a `parallel` block, from that before it."""
+        normed = _optional(self.attn_in if self.c.block == "parallel" else self.mlp_in, x)
+        return self.c.residual_scale * _optional(self.mlp_out, self.mlp(normed))
+
+    def values(self, x: Array) -> Array:
+        """The attention's values `f[B, W, G, d]` alone."""
+        return self.attn.v(_optional(self.attn_in, x)).reshape(*x.shape[:2], -1, self.c.head_dim)
+
     def _attention(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,
                    keep: bool | Array) -> tuple[Array, tuple[Array, Array]]:
         def inside(x: Array) -> tuple[Array, tuple[Array, Array]]:

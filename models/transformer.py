@@ -21,7 +21,7 @@ from decodax.cache import Cache, Window, dense
 from decodax.core.mesh import MODEL
 from decodax.core.types import Out
 from decodax.models.config import DecoderConfig
-from decodax.models.decoder import Decoder, Keep
+from decodax.models.decoder import Attend, Decoder, Keep
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
 
@@ -78,6 +78,10 @@ class Transformer:
         run = lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
         return network.embedded(window.tokens, window.positions), run
 
+    def pieces(self, params: Weights) -> Pieces:
+        """The network in pieces, for callers that decide what of it runs for which nodes."""
+        return Pieces(_network(self.config, params), self.context)
+
     def forward(self, params: Weights, tokens: Array, positions: Array | None = None,
                 mask: Array | None = None) -> Array:
         """Logits `f32[B, T, V]` of whole sequences without a cache, for training and scoring.
@@ -115,6 +119,43 @@ class Transformer:
         replicated."""
         return jax.tree.map(lambda axes: NamedSharding(mesh, _spec(self.config, axes, mesh, axis)),
                             _split(self.config)[2], is_leaf=lambda x: isinstance(x, tuple))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A network within a trace, in pieces. `x` is the residual stream `f[B, W, D]` at any nodes of the caller's choice;
+    a layer is `x + attention(...)`, then `x + mlp(...)`."""
+
+    network: Decoder
+    context: int | None
+
+    def __post_init__(self) -> None:
+        if self.network.c.block == "parallel":
+            raise ValueError("config: got parallel blocks, whose halves cannot run one after the other")
+
+    @property
+    def layers(self) -> int:
+        return len(self.network.c.layers)
+
+    def embed(self, tokens: Array, positions: Array) -> Array:
+        return self.network.embedded(tokens, positions)
+
+    def attention(self, layer: int, x: Array, positions: Array, attend: Attend) -> tuple[Array, tuple[Array, Array]]:
+        """What attention adds to `x`, and its keys and values `f[B, W, G, d]`. `attend` as a cache has it."""
+        tables = self.network.tables(positions, self.context)
+        return self.network.layers[str(layer)].attention_half(layer, x, tables, attend)
+
+    def values(self, layer: int, x: Array) -> Array:
+        """The attention's values alone."""
+        return self.network.layers[str(layer)].values(x)
+
+    def mlp(self, layer: int, x: Array) -> Array:
+        """What the MLP adds to `x`."""
+        return self.network.layers[str(layer)].mlp_half(x)
+
+    def out(self, x: Array, kv: Any) -> Out:
+        """What a model call returns, from the stream after the last layer; `kv` is for its cache."""
+        return Out(hidden=self.network.norm(x), kv=kv, head=self.network.logits)
 
 
 @functools.lru_cache(maxsize=64)

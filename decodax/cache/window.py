@@ -44,6 +44,7 @@ class Window(Struct):
             algorithm that scores a position again must not see its cached entry beside the new one.
         begun: what a draft that is the model's own first layers has computed of these very nodes; None: nothing. The
             model may go on from there or begin anew: but for rounding the result is the same.
+        reuse: `bool[B, W]` nodes of which a model that keeps features of earlier forwards may reuse some; None: none.
     """
 
     tokens: Array
@@ -52,6 +53,7 @@ class Window(Struct):
     live: Array
     cached: Array | None = None
     begun: Begun | None = None
+    reuse: Array | None = None
 
     @property
     def width(self) -> int:

@@ -19,7 +19,7 @@ from decodax.core.clip import clip
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
 from decodax.core.state import State, Stats
-from decodax.core.types import Algorithm, Decision, Model, Params
+from decodax.core.types import Algorithm, Decision, Model, Params, through
 
 
 def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) -> State:
@@ -33,7 +33,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
             s = _if(index == i, functools.partial(step, variant, model, params, policy), s)
         return s
     window, algo = alg.propose(params, policy, s)
-    out = model.apply(params.target, window, s.cache)
+    out = through(alg, model).apply(params.target, window, s.cache)
     lifted = policy.over(s, window, out)
     d = alg.decide(lifted, s, window, out, algo)
     count, status, stop = clip(d, s, policy)

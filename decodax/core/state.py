@@ -13,7 +13,7 @@ from decodax.cache import Cache
 from decodax.core import keys
 from decodax.core.mesh import auto_region, constrain, heads
 from decodax.core.record import Record, empty_record
-from decodax.core.types import Algorithm, Model, Params
+from decodax.core.types import Algorithm, Model, Params, through
 from decodax.struct import Struct, struct
 
 PyTree = Any
@@ -129,7 +129,7 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.emits - T)))
         key = keys.row_keys(*address)
         zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
-        cache = model.init_cache(B, size if alg.caches else 0)
+        cache = through(alg, model).init_cache(B, size if alg.caches else 0)
         s = State(
             tokens=buffer, length=prompt_length + 0, cache=constrain(cache, heads(cache)),
             algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),

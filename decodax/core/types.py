@@ -116,6 +116,9 @@ class Algorithm(Protocol):
     `variants`, a tuple of algorithms on the same state, and `choose(params, policy, s) -> i32[]`, which says whose
     round comes next. Only `emits`, `caches`, `init` and `observe` of the method itself are then used.
 
+    A method that runs the model's layers in a way of its own has `through(model) -> Model`: what it gives, a model that
+    wraps the given one and may keep more than keys and values in its cache, then takes that one's place.
+
     A method that writes the prompt into its cache by its own rounds has `prefills = False`; without that attribute a
     method that `caches` gets its prompt prefilled.
     """
@@ -139,3 +142,8 @@ class Algorithm(Protocol):
 
     def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
         """Sees a prefill chunk (hidden states and all); drafters that feed on the target's features use it."""
+
+
+def through(alg: Algorithm, model: Model) -> Model:
+    """The model as the method runs it."""
+    return alg.through(model) if hasattr(alg, "through") else model

@@ -45,6 +45,7 @@ from decodax.diffusion.commits import (
     Threshold,
 )
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
+from decodax.diffusion.features import Similarity
 from decodax.diffusion.learned import Filter, Learned, TowardsEnd
 from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
 from decodax.diffusion.policies import Rule, Seen, View
@@ -64,6 +65,6 @@ __all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anneal", "AsIs", "AtLeast",
            "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap", "Greedy", "Keep", "Learned",
            "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache",
            "Noise", "Noisy", "Pipeline", "Pipelined", "Position", "Prefix", "Product", "Quota", "Random", "ReMDM",
-           "Renoise", "Rule", "Seen", "Segments", "Sequential", "Sliding", "Stable", "Stats", "Steps", "StopRule",
-           "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing", "Tree", "Vicinity", "View", "Whole",
-           "WholeBlocks", "statistics"]
+           "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding", "Stable", "Stats", "Steps",
+           "StopRule", "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing", "Tree", "Vicinity", "View",
+           "Whole", "WholeBlocks", "statistics"]

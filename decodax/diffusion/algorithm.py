@@ -71,8 +71,9 @@ class MaskedDiffusion:
             raise ValueError(f"caching: got {self.caching} for causal attention, takes one that persists, or NoCache")
 
     def fit(self, budget: int) -> MaskedDiffusion:
-        """With windows for texts of `budget` new tokens, where their size was left open."""
-        return dataclasses.replace(self, windows=self.windows.fit(budget)) if hasattr(self.windows, "fit") else self
+        """With windows and a cache for texts of `budget` new tokens, where their size was left open."""
+        fitted = lambda rule: rule.fit(budget) if hasattr(rule, "fit") else rule
+        return dataclasses.replace(self, windows=fitted(self.windows), caching=fitted(self.caching))
 
     def most_rounds(self, budget: int, rows: int) -> int:
         """More rounds than a batch can take for `budget` new tokens a row."""
@@ -107,6 +108,8 @@ class MaskedDiffusion:
     @property
     def kinds(self) -> tuple[Round, ...]:
         """Wide and narrow rounds, those by size, or the ones that occur."""
+        if self.caching.phases:
+            return tuple(Round(self, wide, phase=i) for i, wide in enumerate(self.caching.phases))
         wide = (Round(self, True),) if self.caching.wide and not self.prefills else ()
         return wide + (tuple(Round(self, False, n) for n in self.caching.sizes) if self.caching.narrow else ())
 
@@ -117,7 +120,10 @@ class MaskedDiffusion:
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
         """Wide where half of the running rows need it: rows that need the other kind wait. Narrow rounds are as small
-        as their rows' nodes allow."""
+        as their rows' nodes allow. Of phases the one that most running rows are in."""
+        if count := len(self.caching.phases):
+            wanted = jnp.where(s.running, self.phase(s), -1)
+            return jnp.argmax((wanted[:, None] == jnp.arange(count)).sum(0)).astype(jnp.int32)
         stale = self.stale(s) & s.running
         narrow = 2 * stale.sum() < s.running.sum()
         smaller = [n for n in self.caching.sizes if n is not None]
@@ -214,6 +220,14 @@ class MaskedDiffusion:
         more = len(self.verify.steps) - 1
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))
+
+    def through(self, model: Any) -> Any:
+        """The model as it makes its cache."""
+        return self.kinds[0].through(model)
+
+    def phase(self, s: State) -> Array:
+        """`i32[B]`: which of the caching rule's phases a row's next round is."""
+        return self.caching.phase(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])
 
     def stale(self, s: State) -> Array:
         """`bool[B]`: rows whose next round is a wide one."""

@@ -9,6 +9,7 @@ from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching import Dual, NoCache, Prefix
 from decodax.diffusion.commits import Factor, Quota, Threshold
 from decodax.diffusion.entries import CACHE, entry
+from decodax.diffusion.features import Similarity
 from decodax.diffusion.policies import Caching, Commit, Score
 from decodax.diffusion.refreshes import Delayed, Frozen, Greedy, Vicinity
 from decodax.diffusion.scores import Confidence, Noisy, Random
@@ -65,3 +66,13 @@ def recap(lm: Any, steps: int = 24, every: int = 2, order: Literal["random", "co
     score: Score = Random() if order == "random" else Noisy(Confidence("policy"), choice_temperature, steps)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), score, Quota(steps, "cosine"),
                            caching=Delayed(None, every, packed))
+
+
+@entry("dllm-cache", "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", "Liu et al. 2025",
+       "LLaDA that recomputes, layer by layer, the tokens whose values changed most", CACHE)
+def dllm_cache(lm: Any, block: int = 32, steps: int | None = None, prompt: int = 50, response: int = 7,
+               ratio: float = 0.25, size: int | None = None) -> MaskedDiffusion:
+    """`steps` of a block. `prompt`, `response`: intervals of their refreshes; `ratio` of the response's tokens in
+    between."""
+    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Quota(steps),
+                           caching=Similarity(prompt, response, ratio, size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,16 @@ class CacheRule(Rule):
     wide, narrow = True, True
     persists, fused, approximate = False, False, False
     sizes: tuple[int | None, ...] = (None,)
+    phases: tuple[bool, ...] = ()
+
+    def phase(self, view: View, memory: Memory) -> Array:
+        return (~self.stale(view, memory)).astype(jnp.int32)
+
+    def through(self, model: Any, phase: int) -> Any:
+        return model
+
+    def reuse(self, view: View, positions: Array, phase: int) -> Array | None:
+        return None
 
     def stale(self, view: View, memory: Memory) -> Array:
         return jnp.zeros(view.start.shape, bool)

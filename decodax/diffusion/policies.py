@@ -254,6 +254,19 @@ class Caching(Remembers, Protocol):
         """How many nodes the kinds of narrow rounds have, ascending; None, which comes last: as many as `nodes` gives,
         dead ones and all. A round takes the first size that fits its rows' live nodes."""
 
+    @property
+    def phases(self) -> tuple[bool, ...]:
+        """Of rules with more kinds of rounds than a wide and a narrow one: which of them are wide. () else."""
+
+    def phase(self, view: View, memory: Memory) -> Array:
+        """`i32[B]`: which of its phases a row's next round is. A rule with phases is asked this and not `stale`."""
+
+    def through(self, model: Any, phase: int) -> Any:
+        """Of rules with phases: the model as rounds of one run it, and as it makes its cache."""
+
+    def reuse(self, view: View, positions: Array, phase: int) -> Array | None:
+        """`Window.reuse` of such a round."""
+
     def stale(self, view: View, memory: Memory) -> Array:
         """`bool[B]`: rows that need a wide round."""
 

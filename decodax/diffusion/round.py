@@ -36,11 +36,12 @@ class _Text(Struct):
 @dataclasses.dataclass(frozen=True)
 class Round:
     """A kind of round of the sampler `of`: `wide` ones read the whole text, and write the cache if there is one.
-    Narrow ones have `size` nodes a row; None: as many as the caching rule gives."""
+    Narrow ones have `size` nodes a row; None: as many as the caching rule gives. `phase`: of rules with phases."""
 
     of: Any
     wide: bool
     size: int | None = None
+    phase: int | None = None
 
     @property
     def emits(self) -> int:
@@ -65,7 +66,11 @@ class Round:
         """`bool[B]`: rows that take part."""
         if not self.of.variants:
             return s.running
-        return s.running & (self.of.stale(s) == self.wide)
+        return s.running & (self.of.stale(s) == self.wide if self.phase is None else self.of.phase(s) == self.phase)
+
+    def through(self, model: Any) -> Any:
+        """The model as these rounds run it."""
+        return model if self.phase is None else self.of.caching.through(model, self.phase)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
         c: Canvas = s.algo
@@ -91,7 +96,8 @@ class Round:
                 mask = jnp.repeat(mask, K, 0)
         if of.verify.assists:
             c = c.replace(assistant=c.assistant.replace(weights=params.draft))
-        return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached), c
+        reuse = None if self.phase is None else of.caching.reuse(look(s, c, of.windows.width), positions, self.phase)
+        return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached, reuse=reuse), c
 
     def _nodes(self, s: State, c: Canvas) -> Nodes:
         """What this round scores."""

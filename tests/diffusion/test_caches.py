@@ -146,6 +146,35 @@ def dkv_greedy(prompt, row, steps, reload, window):
     return x[len(prompt):].tolist()
 
 
+def dllm_cache(prompt, steps, of_prompt, of_response, ratio):
+    """cache_hook_LLaDA.py's `cache_hook_feature` in LLaDA's loop."""
+    x, place, among = blocks(prompt)
+    n, old = net(), net().empty(len(x))
+    added, more = ([np.zeros((len(x), net().c.width)) for _ in n.layers] for _ in range(2))
+    step = 0
+    for block in among:
+        for count in quota(BLOCK, steps):
+            head, response = place < len(prompt), place >= len(prompt)
+            head = head & (step % of_prompt == 0)
+            stream = n.embed(x)
+            for i in n.layers:
+                q, k, v = n.project(i, stream, place)
+                chosen = head | response
+                if step % of_response:
+                    a, b = v[response].reshape(response.sum(), -1), old[1][i][response].reshape(response.sum(), -1)
+                    cosine = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+                    least = np.argsort(cosine, kind="stable")[:int(response.sum() * ratio)]
+                    chosen = head | np.isin(place, np.flatnonzero(response)[least])
+                old[0][i][chosen], old[1][i][head | response] = k[chosen], v[head | response]
+                added[i][chosen] = n.attend(i, q[chosen], old[0][i], old[1][i])[0]
+                stream = stream + added[i]
+                more[i][chosen] = n.mlp(i, stream[chosen])
+                stream = stream + more[i]
+            commit(x, n.log_probs(stream), place, block, count)
+            step += 1
+    return x[len(prompt):].tolist()
+
+
 IDS = prompts(3, longest=9)
 QUOTA = dict(windows=d.Fixed(BLOCK), commit=d.Quota(5))
 EXACT = MaskedDiffusion(A, **QUOTA)
@@ -186,6 +215,13 @@ def test_frozen_is_freecache():
 def test_a_delay_without_end_is_recap():
     alg = MaskedDiffusion(A, d.Whole(NEW), commit=d.Quota(7), caching=d.Delayed(None, 3))
     assert made(alg)[0] == [recap(p, 7, 3) for p in IDS]
+
+
+def test_similarity_is_dllm_cache():
+    alg = MaskedDiffusion(A, **QUOTA, caching=d.Similarity(5, 3, 0.3, size=NEW))
+    wanted = [dllm_cache(p, 5, 5, 3, 0.3) for p in IDS]
+    assert made(alg)[0] == wanted != made(EXACT)[0]
+    assert wanted != [dllm_cache(p, 5, 5, 3, 0.5) for p in IDS]
 
 
 def test_rounds_compute_no_more_than_the_published_loop():

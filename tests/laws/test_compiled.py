@@ -52,6 +52,8 @@ WIDER = {
                                             caching=diffusion.Dual()),
     "delayed-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
                                                caching=diffusion.Delayed(1, 4, packed=(48,))),
+    "feature-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
+                                               caching=diffusion.Similarity(size=32)),
     "block-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1, attention=diffusion.BlockCausal(8)),
                                              diffusion.Fixed(8, aligned=True), caching=diffusion.BlockCache()),
     "adaptive": Adaptive((NOTHING, Speculative(PromptLookup(length=4), shape=Chain(2)),

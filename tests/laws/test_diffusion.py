@@ -60,10 +60,24 @@ CASES = {
     "dinfer-vicinity": ("shifted", dict(block=BLOCK, threshold=0.15, before=2, after=2)),
     "dkv-cache": ("shifted", dict(block=BLOCK, refresh=3, packed=(10,))),
     "freecache": ("full", dict(block=BLOCK, steps=3, suffix=8)),
+    "dllm-cache": ("shifted", dict(block=BLOCK, prompt=5, response=3, size=NEW)),
     "recap": ("full", dict(steps=5, every=3, size=NEW)),
 }
 FEW = ("fast-dllm", "sdlm")
 few = lambda names: [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+class Leant:
+    """A network with such a head."""
+
+    def __init__(self, network, lean):
+        self.network, self.lean = network, lean
+
+    def __getattr__(self, name):
+        return getattr(self.network, name)
+
+    def logits(self, hidden):
+        return self.network.logits(hidden).at[..., MASK].add(self.lean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +92,14 @@ class Leaning:
     def apply(self, params, window, cache):
         out = self.base.apply(params["own"], window, cache)
         return dataclasses.replace(out, head=lambda h: out.head(h).at[..., MASK].add(params["lean"]))
+
+    @property
+    def config(self):
+        return self.base.config
+
+    def pieces(self, params):
+        pieces = self.base.pieces(params["own"])
+        return dataclasses.replace(pieces, network=Leant(pieces.network, params["lean"]))
 
 
 def made(name):
@@ -198,6 +220,12 @@ SAME = {
     "delayed-0-1": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Delayed(0, 1)), MaskedDiffusion(A, FIXED, **SURE)),
     "greedy-every-step": (MaskedDiffusion(A, FIXED, d.Random(once=True), caching=d.Greedy(refresh=1)),
                           MaskedDiffusion(A, FIXED, d.Random(once=True))),
+    "similarity-1-1": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Similarity(1, 1, size=NEW)),
+                       MaskedDiffusion(A, FIXED, **SURE)),
+    "similarity-all": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Similarity(1, 99, 1.0, size=NEW)),
+                       MaskedDiffusion(A, FIXED, **SURE)),
+    "similarity-frozen": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Similarity(99, 1, size=NEW)),
+                          MaskedDiffusion(A, FIXED, **SURE, caching=d.Similarity(99, 99, 1.0, size=NEW))),
     "blocks-cached": (MaskedDiffusion(BLOCKS, ALIGNED, **SURE, caching=d.BlockCache()),
                       MaskedDiffusion(BLOCKS, ALIGNED, **SURE)),
     "blocks-fused": (MaskedDiffusion(BLOCKS, ALIGNED, **SURE, caching=d.FusedCache()),

@@ -1,0 +1,205 @@
+"""dLLM-Cache (Liu et al. 2025): features of earlier forwards reused node by node inside each layer.
+
+Between refreshes most tokens' features hardly move, and how far their values moved tells which did. So each layer
+computes the values of all nodes of the response, compares them with the cached ones, and runs queries, keys, attention
+and MLP only for the share of least cosine similarity; what the halves added to the residual stream for the others comes
+from the cache. The prompt's entries are refreshed rarely, the response's now and then.
+
+The network takes part layer by layer, through `Transformer.pieces`: `Reusing` is a model that wraps the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache import Cache, Window, WindowKV, take
+from decodax.cache.scratch import View as Keys
+from decodax.core.types import Out
+from decodax.diffusion.adapter import Nodes
+from decodax.diffusion.policies import Memory, View
+from decodax.diffusion.refreshes import Rewriting
+from decodax.diffusion.stats import rank
+from decodax.struct import Struct, struct
+
+EVERYTHING, RESPONSE, PART, PROMPT = range(4)
+"""Kinds of rounds: all is computed; the response; a part of it; the prompt and a part of the response."""
+
+
+@struct
+class Features(Struct):
+    """What a window's layers computed: `kv` as ever, and what attention and MLP added, `f[B, W, D]` a layer."""
+
+    kv: WindowKV
+    attention: tuple[Array, ...]
+    mlp: tuple[Array, ...]
+
+
+@struct
+class FeatureCache(Struct):
+    """A cache of keys and values, `base`, and of what each layer's halves added: `f[B, S, D]` a layer, slot = position.
+    """
+
+    base: Any
+    attention: tuple[Array, ...]
+    mlp: tuple[Array, ...]
+
+    @property
+    def capacity(self) -> int:
+        return self.base.capacity
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> Array:
+        return self.base.attend(layer, q, k, v, window, **options)
+
+    def commit(self, kv: Any, slots: Array) -> FeatureCache:
+        at = jnp.where(slots >= 0, slots, self.capacity)
+        put = lambda cache, new: jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop"))(
+            cache, new.astype(cache.dtype), at)
+        both = lambda caches, news: tuple(map(put, caches, news))
+        return FeatureCache(base=self.base.commit(kv.kv, slots), attention=both(self.attention, kv.attention),
+                            mlp=both(self.mlp, kv.mlp))
+
+    def select(self, rows: Array) -> FeatureCache:
+        some = lambda caches: tuple(x[rows] for x in caches)
+        return FeatureCache(base=self.base.select(rows), attention=some(self.attention), mlp=some(self.mlp))
+
+    def at(self, layer: int, slots: Array) -> tuple[Array, ...]:
+        """Keys and values `f[B, W, G, d]` and what the halves added `f[B, W, D]`, at `slots` (`i32[B, W]`)."""
+        entry = lambda x: jax.vmap(lambda row, at: row[:, at].swapaxes(0, 1))(x, slots)
+        return (entry(self.base.keys[layer]), entry(self.base.values[layer]), take(self.attention[layer], slots),
+                take(self.mlp[layer], slots))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reusing:
+    """A model that recomputes, of a window's nodes with `reuse`, only those whose values changed most.
+
+    Attributes:
+        model: a `Transformer`, or what has its `config`, `init_cache` and `pieces`.
+        ratio: the share of those nodes that each layer recomputes, rounded down.
+        gather: whether only these are run. False: all are, where the window's other nodes are many, and what is not
+            among them is dropped.
+    """
+
+    model: Any
+    ratio: float
+    gather: bool
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        if not hasattr(self.model, "pieces"):
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
+        base, config = self.model.init_cache(batch, capacity), self.model.config
+        zeros = lambda: tuple(jnp.zeros((batch, capacity, config.width), base.keys[0].dtype) for _ in config.layers)
+        return FeatureCache(base=base, attention=zeros(), mlp=zeros())      # type: ignore[return-value]
+
+    def apply(self, params: Any, window: Window, cache: Any) -> Out:
+        net, reuse, places = self.model.pieces(params), window.reuse, window.positions
+        x = net.embed(window.tokens, places)
+        slots = jnp.minimum(places, cache.capacity - 1)
+        kv, attention, mlp = [], [], []
+        for layer in range(net.layers):
+            if reuse is None:
+                added, entry = net.attention(layer, x, places, self._attend(cache, window))
+                x = x + added
+                more = net.mlp(layer, x)
+            else:
+                old_k, old_v, old_added, old_more = cache.at(layer, slots)
+                v = net.values(layer, x)
+                pick, put = self._choice(v, old_v, reuse, window.live)
+                visible = jnp.broadcast_to(window.visible(), (*places.shape, places.shape[1]))
+                seen = Keys(positions=pick(places), key_positions=places, seen=pick(visible), cached=window.cached)
+                added, (k, _) = net.attention(layer, pick(x), seen.positions,
+                                              self._attend(cache, seen, lambda k, o=old_k, put=put: put(o, k), v))
+                entry, added = (put(old_k, k), v), put(old_added, added)
+                x = x + added
+                more = put(old_more, net.mlp(layer, pick(x)))
+            x = x + more
+            kv.append(entry)
+            attention.append(added)
+            mlp.append(more)
+        return net.out(x, Features(kv=tuple(kv), attention=tuple(attention), mlp=tuple(mlp)))
+
+    def _attend(self, cache: Any, window: Any, keys: Callable[[Array], Array] = lambda k: k,
+                values: Array | None = None) -> Callable[..., Array]:
+        return lambda layer, q, k, v, **options: cache.base.attend(
+            layer, q, keys(k), v if values is None else values, window, **options)
+
+    def _choice(self, v: Array, old: Array, reuse: Array, live: Array) -> tuple[Callable[[Array], Array], Any]:
+        """What takes the nodes to recompute out of a window's, and what puts their news in the place of the old."""
+        flat = lambda x: x.reshape(*x.shape[:2], -1).astype(jnp.float32)
+        a, b = flat(v), flat(old)
+        length = jnp.sqrt(jnp.square(a).sum(-1) * jnp.square(b).sum(-1))
+        similarity = (a * b).sum(-1) / jnp.maximum(length, 1e-8)
+        among = reuse & live
+        count = jnp.floor(among.sum(1) * jnp.float32(self.ratio)).astype(jnp.int32)
+        chosen = ~reuse | (among & (rank(-similarity, among) < count[:, None]))
+        widen = lambda rows, x: rows.reshape(*rows.shape, *[1] * (x.ndim - 2))
+        if not self.gather:
+            return lambda x: x, lambda old, new: jnp.where(widen(chosen, new), new, old)
+        index = jnp.argsort(~chosen, axis=1, stable=True)[:, :max(int(v.shape[1] * self.ratio), 1)]
+        target = jnp.where(take(chosen, index), index, v.shape[1])
+        return lambda x: take(x, index), lambda old, new: jax.vmap(
+            lambda row, at, new: row.at[at].set(new.astype(row.dtype), mode="drop"))(old, target, new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Similarity(Rewriting):
+    """dLLM-Cache's schedule: the prompt is computed every `prompt` rounds of a row, the response every `response`; in
+    the others a share of the response's nodes, layer by layer.
+
+    The rule is that of the authors' hooks for LLaDA. With logits that point to the next position the prompt's last one,
+    which predicts the first new token, counts as the response's (the authors' hooks for Dream leave its logits as old
+    as the prompt's features).
+
+    Attributes:
+        prompt, response: the intervals; 1 and 1: as without a cache.
+        ratio: above 0, to 1.
+        size: the most new tokens of a text; longer ones are computed as without a cache. None: what the front door's
+            longest budget takes.
+    """
+
+    prompt: int = 50
+    response: int = 7
+    ratio: float = 0.25
+    size: int | None = None
+    phases = (True, False, False, True)
+
+    def __post_init__(self) -> None:
+        if min(self.prompt, self.response) < 1:
+            raise ValueError(f"prompt, response: got {self.prompt}, {self.response}, take 1 or more")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio: got {self.ratio}, takes above 0 to 1")
+
+    def fit(self, budget: int) -> Similarity:
+        """With a size for texts of `budget` new tokens."""
+        size = max(1 << max(budget - 1, 0).bit_length(), 8) if self.size is None else self.size
+        return dataclasses.replace(self, size=size)
+
+    @property
+    def _size(self) -> int:
+        if self.size is None:
+            raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
+        return self.size
+
+    def phase(self, view: View, memory: Memory) -> Array:
+        prompt, response = view.round % self.prompt == 0, view.round % self.response == 0
+        whole = (prompt & response) | (view.refreshed < 0) | (view.end - view.prompt_length > self._size)
+        return jnp.where(whole, EVERYTHING, jnp.where(response, RESPONSE, jnp.where(prompt, PROMPT, PART)))
+
+    def through(self, model: Any, phase: int) -> Reusing:
+        return Reusing(model, self.ratio, phase == PART)
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        positions = view.prompt_length[:, None] - left + jnp.arange(self._size + left, dtype=jnp.int32)
+        return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
+                     own=jnp.ones(positions.shape, bool))
+
+    def reuse(self, view: View, positions: Array, phase: int) -> Array | None:
+        if phase in (EVERYTHING, RESPONSE):
+            return None
+        return jnp.ones(positions.shape, bool) if phase == PART else positions >= view.prompt_length[:, None]
