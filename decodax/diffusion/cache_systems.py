@@ -11,9 +11,10 @@ from decodax.diffusion.commits import Factor, Quota, Threshold
 from decodax.diffusion.entries import CACHE, entry
 from decodax.diffusion.features import Similarity
 from decodax.diffusion.policies import Caching, Commit, Score
+from decodax.diffusion.product import Agreed, Guided
 from decodax.diffusion.refreshes import Delayed, Frozen, Greedy, Vicinity
-from decodax.diffusion.scores import Confidence, Noisy, Random
-from decodax.diffusion.windows import Fixed, Whole
+from decodax.diffusion.scores import Confidence, Noisy, Position, Random
+from decodax.diffusion.windows import Fixed, Sliding, Whole
 
 
 @entry("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding",
@@ -51,11 +52,25 @@ def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block: i
                            caching=Delayed(1, refresh or 8, (64, 128) if packed is None else packed))
 
 
-@entry("freecache", "Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion",
-       "Hu et al. 2025", "LLaDA with a cache that is never refreshed: blocks freeze as they are done", CACHE)
+FLASHDLM = "Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion"
+
+
+@entry("freecache", FLASHDLM, "Hu et al. 2025",
+       "LLaDA with a cache that is never refreshed: blocks freeze as they are done", CACHE)
 def freecache(lm: Any, block: int = 32, steps: int | None = None, suffix: int = 256) -> MaskedDiffusion:
     """FlashDLM's cache alone. `steps` of a block. `suffix`: positions recomputed, from the block's beginning on."""
     return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Quota(steps), caching=Frozen(suffix))
+
+
+@entry("flashdlm", FLASHDLM, "Hu et al. 2025",
+       "from left to right, what a small autoregressive model would have said too, with FreeCache", CACHE, draft=True)
+def flashdlm(lm: Any, draft: Any, top: int = 1, lookahead: int = 32, before: int = 128,
+             suffix: int = 128) -> MaskedDiffusion:
+    """Guided diffusion. `top`: how far down the autoregressive model's list a token may stand. `lookahead`: masked
+    positions judged at once. `before`, `suffix`: positions recomputed before and from the first masked one, the
+    authors' sliding window."""
+    return MaskedDiffusion(Adapter.of(lm), Sliding(lookahead), Position(), Agreed(go_on=False),
+                           caching=Frozen(suffix, before), verify=Guided(draft, top))
 
 
 @entry("recap", "Plug-and-Play Context Feature Reuse for Efficient Masked Generation", "Liu et al. 2025",
@@ -68,8 +83,8 @@ def recap(lm: Any, steps: int = 24, every: int = 2, order: Literal["random", "co
                            caching=Delayed(None, every, packed))
 
 
-@entry("dllm-cache", "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", "Liu et al. 2025",
-       "LLaDA that recomputes, layer by layer, the tokens whose values changed most", CACHE)
+@entry("dllm-cache", "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",
+       "Liu et al. 2025", "LLaDA that recomputes, layer by layer, the tokens whose values changed most", CACHE)
 def dllm_cache(lm: Any, block: int = 32, steps: int | None = None, prompt: int = 50, response: int = 7,
                ratio: float = 0.25, size: int | None = None) -> MaskedDiffusion:
     """`steps` of a block. `prompt`, `response`: intervals of their refreshes; `ratio` of the response's tokens in

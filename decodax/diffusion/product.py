@@ -25,7 +25,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.mesh import constrain, heads
 from decodax.core.state import State
-from decodax.core.types import Params
+from decodax.core.types import INVALID, Params
 from decodax.diffusion.adapter import Full, Nodes
 from decodax.diffusion.caching import CacheRule, span
 from decodax.diffusion.policies import Memory, Rule, Seen, View
@@ -42,26 +42,16 @@ class Assistant(Struct):
     weights: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Product(Sequential):
-    """A second, autoregressive model with the same tokenizer judges the candidates: `Seen.agreed`.
-
-    Attributes:
-        model: a `Model`, or what `decodax.load` gave.
-        weight: `R`, 0 to 1: 1 agrees with everything, 0 with the autoregressive model's own draws alone.
-        weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
-        chunk: prompt tokens a forward when it begins.
-    """
+class Judged(Sequential):
+    """A second, autoregressive model with the same tokenizer judges the candidates: `Seen.agreed`. The base of those
+    that say how, by `verdict`; their attributes are `model`, `weights` and `chunk`, as in `Product`."""
 
     model: Any
-    weight: float = 0.7
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
-    chunk: int = 64
+    weights: Any
+    chunk: int
     assists = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.weight <= 1:
-            raise ValueError(f"weight: got {self.weight}, takes 0 to 1")
         if self.chunk < 1:
             raise ValueError(f"chunk: got {self.chunk}, takes 1 or more")
         if hasattr(self.model, "params"):       # an LM: the network is static, its weights are data
@@ -71,13 +61,13 @@ class Product(Sequential):
         if not hasattr(self.model, "apply"):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Model or what decodax.load gave")
 
-    def bare(self) -> Product:
-        return dataclasses.replace(self, weights=None)
+    def bare(self) -> Any:
+        return dataclasses.replace(self, weights=None)      # type: ignore[type-var]
 
     def begin(self, params: Params, s: State, slots: int) -> Assistant:
         """The prompts, all but their last tokens, in a cache of `slots`."""
         if params.draft is None:
-            raise ValueError("params: Product needs its model's weights in Params.draft")
+            raise ValueError(f"params: {type(self).__name__} needs its model's weights in Params.draft")
         cache = self.model.init_cache(s.batch, slots)
         chunk = min(self.chunk, s.tokens.shape[1])
 
@@ -95,8 +85,8 @@ class Product(Sequential):
 
     def judge(self, state: Assistant, view: View, last: Array, logits: Array,
               process: Callable[[Array], Array]) -> tuple[Array, Array, WindowKV]:
-        """Candidates `i32[B, W]`, with which the product agrees `bool[B, W]`, and the assistant's entries of the
-        positions `start - 1 ..`.
+        """Candidates `i32[B, W]`, which of them the assistant agrees to `bool[B, W]`, and its entries of the positions
+        `start - 1 ..`.
 
         Args:
             last: `i32[B]` the token before the region. logits: `f32[B, W, V]` the diffusion model's.
@@ -113,11 +103,17 @@ class Product(Sequential):
         out = self.model.apply(state.weights, window, state.cache)
         own = out.logits()
         own = jnp.pad(own, ((0, 0), (0, 0), (0, max(V - own.shape[-1], 0))), constant_values=-jnp.inf)[..., :V]
-        # 0 times -inf is no number, and what the diffusion model cannot say the product cannot either
-        product = logits if self.weight == 1 else self.weight * jnp.where(logits == -jnp.inf, 0, logits) + \
-            (1 - self.weight) * own
-        chosen = draw(jnp.where(logits == -jnp.inf, -jnp.inf, product))
-        return jnp.where(jnp.isnan(own).any(-1), jnp.minimum(chosen, token), token), chosen == token, out.kv
+        broken = jnp.isnan(own).any(-1)
+        return jnp.where(broken, jnp.minimum(token, INVALID), token), self.verdict(token, logits, own, draw), out.kv
+
+    def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
+        """`bool[B, W]`: whether the candidates `token` are agreed to.
+
+        Args:
+            logits, own: `f32[B, W, V]` of the diffusion model and of this one.
+            draw: the policy's token from such logits, with the noise that drew the candidates.
+        """
+        raise NotImplementedError
 
     def settle(self, state: Assistant, kv: WindowKV, begun: Array, start: Array) -> Assistant:
         """After a step that moved the region from `begun` to `start` (`i32[B]`): the entries of what became final."""
@@ -127,13 +123,74 @@ class Product(Sequential):
 
 
 @dataclasses.dataclass(frozen=True)
+class Product(Judged):
+    """APD's judge: the token drawn from the product of both models is the same.
+
+    Attributes:
+        model: a `Model`, or what `decodax.load` gave.
+        weight: `R`, 0 to 1: 1 agrees with everything, 0 with the autoregressive model's own draws alone.
+        weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
+        chunk: prompt tokens a forward when it begins.
+    """
+
+    model: Any
+    weight: float = 0.7
+    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"weight: got {self.weight}, takes 0 to 1")
+
+    def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
+        # 0 times -inf is no number, and what the diffusion model cannot say the product cannot either
+        product = logits if self.weight == 1 else self.weight * jnp.where(logits == -jnp.inf, 0, logits) + \
+            (1 - self.weight) * own
+        return draw(jnp.where(logits == -jnp.inf, -jnp.inf, product)) == token
+
+
+@dataclasses.dataclass(frozen=True)
+class Guided(Judged):
+    """Guided diffusion (FlashDLM, Hu et al. 2025): an autoregressive model agrees to its own likeliest tokens.
+
+    Attributes:
+        model, weights, chunk: as in `Product`.
+        top: to so many of them; 1: the authors' "deterministic" rule, more: their "topk".
+    """
+
+    model: Any
+    top: int = 1
+    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top < 1:
+            raise ValueError(f"top: got {self.top}, takes 1 or more")
+
+    def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
+        likelihood = jnp.take_along_axis(own, jnp.maximum(token, 0)[..., None], -1)
+        # the mask token, which the diffusion model cannot say, has no place in the list
+        return ((own > likelihood) & (logits > -jnp.inf)).sum(-1) < self.top
+
+
+@dataclasses.dataclass(frozen=True)
 class Agreed(Rule):
-    """The first open position, and those that follow it up to the first on which the models disagree."""
+    """The first open position, and those that follow it up to the first on which the models disagree.
+
+    Attributes:
+        go_on: whether the run goes on behind a first position on which they disagree (APD), or is that one alone
+            (FlashDLM).
+    """
+
+    go_on: bool = True
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         assert seen.agreed is not None
         first = jnp.cumsum(view.active, 1) == 1
-        return jnp.cumprod(seen.agreed | first | ~view.active, 1).astype(bool)
+        agreed = seen.agreed | ~view.active
+        return first | jnp.cumprod(agreed | (first & self.go_on), 1).astype(bool)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,11 +36,12 @@ class Network:
                                          y[..., half:] * cos + y[..., :half] * sin], -1)
         return turn(q), turn(k), v
 
-    def attend(self, layer, q, k, v):
-        """What attention adds to the stream `[n, D]`, and its weights `[H, n, keys]`."""
+    def attend(self, layer, q, k, v, seen=True):
+        """What attention adds to the stream `[n, D]`, and its weights `[H, n, keys]`; `seen` is `[n, keys]`."""
         share = q.shape[1] // k.shape[1]
         k, v = np.repeat(k, share, 1), np.repeat(v, share, 1)
         scores = np.einsum("qhd,khd->hqk", q, k) * self.c.head_dim ** -0.5
+        scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights = weights / weights.sum(-1, keepdims=True)
         out = np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
@@ -60,7 +61,7 @@ class Network:
         logits = logits - logits.max(-1, keepdims=True)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
-    def forward(self, tokens, positions, cache=None):
+    def forward(self, tokens, positions, cache=None, seen=True):
         """Log-probabilities at `positions`. `cache`: keys and values `[layer][text, G, d]`, in which those of
         `positions` are replaced first and all are attended to; None: they are the text."""
         x, positions = self.embed(tokens), np.asarray(positions)
@@ -69,7 +70,7 @@ class Network:
         for i in self.layers:
             q, k, v = self.project(i, x, positions)
             cache[0][i][positions], cache[1][i][positions] = k, v
-            x = x + self.attend(i, q, cache[0][i], cache[1][i])[0]
+            x = x + self.attend(i, q, cache[0][i], cache[1][i], seen)[0]
             x = x + self.mlp(i, x)
         return self.log_probs(x)
 

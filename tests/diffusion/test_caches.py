@@ -1,18 +1,24 @@
 """Approximate caches against their published loops, written out in NumPy; each reads like its authors' code."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import decodax.diffusion as d
-from decodax.core import keys
+from decodax.core import drivers, keys
 from decodax.core.keys import Purpose
 from decodax.core.round import run
+from decodax.core.types import Params
 from decodax.diffusion import MaskedDiffusion
+from decodax.diffusion.systems import ENTRIES
+from decodax.io.load import LM
+from decodax.models.diffusion import Diffusion
 from tests.diffusion.network import Network
-from tests.laws.cases import MASK, decode, model, prompts, start, texts
+from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, start, texts
 
 NEW, BLOCK = 16, 8
 A = d.Adapter(MASK)
@@ -175,6 +181,23 @@ def dllm_cache(prompt, steps, of_prompt, of_response, ratio):
     return x[len(prompt):].tolist()
 
 
+def flashdlm(prompt, top, before):
+    """FlashDLM's guided loop with its sliding window; the guide is the same network, read causally."""
+    x, place, _ = blocks(prompt)
+    cache, start, steps = net().empty(len(x)), len(prompt), 0
+    while start < len(x):
+        where = place if steps == 0 else place[place >= start - before]
+        lp = net().forward(x[where], where, cache)
+        drafts = lp[where >= start].argmax(-1)
+        text = np.concatenate([x[:start], drafts])
+        guide = net().forward(text, place, seen=np.tri(len(x), dtype=bool))[start - 1:-1]
+        agreed = [(g > g[token]).sum() < top for g, token in zip(guide, drafts, strict=True)]
+        count = max(agreed.index(False) if False in agreed else len(agreed), 1)
+        x[start:start + count] = drafts[:count]
+        start, steps = start + count, steps + 1
+    return x[len(prompt):].tolist(), steps
+
+
 IDS = prompts(3, longest=9)
 QUOTA = dict(windows=d.Fixed(BLOCK), commit=d.Quota(5))
 EXACT = MaskedDiffusion(A, **QUOTA)
@@ -215,6 +238,19 @@ def test_frozen_is_freecache():
 def test_a_delay_without_end_is_recap():
     alg = MaskedDiffusion(A, d.Whole(NEW), commit=d.Quota(7), caching=d.Delayed(None, 3))
     assert made(alg)[0] == [recap(p, 7, 3) for p in IDS]
+
+
+def test_guided_and_frozen_is_flashdlm():
+    network, weights = model("llama")
+    lm = LM(network, weights, VOCABULARY)
+    alg = ENTRIES["flashdlm"].make(dataclasses.replace(lm, diffusion=Diffusion(MASK)), draft=lm, top=6, lookahead=NEW,
+                                   before=2, suffix=NEW)
+    params = Params(weights, weights)
+    _, _, chain, s = start(alg, "llama", IDS, {}, new=NEW, draft=weights)
+    s = drivers.advance(alg, network, params, chain, s, jnp.int32(99))
+    wanted = [flashdlm(p, 6, 2) for p in IDS]
+    assert (texts(s), np.asarray(s.stats.rounds).tolist()) == ([t for t, _ in wanted], [n for _, n in wanted])
+    assert max(n for _, n in wanted) < NEW
 
 
 def test_similarity_is_dllm_cache():

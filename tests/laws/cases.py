@@ -89,10 +89,10 @@ def prompts(rows: int, longest: int = 24, seed: int = 0) -> list[list[int]]:
 
 def start(alg: Any, which: str, ids: list[list[int]], policy: dict[str, Any], *, new: Any = 12, size: int = 64,
           seed: Any = 7, request: Any = None, eos: Any = None, width: int = 16, top_logprobs: int | None = None,
-          minimum: Any = 0) -> tuple[Any, Params, Any, State]:
+          minimum: Any = 0, draft: Any = None) -> tuple[Any, Params, Any, State]:
     """A prefilled state with everything that running it takes."""
     network, weights = model(which)
-    params = Params(weights)
+    params = Params(weights, draft)
     lengths = np.array([len(row) for row in ids], np.int32)
     tokens = np.zeros((len(ids), size), np.int32)
     for row, given in zip(tokens, ids, strict=True):

@@ -61,6 +61,7 @@ CASES = {
     "dkv-cache": ("shifted", dict(block=BLOCK, refresh=3, packed=(10,))),
     "freecache": ("full", dict(block=BLOCK, steps=3, suffix=8)),
     "dllm-cache": ("shifted", dict(block=BLOCK, prompt=5, response=3, size=NEW)),
+    "flashdlm": ("shifted", dict(top=3, lookahead=6, before=2, suffix=8)),
     "recap": ("full", dict(steps=5, every=3, size=NEW)),
 }
 FEW = ("fast-dllm", "sdlm")
