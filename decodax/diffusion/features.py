@@ -11,6 +11,7 @@ The network takes part layer by layer, through `Transformer.pieces`: `Reusing` i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +96,7 @@ class Reusing:
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
         base, config = self.model.init_cache(batch, capacity), self.model.config
         zeros = lambda: tuple(jnp.zeros((batch, capacity, config.width), base.keys[0].dtype) for _ in config.layers)
-        return FeatureCache(base=base, attention=zeros(), mlp=zeros())      # type: ignore[return-value]
+        return FeatureCache(base=base, attention=zeros(), mlp=zeros())
 
     def apply(self, params: Any, window: Window, cache: Any) -> Out:
         net, reuse, places = self.model.pieces(params), window.reuse, window.positions
@@ -113,8 +114,8 @@ class Reusing:
                 pick, put = self._choice(v, old_v, reuse, window.live)
                 visible = jnp.broadcast_to(window.visible(), (*places.shape, places.shape[1]))
                 seen = Keys(positions=pick(places), key_positions=places, seen=pick(visible), cached=window.cached)
-                added, (k, _) = net.attention(layer, pick(x), seen.positions,
-                                              self._attend(cache, seen, lambda k, o=old_k, put=put: put(o, k), v))
+                attend = self._attend(cache, seen, functools.partial(put, old_k), v)
+                added, (k, _) = net.attention(layer, pick(x), seen.positions, attend)
                 entry, added = (put(old_k, k), v), put(old_added, added)
                 x = x + added
                 more = put(old_more, net.mlp(layer, pick(x)))
@@ -140,11 +141,11 @@ class Reusing:
         chosen = ~reuse | (among & (rank(-similarity, among) < count[:, None]))
         widen = lambda rows, x: rows.reshape(*rows.shape, *[1] * (x.ndim - 2))
         if not self.gather:
-            return lambda x: x, lambda old, new: jnp.where(widen(chosen, new), new, old)
+            return (lambda x: x), (lambda old, new: jnp.where(widen(chosen, new), new, old))
         index = jnp.argsort(~chosen, axis=1, stable=True)[:, :max(int(v.shape[1] * self.ratio), 1)]
         target = jnp.where(take(chosen, index), index, v.shape[1])
-        return lambda x: take(x, index), lambda old, new: jax.vmap(
-            lambda row, at, new: row.at[at].set(new.astype(row.dtype), mode="drop"))(old, target, new)
+        put = jax.vmap(lambda row, at, new: row.at[at].set(new.astype(row.dtype), mode="drop"))
+        return (lambda x: take(x, index)), (lambda old, new: put(old, target, new))
 
 
 @dataclasses.dataclass(frozen=True)

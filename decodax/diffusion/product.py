@@ -62,7 +62,7 @@ class Judged(Sequential):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Model or what decodax.load gave")
 
     def bare(self) -> Any:
-        return dataclasses.replace(self, weights=None)      # type: ignore[type-var]
+        return dataclasses.replace(self, weights=None)      # type: ignore[call-arg]
 
     def begin(self, params: Params, s: State, slots: int) -> Assistant:
         """The prompts, all but their last tokens, in a cache of `slots`."""
