@@ -49,8 +49,8 @@ from decodax.diffusion.features import Similarity
 from decodax.diffusion.learned import Filter, Learned, TowardsEnd
 from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
 from decodax.diffusion.policies import Rule, Seen, View
-from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
-from decodax.diffusion.refreshes import Delayed, Frozen, Greedy, Vicinity
+from decodax.diffusion.product import Agreed, Guided, Lookahead, Product, Trailing
+from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
 from decodax.diffusion.revisions import Edit, Keep, MaskBottom, ReMDM, Renoise
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
@@ -61,10 +61,10 @@ from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whol
 
 __all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache", "BlockCausal",
            "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins", "Confidence",
-           "ConfidentPrefix", "Credit", "Delayed", "Delimited", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor",
-           "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap", "Greedy", "Keep", "Learned",
-           "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache",
-           "Noise", "Noisy", "Pipeline", "Pipelined", "Position", "Prefix", "Product", "Quota", "Random", "ReMDM",
-           "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding", "Stable", "Stats", "Steps",
-           "StopRule", "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing", "Tree", "Vicinity", "View",
-           "Whole", "WholeBlocks", "statistics"]
+           "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited", "Dual", "Edit", "EndOfText",
+           "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap", "Greedy",
+           "Guided", "Keep", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks",
+           "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline", "Pipelined", "Position", "Prefix", "Product", "Quota",
+           "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding", "Stable",
+           "Stats", "Steps", "StopRule", "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing", "Tree",
+           "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]

@@ -12,7 +12,7 @@ from decodax.diffusion.entries import CACHE, entry
 from decodax.diffusion.features import Similarity
 from decodax.diffusion.policies import Caching, Commit, Score
 from decodax.diffusion.product import Agreed, Guided
-from decodax.diffusion.refreshes import Delayed, Frozen, Greedy, Vicinity
+from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
 from decodax.diffusion.scores import Confidence, Noisy, Position, Random
 from decodax.diffusion.windows import Fixed, Sliding, Whole
 
@@ -49,7 +49,7 @@ def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block: i
         greedy = Greedy(quota, window, refresh or 2, (most,) if packed is None else packed)
         return MaskedDiffusion(a, Fixed(block), Random(once=True), quota, caching=greedy)
     return MaskedDiffusion(a, Fixed(block), Confidence(), quota,
-                           caching=Delayed(1, refresh or 8, (64, 128) if packed is None else packed))
+                           caching=DelayedTokens(1, refresh or 8, (64, 128) if packed is None else packed))
 
 
 FLASHDLM = "Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion"
@@ -80,7 +80,7 @@ def recap(lm: Any, steps: int = 24, every: int = 2, order: Literal["random", "co
     """`every`: steps from one full forward to the next, in between what was open in it is recomputed."""
     score: Score = Random() if order == "random" else Noisy(Confidence("policy"), choice_temperature, steps)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), score, Quota(steps, "cosine"),
-                           caching=Delayed(None, every, packed))
+                           caching=DelayedTokens(None, every, packed))
 
 
 @entry("dllm-cache", "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",

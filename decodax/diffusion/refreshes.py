@@ -73,7 +73,7 @@ class Frozen(Rewriting):
 
 
 @dataclasses.dataclass(frozen=True)
-class Delayed(Rewriting):
+class DelayedTokens(Rewriting):
     """dKV-Cache-Decode (Ma et al. 2025): a token's entries enter the cache a step after it was decided, since its own
     embedding changes most then. A narrow forward recomputes what is open, in the region and behind it, and what the
     last step decided. With logits that point to the next position, the positions before open ones count as open, as in
@@ -125,8 +125,8 @@ class Greedy(Rewriting):
         quota: which positions the step decides, by that score.
         window: open positions that are recomputed for each of them, by turns the nearest to its left and to its right.
         refresh: a wide forward whenever the region's step is a multiple of this.
-        packed: as in `Delayed`. A step of `q` commits recomputes `q * (2 + window)` positions at most, twice as many
-            under a model whose logits point to the next position.
+        packed: as in `DelayedTokens`. A step of `q` commits recomputes `q * (2 + window)` positions at most, and `q`
+            more where logits point to the next position.
     """
 
     quota: Quota = Quota()

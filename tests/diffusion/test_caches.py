@@ -211,7 +211,7 @@ def made(alg):
 
 @pytest.mark.parametrize("packed", [(), (20,)])
 def test_delayed_is_dkv_cache_decode(packed):
-    alg = MaskedDiffusion(A, **QUOTA, caching=d.Delayed(1, 4, packed))
+    alg = MaskedDiffusion(A, **QUOTA, caching=d.DelayedTokens(1, 4, packed))
     assert made(alg)[0] == [dkv_decode(p, 5, 4)[0] for p in IDS]
     assert made(alg)[0] != made(EXACT)[0]
 
@@ -236,7 +236,7 @@ def test_frozen_is_freecache():
 
 
 def test_a_delay_without_end_is_recap():
-    alg = MaskedDiffusion(A, d.Whole(NEW), commit=d.Quota(7), caching=d.Delayed(None, 3))
+    alg = MaskedDiffusion(A, d.Whole(NEW), commit=d.Quota(7), caching=d.DelayedTokens(None, 3))
     assert made(alg)[0] == [recap(p, 7, 3) for p in IDS]
 
 
@@ -261,7 +261,7 @@ def test_similarity_is_dllm_cache():
 
 
 def test_rounds_compute_no_more_than_the_published_loop():
-    alg = MaskedDiffusion(A, **QUOTA, caching=d.Delayed(1, 4, (20,)))
+    alg = MaskedDiffusion(A, **QUOTA, caching=d.DelayedTokens(1, 4, (20,)))
     wide, *_, narrow = alg.kinds
     computed = np.zeros(3, int)
 

@@ -51,7 +51,7 @@ WIDER = {
     "dual-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
                                             caching=diffusion.Dual()),
     "delayed-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
-                                               caching=diffusion.Delayed(1, 4, packed=(48,))),
+                                               caching=diffusion.DelayedTokens(1, 4, packed=(48,))),
     "feature-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
                                                caching=diffusion.Similarity(size=32)),
     "block-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1, attention=diffusion.BlockCausal(8)),
