@@ -129,7 +129,6 @@ class Job:
     def advance(self, seconds: float | None, rounds: int | None = None) -> None:
         """Runs to the end, or for about this long, or so many rounds."""
         clock = time.perf_counter()
-        before = int(np.asarray(self.state.stats.rounds).max())
         budget = int(np.asarray(self.state.max_length - self.state.length).max())
         # each round of a running row makes progress, at least one position in `emits` of a canvas
         bound = 2 * (budget + self.algorithm.emits) + 8
@@ -143,8 +142,9 @@ class Job:
         self.status = np.asarray(self.state.status)
         spent = time.perf_counter() - clock
         self.seconds += spent
-        done = int(np.asarray(self.state.stats.rounds).max()) - before
-        self.forwards += done
+        # the row that runs longest took part in each of them, or waited while rows of another kind did
+        stats = self.state.stats
+        self.forwards = int((np.asarray(stats.rounds) + np.asarray(stats.waited)).max())
         if self.running and whole:
             raise RuntimeError(f"{self.algorithm}: rows still running after {rounds} rounds; it makes no progress")
         if seconds is not None and spent < seconds:

@@ -107,8 +107,10 @@ def _record(s: State, d: Decision, lifted: Any, count: Array) -> Any:
 
 def _count(s: State, d: Decision) -> Stats:
     live = (s.running if d.idle is None else s.running & ~d.idle).astype(jnp.int32)
+    waits = s.running.astype(jnp.int32) - live
     none = jnp.zeros_like(live)
     drafted, accepted = (none if x is None else x for x in (d.drafted, d.accepted))
     decided = jax.nn.one_hot(d.count, s.stats.histogram.shape[1], dtype=jnp.int32)
     return Stats(rounds=s.stats.rounds + live, drafted=s.stats.drafted + live * drafted,
-                 accepted=s.stats.accepted + live * accepted, histogram=s.stats.histogram + live[:, None] * decided)
+                 accepted=s.stats.accepted + live * accepted, histogram=s.stats.histogram + live[:, None] * decided,
+                 waited=s.stats.waited + waits)

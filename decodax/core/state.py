@@ -39,12 +39,15 @@ class Stats(Struct):
         rounds: `i32[B]` target forwards that the row took part in.
         drafted, accepted: `i32[B]` draft tokens offered and accepted, before a stop cut the round short.
         histogram: `i32[B, M + 1]` rounds by number of tokens decided in them, before such a cut.
+        waited: `i32[B]` target forwards of the batch that the running row sat out. With `rounds` they are the batch's,
+            of the row that runs longest.
     """
 
     rounds: Array
     drafted: Array
     accepted: Array
     histogram: Array
+    waited: Array
 
 
 @struct
@@ -135,7 +138,7 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
             algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),
             stop=zero() if policy.stops is None else policy.stops.start(B),
             record=None if top_logprobs is None else empty_record((B, size + alg.emits), top_logprobs),
-            status=zero(), stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32)),
+            status=zero(), stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32), zero()),
             prompt_length=prompt_length, min_new=min_new, max_length=prompt_length + max_new, key=key)
         return s.replace(algo=alg.init(params, s))
 

@@ -11,6 +11,7 @@ import pytest
 import decodax.diffusion as d
 from decodax.cache import bidirectional
 from decodax.core import drivers
+from decodax.core.round import run
 from decodax.core.types import Params
 from decodax.diffusion.verifies import BranchExact, BranchSubset, Tree
 from decodax.policy import build
@@ -151,6 +152,31 @@ def test_a_loop_is_the_published_one(name, orders, threshold, follows):
             plain = [speculative(weights(seed), ids, [], threshold, follows) for ids in IDS]
             differ += plain != made
     assert not threshold or differ
+
+
+@pytest.mark.slow
+def test_forwards_are_counted_for_rows_and_for_the_batch():
+    """Rows whose blocks begin at different rounds wait for one another's wide forwards; the batch takes them all."""
+    alg = d.MaskedDiffusion(**RULES["freedave-dual"] | dict(commit=SURE))
+    tokens = np.zeros((3, SIZE), np.int32)
+    tokens[:, :5] = IDS
+    params, chain = Params(weights(7)), build(3, vocab_size=VOCABULARY, eos_token_id=None, temperature=0.0)
+    s = drivers.begin(alg, NETWORK, params, chain, jnp.asarray(tokens), np.full(3, 5, np.int32), size=SIZE,
+                      max_new=np.full(3, NEW, np.int32))
+    took = []
+
+    def loop(unfinished, body, carry):
+        body = jax.jit(body)
+        while bool(unfinished(carry)):
+            carry = body(carry)
+            took.append(np.asarray(carry[1].stats.rounds).tolist())
+        return carry
+
+    s = run(alg, NETWORK, params, chain, s, 200, loop=loop)
+    rounds, waited = np.asarray(s.stats.rounds), np.asarray(s.stats.waited)
+    assert waited.any() and (rounds + waited).max() == len(took)
+    alone = [decode(alg, weights(7), 0.0).stats.rounds[i] for i in range(3)]
+    assert rounds.tolist() == [int(x) for x in alone]
 
 
 def test_canvases_share_the_cache_and_cost_their_nodes():

@@ -157,7 +157,7 @@ class Realigned:
         zero = lambda: jnp.zeros_like(s.length)
         mine = s.replace(tokens=state.tokens, length=state.length, cache=cache, algo=None, policy=(None,), stop=zero(),
                          record=None, status=jnp.where(drafts, Status.RUNNING, Status.LENGTH).astype(jnp.int32),
-                         stats=Stats(zero(), zero(), zero(), jnp.zeros((s.batch, 2), jnp.int32)),
+                         stats=Stats(zero(), zero(), zero(), jnp.zeros((s.batch, 2), jnp.int32), zero()),
                          prompt_length=state.length, min_new=zero(), max_length=state.length + steps)
         for chunk, newest in ((64, 9), (8, 1)):     # a prompt, then the few tokens that a round adds
             mine = mine.replace(cache=catch_up(self.model, own.weights, mine, mine.cache, chunk, newest))

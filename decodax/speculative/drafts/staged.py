@@ -74,8 +74,9 @@ class Staged:
         model, inner = _own(params)
         cache = catch_up(self.draft.model, model, s, state.cache, self.draft.chunk, newest=1)
         zero = lambda: jnp.zeros_like(s.length)
+        decided = jnp.zeros((s.batch, self.inner.emits + 1), jnp.int32)
         mine = s.replace(cache=cache, algo=state.algo, record=None, max_length=s.length + self.length,
-                         stats=Stats(zero(), zero(), zero(), jnp.zeros((s.batch, self.inner.emits + 1), jnp.int32)))
+                         stats=Stats(zero(), zero(), zero(), decided, zero()))
         done = run(self.inner, self.draft.model, Params(model, inner), policy, mine, self.length)
         index = s.length[:, None] + jnp.arange(self.length)
         tokens = jnp.take_along_axis(done.tokens, jnp.minimum(index, s.tokens.shape[1] - 1), 1)
