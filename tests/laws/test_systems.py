@@ -95,7 +95,7 @@ def test_an_unknown_name_lists_near_ones():
 def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="'staged' needs a draft model; give draft="):
         system("staged")
-    with pytest.raises(ValueError, match="'uag' needs a model and a draft model; give lm=.* and draft="):
+    with pytest.raises(ValueError, match=r"'uag' needs a model and a draft model; give lm=.* and draft="):
         system("uag")
     with pytest.raises(ValueError, match="'prompt-lookup' takes no option 'k'; takes length=10, max_ngram=3"):
         system("prompt-lookup", k=3)
