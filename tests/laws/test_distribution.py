@@ -83,8 +83,8 @@ FLOORED = {"floored": dict(temperature=1.2, min_p=0.1)}
 class Rows:
     """What the lift reads of a state, for every prefix at once."""
 
-    def __init__(self, texts: np.ndarray, chain):
-        self.tokens = jnp.asarray(np.pad(texts, ((0, 0), (0, 1))), jnp.int32)
+    def __init__(self, texts, chain):
+        self.tokens = jnp.pad(texts, ((0, 0), (0, 1)))
         self.length = jnp.full(len(texts), texts.shape[1], jnp.int32)
         self.prompt_length = jnp.full(len(texts), len(PROMPT), jnp.int32)
         self.key = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(len(texts)))
@@ -97,13 +97,17 @@ def joint(policy: str) -> np.ndarray:
     network, weights = model("toy")
     total = np.ones((1,))
     prefixes = np.array([PROMPT])
+
+    @jax.jit
+    def follows(prefixes, chain):
+        rows = Rows(prefixes, chain)
+        window = causal(prefixes, jnp.zeros(len(prefixes), jnp.int32))
+        out = network.apply(weights, window, network.init_cache(len(prefixes), 0))
+        return chain.over(rows, window, out).log_probs(jnp.full((len(prefixes), 1), prefixes.shape[1] - 1))[:, 0]
+
     for _ in range(3):
         chain = build(len(prefixes), vocab_size=VOCABULARY, **(POLICIES | FLOORED)[policy])
-        rows = Rows(prefixes, chain)
-        window = causal(jnp.asarray(prefixes), jnp.zeros(len(prefixes), jnp.int32))
-        out = network.apply(weights, window, network.init_cache(len(prefixes), 0))
-        last = jnp.full((len(prefixes), 1), prefixes.shape[1] - 1)
-        p = np.exp(np.asarray(chain.over(rows, window, out).log_probs(last)[:, 0], np.float64))
+        p = np.exp(np.asarray(follows(jnp.asarray(prefixes, jnp.int32), chain), np.float64))
         total = (total[:, None] * p / p.sum(-1, keepdims=True)).reshape(-1)
         prefixes = np.concatenate([np.repeat(prefixes, VOCABULARY, 0),
                                    np.tile(np.arange(VOCABULARY), len(prefixes))[:, None]], 1)

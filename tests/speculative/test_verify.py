@@ -295,8 +295,7 @@ def drafts(draw, Q, shape, rows, distinct):
 
 
 CASES = {
-    "block": (Block(), Chain(2)), "k-seq-chain": (KSeq(), Chain(2)), "multi-round-chain": (MultiRound(), Chain(2)),
-    "k-seq-tree": (KSeq(), TREE), "multi-round-tree": (MultiRound(), TREE),
+    "block": (Block(), Chain(2)), "k-seq-tree": (KSeq(), TREE), "multi-round-tree": (MultiRound(), TREE),
     "multi-round-replacement-tree": (MultiRound(replacement=True), TREE),
     "block-certain": (Block(), Chain(2)), "multi-round-certain-tree": (MultiRound(), TREE),
 }
@@ -357,29 +356,30 @@ FLAT = [0.28, 0.26, 0.24, 0.22]          # H = 1.38, 0.3 exp(-H) = 0.075: that i
 def test_typical_asks_less_of_a_flat_distribution():
     assert chained(Typical(), [0, 3], [SHARP, FLAT, SHARP]) == ([0, 3, 0], 2)
     assert chained(Typical(), [1, 3], [SHARP, FLAT, SHARP]) == ([0], 0)                     # 0.06 < 0.09
-    assert chained(Typical(epsilon=0.05), [1, 3], [SHARP, FLAT, SHARP]) == ([1, 3, 0], 2)
+    assert chained(Typical(), [1, 3], [[0.85, 0.12, 0.02, 0.01], FLAT, SHARP]) == ([1, 3, 0], 2)
     assert chained(Typical(epsilon=0.5, delta=0.95), [0, 3], [SHARP, FLAT, SHARP]) == ([0, 0], 1)   # 0.22 < 0.239
     assert chained(Typical(), [0, 3], [SHARP, FLAT, SHARP], temperature=0) == ([0, 0], 1)   # greedy decoding
 
 
 def test_top_k_takes_ranks_and_margin_also_asks_for_a_log_probability():
     p = [[0.5, 0.3, 0.15, 0.05], [0.1, 0.6, 0.2, 0.1], [0.2, 0.2, 0.2, 0.4]]
+    near, third = [0.05, 0.64, 0.24, 0.07], [0.4, 0.3, 0.2, 0.1]
     for temperature in (1.0, 0.0):
         assert chained(TopK(2), [1, 2], p, temperature) == ([1, 2, 3], 2)
         assert chained(TopK(2), [2, 2], p, temperature) == ([0], 0)
-        assert chained(TopK(3), [2, 2], p, temperature) == ([2, 2, 3], 2)
+        assert chained(TopK(9), [2, 2], p, temperature) == ([2, 2, 3], 2)
         assert chained(Margin(beta=2, tau=1.0), [1, 2], p, temperature) == ([1, 1], 1)      # ln(0.6 / 0.2) = 1.099
-        assert chained(Margin(beta=2, tau=1.1), [1, 2], p, temperature) == ([1, 2, 3], 2)
-        assert chained(Margin(beta=2, tau=0.5), [1, 2], p, temperature) == ([0], 0)         # ln(0.5 / 0.3) = 0.511
+        assert chained(Margin(beta=2, tau=1.0), [1, 2], [p[0], near, p[2]], temperature) == ([1, 2, 3], 2)      # 0.981
+        assert chained(Margin(beta=2, tau=1.0), [2, 2], [third, near, p[2]], temperature) == ([0], 0)
     assert chained(Margin(beta=2, tau=1.0), [1, 2], p, 2.0) == ([1, 2, 3], 2)               # halved by the temperature
     assert chained(TopK(9), [2, 2], [[0.5, 0.5, 0, 0]] * 3) == ([0], 0)                     # a rank among the forbidden
 
 
 def test_distance_takes_neighbours_of_the_best_token():
-    p = [[0.1, 0.1, 0.7, 0.1], [0.4, 0.3, 0.3, 0], [0.1, 0.1, 0.1, 0.7]]
-    assert chained(Distance(1), [3, 1], p) == ([3, 1, 3], 2)
+    p = [[0.1, 0.1, 0.7, 0.1], [0.3, 0.4, 0, 0.3], [0.1, 0.1, 0.1, 0.7]]
+    assert chained(Distance(1), [3, 0], p) == ([3, 0, 3], 2)
     assert chained(Distance(1), [0, 1], p) == ([2], 0)
-    assert chained(Distance(3), [0, 3], p) == ([0, 0], 1)                                   # it is forbidden
+    assert chained(Distance(1), [3, 2], p) == ([3, 1], 1)                                   # it is forbidden
 
 
 def test_the_likeliest_of_the_longest_paths_holds():
