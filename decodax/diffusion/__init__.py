@@ -45,6 +45,7 @@ from decodax.diffusion.commits import (
     Threshold,
 )
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
+from decodax.diffusion.drift import Drift, Leading
 from decodax.diffusion.features import Similarity
 from decodax.diffusion.learned import Filter, Learned, TowardsEnd
 from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
@@ -61,10 +62,10 @@ from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whol
 
 __all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache", "BlockCausal",
            "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins", "Confidence",
-           "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited", "Dual", "Edit", "EndOfText",
+           "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited", "Drift", "Dual", "Edit", "EndOfText",
            "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap", "Greedy",
-           "Guided", "Keep", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks",
-           "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline", "Pipelined", "Position", "Prefix", "Product", "Quota",
-           "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding", "Stable",
-           "Stats", "Steps", "StopRule", "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing", "Tree",
-           "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]
+           "Guided", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion",
+           "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline", "Pipelined", "Position", "Prefix", "Product",
+           "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding",
+           "Stable", "Stats", "Steps", "StopRule", "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing",
+           "Tree", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]

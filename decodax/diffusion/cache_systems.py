@@ -8,12 +8,14 @@ from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching import Dual, NoCache, Prefix
 from decodax.diffusion.commits import Factor, Quota, Threshold
+from decodax.diffusion.drift import Drift, Leading
 from decodax.diffusion.entries import CACHE, entry
 from decodax.diffusion.features import Similarity
 from decodax.diffusion.policies import Caching, Commit, Score
 from decodax.diffusion.product import Agreed, Guided
 from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
 from decodax.diffusion.scores import Confidence, Noisy, Position, Random
+from decodax.diffusion.stops import FirstEnd
 from decodax.diffusion.windows import Fixed, Sliding, Whole
 
 
@@ -91,3 +93,17 @@ def dllm_cache(lm: Any, block: int = 32, steps: int | None = None, prompt: int =
     between."""
     return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Quota(steps),
                            caching=Similarity(prompt, response, ratio, size))
+
+
+@entry("elastic-cache", "Attention Is All You Need for KV Cache in Diffusion LLMs",
+       "Nguyen-Tri, Ranjan, Shen 2025",
+       "all sure ones of the first masks; entries are recomputed where attention moved", CACHE)
+def elastic_cache(lm: Any, window: int = 16, threshold: float = 0.9, gamma: float = 0.9,
+                  size: int | None = None) -> MaskedDiffusion:
+    """`window`: the masked positions of a forward. `gamma`: the least likeness of attention to that of the forward
+    before."""
+    a = Adapter.of(lm)
+    if a.mask is None or a.shift:
+        raise ValueError(f"lm: got {a}, takes a model with a mask token whose logits speak of their own position")
+    return MaskedDiffusion(a, Leading(size, window), commit=Threshold(threshold), caching=Drift(a.mask, window, gamma),
+                           stops=(FirstEnd(),))

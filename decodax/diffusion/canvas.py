@@ -62,7 +62,7 @@ def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
 
 def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
     """`look`, with the whole text beside the regions."""
-    return look(s, c, width, eos).replace(text=Text(open=c.open, when=c.when))
+    return look(s, c, width, eos).replace(text=Text(open=c.open, when=c.when, cache=s.cache))
 
 
 def cut(x: Array, start: Array, width: int) -> Array:

@@ -22,10 +22,12 @@ Memory = Any
 
 @struct
 class Text(Struct):
-    """The whole text of each row, by absolute position: `open` (`bool[B, N]`) and `when` (`i32[B, N]`) as in `View`."""
+    """The whole text of each row, by absolute position: `open` (`bool[B, N]`) and `when` (`i32[B, N]`) as in `View`;
+    and the model's `cache`."""
 
     open: Array
     when: Array
+    cache: Any
 
 
 @struct

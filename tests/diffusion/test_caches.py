@@ -198,6 +198,52 @@ def flashdlm(prompt, top, before):
     return x[len(prompt):].tolist(), steps
 
 
+def elastic(prompt, threshold, window, gamma):
+    """Elastic-Cache's generate_with_elastic_cache, and its attention."""
+    x, place, _ = blocks(prompt)
+    n, size = net(), len(x)
+    keys, values = n.empty(size)
+    streams = [np.zeros((size, n.c.width)) for _ in n.layers]
+    queries = [np.zeros((size, n.c.heads, n.c.head_dim)) for _ in n.layers]
+    tracked, fresh, steps, renewed = None, None, 0, 0
+    while (x == MASK).any():
+        masked = np.flatnonzero(x == MASK)
+        asked = masked[:window]
+        nodes = place if tracked is None else np.unique([*tracked, *fresh, *asked])
+        reset = -1 if tracked is None else len(n.layers)
+        stream, track = n.embed(x[nodes]), []
+        for i in n.layers:
+            if i > reset:
+                streams[i][:] = stream
+            else:
+                streams[i][nodes] = stream
+            where = place if i >= reset else nodes
+            stream = streams[i][where]
+            q, k, v = n.project(i, stream, where)
+            if i < reset:
+                then = n.attend(i, queries[i][tracked], keys[i], values[i])[1]
+            keys[i][where], values[i][where], queries[i][where] = k, v, q
+            added, weights = n.attend(i, q, keys[i], values[i])
+            if i < reset:
+                now = weights[:, np.searchsorted(where, tracked)]
+                alike = (now * then).sum(0) / np.linalg.norm(now, axis=0) / np.linalg.norm(then, axis=0)
+                if alike.mean() < gamma:
+                    reset = i + 1
+            attended = weights[:, np.searchsorted(where, asked)].sum((0, 1))
+            attended[masked] = -1
+            track.append(attended.argmax())
+            stream = stream + added
+            stream = stream + n.mlp(i, stream)
+        renewed += 0 if tracked is None else len(n.layers) - reset
+        lp = n.log_probs(stream)[np.searchsorted(where, asked)]
+        tracked = np.unique(track)
+        sure = lp.max(-1) >= min(np.log(threshold), lp.max())
+        fresh = asked[sure]
+        x[fresh] = lp.argmax(-1)[sure]
+        steps += 1
+    return x[len(prompt):].tolist(), steps, renewed
+
+
 IDS = prompts(3, longest=9)
 QUOTA = dict(windows=d.Fixed(BLOCK), commit=d.Quota(5))
 EXACT = MaskedDiffusion(A, **QUOTA)
@@ -251,6 +297,17 @@ def test_guided_and_frozen_is_flashdlm():
     wanted = [flashdlm(p, 6, 2) for p in IDS]
     assert (texts(s), np.asarray(s.stats.rounds).tolist()) == ([t for t, _ in wanted], [n for _, n in wanted])
     assert max(n for _, n in wanted) < NEW
+
+
+@pytest.mark.parametrize("gamma", [0.998])
+def test_drift_is_elastic_cache(gamma):
+    alg = MaskedDiffusion(A, d.Leading(NEW, 5), commit=d.Threshold(0.2), caching=d.Drift(MASK, 5, gamma))
+    s = decode(alg, "llama", IDS, {}, new=NEW)
+    wanted = [elastic(p, 0.2, 5, gamma) for p in IDS]
+    got = texts(s), np.asarray(s.stats.rounds).tolist(), np.asarray(s.cache.renewals).tolist()
+    assert got == tuple(list(column) for column in zip(*wanted, strict=True))
+    # some forwards drifted and some did not
+    assert all(0 < renewals < steps - 1 for _, steps, renewals in wanted)
 
 
 def test_similarity_is_dllm_cache():

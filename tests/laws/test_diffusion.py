@@ -62,6 +62,7 @@ CASES = {
     "freecache": ("full", dict(block=BLOCK, steps=3, suffix=8)),
     "dllm-cache": ("shifted", dict(block=BLOCK, prompt=5, response=3, size=NEW)),
     "flashdlm": ("shifted", dict(top=3, lookahead=6, before=2, suffix=8)),
+    "elastic-cache": ("full", dict(window=4, threshold=0.15, gamma=0.998, size=NEW)),
     "recap": ("full", dict(steps=5, every=3, size=NEW)),
 }
 FEW = ("fast-dllm", "sdlm")
@@ -190,7 +191,7 @@ def test_the_compiled_loop_is_the_python_loop_bit_for_bit(name):
 
 
 # ReMDM goes on behind it, Learn2PD looks for it ahead
-@pytest.mark.parametrize("name", [n for n in ENTRIES if n not in ("remdm", "learn2pd", "d3llm")])
+@pytest.mark.parametrize("name", [n for n in ENTRIES if n not in ("remdm", "learn2pd", "d3llm", "elastic-cache")])
 def test_a_row_ends_with_its_first_end_of_sequence(name):
     whole = texts(free(name))
     ends = [row[5] for row in whole]
