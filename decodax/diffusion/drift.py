@@ -76,6 +76,8 @@ class TrackingCache(Struct):
         return self.base.attend(layer, q, k, v, window, **options)
 
     def commit(self, kv: Any, slots: Array) -> TrackingCache:
+        # writes that did not wait for the attention that is looked at here would copy what it reads
+        slots = jnp.where((kv.track >= 0).all(1, keepdims=True), slots, -1)
         at, ran = jnp.where(slots >= 0, slots, self.capacity), (slots >= 0).any(1)
         put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
         both = lambda caches, news: tuple(put(x, new, at) for x, new in zip(caches, news, strict=True))
@@ -94,6 +96,14 @@ class TrackingCache(Struct):
     def select(self, rows: Array) -> TrackingCache:
         rest = jax.tree.map(lambda x: x[rows], self.replace(base=None))
         return rest.replace(base=self.base.select(rows))
+
+
+def _scores(q: Array, keys: Array) -> Array:
+    """`f32[B, H, n, S]` of queries `f[B, n, H, d]` to keys `f[B, G, S, d]`."""
+    (B, n, H, d), G = q.shape, keys.shape[1]
+    grouped = q.reshape(B, n, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, d)
+    scores = jnp.einsum("bgqd,bgsd->bgqs", grouped, keys, preferred_element_type=jnp.float32)
+    return scores.reshape(B, H, n, -1)
 
 
 def _renew(caches: tuple[Array, ...], text: tuple[Array, ...], rows: Array) -> tuple[Array, ...]:
@@ -160,6 +170,8 @@ class Tracking:
         text = text if self.whole else text | window.cached
         asks = window.live & (window.tokens == self.mask)
         asks = asks & (jnp.cumsum(asks, 1) <= self.window)
+        asking = jnp.argsort(~asks, axis=1, stable=True)[:, :self.window]
+        asked = take(asks, asking)
 
         x, whole = net.embed(window.tokens, places), jnp.zeros((B, S, net.network.c.width))
         # rows whose layer runs for the whole text, and those of which the layer below did
@@ -176,13 +188,14 @@ class Tracking:
             x = x + net.mlp(layer, x)
             q, scale = held.queries, held.scale
             node = lambda q, k=k, layer=layer, scale=scale: self._rows(q, k, at, cache, layer, text, scale)
-            weights = node(q)
-            if not self.whole:
-                entering = put(cache.streams[layer], at, before)
-                starts = jnp.where(going[:, None, None], whole, entering)
-
-                def run(layer: int = layer, starts: Array = starts) -> tuple[Array, ...]:
-                    held = Held(cache, beside)
+            if self.whole:
+                weights = self._weights(take(q, asking), k.swapaxes(1, 2), window.live, scale)[..., :S]
+            else:
+                weights = node(take(q, asking))
+                def run(layer: int = layer, before: Array = before, whole: Array = whole,
+                        going: Array = going) -> tuple[Array, ...]:
+                    entering = put(cache.streams[layer], at, before)
+                    starts, held = jnp.where(going[:, None, None], whole, entering), Held(cache, beside)
                     added, (k, v) = net.attention(layer, starts, all_places, held)
                     y = starts + added
                     return y + net.mlp(layer, y), k, v, starts, held.queries
@@ -191,13 +204,14 @@ class Tracking:
                 after, *entries = lax.cond(full.any(), run, none)
                 texts.append(tuple(entries))
                 renewed.append(full)
-                again = self._weights(take(entries[3], jnp.minimum(places, S - 1)), entries[0], text, scale)
+                asks_at = jnp.minimum(take(places, asking), S - 1)
+                again = self._weights(take(entries[3], asks_at), entries[0].swapaxes(1, 2), text, scale)
                 weights = jnp.where(full[:, None, None, None], again, weights)
                 x = jnp.where(full[:, None, None], take(after, jnp.minimum(places, S - 1)), x)
                 renewals = renewals + full
                 drifts = ~full & (self._likeness(cache, layer, q, places, node, text, scale) < self.gamma)
                 whole, going, full = after, full, full | drifts
-            column = jnp.where(asks[:, None, :, None], weights, 0).sum((1, 2))
+            column = jnp.where(asked[:, None, :, None], weights, 0).sum((1, 2))
             track.append(jnp.argmax(jnp.where(masked | ~text, -1, column), 1).astype(jnp.int32))
             kv.append((k, v))
             streams.append(before)
@@ -208,27 +222,25 @@ class Tracking:
             renewals=renewals))
 
     def _weights(self, q: Array, keys: Array, text: Array, scale: float) -> Array:
-        """Attention weights `f32[B, H, n, S]` of queries `f[B, n, H, d]` to keys `f[B, S, G, d]`."""
-        share = q.shape[2] // keys.shape[2]
-        scores = jnp.einsum("bnhd,bshd->bhns", q, jnp.repeat(keys, share, 2), preferred_element_type=jnp.float32)
-        return jax.nn.softmax(jnp.where(text[:, None, None], scores * scale, -1e30), -1)
+        """Attention weights `f32[B, H, n, S]` of queries `f[B, n, H, d]` to keys `f[B, G, S, d]`."""
+        return self._softmax(_scores(q, keys), text, scale)
 
     def _rows(self, q: Array, k: Array, at: Array, cache: Any, layer: int, text: Array, scale: float) -> Array:
-        """The same to the cached keys, with `k` in place of those of the nodes."""
-        share = q.shape[2] // k.shape[2]
-        scores = lambda spec, keys: jnp.einsum(spec, q, keys, preferred_element_type=jnp.float32)
-        old = scores("bnhd,bhsd->bhns", jnp.repeat(cache.base.keys[layer], share, 1))
-        new = scores("bnhd,bshd->bhns", jnp.repeat(k, share, 2))
+        """The same to the cached keys, with `k` (`f[B, W, G, d]`) in place of those of the nodes."""
+        old = _scores(q, cache.base.keys[layer])
+        new = _scores(q, k.swapaxes(1, 2))
         joined = jax.vmap(lambda row, at, new: row.at[..., at].set(new, mode="drop"))(old, at, new)
-        return jax.nn.softmax(jnp.where(text[:, None, None], joined * scale, -1e30), -1)
+        return self._softmax(joined, text, scale)
+
+    def _softmax(self, scores: Array, text: Array, scale: float) -> Array:
+        return jax.nn.softmax(jnp.where(text[:, None, None], scores * scale, -1e30), -1)
 
     def _likeness(self, cache: Any, layer: int, q: Array, places: Array, node: Any, text: Array, scale: float) -> Array:
         """`f32[B]`: how alike the tracked tokens' attention and that of the forward before are."""
         tracked = cache.track
         index = jnp.argmax(places[:, None, :] == tracked[:, :, None], 2)
         now = node(take(q, index))
-        keys = cache.base.keys[layer].swapaxes(1, 2)
-        then = self._weights(take(cache.queries[layer], tracked), keys, text, scale)
+        then = self._weights(take(cache.queries[layer], tracked), cache.base.keys[layer], text, scale)
         length = jnp.sqrt(jnp.square(now).sum(1) * jnp.square(then).sum(1))
         alike = (now * then).sum(1) / jnp.maximum(length, 1e-8)         # [B, L, S]
         first = jnp.argmax(tracked[:, :, None] == tracked[:, None, :], 2) == jnp.arange(tracked.shape[1])

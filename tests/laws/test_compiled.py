@@ -54,9 +54,6 @@ WIDER = {
                                                caching=diffusion.DelayedTokens(1, 4, packed=(48,))),
     "feature-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
                                                caching=diffusion.Similarity(size=32)),
-    "tracking-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Leading(32, 8),
-                                                commit=diffusion.Threshold(),
-                                                caching=diffusion.Drift(VOCABULARY - 1, 8)),
     "block-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1, attention=diffusion.BlockCausal(8)),
                                              diffusion.Fixed(8, aligned=True), caching=diffusion.BlockCache()),
     "adaptive": Adaptive((NOTHING, Speculative(PromptLookup(length=4), shape=Chain(2)),
@@ -93,6 +90,14 @@ def test_no_round_copies_the_cache(algorithm, driver, batch):
     program = parse(compiled((ALGORITHMS | WIDER)[algorithm], batch, driver).as_text())
     assert program.loops()
     assert copies_in_loops(program, batch * ENTRIES) == []
+
+
+def test_a_cache_that_renews_layers_copies_what_it_computed_and_nothing_that_it_held():
+    """What it computes of a layer has the size of the cache, so the law above cannot tell them apart."""
+    alg = diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Leading(32, 8),
+                                    commit=diffusion.Threshold(), caching=diffusion.Drift(VOCABULARY - 1, 8))
+    found = copies_in_loops(parse(compiled(alg, 8).as_text()), 8 * ENTRIES)
+    assert [x for x in found if x.opcode == "copy" and "(%get-tuple-element" in x.text] == []
 
 
 def test_a_write_that_does_not_wait_for_the_readers_is_seen_to_copy():
