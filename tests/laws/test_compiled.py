@@ -25,7 +25,7 @@ from decodax.policy import build
 from decodax.sharding import lanes, place
 from decodax.sharding.report import callbacks, collectives, copies, parse
 from decodax.speculative import NOTHING, Adaptive, Automatic, Rejection, Speculative
-from decodax.speculative.drafts import DraftModel, Lookahead, PromptLookup, TokenRecycling
+from decodax.speculative.drafts import DraftModel, DynamicExit, LayerSkip, Lookahead, PromptLookup, TokenRecycling
 from decodax.speculative.shapes import Chain, Fixed
 from tests.laws import cases
 
@@ -48,6 +48,8 @@ WIDER = {
     "draft-tree": Speculative(DraftModel(NETWORK), shape=Fixed.balanced(2, 2)),
     "recycling": Speculative(TokenRecycling(Fixed.balanced(2, 2), k=2)),
     "lookahead": Speculative(Lookahead(3, 3, 2)),
+    "layerskip": Speculative(LayerSkip.exit(NETWORK, 1), shape=Chain(3)),
+    "del": Speculative(DynamicExit(NETWORK, most=3)),
     "dual-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
                                             caching=diffusion.Dual()),
     "delayed-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
