@@ -34,6 +34,7 @@ from decodax.diffusion.canvas import Canvas
 from decodax.diffusion.commits import (
     All,
     Ancestral,
+    Anchored,
     AtLeast,
     BlockQuota,
     Coins,
@@ -60,12 +61,12 @@ from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps, Sto
 from decodax.diffusion.verifies import BranchExact, BranchSubset, Sequential, Tree
 from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
-__all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache", "BlockCausal",
-           "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins", "Confidence",
-           "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited", "Drift", "Dual", "Edit", "EndOfText",
-           "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap", "Greedy",
-           "Guided", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion",
-           "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline", "Pipelined", "Position", "Prefix", "Product",
-           "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding",
-           "Stable", "Stats", "Steps", "StopRule", "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing",
-           "Tree", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]
+__all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anchored", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache",
+           "BlockCausal", "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins",
+           "Confidence", "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited", "Drift", "Dual", "Edit",
+           "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap",
+           "Greedy", "Guided", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom",
+           "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline", "Pipelined", "Position",
+           "Prefix", "Product", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential",
+           "Similarity", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlocks", "Template", "Threshold",
+           "TowardsEnd", "Trailing", "Tree", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import Dual, NoCache, Prefix
-from decodax.diffusion.commits import Factor, Quota, Threshold
+from decodax.diffusion.caching import Dual, Prefix
+from decodax.diffusion.commits import Anchored, Factor, Quota, Threshold
 from decodax.diffusion.drift import Drift, Leading
 from decodax.diffusion.entries import CACHE, entry
 from decodax.diffusion.features import Similarity
@@ -23,10 +23,14 @@ from decodax.diffusion.windows import Fixed, Sliding, Whole
        "Wu et al. 2025", "all sure positions at once, approximate prefix or dual cache refreshed at each block", CACHE)
 def fast_dllm(lm: Any, block: int = 32, threshold: float = 0.9, factor: float | None = None,
               cache: Literal["dual", "prefix", "none"] = "dual", suffix: int = 256) -> MaskedDiffusion:
-    """`factor` in the threshold's place takes the paper's factor rule. `suffix`: see `Prefix`."""
-    caching: Caching = {"dual": Dual(), "prefix": Prefix(suffix=suffix), "none": NoCache()}[cache]
+    """`factor` in the threshold's place takes the paper's factor rule. `suffix`: see `Prefix`. With a cache, a model
+    whose logits point to the next position decides as the authors' code for Dream does: see `Anchored`."""
+    a = Adapter.of(lm)
     commit: Commit = Threshold(threshold) if factor is None else Factor(factor)
-    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=commit, caching=caching)
+    if cache == "none":
+        return MaskedDiffusion(a, Fixed(block), commit=commit)
+    caching: Caching = Dual(anchored=a.shift) if cache == "dual" else Prefix(anchored=a.shift, suffix=suffix)
+    return MaskedDiffusion(a, Fixed(block), commit=Anchored(commit) if a.shift else commit, caching=caching)
 
 
 @entry("dinfer-vicinity", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",

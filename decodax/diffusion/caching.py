@@ -61,9 +61,12 @@ class Dual(CacheRule):
 
     Attributes:
         refresh: a wide forward also every so many steps; 1: each forward is one, as without a cache.
+        anchored: where logits point to the next position, do not recompute the one before the region, which predicts
+            the region's first: wide forwards must commit that one (Fast-dLLM's code for Dream; see `Anchored`).
     """
 
     refresh: int | None = None
+    anchored: bool = False
     approximate = True
 
     def __post_init__(self) -> None:
@@ -73,6 +76,9 @@ class Dual(CacheRule):
     def stale(self, view: View, memory: Memory) -> Array:
         begins = (view.step == 0) | (view.refreshed < 0)
         return begins if self.refresh is None else begins | (view.round - view.refreshed >= self.refresh)
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        return span(view, 0 if self.anchored else left, view.positions.shape[1])
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
         return ~valid       # in wide rounds everything, in narrow ones nothing
@@ -90,7 +96,7 @@ class Prefix(Dual):
     suffix: int = 256
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
-        return span(view, left, max(self.suffix, view.positions.shape[1]))
+        return span(view, 0 if self.anchored else left, max(self.suffix, view.positions.shape[1]))
 
 
 @dataclasses.dataclass(frozen=True)

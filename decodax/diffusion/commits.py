@@ -298,3 +298,20 @@ def number(view: View, block: int) -> Array:
 def current(view: View, block: int) -> Array:
     """`i32[R]`: the first block with open positions, or a large number."""
     return jnp.where(view.masked, number(view, block), view.positions.shape[1]).min(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchored(Rule):
+    """A region's first position in its first step, however sure, and nothing else; then as `rule` says (Fast-dLLM's
+    code for Dream, where the cached forwards of a block do not reach what predicts its first position)."""
+
+    rule: Any
+
+    @property
+    def of(self) -> str:      # type: ignore[override]
+        return self.rule.of
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        first = view.active & (view.positions == view.start[:, None])
+        return jnp.where((view.step == 0)[:, None] & first.any(1, keepdims=True), first,
+                         self.rule(view, seen, score, memory))

@@ -181,6 +181,25 @@ def dllm_cache(prompt, steps, of_prompt, of_response, ratio):
     return x[len(prompt):].tolist()
 
 
+def fast_dllm_dream(prompt, threshold, dual):
+    """Fast-dLLM's generation_utils_block.py for Dream, whose logits point to the next position."""
+    x, place, among = blocks(prompt)
+    forwards = 0
+    shifted = lambda lp: np.concatenate([lp[:1], lp[:-1]])
+    for block in among:
+        cache = net().empty(len(x))
+        lp, first = shifted(net().forward(x, place, cache)), place[block][0]
+        x[first], forwards = lp[first].argmax(), forwards + 1
+        where = place[block] if dual else place[place >= first]
+        while (x[block] == MASK).any():
+            lp = shifted(net().forward(x[where], where, cache))[:BLOCK]
+            open = x[block] == MASK
+            sure = int((lp.max(-1)[open] >= np.log(threshold)).sum())
+            commit(x, lp, place[block], block, max(sure, 1))
+            forwards += 1
+    return x[len(prompt):].tolist(), forwards
+
+
 def flashdlm(prompt, top, before):
     """FlashDLM's guided loop with its sliding window; the guide is the same network, read causally."""
     x, place, _ = blocks(prompt)
@@ -297,6 +316,14 @@ def test_guided_and_frozen_is_flashdlm():
     wanted = [flashdlm(p, 6, 2) for p in IDS]
     assert (texts(s), np.asarray(s.stats.rounds).tolist()) == ([t for t, _ in wanted], [n for _, n in wanted])
     assert max(n for _, n in wanted) < NEW
+
+
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
+    lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True))
+    alg = ENTRIES["fast-dllm"].make(lm, block=BLOCK, threshold=0.2, cache=cache, suffix=NEW)
+    wanted = [fast_dllm_dream(p, 0.2, cache == "dual") for p in IDS]
+    assert made(alg) == ([text for text, _ in wanted], [n for _, n in wanted])
 
 
 @pytest.mark.parametrize("gamma", [0.998])
