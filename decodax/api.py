@@ -36,7 +36,8 @@ def generate(lm: LM, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int 
         prompts: a text, a list of texts, a list of id lists, a chat or a list of chats.
         max_new_tokens: tokens to make at most; default the model's generation config, or 64. One for all rows or one
             for each prompt, as `min_new_tokens` (an end of sequence does not count before it) and `seed`.
-        algorithm: the decoding method; default plain autoregressive decoding.
+        algorithm: the decoding method; default plain autoregressive decoding, and for a model that fills masks one
+            position a round, the surest first.
         seed: addresses every draw, together with the request's id and the token's position.
         num_samples: continuations of each prompt; the prompt is prefilled once.
         stop: strings that end a row, found also across token borders; the text returned ends before them.

@@ -11,8 +11,8 @@ import numpy as np
 
 from decodax.api import CHUNK, Prompt, _each, _ids
 from decodax.core.types import Algorithm
-from decodax.diffusion import Adapter, MaskedDiffusion, Template
-from decodax.diffusion.entries import blocks
+from decodax.diffusion import MaskedDiffusion, Template
+from decodax.diffusion.entries import default
 from decodax.io.load import LM
 from decodax.job import Job
 from decodax.result import Result
@@ -64,10 +64,7 @@ def infill(lm: LM, pieces: Sequence[Piece] | Sequence[Sequence[Piece]], *, algor
         ValueError: a model or an algorithm that does not fill masks, a text without a gap, or without anything before
             its first gap where the model has no BOS token.
     """
-    adapter = Adapter.of(lm)
-    if algorithm is None:
-        windows, caching = blocks(adapter, None)
-        algorithm = MaskedDiffusion(adapter, windows, caching=caching)
+    algorithm = algorithm or default(lm)
     mask = algorithm.adapter.mask if isinstance(algorithm, MaskedDiffusion) else None
     if not isinstance(algorithm, MaskedDiffusion) or mask is None:
         raise ValueError(f"algorithm: got {algorithm}, takes a sampler of masked diffusion")
@@ -179,9 +176,7 @@ class Watch(Iterator[Frame]):
                  chunk: int = CHUNK, **sampling: Any):
         if every < 1:
             raise ValueError(f"every: got {every}, takes 1 or more")
-        if algorithm is None:
-            windows, caching = blocks(Adapter.of(lm), None)
-            algorithm = MaskedDiffusion(Adapter.of(lm), windows, caching=caching)
+        algorithm = algorithm or default(lm)
         if not isinstance(algorithm, MaskedDiffusion):
             raise ValueError(f"algorithm: got {algorithm}, takes a sampler of masked diffusion")
         ids = _ids(lm, prompt)

@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from decodax import __version__
 
 if TYPE_CHECKING:
     from decodax.compare import Comparison, Contender
-    from decodax.core.types import Algorithm
     from decodax.io.load import LM
     from decodax.result import Result
 
@@ -67,17 +66,6 @@ SAMPLING: list[tuple[str, type, str]] = [
     ("no_repeat_ngram_size", int, "no n-gram of this size comes twice"),
 ]
 
-# flags of algorithms other than the plain one: name, parser of the value, which algorithms take it, what it does
-DRAFTING = ("prompt-lookup",)
-ALGORITHM_FLAGS: list[tuple[str, Any, tuple[str, ...], str]] = [
-    ("draft_length", int, DRAFTING, "most tokens drafted a round (default 7)"),
-    ("max_ngram", int, ("prompt-lookup",), "longest n-gram looked up (default 3)"),
-    ("min_ngram", int, ("prompt-lookup",), "shortest n-gram looked up (default 1)"),
-    ("verify", str, DRAFTING, "seed-exact: the very tokens of plain sampling with this seed (default); "
-                              "rejection: the same distribution"),
-]
-ALGORITHMS = ("autoregressive", "prompt-lookup")
-VERIFIERS = ("seed-exact", "rejection")
 TASKS = ("copy-edit", "completion", "sampled")
 
 
@@ -110,14 +98,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(args: argparse.Namespace) -> None:
     """Continues one prompt."""
     prompt = _prompt(args)
-    algorithm = _algorithm(args)
     options = _sampling(args)
     _prepare_jax()
     import decodax as dx
 
     with _naming_the_argument():
-        options["algorithm"] = algorithm() if algorithm else None
+        named = _system(args.algorithm) if args.algorithm else None
     lm = dx.load(args.model, dtype=args.dtype)
+    if named:
+        name, choices = named
+        draft = dx.load(args.draft) if dx.systems.SYSTEMS[name].drafts else None
+        with _naming_the_argument():
+            options["algorithm"] = dx.system(name, lm, draft, **choices)
     given: Any = prompt
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
@@ -221,28 +213,32 @@ def _show(found: Comparison, args: argparse.Namespace) -> None:
 
 
 def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What each `NAME[:OPTION=VALUE,...]` asks for: the system's name and its options."""
-    from decodax.systems import SYSTEMS, system
+    """What each `NAME[:OPTION=VALUE,...]` asks for; "all" is every system that is measured against plain decoding."""
+    from decodax.systems import SYSTEMS
 
     every = [name for name, entry in SYSTEMS.items()
              if name != "autoregressive" and entry.needs != "samples" and "diffusion" not in entry.needs]
-    chosen: dict[str, tuple[str, dict[str, Any]]] = {}
-    for given in [x for name in names for x in (every if name == "all" else [name])]:
-        name, _, text = given.partition(":")
-        if name not in SYSTEMS:
-            system(name)                                    # raises, and lists near ones
-        try:
-            call: Any = ast.parse(f"dict({text})", mode="eval").body
-            options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-            if call.args or None in options:
-                raise ValueError("a value without a name")
-        except (SyntaxError, ValueError, AttributeError) as error:
-            raise ValueError(f"{given}: takes NAME:OPTION=VALUE,... with numbers or tuples of them") from error
-        if unknown := sorted(options.keys() - SYSTEMS[name].options.keys()):
-            raise ValueError(f"{given}: takes no option {unknown[0]}; takes "
-                             f"{', '.join(SYSTEMS[name].options) or 'none'}")
-        chosen[given] = name, options
-    return chosen
+    return {given: _system(given) for name in names for given in (every if name == "all" else [name])}
+
+
+def _system(given: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of `NAME[:OPTION=VALUE,...]`."""
+    from decodax.systems import SYSTEMS, system
+
+    name, _, text = given.partition(":")
+    if name not in SYSTEMS:
+        system(name)                                    # raises, and lists near ones
+    try:
+        call: Any = ast.parse(f"dict({text})", mode="eval").body
+        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or None in options:
+            raise ValueError("a value without a name")
+    except (SyntaxError, ValueError, AttributeError) as error:
+        raise ValueError(f"{given}: takes NAME:OPTION=VALUE,... with numbers or tuples of them") from error
+    if unknown := sorted(options.keys() - SYSTEMS[name].options.keys()):
+        raise ValueError(f"{given}: takes no option {unknown[0]}; takes "
+                         f"{', '.join(SYSTEMS[name].options) or 'none'}")
+    return name, options
 
 
 def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
@@ -353,12 +349,11 @@ def _parser() -> argparse.ArgumentParser:
                    help="any other sampling argument of decodax.generate, as JSON; may be given several times")
 
     g = p.add_argument_group("algorithm")
-    g.add_argument("-a", "--algorithm", choices=ALGORITHMS, default="autoregressive",
-                   help="autoregressive: a token a forward (default); prompt-lookup: drafts from the text so far")
-    for name, kind, users, text in ALGORITHM_FLAGS:
-        choices = VERIFIERS if name == "verify" else None
-        g.add_argument(_flag(name), type=kind, choices=choices, metavar=None if choices else "N",
-                       help=f"{text} [{', '.join(users)}]")
+    g.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]",
+                   help="a system of `decodax systems`, such as prompt-lookup:length=5; default: plain decoding, or a "
+                        "position a round where the model fills masks")
+    g.add_argument("--draft", default="pycode-draft", metavar="MODEL",
+                   help="the draft model, for systems that need one (default: pycode-draft)")
 
     p = commands.add_parser("systems", parents=[common], help="the published decoding systems here", epilog=EXIT_CODES,
                             description="Lists the decoding systems, their guarantee and what they need.")
@@ -423,26 +418,6 @@ def _prompt(args: argparse.Namespace) -> str:
         return sys.stdin.read() if args.file in (None, "-") else Path(args.file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"the prompt is not UTF-8 text: {error}") from error
-
-
-def _algorithm(args: argparse.Namespace) -> Callable[[], Algorithm] | None:
-    """What builds the algorithm once JAX is there; None is plain decoding."""
-    given = {name: getattr(args, name) for name, *_ in ALGORITHM_FLAGS if getattr(args, name) is not None}
-    for name, _, users, _ in ALGORITHM_FLAGS:
-        if name in given and args.algorithm not in users:
-            raise UsageError(f"{_flag(name)} is for --algorithm {' or '.join(users)}, got {args.algorithm}")
-    if args.algorithm == "autoregressive":
-        return None
-
-    def build() -> Algorithm:
-        import decodax as dx
-
-        verify = dx.Rejection() if given.pop("verify", None) == "rejection" else dx.SeedExact()
-        if "draft_length" in given:
-            given["length"] = given.pop("draft_length")
-        return dx.Speculative(draft=dx.drafts.PromptLookup(**given), verify=verify)
-
-    return build
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:

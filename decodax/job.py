@@ -19,6 +19,7 @@ from decodax.core import drivers, keys
 from decodax.core.state import State, Status
 from decodax.core.stops import StopTable, stop_strings
 from decodax.core.types import Algorithm, Params
+from decodax.diffusion.entries import default as fills
 from decodax.io.load import LM
 from decodax.policy import Policy, from_generation_config
 from decodax.policy.guidance import guide
@@ -52,7 +53,11 @@ class Job:
               guidance_scale: float | None, sampling: dict[str, Any], given: list[list[int]] | None = None) -> Job:
         """Builds the policy, prefills the prompts and fans out the samples. `given`: what stands behind the prompts in
         the token buffer, for canvases that read it (`Template`)."""
-        algorithm = algorithm or Autoregressive()
+        if algorithm is None:
+            algorithm = Autoregressive() if lm.diffusion is None else fills(lm)
+        elif lm.diffusion is not None and lm.diffusion.attention == "full" and not hasattr(algorithm, "adapter"):
+            raise ValueError(f"algorithm: got {type(algorithm).__name__} for {lm.name!r}, which fills masks and sees "
+                             "both sides of them; takes a sampler of masked diffusion, such as system('llada', lm)")
         for name, value, low in (("num_samples", num_samples, 1), ("chunk", chunk, 1), ("logprobs", logprobs or 0, 0)):
             if value < low:
                 raise ValueError(f"{name}: got {value}, takes {low} or more")

@@ -68,10 +68,10 @@ def test_the_prompt_comes_from_an_argument_a_file_or_standard_input(
 def test_prompt_lookup_gives_the_tokens_of_plain_decoding(generate: Run) -> None:
     warm = ["a b a b a b", "--temperature", "0.9", "--top-k", "20", "--seed", "3"]
     plain = as_json(generate, *warm)
-    fast = as_json(generate, *warm, "--algorithm", "prompt-lookup", "--draft-length", "3", "--max-ngram", "2")
+    fast = as_json(generate, *warm, "--algorithm", "prompt-lookup:length=3,max_ngram=2")
     assert fast["tokens"] == plain["tokens"]
     assert fast["stats"]["drafted"][0] > 0
-    assert generate(*warm, "--algorithm", "prompt-lookup", "--verify", "rejection")[0] == 0
+    assert as_json(generate, *warm, "--algorithm", "ngram")["text"] == fast["text"]
 
 
 def test_samples_are_told_apart(generate: Run) -> None:
@@ -107,8 +107,9 @@ def test_a_chat_goes_through_the_template(generate: Run) -> None:
     (["x", "--file", "y"], "give one of them"),
     (["x", "--system", "y"], "--system goes with --chat"),
     (["x", "--logprobs", "1"], "--logprobs goes with --json"),
-    (["x", "--draft-length", "3"], "--draft-length is for --algorithm prompt-lookup, got autoregressive"),
-    (["x", "--algorithm", "prompt-lookup", "--draft-length", "0"], "length: got 0"),
+    (["x", "--algorithm", "prompt-lookup:width=3"], "takes no option width; takes length, max_ngram, min_ngram"),
+    (["x", "--algorithm", "prompt-lookup:length=0"], "length: got 0"),
+    (["x", "--algorithm", "prompt-lokup"], "unknown name 'prompt-lokup'; near ones: prompt-lookup"),
     (["x", "--set", "top_k"], "takes NAME=VALUE"),
     (["x", "--set", "top_k=many"], "takes a JSON value"),
     (["x", "--set", "nonsense=1"], "nonsense"),
@@ -133,7 +134,7 @@ def test_no_prompt_at_a_terminal_is_wrong_usage(generate: Run, monkeypatch: pyte
 
 
 def test_an_unknown_flag_or_choice_is_code_2(generate: Run) -> None:
-    for args in (["x", "--nonsense"], ["x", "--algorithm", "magic"], ["x", "--seed", "a"]):
+    for args in (["x", "--nonsense"], ["x", "--seed", "a"]):
         with pytest.raises(SystemExit) as error:
             generate(*args)
         assert error.value.code == 2

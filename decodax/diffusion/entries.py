@@ -59,3 +59,10 @@ def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Fixe
             raise ValueError(f"block: got {block}, the model was trained with blocks of {attention.block}")
         return Fixed(attention.block, aligned=True), BlockCache()
     return Fixed(block or default), BlockCache() if attention.causal else NoCache()
+
+
+def default(lm: Any) -> MaskedDiffusion:
+    """One position a step, the surest first, in blocks as the model has them (LLaDA's sampler)."""
+    adapter = Adapter.of(lm)
+    windows, caching = blocks(adapter, None)
+    return MaskedDiffusion(adapter, windows, caching=caching)

@@ -131,3 +131,11 @@ def test_what_cannot_be_watched_is_named():
     frame = next(iter(dx.watch(lm(), PROMPTS[0], max_new_tokens=4)))
     with pytest.raises(ValueError, match="text: this model has no tokenizer"):
         frame.text()
+
+
+def test_a_model_that_fills_masks_is_not_decoded_from_left_to_right():
+    given = dict(max_new_tokens=6, seed=2)
+    assert np.array_equal(dx.generate(lm(), PROMPTS, **given).tokens,
+                          dx.generate(lm(), PROMPTS, algorithm=dx.system("llada", lm()), **given).tokens)
+    with pytest.raises(ValueError, match=r"got Autoregressive for .*, which fills masks.* takes a sampler of masked"):
+        dx.generate(lm(), PROMPTS, algorithm=dx.Autoregressive(), **given)
