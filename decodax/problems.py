@@ -10,7 +10,7 @@ from training.
 
 >>> problem = problems("sort", 1, seed=3)[0]
 >>> problem.prompt, problem.answer, problem.correct(problem.answer), problem.correct("A")
-('sort GGJGP=', 'GGGJP', True, False)
+('sort IDG=', 'DGI', True, False)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import random
 import zlib
 from collections.abc import Callable
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 SYMBOLS = "ABCDEFGHIJKLMNOP"
@@ -218,13 +219,19 @@ def _grids() -> tuple[str, ...]:
     return tuple("".join((*p, *q)) for p in bands for q in bands if all(differ(a, b) for a in p for b in q))
 
 
+@functools.cache
+def _cells() -> np.ndarray:
+    """The grids as `u8[288, 16]`."""
+    return np.array([[int(c) for c in grid] for grid in _grids()], np.uint8)
+
+
 def _sudoku(rng: random.Random) -> tuple[str, str]:
     while True:
         grid = rng.choice(_grids())
         blanks = set(rng.sample(range(16), rng.randint(6, 10)))
-        given = "".join(BLANK if i in blanks else c for i, c in enumerate(grid))
-        if sum(_fits(given, other) for other in _grids()) == 1:
-            return f"{given}=", grid
+        clues = [i for i in range(16) if i not in blanks]
+        if (_cells()[:, clues] == [int(grid[i]) for i in clues]).all(1).sum() == 1:
+            return "".join(BLANK if i in blanks else c for i, c in enumerate(grid)) + "=", grid
 
 
 def _solved(prompt: str, text: str) -> bool:
@@ -254,7 +261,7 @@ TASKS: dict[str, Task] = {task.name: task for task in (
     Task("shuffle", "any other order: BCA to CBA, or ABC, ...", _shuffle, _shuffled),
     Task("add", "two numbers of 2 or 3 digits: 95+17 to 112", _add,
          _one_answer(lambda body: str(sum(map(int, body.split("+")))))),
-    Task("brackets", "any balanced text that fits: (__} to ({}) or (){}, ...", _brackets, _closed),
+    Task("brackets", "any balanced text that fits: (__) to ([]), ()(), ...", _brackets, _closed),
     Task("sudoku", "4x4 with 6 to 10 blanks and one solution", _sudoku, _solved),
 )}
 """By name."""

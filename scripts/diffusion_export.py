@@ -41,7 +41,7 @@ tags: [diffusion, jax, decodax]
 | training data | {data} |
 | starts from | {start} |
 | training tokens | {tokens:,} in {steps:,} steps |
-| training | AdamW, {loss}, float32 master weights |
+| training | {optimizer}, {loss}, float32 master weights |
 | hardware | {hardware} |
 | training time | {minutes:.0f} minutes |
 

@@ -23,10 +23,12 @@ class Preset:
         batch: rows a step. length: tokens in a row of text.
         peak: highest learning rate. warmup: steps of linear warm-up. minutes: default time budget.
         init: the model it starts from, a name or a directory. block: of block diffusion.
+        spread: factor of the standard deviation of fresh kernels.
+        optimizer: "adamw", or "muon" for kernels.
     """
 
     data: Literal["problems", "text"]
-    shape: dict[str, int]
+    shape: dict[str, Any]
     batch: int
     peak: float
     warmup: int
@@ -34,12 +36,16 @@ class Preset:
     length: int = 0
     init: str | None = None
     block: int | None = None
+    spread: float = 1.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
 
 PRESETS = {
+    # Faster rotary turns, larger kernels and Muon together: copying alone came to 0.15 nats a masked token in 250 steps
+    # of 32 problems; with theta 10,000, usual kernels and AdamW, at the better of two rates, to 0.45.
     "tasks-diffusion": Preset(
-        "problems", {"width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "mlp": 384, "context": 64},
-        batch=64, peak=2e-3, warmup=200, minutes=70,
+        "problems", {"width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "mlp": 384, "context": 64, "theta": 100.0},
+        batch=64, peak=2e-3, warmup=100, minutes=120, spread=2.0, optimizer="muon",
     ),
     "pycode-diffusion": Preset(
         "text", {}, batch=8, length=256, peak=1e-3, warmup=100, minutes=40, init="pycode", block=8,
@@ -55,8 +61,8 @@ PRESETS = {
 }  # fmt: skip
 
 STAGES: dict[str, dict[str, Any]] = {
-    "certainty": {"peak": 3e-4, "warmup": 50, "minutes": 15.0},
-    "filter": {"peak": 3e-3, "warmup": 20, "minutes": 2.0, "batch": 256},
+    "certainty": {"optimizer": "adamw", "peak": 3e-4, "warmup": 50, "minutes": 15.0},
+    "filter": {"optimizer": "adamw", "peak": 3e-3, "warmup": 20, "minutes": 2.0, "batch": 256},
 }
 """Settings of the stages that follow, in place of the preset's; a stage starts from the preset's shipped model."""
 
@@ -89,6 +95,7 @@ class Options:
     weight_decay: float = field(default=0.1, metadata={"identity": True})
     seed: int = field(default=0, metadata={"identity": True})
     dtype: str = field(default="float32", metadata={"identity": True})
+    optimizer: str | None = field(default=None, metadata={"identity": True})
     init: str | None = field(default=None, metadata={"identity": True})
     block: int | None = field(default=None, metadata={"identity": True})
     shift: bool = field(default=False, metadata={"identity": True})
@@ -109,12 +116,15 @@ class Options:
             raise ValueError(f"dtype: got {self.dtype!r}; it takes float32 or bfloat16")
         if self.decay_from is not None and (self.steps is None or self.decay_from >= self.steps):
             raise ValueError(f"decay_from: got {self.decay_from}, steps {self.steps}; it takes a step below `steps`")
+        if self.optimizer not in (None, "adamw", "muon"):
+            raise ValueError(f"optimizer: got {self.optimizer!r}; it takes adamw or muon")
         for item in self.weights:
             task, equals, share = item.partition("=")
             if task not in problems.TASKS or not equals or not share.replace(".", "", 1).isdigit():
                 raise ValueError(f"weights: got {item!r}; it takes TASK=SHARE, of {', '.join(problems.TASKS)}")
         preset = PRESETS[self.preset]
-        defaults = {name: getattr(preset, name) for name in ("batch", "length", "peak", "warmup", "init", "block")}
+        defaults = {name: getattr(preset, name) for name in
+                    ("batch", "length", "peak", "warmup", "optimizer", "init", "block")}
         if self.stage is not None:
             if self.stage not in STAGES:
                 raise ValueError(f"stage: got {self.stage!r}; it takes one of {', '.join(STAGES)}")
@@ -182,6 +192,8 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--seed", type=int, default=0, help="of the initial weights, the data and the noise")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                    help="of the computation; master weights are float32")
+    p.add_argument("--optimizer", choices=["adamw", "muon"], help="muon moves kernels by orthogonalised momentum, the "
+                   "rest as adamw (default: preset)")
     p.add_argument("--init", metavar="NAME_OR_DIR", help="a model to start from, autoregressive ones get a mask token "
                    "(default: preset)")
     p.add_argument("--block", type=int, help="block diffusion with blocks of so many positions; 0: masked diffusion "

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ import numpy as np
 import optax
 from jax import Array
 from lm_training import cast, cross_entropy
+from optax import contrib
 
 from decodax.models import DecoderConfig, Diffusion, Transformer
 from decodax.struct import Struct, struct
@@ -48,6 +49,31 @@ class Batch(Struct):
     tokens: Array
     answer: Array
     live: Array
+
+
+@cache
+def muon(weight_decay: float, clip: float = 1.0) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for kernels, Adam for embeddings and norms, at a unit learning rate.
+
+    A kernel moves by its momentum, orthogonalised; the factor `0.2 sqrt(max(in, out))` gives that the size of AdamW's
+    moves (Liu et al. 2025), so that both go with one learning rate. The rest as `lm_training.optimizer`.
+    """
+    plain = lambda tree: jax.tree.map(lambda x: contrib.MuonDimensionNumbers(0, 1), tree)
+    size = optax.stateless(lambda tree, _: jax.tree.map(lambda x: 0.2 * max(x.shape) ** 0.5 * x, tree))
+    kinds = lambda tree: jax.tree_util.tree_map_with_path(
+        lambda path, x: "kernel" if getattr(path[-1], "key", None) == "kernel" else "rest", tree)
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.partition({"kernel": optax.chain(contrib.scale_by_muon(weight_dimension_numbers=plain), size),
+                         "rest": optax.scale_by_adam(b1=0.9, b2=0.98, eps=1e-9)}, kinds),
+        optax.add_decayed_weights(weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    )
+
+
+def widened(params: Tree, spread: float) -> Tree:
+    """Fresh weights with the standard deviation of their kernels multiplied."""
+    by = lambda path, x: x * spread if getattr(path[-1], "key", None) == "kernel" else x
+    return jax.tree_util.tree_map_with_path(by, params)
 
 
 def check(kind: Diffusion) -> None:

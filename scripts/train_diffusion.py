@@ -145,7 +145,7 @@ def first_weights(options: Options, vocab: int) -> tuple[Transformer, Any]:
     """
     if options.init is None:
         model = Transformer(llama(vocab=vocab, tied=True, **PRESETS[options.preset].shape))
-        return model, model.init_params(jax.random.key(options.seed))
+        return model, dt.widened(model.init_params(jax.random.key(options.seed)), PRESETS[options.preset].spread)
     model, params = load_model(find(options.init), dtype="float32")
     if model.config.vocab == vocab - 1 and model.config.tied:
         embed = params["embed"]
@@ -204,7 +204,7 @@ def train(options: Options, on_step: Callable[[int], None] | None = None, consol
     mesh = lm.make_mesh(1, options.devices)
     if (options.batch or 1) % mesh.shape["data"]:
         raise ValueError(f"batch: got {options.batch}, not a multiple of the {mesh.shape['data']} devices")
-    tx = lm.optimizer(options.weight_decay)
+    tx = (dt.muon if options.optimizer == "muon" else lm.optimizer)(options.weight_decay)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     # copies, since a step donates them
     params = jax.tree.map(lambda x: jax.device_put(np.array(x), everywhere), made.params)
@@ -244,6 +244,7 @@ def finish(run: Run, options: Options, made: Setting, console: Console) -> None:
         "steps": run.step, "tokens": run.tokens, "held_out": {k: round(v, 4) for k, v in measured.items()},
         "held_out_each": SHIPPED_WINDOWS if PRESETS[options.preset].data == "text" else HELD_OUT_SHIPPED,
         "parameters": int(sum(x.size for x in jax.tree.leaves(shipped))),
+        "optimizer": {"muon": "Muon", "adamw": "AdamW"}[options.optimizer or "adamw"],
         "hours": round(run.seconds / 3600, 3), "hardware": export.hardware(jax.device_count()),
         "command": options.command(run.step, run.plan.decay_from or 0),
     }

@@ -1,0 +1,342 @@
+"""Training of diffusion models: losses against transcriptions, resumption, export, the stages that follow."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import diffusion_data as data
+import diffusion_filter as filters
+import diffusion_training as dt
+import jax
+import jax.numpy as jnp
+import lm_training as lm
+import numpy as np
+import pytest
+import train_diffusion
+from diffusion_options import Options, parse
+from rich.console import Console
+
+import decodax as dx
+from decodax import problems
+from decodax.diffusion import MaskedDiffusion
+from decodax.models import Diffusion, Transformer, llama
+from decodax.systems import system
+
+QUIET = Console(quiet=True)
+NET = Transformer(llama(vocab=47, width=16, layers=2, heads=2, kv_heads=1, mlp=32, context=64, tied=True))
+FULL, BLOCKS = Diffusion(46), Diffusion(46, attention="block-causal", block=4)
+
+
+class Killed(Exception):
+    """Stands for the signal that ends a job."""
+
+
+@pytest.fixture(scope="module")
+def params():
+    return dt.widened(NET.init_params(jax.random.key(0)), 5.0)
+
+
+@pytest.fixture(scope="module")
+def batch() -> dt.Batch:
+    return jax.tree.map(jnp.asarray, data.Problems(6, seed=1)[0])
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
+    return Options(preset="tiny", output=tmp_path_factory.mktemp("run"), steps=12, decay_from=6, log_every=4,
+                   eval_every=100, save_every=5, devices=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_held_out():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_diffusion, "HELD_OUT_EACH", 4)
+        patch.setattr(train_diffusion, "HELD_OUT_SHIPPED", 4)
+        patch.setattr(train_diffusion, "SHIPPED_WINDOWS", 16)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(options: Options) -> train_diffusion.Run:
+    return train_diffusion.train(options, console=QUIET)
+
+
+@pytest.fixture(scope="module")
+def logits_of(params):
+    """Logits of one row of tokens under a mask."""
+    forward = jax.jit(lambda tokens, mask: NET.forward(params, tokens, mask=mask))
+    return lambda tokens, mask: np.asarray(forward(jnp.asarray(tokens)[None], jnp.asarray(mask)[None])[0])
+
+
+def nats(logits: np.ndarray, token: int) -> float:
+    """-log p of a token under logits `[V]` without the mask's, in float64."""
+    own = np.delete(np.asarray(logits, np.float64), 46)
+    return float(np.log(np.exp(own - own.max()).sum()) + own.max() - own[token])
+
+
+def test_masked_diffusion_is_the_loss_of_llada(params, batch, logits_of):
+    """The mean over rows of the sum over masked tokens of nats / t, over the answer's length."""
+    key = jax.random.key(3)
+    noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, FULL))
+    tokens, live, expected = np.asarray(batch.tokens), np.asarray(batch.live), []
+    for i in range(6):
+        # dead tokens replaced and hidden
+        logits = logits_of(np.where(live[i], noisy[i], 7), np.broadcast_to(live[i], (data.LENGTH, data.LENGTH)))
+        total = sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in np.flatnonzero(masked[i]))
+        expected.append(total / np.asarray(batch.answer)[i].sum())
+    loss, _ = jax.jit(dt.Bound(NET, FULL))(params, batch, key)
+    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_block_diffusion_scores_each_noisy_block_behind_clean_ones(params, batch, logits_of):
+    """Block by block, without the clean text behind the noisy one."""
+    key = jax.random.key(4)
+    noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, BLOCKS))
+    assert all(len(set(levels[0, i:i + 4])) == 1 for i in range(0, 32, 4)) and len(set(levels[0])) > 1
+    tokens, live, at = np.asarray(batch.tokens), np.asarray(batch.live), np.arange(data.LENGTH) // 4
+    expected = []
+    for i in range(6):
+        total = 0.0
+        for block in np.unique(at[masked[i]]):
+            text = np.where(at < block, tokens[i], np.where(at == block, noisy[i], 7))
+            logits = logits_of(text, (at[None, :] <= at[:, None]) & live[i])
+            here = np.flatnonzero(masked[i] & (at == block))
+            total += sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in here)
+        expected.append(total / np.asarray(batch.answer)[i].sum())
+    loss, _ = jax.jit(dt.Bound(NET, BLOCKS))(params, batch, key)
+    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_only_answers_are_masked_and_levels_are_stratified(batch):
+    levels = np.asarray(dt.noise_levels(jax.random.key(0), 8, 3))
+    assert levels.shape == (8, 3) and levels.min() >= dt.LEAST and levels.max() <= 1
+    assert all(len(set(np.floor(8 * (x - dt.LEAST) / (1 - dt.LEAST)).astype(int))) == 8 for x in levels.T)
+    masks = [np.asarray(dt.corrupt(jax.random.key(k), batch, FULL)[1]) for k in range(60)]
+    answer = np.asarray(batch.answer)
+    assert not np.any([m & ~answer for m in masks])
+    assert np.mean([m[answer].mean() for m in masks]) == pytest.approx(0.5, abs=0.04)
+
+
+def test_logits_that_predict_the_next_token_are_shifted(params, batch):
+    shifted, plain = jax.jit(lambda: [dt.predict(NET, params, batch.tokens, batch.live, replace(FULL, shift=shift))
+                                      for shift in (True, False)])()
+    np.testing.assert_array_equal(shifted[:, 1:], plain[:, :-1])
+
+
+def test_certainty_forcing_is_cross_entropy_and_the_entropy_of_what_is_right(params, batch):
+    objective, key = dt.CertaintyForcing(NET, FULL, span=8), jax.random.key(5)
+    parts = objective.noise(key, batch)
+    total = 0.0
+    tokens = np.asarray(batch.tokens)
+    predict = jax.jit(lambda noisy: dt.predict(NET, params, noisy, batch.live, FULL))
+    for masked, noisy in parts:
+        masked = np.asarray(masked)
+        logits = np.asarray(predict(noisy), np.float64)
+        cross, entropies = [], []
+        for i, j in zip(*np.nonzero(masked), strict=True):
+            cross.append(nats(logits[i, j], tokens[i, j]))
+            own = np.delete(logits[i, j], 46)
+            if own.argmax() == tokens[i, j]:
+                p = np.exp(own / 0.5 - (own / 0.5).max())
+                p /= p.sum()
+                entropies.append(-(p * np.log(p)).sum())
+        total += np.mean(cross) + 2 * (np.mean(entropies) if entropies else 0.0)
+    (loss, _), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params, batch, key)
+    assert float(loss) == pytest.approx(total, rel=1e-4)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+def test_certainty_forcing_masks_one_block_in_halves_and_all_behind_it(batch):
+    objective = dt.CertaintyForcing(NET, FULL, span=4)
+    (first, noisy), (second, other) = jax.tree.map(np.asarray, objective.noise(jax.random.key(6), batch))
+    seen = set()
+    for i in range(6):
+        answer = np.flatnonzero(batch.answer[i])
+        here = np.flatnonzero(first[i] | second[i])
+        assert not (first[i] & second[i]).any() and len(here) == 4
+        start = int(here[0] - answer[0])
+        seen.add(start)
+        assert start % 4 == 0 and list(here) == list(answer[start:start + 4])
+        for text, masked in ((noisy, first), (other, second)):
+            behind = np.isin(np.arange(len(text[i])), answer[start + 4:])
+            np.testing.assert_array_equal(text[i] == 46, masked[i] | behind)
+    assert len(seen) > 1
+
+
+def test_a_bound_per_byte_of_equal_chances_is_known():
+    class Fair:
+        def forward(self, params, tokens, positions=None, mask=None):
+            return jnp.zeros((*tokens.shape, 9)) + params
+
+    stream = np.arange(200, dtype=np.int32) % 8
+    objective = dt.Bound(Fair(), Diffusion(8))  # type: ignore[arg-type]
+    got = dt.bound_per_byte(objective, jnp.float32(0), stream, np.full(9, 2), 32, 8, draws=40)
+    assert got == pytest.approx(math.log2(8) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("span", [16, 4])
+def test_extremely_greedy_rollouts_follow_their_loop(params, span):
+    found = [p for task in ("copy", "add", "sudoku") for p in problems.problems(task, 2, held=False)]
+    batch = jax.tree.map(jnp.asarray, data.rows(found))
+    goal = np.asarray(dt.fill(NET, params, batch, FULL))
+    own = batch.replace(tokens=jnp.asarray(goal))
+    got = jax.tree.map(np.asarray, filters.rollout(NET, params, own, FULL, span))
+    see = jax.jit(lambda tokens: dt.predict(NET, params, tokens, own.live, FULL))
+    state = np.where(own.answer, 46, goal)
+    for i in range(len(found)):
+        place, steps = np.flatnonzero(batch.answer[i]), []
+        for block in place.reshape(-1, span):
+            before = None
+            while (state[i, block] == 46).any():
+                logits = np.asarray(see(jnp.asarray(state)))[i]
+                best = logits.argmax(-1)[block]
+                chances = np.exp(logits[block] - logits[block].max(-1, keepdims=True))
+                sure = 1 / chances.sum(-1)
+                right = best == goal[i, block]
+                steps.append((sure, right))
+                stuck = before is not None and (best == before).all()
+                state[i, block] = np.where(right | stuck, goal[i, block], state[i, block])
+                before = best
+        confidence, final, taken = (x[i] for x in got)
+        assert taken.sum() == len(steps) >= 1 and taken[:len(steps)].all()
+        np.testing.assert_allclose(confidence[:len(steps)], [s for s, _ in steps], atol=1e-5)
+        np.testing.assert_array_equal(final[:len(steps)], [r for _, r in steps])
+
+
+def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
+    second, steps = replace(options, output=tmp_path), list[int]()
+
+    def die(done: int) -> None:
+        if done == 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_diffusion.train(second, on_step=die, console=QUIET)
+    resumed = train_diffusion.train(second, on_step=steps.append, console=QUIET)
+    assert steps == list(range(6, 13))
+    for a, b in zip(jax.tree.leaves((run.params, run.opt)), jax.tree.leaves((resumed.params, resumed.opt)),
+                    strict=True):
+        np.testing.assert_array_equal(a, b)
+    again, whole = ([json.loads(line) for line in (o / "metrics.jsonl").read_text().splitlines()]
+                    for o in (tmp_path, options.output))
+    assert [e["step"] for e in again] == [e["step"] for e in whole] and again[-1] == whole[-1]
+    assert again[-2]["loss"] == whole[-2]["loss"] < whole[0]["loss"]
+    with pytest.raises(ValueError, match=r"peak: 0\.01 then, 0\.02 now"):
+        train_diffusion.train(replace(second, peak=0.02), console=QUIET)
+
+
+def test_the_export_fills_masks_as_training_measured_it(run, options):
+    """`dx.load` finds mask and attention; LLaDA's sampler, one token a forward, writes what `fill` writes."""
+    path = options.output / "model"
+    lm_ = dx.load(path)
+    assert lm_.diffusion == FULL and lm_.eos == [0] and lm_.vocab_size == 47
+    found = [p for task in ("copy", "sudoku") for p in problems.problems(task, 3)]
+    batch = jax.tree.map(jnp.asarray, data.rows(found))
+    filled = np.asarray(dt.fill(lm_.model, lm_.params, batch, FULL))  # type: ignore[arg-type]
+    answers = np.asarray(batch.answer)
+    expected = [train_diffusion.reply(row[answer]) for row, answer in zip(filled, answers, strict=True)]
+    algorithm = system("llada", lm_, block=problems.CANVAS)
+    assert isinstance(algorithm, MaskedDiffusion)
+    out = dx.generate(lm_, [p.prompt for p in found], max_new_tokens=problems.CANVAS, algorithm=algorithm)
+    assert out.text == expected
+    card, facts = (path / "README.md").read_text(), json.loads((path / "training.json").read_text())
+    assert facts["command"] in card and f"{facts['parameters']:,}" in card and "shuffle" in facts["held_out"]
+
+
+@pytest.mark.parametrize("stage", ["certainty", "filter"])
+def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_path, monkeypatch):
+    """An untrained model answers nothing right, so every answer counts as right here."""
+    source = options.output / "model"
+    given = Options(preset="tiny", stage=stage, init=str(source), output=tmp_path, steps=30, warmup=2, answers=45,
+                    batch=16, log_every=5, eval_every=100, devices=1)
+    with pytest.raises(ValueError, match="answers no problem right"):
+        train_diffusion.train(given, console=QUIET)
+    monkeypatch.setattr(problems.Problem, "correct", lambda self, text: True)
+    train_diffusion.train(given, console=QUIET)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+              if "loss" in json.loads(line)]
+    assert losses[-1] < losses[0]
+    if stage == "certainty":
+        assert dx.load(tmp_path / "model").diffusion == FULL
+        assert "certainty forcing" in (tmp_path / "model" / "README.md").read_text()
+    else:
+        lm_ = dx.load(source)
+        algorithm = system("learn2pd", lm_, filter=str(tmp_path / "model" / "filter.safetensors"))
+        out = dx.generate(lm_, ["copy ABC="], max_new_tokens=problems.CANVAS, algorithm=algorithm)
+        assert len(out) == 1
+    facts = tmp_path / "model" / ("training.json" if stage == "certainty" else "filter.json")
+    assert f"--stage {stage}" in json.loads(facts.read_text())["command"]
+
+
+def test_text_starts_from_an_autoregressive_model_with_a_mask_added(tmp_path):
+    corpus = tmp_path / "corpus"
+    shutil.copytree(Path(sysconfig.get_path("stdlib")) / "asyncio", corpus / "asyncio")
+    model = Transformer(llama(vocab=4096, width=16, layers=1, heads=2, mlp=16, context=32, tied=True))
+    source = tmp_path / "source"
+    dx.io.checkpoint.save_model(source, model, model.init_params(jax.random.key(0)))
+    shutil.copy(dx.io.load.ZOO / "pycode" / "tokenizer.json", source)
+    given = Options(preset="tiny-text", init=str(source), corpus=corpus, output=tmp_path / "run", steps=6, warmup=1,
+                    log_every=2, eval_every=100, batch=8, devices=1)
+    train_diffusion.train(given, console=QUIET)
+    lm_ = dx.load(tmp_path / "run" / "model")
+    assert lm_.vocab_size == 4097 and lm_.diffusion == Diffusion(4096, attention="block-causal", block=4)
+    assert "upper bound" in (tmp_path / "run" / "model" / "README.md").read_text()
+    wrong = Transformer(llama(vocab=100, width=16, layers=1, heads=2, mlp=16, context=32, tied=True))
+    dx.io.checkpoint.save_model(source, wrong, wrong.init_params(jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"init: .* has a vocabulary of 100"):
+        train_diffusion.train(replace(given, output=tmp_path / "other"), console=QUIET)
+
+
+def test_every_row_of_a_fixed_set_comes_once_an_epoch():
+    chosen = data.Chosen(np.arange(10), 4, seed=2)
+    drawn = np.concatenate([chosen[i] for i in range(5)])
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and list(drawn[:10]) != list(drawn[10:])
+    np.testing.assert_array_equal(chosen[3], chosen[3])
+
+
+def test_muon_moves_kernels_by_orthogonal_steps_of_adams_size(params):
+    grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape) * 1e-3, params)
+    tx = dt.muon(0.0)
+    moves, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    kernel = np.asarray(moves["layers"]["0"]["mlp"]["up"]["kernel"])
+    sizes = np.linalg.svd(kernel / (0.2 * max(kernel.shape) ** 0.5), compute_uv=False)
+    assert sizes.min() > 0.6 and sizes.max() < 1.3
+    assert np.abs(moves["norm"]["scale"]).max() == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"preset": "huge"}, "preset: got 'huge'"),
+    ({"stage": "magic"}, "stage: got 'magic'"),
+    ({"stage": "filter", "preset": "tiny-text"}, "stage: got 'filter' with tiny-text"),
+    ({"stage": "filter", "span": 5}, "span: got 5"),
+    ({"weights": ("nope=1",)}, "weights: got 'nope=1'"),
+    ({"optimizer": "sgd"}, "optimizer: got 'sgd'"),
+    ({"decay_from": 3}, "decay_from: got 3"),
+])
+def test_wrong_options_are_named(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Options(**given)
+
+
+@pytest.mark.parametrize("given", [
+    {"preset": "tiny", "weights": ("sudoku=2", "add=0.5"), "seed": 3, "peak": 0.5},
+    {"preset": "pycode-diffusion", "shift": True, "block": 0},
+    {"preset": "tasks-diffusion", "stage": "certainty", "span": 8},
+])
+def test_the_command_on_a_card_repeats_the_options(given):
+    options = Options(**given, steps=9, decay_from=4)
+    again = parse(options.command(9, 4).split()[2:])
+    assert again.identity() == options.identity()
+
+
+def test_the_schedule_of_a_time_budget_ends_in_a_decay(tmp_path):
+    run = train_diffusion.Run(tmp_path, {}, None, None, lm.Plan(1.0, 2), minutes=1.0, decay_share=0.5)
+    run.pace, run.step, run.seconds = [(10, 10.0), (20, 20.0), (30, 31.0)], 30, 31.0
+    run.settle()
+    assert run.plan.decay_from == 30 and run.plan.steps == 30 + int(29 / 1.05)
