@@ -185,13 +185,12 @@ def plot(rows: Sequence[Row], path: Path, title: str = "") -> None:
     wide = min(len(found), 3) or 1
     tall = -(-len(found) // wide) or 1
     figure = Figure(figsize=(3.6 * wide, 2.9 * tall + 0.9), layout="constrained")
-    panels = figure.subplots(tall, wide, squeeze=False, sharey=True).flat
+    panels: list[Any] = list(figure.subplots(tall, wide, squeeze=False, sharey=True).flat)
     names = list(dict.fromkeys(row.curve for row in rows))
     score = scores(rows)
-    for panel, (task, each) in itertools.zip_longest(panels, found.items(), fillvalue=("", {})):
-        if not each:
-            panel.set_axis_off()
-            continue
+    for panel in panels[len(found):]:
+        panel.set_axis_off()
+    for panel, (task, each) in zip(panels, found.items(), strict=False):
         for curve, at in each.items():
             panel.plot([r.tokens_per_forward for r in at], [100 * r.accuracy for r in at], marker="o", markersize=4,
                        color=f"C{names.index(curve) % 10}", linestyle="-" if len(at) > 1 else "",
@@ -201,9 +200,9 @@ def plot(rows: Sequence[Row], path: Path, title: str = "") -> None:
         panel.grid(color="0.92")
         panel.set_axisbelow(True)
         panel.legend(fontsize="x-small", frameon=False)
-    for panel in figure.axes[::wide]:
+    for panel in panels[::wide]:
         panel.set_ylabel("right, %")
-    handles: list[Any] = [figure.axes[0].plot([], [], marker="o", color=f"C{i % 10}")[0] for i in range(len(names))]
+    handles = [panels[0].plot([], [], marker="o", color=f"C{i % 10}")[0] for i in range(len(names))]
     figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 2), frameon=False, fontsize="small")
     figure.supxlabel(title, fontsize="small", color="0.4")
     figure.savefig(path, dpi=150)
@@ -227,7 +226,7 @@ def show(rows: Sequence[Row], setting: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 1000}))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
     table = Table(box=None, pad_edge=False)
     for i, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if i > 1 else "left", no_wrap=i == 0)

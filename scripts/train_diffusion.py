@@ -67,7 +67,7 @@ def setting(options: Options, console: Console) -> Setting:
         return _stage(options, console)
     if preset.data == "problems":
         tokenizer = problems.tokenizer()
-        batches: Any = data.Problems(options.batch or 1, options.seed, options.shares)
+        batches: Any = data.Problems(options.batch or 1, options.seed, options.shares, options.weights_from)
     else:
         documents, kept = pycode_data.load_corpus(options.corpus)
         tokenizer = _text_tokenizer(options, documents)
@@ -76,7 +76,7 @@ def setting(options: Options, console: Console) -> Setting:
     model, params = first_weights(options, tokenizer.get_vocab_size())
     mask = tokenizer.get_vocab_size() - 1
     attention = "full" if options.block is None else "block-causal"
-    kind = Diffusion(mask, options.shift, attention, options.block)  # type: ignore[arg-type]
+    kind = Diffusion(mask, options.shift, attention, options.block)
     dt.check(kind)
     objective = dt.Bound(model, kind, options.dtype)
 

@@ -45,6 +45,7 @@ class Run:
         params, opt: weights and optimizer state.
         plan: the learning rate; with a time budget its end is settled on the way.
         minutes: the time budget, or None where the plan says the steps. decay_share: share of it spent in the decay.
+        decay_pace: how much longer a step takes in the decay than before.
         step: the next step to do. seconds: training time over all sittings. tokens: seen.
         pace: pairs of (step, seconds).
     """
@@ -56,6 +57,7 @@ class Run:
     plan: lm.Plan
     minutes: float | None = None
     decay_share: float = 0.4
+    decay_pace: float = 1.0
     step: int = 0
     seconds: float = 0.0
     tokens: int = 0
@@ -64,6 +66,10 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.plan.steps is not None and self.step >= self.plan.steps
+
+    @property
+    def decaying(self) -> bool:
+        return self.plan.decay_from is not None and self.step >= self.plan.decay_from
 
     @property
     def share(self) -> float:
@@ -84,7 +90,7 @@ class Run:
         if left > self.decay_share * self.minutes * 60:
             return
         (first, began), (last, ended) = self.pace[len(self.pace) // 2 - 1], self.pace[-1]
-        steps = max(1, int(left / ((ended - began) / max(last - first, 1))))
+        steps = max(1, int(left / ((ended - began) / max(last - first, 1) * self.decay_pace)))
         self.plan = dataclasses.replace(self.plan, decay_from=self.step, steps=self.step + steps)
 
     def save(self, manager: ocp.CheckpointManager) -> None:
@@ -152,11 +158,11 @@ class Run:
                     progress.update(bar, completed=self.share, note=self._log(waiting, began))
                     waiting = []
                     self.settle()
-                if self.step % cadence.evaluate == 0 or self.finished:
+                if self.step % cadence.evaluate == 0:
                     figures = dict(evaluate(self))
                     self._append({"step": self.step, "tokens": self.tokens, **figures})
-                    told = ", ".join(f"{k} {v:.3f}" for k, v in figures.items())
-                    console.print(f"step {self.step} of {self.plan.steps or '?'}: {told}", soft_wrap=True)
+                    told = ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in figures.items())
+                    console.print(f"step {self.step} of {self.plan.steps or '?'}: held-out {told}", soft_wrap=True)
                 if self.step % cadence.save == 0 or self.finished:
                     self.seconds = time.monotonic() - began
                     self.save(manager)
