@@ -178,7 +178,7 @@ def _shuffled(prompt: str, text: str) -> bool:
 
 def _add(rng: random.Random) -> tuple[str, str]:
     a, b = (rng.randrange(*rng.choice([(10, 100), (100, 1000)])) for _ in range(2))
-    return f"{a}+{b}=", str(a + b)
+    return f"{a:03}+{b:03}=", f"{a + b:04}"
 
 
 def _balanced(rng: random.Random, pairs: int) -> str:
@@ -190,7 +190,7 @@ def _balanced(rng: random.Random, pairs: int) -> str:
 
 
 def _brackets(rng: random.Random) -> tuple[str, str]:
-    text = _balanced(rng, rng.randint(2, 5))
+    text = _balanced(rng, rng.randint(2, 4))
     blanks = set(rng.sample(range(len(text)), rng.randint(2, len(text) - 1)))
     return "".join(BLANK if i in blanks else c for i, c in enumerate(text)) + "=", text
 
@@ -259,8 +259,8 @@ TASKS: dict[str, Task] = {task.name: task for task in (
     Task("pick", "by places: BCA:231 to CAB", _pick, _one_answer(_picked)),
     Task("replace", "each of one element by another: BCB:BA to ACA", _replace, _one_answer(_replaced)),
     Task("shuffle", "any other order: BCA to CBA, or ABC, ...", _shuffle, _shuffled),
-    Task("add", "two numbers of 2 or 3 digits: 95+17 to 112", _add,
-         _one_answer(lambda body: str(sum(map(int, body.split("+")))))),
+    Task("add", "two numbers of 2 or 3 digits, filled up with zeros: 095+917 to 1012", _add,
+         _one_answer(lambda body: f"{sum(map(int, body.split('+'))):04}")),
     Task("brackets", "any balanced text that fits: (__) to ([]), ()(), ...", _brackets, _closed),
     Task("sudoku", "4x4 with 6 to 10 blanks and one solution", _sudoku, _solved),
 )}

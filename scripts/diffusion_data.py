@@ -34,16 +34,15 @@ def rows(found: Sequence[problems.Problem]) -> Batch:
 
 @dataclass(frozen=True)
 class Problems:
-    """Batches of problems of random tasks; `weights` are their shares from step `since` on, where they are not 1."""
+    """Batches of problems of random tasks; `weights` are their shares where they are not 1."""
 
     batch: int
     seed: int = 0
     weights: Mapping[str, float] = field(default_factory=dict)
-    since: int = 0
 
     def __getitem__(self, step: int) -> Batch:
         rng = random.Random(f"{self.seed}:{step}")
-        shares = [self.weights.get(task, 1.0) if step >= self.since else 1.0 for task in problems.TASKS]
+        shares = [self.weights.get(task, 1.0) for task in problems.TASKS]
         tasks = rng.choices(list(problems.TASKS), shares, k=self.batch)
         return rows([problems.draw(task, rng) for task in tasks])
 

@@ -24,7 +24,7 @@ class Preset:
         peak: highest learning rate. warmup: steps of linear warm-up. minutes: default time budget.
         init: the model it starts from, a name or a directory. block: of block diffusion.
         spread: factor of the standard deviation of fresh kernels.
-        optimizer: "adamw", or "muon" for kernels.
+        optimizer: "adamw", or "muon" for kernels. weights: shares of tasks that are not 1.
     """
 
     data: Literal["problems", "text"]
@@ -38,6 +38,7 @@ class Preset:
     block: int | None = None
     spread: float = 1.0
     optimizer: Literal["adamw", "muon"] = "adamw"
+    weights: tuple[str, ...] = ()
 
 
 PRESETS = {
@@ -45,7 +46,8 @@ PRESETS = {
     # of 32 problems; with theta 10,000, usual kernels and AdamW, at the better of two rates, to 0.45.
     "tasks-diffusion": Preset(
         "problems", {"width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "mlp": 384, "context": 64, "theta": 100.0},
-        batch=64, peak=2e-3, warmup=100, minutes=120, spread=2.0, optimizer="muon",
+        batch=64, peak=3e-3, warmup=100, minutes=80, spread=2.0, optimizer="muon",
+        weights=("pick=3", "add=2", "sort=2", "brackets=1.5", "sudoku=1.5"),
     ),
     "pycode-diffusion": Preset(
         "text", {}, batch=8, length=256, peak=1e-3, warmup=100, minutes=40, init="pycode", block=8,
@@ -99,8 +101,7 @@ class Options:
     init: str | None = field(default=None, metadata={"identity": True})
     block: int | None = field(default=None, metadata={"identity": True})
     shift: bool = field(default=False, metadata={"identity": True})
-    weights: tuple[str, ...] = field(default=(), metadata={"identity": True})
-    weights_from: int = field(default=0, metadata={"identity": True})
+    weights: tuple[str, ...] | None = field(default=None, metadata={"identity": True})
     corpus: Path | None = field(default=None, metadata={"identity": True})
     span: int | None = field(default=None, metadata={"identity": True})
     answers: int | None = field(default=None, metadata={"identity": True})
@@ -119,13 +120,13 @@ class Options:
             raise ValueError(f"decay_from: got {self.decay_from}, steps {self.steps}; it takes a step below `steps`")
         if self.optimizer not in (None, "adamw", "muon"):
             raise ValueError(f"optimizer: got {self.optimizer!r}; it takes adamw or muon")
-        for item in self.weights:
+        for item in self.weights or ():
             task, equals, share = item.partition("=")
             if task not in problems.TASKS or not equals or not share.replace(".", "", 1).isdigit():
                 raise ValueError(f"weights: got {item!r}; it takes TASK=SHARE, of {', '.join(problems.TASKS)}")
         preset = PRESETS[self.preset]
         defaults = {name: getattr(preset, name) for name in
-                    ("batch", "length", "peak", "warmup", "optimizer", "init", "block")}
+                    ("batch", "length", "peak", "warmup", "optimizer", "init", "block", "weights")}
         if self.stage is not None:
             if self.stage not in STAGES:
                 raise ValueError(f"stage: got {self.stage!r}; it takes one of {', '.join(STAGES)}")
@@ -145,7 +146,7 @@ class Options:
     @property
     def shares(self) -> dict[str, float]:
         """The tasks' shares of a batch where they are not 1."""
-        return {task: float(share) for task, _, share in (item.partition("=") for item in self.weights)}
+        return {task: float(share) for task, _, share in (item.partition("=") for item in self.weights or ())}
 
     def identity(self) -> dict[str, Any]:
         """What decides the weights, as JSON values."""
@@ -200,8 +201,8 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--block", type=int, help="block diffusion with blocks of so many positions; 0: masked diffusion "
                    "over the whole sequence (default: preset)")
     p.add_argument("--shift", action="store_true", help="logits predict the next position, as of autoregressive models")
-    p.add_argument("--weights", nargs="*", default=(), metavar="TASK=SHARE", help="share of a task in a batch, else 1")
-    p.add_argument("--weights-from", type=int, default=0, help="step from which these hold")
+    p.add_argument("--weights", nargs="*", metavar="TASK=SHARE", help="shares of tasks in a batch that are not 1 "
+                   "(default: preset)")
     p.add_argument("--corpus", type=Path, help="directory of .py files (default: this interpreter's standard library)")
     p.add_argument("--span", type=int, help="tokens of a block of answer in a stage (default: the canvas)")
     p.add_argument("--answers", type=int, help="problems that the model answers for a stage (default: 8192)")
@@ -213,7 +214,7 @@ def parse(argv: list[str] | None = None) -> Options:
     given = vars(p.parse_args(argv))
     name = "-".join(filter(None, (given["preset"], given["stage"])))
     given["output"] = given["output"] or Path("runs") / name
-    given["weights"] = tuple(given["weights"])
+    given["weights"] = None if given["weights"] is None else tuple(given["weights"])
     try:
         return Options(**given)
     except ValueError as error:

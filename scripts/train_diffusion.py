@@ -67,7 +67,7 @@ def setting(options: Options, console: Console) -> Setting:
         return _stage(options, console)
     if preset.data == "problems":
         tokenizer = problems.tokenizer()
-        batches: Any = data.Problems(options.batch or 1, options.seed, options.shares, options.weights_from)
+        batches: Any = data.Problems(options.batch or 1, options.seed, options.shares)
     else:
         documents, kept = pycode_data.load_corpus(options.corpus)
         tokenizer = _text_tokenizer(options, documents)
