@@ -14,7 +14,6 @@ import pytest
 from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.core import drivers
-from decodax.core.types import Params
 from decodax.models import Transformer, llama
 from decodax.policy.guidance import Guided, GuidedCache
 from decodax.speculative import Speculative
@@ -254,7 +253,7 @@ def test_a_row_drafts_the_same_among_any_batch_mates(deep: Any) -> None:
         assert getattr(together.stats, name)[2] == getattr(other.stats, name)[2]
 
 
-def test_the_nearest_anchor_decides_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_anchor_decides_for_each_row() -> None:
     ids = prompts(5)
     padded = np.array([np.resize(row, 24) for row in ids])
     hidden, _ = NETWORK.features(WEIGHTS, jnp.asarray(padded, jnp.int32))
@@ -263,8 +262,7 @@ def test_the_nearest_anchor_decides_for_each_row(monkeypatch: pytest.MonkeyPatch
     keep = jnp.ones((5, 2, 2), bool).at[jnp.arange(5), jnp.arange(5) % 2, jnp.arange(5) // 2 % 2].set(False)
     anchors = Anchors(vectors=jnp.stack(vectors)[order], keep=keep)
     alg = Speculative(KNNSkip(NETWORK, anchors), shape=Chain(3))
-    monkeypatch.setattr(cases, "Params", lambda weights: Params(weights, alg.weights))
-    network, params, chain, s = cases.start(alg.bare(), "llama", ids, MIXED, eos=[1])
+    network, params, chain, s = cases.start(alg.bare(), "llama", ids, MIXED, eos=[1], draft=alg.weights)
     assert order[anchors.nearest(s.algo[0].vector)].tolist() == [0, 1, 2, 3, 4]
     s = drivers.advance(alg.bare(), network, params, chain, s, jnp.int32(100))
     assert texts(s) == plain()
