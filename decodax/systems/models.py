@@ -1,0 +1,189 @@
+"""Drafts of a second model: chains and trees, with its own tokenizer too, by exact and relaxed verifiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decodax.speculative import (
+    Block,
+    Distance,
+    Greedy,
+    KSeq,
+    LongestBranch,
+    MultiRound,
+    Rejection,
+    SeedExact,
+    Speculative,
+    TopK,
+    Typical,
+    drafts,
+    shapes,
+)
+from decodax.systems.registry import BLOCKWISE, BOTH, CHAIN, DRAFT, EXACT, LINEAR, THEORY, TREE, entry
+
+# a draft model
+
+@entry("speculative-decoding", "Fast Inference from Transformers via Speculative Decoding",
+       "Leviathan, Kalman, Matias 2023", LINEAR, "a draft model's chain by rejection sampling", DRAFT,
+       "distribution-exact")
+def _leviathan(draft: Any, length: int = 4) -> Any:
+    return Speculative(drafts.DraftModel(draft), Rejection(), shapes.Chain(length))
+
+
+@entry("speculative-sampling", "Accelerating Large Language Model Decoding with Speculative Sampling",
+       "Chen et al. 2023", LINEAR, "the same rule, found at the same time", DRAFT, "distribution-exact")
+def _chen(draft: Any, length: int = 4) -> Any:
+    return Speculative(drafts.DraftModel(draft), Rejection(), shapes.Chain(length))
+
+
+@entry("seed-exact", "Speculative sampling that keeps the seed's tokens", "", LINEAR,
+       "a draft model's chain; the output is plain sampling's, token for token", DRAFT)
+def _seed_exact(draft: Any, length: int = 4, shape: Any = None) -> Any:
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shape or shapes.Chain(length))
+
+
+@entry("block-verification", "Block Verification Accelerates Speculative Decoding", "Sun et al. 2024", THEORY,
+       "drafts are accepted jointly, never fewer in expectation", DRAFT, "distribution-exact")
+def _block(draft: Any, length: int = 6) -> Any:
+    return Speculative(drafts.DraftModel(draft), Block(), shapes.Chain(length))
+
+
+@entry("spectr", "SpecTr: Fast Speculative Decoding via Optimal Transport", "Sun et al. 2023", THEORY,
+       "k-SEQ: several independent drafts by approximate optimal transport", DRAFT, "distribution-exact")
+def _spectr(draft: Any, drafts_a_node: int = 3, length: int = 3) -> Any:
+    return Speculative(drafts.DraftModel(draft), KSeq(), shapes.Fixed.balanced(drafts_a_node, *(1,) * (length - 1)))
+
+
+@entry("specinfer", "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative Inference and "
+       "Verification", "Miao et al. 2024", TREE, "a tree by multi-round rejection with replacement", DRAFT,
+       "distribution-exact")
+def _specinfer(draft: Any, branching: tuple[int, ...] = (3, 2, 1)) -> Any:
+    return Speculative(drafts.DraftModel(draft), MultiRound(replacement=True), shapes.Fixed.balanced(*branching))
+
+
+@entry("mcsd", "Multi-Candidate Speculative Decoding", "Yang et al. 2024", TREE,
+       "several candidates a node, without replacement", DRAFT, "distribution-exact")
+def _mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 2)) -> Any:
+    return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.Fixed.balanced(*branching))
+
+
+@entry("improved-mcsd", "Improving Multi-candidate Speculative Decoding", "Lu, Zeng, Ma, Yu, Levorato 2024", TREE,
+       "the target picks first tokens, the longest branch wins; drafting stops when rejection is likely", DRAFT,
+       "approximate")
+def _improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), least: float = 0.3,
+                   predictor: Any = shapes.probability, verify: Any = None) -> Any:
+    shape = shapes.Sliced(shapes.Fixed.balanced(*branching), least, predictor)
+    source = drafts.TargetRooted(drafts.DraftModel(draft), min(16, draft.vocab_size))
+    return Speculative(source, verify or LongestBranch(branching[0]), shape)
+
+
+@entry("rsd-c", "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
+       "Jeon et al. 2024", TREE, "Gumbel-top-k children, recursive rejection", DRAFT, "distribution-exact")
+def _rsd_c(draft: Any, branching: tuple[int, ...] = (2, 2, 2)) -> Any:
+    return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.Fixed.balanced(*branching))
+
+
+@entry("rsd-s", "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
+       "Jeon et al. 2024", TREE, "a stochastic beam, recursive rejection", DRAFT, "distribution-exact")
+def _rsd_s(draft: Any, width: int = 4, length: int = 4) -> Any:
+    return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.StochasticBeam(width, length))
+
+
+@entry("sequoia", "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", "Chen et al. 2024", TREE,
+       "the best tree for measured acceptance by dynamic programming, without replacement", DRAFT,
+       "distribution-exact")
+def _sequoia(draft: Any, accept: tuple[float, ...] = (0.6, 0.15, 0.07, 0.04), nodes: int = 24,
+             length: int | None = 8) -> Any:
+    return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.sequoia(accept, nodes, length))
+
+
+@entry("opt-tree", "OPT-Tree: Speculative Decoding with Adaptive Draft Tree Structure", "Wang et al. 2024", TREE,
+       "the tree of the largest expected length, deeper while it pays", DRAFT)
+def _opt_tree(draft: Any, nodes: int = 24, delta: float = 0.5, length: int = 8) -> Any:
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.OptTree(nodes, delta, length))
+
+
+@entry("dyspec", "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure", "Xiong et al. 2024", TREE,
+       "grown greedily by what earlier siblings left", DRAFT, "distribution-exact")
+def _dyspec(draft: Any, nodes: int = 16, length: int = 6, width: int | None = 8) -> Any:
+    return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.DySpec(nodes, length, width=width))
+
+
+@entry("confidence-tree", "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (its tree)",
+       "Li et al. 2024", TREE, "the likeliest nodes of each layer, ranked again over all", DRAFT)
+def _confidence(draft: Any, nodes: int = 24, length: int = 5, width: int = 6) -> Any:
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.ConfidenceTree(nodes, length, width))
+
+
+@entry("cape", "GliDe with a CaPE: A Low-Hassle Method to Accelerate Speculative Decoding (its tree)",
+       "Du et al. 2024", TREE, "a chain with more siblings where the draft is in doubt", DRAFT)
+def _cape(draft: Any, length: int = 5, nodes: int | None = 12) -> Any:
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.CaPE(length, nodes=nodes))
+
+
+@entry("staged", "Accelerating LLM Inference with Staged Speculative Decoding", "Spector, Re 2023", TREE,
+       "the draft model's own decoding is speculative", DRAFT)
+def _staged(draft: Any, length: int = 7, inner: int = 4) -> Any:
+    return Speculative(drafts.Staged(drafts.DraftModel(draft), Speculative(drafts.PromptLookup(inner)), length))
+
+
+@entry("confidence-threshold", "Assisted generation with a confidence threshold", "Gante 2023; Joao et al. 2024",
+       LINEAR, "drafting stops at the first doubtful token", DRAFT)
+def _threshold(draft: Any, length: int = 12, least: float = 0.4) -> Any:
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.Threshold(length, least))
+
+
+@entry("disco", "Accelerating Speculative Decoding using Dynamic Speculation Length", "Mamou et al. 2024", LINEAR,
+       "drafting stops when a predictor of acceptance says so", DRAFT)
+def _disco(draft: Any, length: int = 12, least: float = 0.4, predictor: Any = shapes.probability) -> Any:
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.Threshold(length, least, predictor))
+
+
+@entry("specdec++", "SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths", "Huang et al. 2024",
+       LINEAR, "drafting stops when some draft is likely rejected", DRAFT)
+def _specdec(draft: Any, length: int = 12, most: float = 0.3, predictor: Any = shapes.probability) -> Any:
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.RiskThreshold(length, most, predictor))
+
+
+# a draft model with another tokenizer
+
+@entry("uag", "Universal Assisted Generation: Faster Decoding with Any Assistant Model",
+       "Korat et al. 2024; Timor et al. 2025", LINEAR,
+       "a draft model with any vocabulary: its text in the target's tokens (string-level exact match, SLEM)", BOTH)
+def _uag(lm: Any, draft: Any, length: int = 5, steps: int | None = None, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.Realigned.of(lm, draft, length, steps), verify)
+
+
+@entry("tli", "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous "
+       "Vocabularies", "Timor et al. 2025", LINEAR, "a draft model on the tokens that both vocabularies have", BOTH,
+       "distribution-exact")
+def _tli(lm: Any, draft: Any, length: int = 4) -> Any:
+    return Speculative(drafts.Intersection.of(lm, draft), Rejection(), shapes.Chain(length))
+
+
+# relaxed verification
+
+@entry("greedy-verification", "Speculative decoding with greedy verification", "Stern, Shazeer, Uszkoreit 2018",
+       BLOCKWISE, "drafts hold while they are the argmax", DRAFT, "approximate")
+def _greedy(draft: Any, length: int = 4) -> Any:
+    return Speculative(drafts.DraftModel(draft), Greedy(), shapes.Chain(length))
+
+
+@entry("typical-acceptance", "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads (its "
+       "acceptance)", "Cai et al. 2024", TREE, "drafts hold while they are typical", DRAFT, "approximate")
+def _typical(draft: Any, epsilon: float = 0.09, delta: float = 0.3, shape: Any = CHAIN) -> Any:
+    return Speculative(drafts.DraftModel(draft), Typical(epsilon, delta), shape)
+
+
+@entry("blockwise-top-k", "Blockwise Parallel Decoding for Deep Autoregressive Models (its acceptance)",
+       "Stern, Shazeer, Uszkoreit 2018", BLOCKWISE, "drafts hold while they are among the k likeliest", DRAFT,
+       "approximate")
+def _top_k(draft: Any, k: int = 3, length: int = 4) -> Any:
+    return Speculative(drafts.DraftModel(draft), TopK(k), shapes.Chain(length))
+
+
+@entry("blockwise-distance", "Blockwise Parallel Decoding for Deep Autoregressive Models (its acceptance)",
+       "Stern, Shazeer, Uszkoreit 2018", BLOCKWISE, "drafts hold while they are near the argmax as numbers", DRAFT,
+       "approximate")
+def _distance(draft: Any, epsilon: int = 2, length: int = 4) -> Any:
+    return Speculative(drafts.DraftModel(draft), Distance(epsilon), shapes.Chain(length))

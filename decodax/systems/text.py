@@ -1,0 +1,131 @@
+"""Drafts read off the text, out of tables and from the target's own guesses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decodax.autoregressive import Autoregressive
+from decodax.speculative import Speculative, drafts, shapes
+from decodax.speculative.drafts.recycling import template
+from decodax.systems.registry import CHAIN, DRAFT, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
+
+
+@entry("autoregressive", "Plain autoregressive decoding", "", "ar-sampling", "one token a forward")
+def _autoregressive() -> Any:
+    return Autoregressive()
+
+
+# drafts from text and tables
+
+@entry("prompt-lookup", "Prompt Lookup Decoding", "Saxena 2023", LINEAR, "what followed the last n-gram before")
+def _prompt_lookup(length: int = 10, max_ngram: int = 3, min_ngram: int = 1, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.PromptLookup(length, max_ngram, min_ngram), verify)
+
+
+@entry("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
+       "Ge, Xia, Sun, Chen, Wei 2022", LINEAR, "IAD: copies the input on after the place that the output matches")
+def _iad(length: int = 16, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.InputGuided(length), verify)
+
+
+@entry("sam-decoding", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,
+       "the longest suffix that occurred before, in text or corpus, and what followed it")
+def _sam(length: int = 10, corpus: Any = (), verify: Any = EXACT) -> Any:
+    return Speculative(drafts.SuffixAutomaton(length, corpus=corpus), verify)
+
+
+@entry("sam-decoding-hybrid", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,
+       "suffix matches, and a draft model where the match is short", DRAFT)
+def _sam_hybrid(draft: Any, length: int = 10, model_length: int = 4, threshold: int = 5,
+                verify: Any = EXACT) -> Any:
+    text = drafts.SuffixAutomaton(length)
+    return Speculative(drafts.Fallback(text, drafts.DraftModel(draft), threshold, shapes.Chain(model_length)), verify)
+
+
+@entry("pain-lookahead", "Lookahead: An Inference Acceleration Framework for Large Language Model with Lossless "
+       "Generation Accuracy", "Zhao et al. 2023", TREE, "a trie of n-grams with counts, several branches at once")
+def _pain(nodes: int = 32, branch: int = 8, corpus: Any = (), verify: Any = EXACT) -> Any:
+    return Speculative(drafts.Trie(nodes, branch, corpus=corpus), verify)
+
+
+@entry("suffix-decoding", "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
+       "Oliaro et al. 2024", TREE, "a suffix tree with frequencies: the likeliest continuations of the best pattern")
+def _suffix_decoding(alpha: float = 2.0, pattern: int = 16, nodes: int = 16, branch: int = 12, corpus: Any = (),
+                     verify: Any = EXACT) -> Any:
+    return Speculative(drafts.SuffixTree(alpha, pattern, nodes, branch, corpus=corpus), verify)
+
+
+@entry("token-recycling", "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token "
+       "Recycling", "Luo et al. 2024", TREE, "the latest candidates after each token, grown into a fixed tree")
+def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, verify: Any = EXACT) -> Any:
+    if tree is not None and nodes is not None:
+        raise ValueError(f"nodes: got {nodes} beside a tree, takes one of the two; nodes cuts the paper's own tree")
+    return Speculative(drafts.TokenRecycling(tree or template(80 if nodes is None else nodes), k=k), verify)
+
+
+@entry("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025", TREE,
+       "n-gram tables of the target's own probability vectors", TARGET)
+def _stand(lm: Any, order: int = 3, k: int = 10, shape: Any = None, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.Stand(lm.vocab_size, order, min(k, lm.vocab_size)), verify, shape)
+
+
+@entry("aded", "Adaptive Draft-Verification for Efficient Large Language Model Decoding", "Liu et al. 2024", TREE,
+       "an online trigram matrix searched by PUCT")
+def _aded(nodes: int = 24, depth: int = 6, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.ADED(nodes, depth), verify)
+
+
+@entry("ngram", "N-gram drafts", "", LINEAR, "the commonest continuation of the last tokens")
+def _ngram(length: int = 5, order: int = 4, corpus: Any = (), verify: Any = EXACT) -> Any:
+    return Speculative(drafts.NGram(length, order, corpus=corpus), verify)
+
+
+@entry("ngram-model", "N-gram drafts", "", TREE, "an n-gram model with backoff, grown into any shape",
+       TARGET)
+def _ngram_model(lm: Any, order: int = 4, shape: Any = CHAIN, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.NGramModel(lm.vocab_size, order), verify, shape)
+
+
+# the target's own guesses
+
+@entry("jacobi", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
+       JACOBI, "a window of guesses iterated to its fixed point, moving with the text")
+def _jacobi(length: int = 8, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.Jacobi(length), verify)
+
+
+@entry("pj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
+       JACOBI, "Jacobi iteration over the whole output at once")
+def _pj(size: int = 64, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.PJ(size), verify)
+
+
+@entry("pgj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
+       JACOBI, "Gauss-Seidel over blocks, Jacobi inside")
+def _pgj(block: int = 5, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.PGJ(block), verify)
+
+
+@entry("hgj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
+       JACOBI, "PGJ up to a length, plain decoding after it")
+def _hgj(block: int = 5, until: int = 48, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.HGJ(block, until), verify)
+
+
+@entry("lookahead", "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", "Fu et al. 2024",
+       JACOBI, "a window of Jacobi levels that harvests n-grams, and guesses from their pool")
+def _lookahead(window: int = 7, ngram: int = 5, guesses: int = 7, verify: Any = EXACT) -> Any:
+    return Speculative(drafts.Lookahead(window, ngram, guesses), verify)
+
+
+@entry("sjd", "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi Decoding",
+       "Teng et al. 2024", JACOBI, "Jacobi with the previous iteration's conditional as the draft distribution",
+       TARGET, "distribution-exact")
+def _sjd(lm: Any, length: int = 16, top: int = 64, verify: Any = REJECTION) -> Any:
+    return Speculative(drafts.SJD(lm.vocab_size, length, min(top, lm.vocab_size)), verify)
+
+
+@entry("fastcot", "Fast Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster",
+       "Zhang et al. 2023", JACOBI, "a Jacobi window whose width follows a schedule")
+def _fastcot(verify: Any = EXACT) -> Any:
+    return Speculative(drafts.FastCoT(), verify)
