@@ -29,7 +29,7 @@ call: those belong to the policy.
 
 from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, Masks, Noise, Template
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import BlockCache, CacheRule, Dual, FusedCache, NoCache, Prefix
+from decodax.diffusion.caching import BlockCache, CacheRule, Dual, FusedCache, NoCache, Prefix, SubBlockCache
 from decodax.diffusion.canvas import Canvas
 from decodax.diffusion.commits import (
     All,
@@ -68,5 +68,5 @@ __all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anchored", "Anneal", "AsIs"
            "Greedy", "Guided", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom",
            "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline", "Pipelined", "Position",
            "Prefix", "Product", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential",
-           "Similarity", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlocks", "Template", "Threshold",
-           "TowardsEnd", "Trailing", "Tree", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]
+           "Similarity", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlockCache", "SubBlocks", "Template",
+           "Threshold", "TowardsEnd", "Trailing", "Tree", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]

@@ -1,4 +1,5 @@
-"""What a forward recomputes and what it reads from the cache: nothing kept, prefix and dual, exact by blocks, fused."""
+"""What a forward recomputes and what it reads from the cache: nothing kept, prefix and dual, exact by blocks, fused,
+and inside a block."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache import take
 from decodax.diffusion.adapter import Nodes
+from decodax.diffusion.commits import current, number
 from decodax.diffusion.policies import Memory, Rule, View
 
 
@@ -112,6 +115,37 @@ class BlockCache(CacheRule):
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
         return (positions < final[:, None]) & ~valid
+
+
+@dataclasses.dataclass(frozen=True)
+class SubBlockCache(BlockCache):
+    """Fast-dLLM v2's cache inside a block (Wu et al. 2025): forwards over the whole block until the sub-block's first
+    token is decided, then over the sub-block alone, beside the entries that the last of those made of the rest of the
+    block. Finished blocks are exact, as ever. Each row changes over by itself, where the authors' code waits for all.
+
+    Attributes:
+        sub: positions of a sub-block, as in `SubBlocks`.
+    """
+
+    sub: int = 8
+    approximate = True
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:       # type: ignore[override]
+        return (self.sub, None)
+
+    def _whole(self, view: View) -> Array:
+        """`bool[R]`: rows whose next forward is over the block."""
+        first = jnp.minimum(current(view, self.sub) * self.sub, view.positions.shape[1] - 1)
+        return (view.step == 0) | ~view.masked.any(1) | take(view.masked, first[:, None])[:, 0]
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        nodes = super().nodes(view, left, memory)
+        ours = number(view, self.sub) == current(view, self.sub)[:, None]
+        return nodes.replace(live=nodes.live & (self._whole(view)[:, None] | jnp.pad(ours, ((0, 0), (left, 0)))))
+
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
+        return self._whole(view)[:, None] & (positions >= view.kept[:, None])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from decodax.diffusion import adaptive_systems, cache_systems, parallel_systems  # noqa: F401  (their lines)
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import FusedCache, NoCache
+from decodax.diffusion.caching import BlockCache, FusedCache, NoCache, SubBlockCache
 from decodax.diffusion.commits import Ancestral, AtLeast, Coins, EntropyBound, Quota, Threshold
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
 from decodax.diffusion.entries import CACHE, ENTRIES, MASKED, Entry, blocks, entry
@@ -81,9 +81,15 @@ def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "res
 
 @entry("fast-dllm-2", "Fast-dLLM v2: Efficient Block-Diffusion LLM", "Wu et al. 2025",
        "sub-blocks of blocks, all sure positions at once, exact block cache")
-def fast_dllm_2(lm: Any, sub: int = 8, threshold: float = 0.9) -> MaskedDiffusion:
+def fast_dllm_2(lm: Any, sub: int = 8, threshold: float = 0.9,
+                cache: Literal["block", "dual"] = "block") -> MaskedDiffusion:
+    """`cache`: exact by blocks, or also inside a block (the authors' `use_block_cache`), which is approximate."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, None)
+    if cache == "dual":
+        if not isinstance(caching, BlockCache) or a.attention.causal:
+            raise ValueError("cache: got 'dual', takes 'block'; the cache inside a block is for block-causal models")
+        caching = SubBlockCache(min(sub, windows.block))
     return MaskedDiffusion(a, SubBlocks(windows.block, windows.aligned, min(sub, windows.block)),
                            commit=Threshold(threshold, strict=True), caching=caching)
 

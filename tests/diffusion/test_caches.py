@@ -200,6 +200,30 @@ def fast_dllm_dream(prompt, threshold, dual):
     return x[len(prompt):].tolist(), forwards
 
 
+def fast_dllm_2(prompt, threshold, sub, inside):
+    """Fast-dLLM v2's generate with its small blocks and `use_block_cache`; blocks are counted from the beginning."""
+    x, place, _ = blocks(prompt)
+    forwards, sees = 0, place[None] // BLOCK <= place[:, None] // BLOCK
+    for lo in range(len(prompt) // BLOCK * BLOCK, len(x), BLOCK):
+        hi, first = min(lo + BLOCK, len(x)), True
+        cache = net().empty(hi)
+        if lo:
+            net().forward(x[:lo], place[:lo], cache, sees[:lo, :hi])
+        for at in range(lo, hi, sub):
+            end = min(at + sub, hi)
+            while (x[at:end] == MASK).any():
+                whole = first or x[at] == MASK or not inside
+                where = place[max(lo - 1, 0):hi] if whole else place[at:end]
+                lp = net().forward(x[where], where, cache, sees[where, :hi])
+                scored = where[1:] if where[0] else where          # logits point to the next position
+                lp = lp[:-1] if where[0] else np.concatenate([lp[:1], lp[:-1]])
+                among = (place >= at) & (place < end)
+                open = among[scored] & (x[scored] == MASK)
+                commit(x, lp, scored, among, max(int((lp.max(-1)[open] > np.log(threshold)).sum()), 1))
+                forwards, first = forwards + 1, False
+    return x[len(prompt):].tolist(), forwards
+
+
 def flashdlm(prompt, top, before):
     """FlashDLM's guided loop with its sliding window; the guide is the same network, read causally."""
     x, place, _ = blocks(prompt)
@@ -324,6 +348,21 @@ def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
     alg = ENTRIES["fast-dllm"].make(lm, block=BLOCK, threshold=0.2, cache=cache, suffix=NEW)
     wanted = [fast_dllm_dream(p, 0.2, cache == "dual") for p in IDS]
     assert made(alg) == ([text for text, _ in wanted], [n for _, n in wanted])
+
+
+@pytest.mark.parametrize("cache", ["block", "dual"])
+def test_the_cache_inside_a_block_is_fast_dllm_2s(cache):
+    lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True, attention="block-causal", block=BLOCK))
+    alg = ENTRIES["fast-dllm-2"].make(lm, sub=2, threshold=0.2, cache=cache)
+    wanted = [fast_dllm_2(p, 0.2, 2, cache == "dual")[0] for p in IDS]
+    assert made(alg)[0] == wanted
+    assert cache == "block" or wanted != [fast_dllm_2(p, 0.2, 2, False)[0] for p in IDS]
+
+
+def test_the_cache_inside_a_block_needs_blocks():
+    lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK))
+    with pytest.raises(ValueError, match="cache: got 'dual', takes 'block'"):
+        ENTRIES["fast-dllm-2"].make(lm, cache="dual")
 
 
 @pytest.mark.parametrize("gamma", [0.998])

@@ -37,7 +37,7 @@ CASES = {
     "maskgit": ("full", dict(steps=5, size=NEW)), "mdlm": ("full", dict(steps=8, size=NEW)),
     "bd3-lm": ("blocks", {}), "remdm": ("full", dict(steps=6, eta=0.3, size=NEW)),
     "fast-dllm": ("shifted", dict(block=BLOCK, threshold=0.15)),
-    "fast-dllm-2": ("shifted-blocks", dict(sub=2, threshold=0.15)),
+    "fast-dllm-2": ("shifted-blocks", dict(sub=2, threshold=0.15, cache="dual")),
     "entropy-bounded": ("full", dict(bound=3.0, block=BLOCK)), "sdar": ("blocks", dict(threshold=0.15)),
     "sdlm": ("prefix", dict(threshold=0.15)), "dparallel": ("full", dict(entropy=2.5, block=BLOCK)),
     "llada2": ("blocks", dict(threshold=0.15, steps=2)),
@@ -241,6 +241,9 @@ SAME = {
                               MaskedDiffusion(SHIFTED, ALIGNED, **SURE)),
     "shifted-blocks-fused": (MaskedDiffusion(SHIFTED, ALIGNED, **SURE, caching=d.FusedCache()),
                              MaskedDiffusion(SHIFTED, ALIGNED, **SURE)),
+    "inside-a-block-of-one": (
+        MaskedDiffusion(SHIFTED, d.SubBlocks(BLOCK, True, 1), **SURE, caching=d.SubBlockCache(1)),
+        MaskedDiffusion(SHIFTED, d.SubBlocks(BLOCK, True, 1), **SURE, caching=d.BlockCache())),
     "joined-cached": (MaskedDiffusion(JOINED, **RUN, caching=d.BlockCache()), MaskedDiffusion(JOINED, **RUN)),
     "joined-fused": (MaskedDiffusion(JOINED, **RUN, caching=d.FusedCache()), MaskedDiffusion(JOINED, **RUN)),
     "causal-cached": (MaskedDiffusion(CAUSAL, FIXED, **SURE, caching=d.BlockCache()),
