@@ -181,8 +181,9 @@ class Ancestral(Rule):
 @dataclasses.dataclass(frozen=True)
 class Coins(Rule):
     """A coin for each position and step, for processes that also take tokens back (ReMDM, Wang et al. 2025): from time
-    t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, `a = 1 - t`; all in the last
-    step. A step in which no coin falls commits nothing.
+    t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, `a` the share of decided ones
+    by the schedule, `1 - t` unless `remask` has its own; all in the last step. A step in which no coin falls commits
+    nothing.
 
     Attributes:
         steps: of a region. remask: a `ReMDM` with the same steps, whose sigma counts; None: 0.
@@ -193,7 +194,7 @@ class Coins(Rule):
     patient = True
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
-        t, s = time(view.step, self.steps)
+        t, s = time(view.step, self.steps) if self.remask is None else self.remask.shares(view)
         sigma = 0.0 if self.remask is None else self.remask.scale(view)
         chance = ((1 - s) - (1 - sigma) * (1 - t)) / t
         coin = view.uniforms(Purpose.ACCEPT)[..., 0] < chance[:, None]

@@ -39,21 +39,44 @@ class ReMDM(_Revision):
     Attributes:
         steps: of a region. eta: the size of sigma.
         kind: "cap": `min(eta, (1 - a_s) / a_t)`. "rescale": `eta` times that bound. "conf": the bound times each
-            token's share of softmax(-p) over the decided ones, with `p` its probability when it was decided.
+            token's share of softmax(-p) over the decided ones, with `p` its probability when it was decided. "loop":
+            the share of decided positions rises to `held` until time `on`, stays there until `off` while sigma is
+            `eta`, and rises to 1; as in the authors' code, with their numbers.
     """
 
     steps: int = 64
     eta: float = 0.02
-    kind: Literal["cap", "rescale", "conf"] = "cap"
+    kind: Literal["cap", "rescale", "conf", "loop"] = "cap"
+    on: float = 0.55
+    off: float = 0.05
+    held: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.off < self.on < 1:
+            raise ValueError(f"on, off: got {self.on} and {self.off}, takes 0 < off < on < 1")
+        if self.kind == "loop" and not 0 < self.held <= 1 / (1 + self.eta):
+            raise ValueError(f"held: got {self.held}, takes more than 0 up to 1 / (1 + eta)")
+
+    def shares(self, view: View) -> tuple[Array, Array]:
+        """`f32[R]` each: the share of positions that are masked where a step begins and where it ends."""
+        t, s = time(view.step, self.steps)
+        if self.kind != "loop":
+            return t, s
+        rise, end = self.held / (1 - self.on), (1 - self.held) / self.off
+        at = lambda x: jnp.where(t > self.on, 1 - (1 - x) * rise, jnp.where(t <= self.off, x * end, 1 - self.held))
+        return at(t), at(s)
 
     def _bound(self, view: View) -> Array:
-        t, s = time(view.step, self.steps)
+        t, s = self.shares(view)
         return jnp.where(t < 1, jnp.minimum(s / jnp.where(t < 1, 1 - t, 1), 1), 1)
 
     def scale(self, view: View) -> Array:
         """`f32[R]`: sigma at masked positions, for `Coins`."""
         if self.kind == "conf":
             return jnp.zeros(view.start.shape)
+        if self.kind == "loop":
+            t, _ = time(view.step, self.steps)
+            return jnp.where((t > self.off) & (t <= self.on), jnp.float32(self.eta), 0)
         return jnp.minimum(self.eta, self._bound(view)) if self.kind == "cap" else self.eta * self._bound(view)
 
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:

@@ -73,9 +73,10 @@ def bd3_lm(lm: Any, block: int | None = None, steps: int | None = None) -> Maske
 
 @entry("remdm", "Remasking Discrete Diffusion Models with Inference-Time Scaling", "Wang et al. 2025",
        "ancestral sampling that takes tokens back")
-def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf"] = "cap",
-          size: int | None = None) -> MaskedDiffusion:
-    remask = ReMDM(steps, eta, kind)
+def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf", "loop"] = "cap",
+          on: float = 0.55, off: float = 0.05, held: float = 0.9, size: int | None = None) -> MaskedDiffusion:
+    """`on`, `off`, `held`: the times and the share of decided positions of the loop."""
+    remask = ReMDM(steps, eta, kind, on, off, held)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Coins(steps, remask), remask, stops=())
 
 

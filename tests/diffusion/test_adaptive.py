@@ -1,6 +1,7 @@
 """Samplers whose pace follows what the model says, against plain transcriptions of their published loops."""
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 
@@ -350,6 +351,35 @@ def test_coins_that_all_fall_on_the_other_side_commit_nothing():
     assert run(alg, 4)[1] == [40] * 3
 
 
+@pytest.mark.parametrize("kind", ["cap", "rescale", "loop"])
+def test_remdm_keeps_the_share_of_masks_that_its_chain_has(kind):
+    rows, n, steps, eta = 4_000, 8, 20, 0.08
+    remask = d.ReMDM(steps, eta, kind, 0.62, 0.22, 0.8)
+    rule, view = d.Coins(steps, remask), view_of(rows, n)
+    everything = jnp.ones((rows, n), bool)
+    view = view.replace(editable=everything)
+    expected, time = 1.0, np.linspace(1, 0, steps + 1)
+    for i, (t, s) in enumerate(itertools.pairwise(time)):
+        now = view.replace(step=view.step * 0 + i, round=view.round * 0 + i)
+        taken = rule(now, None, None, None) & view.open
+        view = view.replace(open=remask(now, None, now.replace(open=view.open & ~taken), None).open)
+        # the published chain: what happens to a masked and to a decided position from t to s
+        if kind == "loop":
+            sigma = 0.0 if t > 0.62 or t <= 0.22 else eta
+            a, b = ((1 - t) * 0.8 / 0.38, (1 - s) * 0.8 / 0.38) if t > 0.62 else \
+                (1 - t * 0.2 / 0.22, 1 - s * 0.2 / 0.22) if t <= 0.22 else (0.8, 0.8)
+        else:
+            a, b = 1 - t, 1 - s
+            bound = min(1, (1 - b) / a) if a else 1
+            sigma = min(eta, bound) if kind == "cap" else eta * bound
+        stays = (1 - b - sigma * a) / (1 - a)
+        expected = expected * stays + (1 - expected) * sigma
+        open = float(np.asarray(view.open).mean())
+        assert abs(open - expected) <= 4.5 * math.sqrt(max(expected * (1 - expected), 1e-12) / (rows * n)) + 1e-6
+        assert i > 0 or open < 1
+    assert open == 0
+
+
 def test_maskgit_keeps_a_position_for_its_last_step():
     from decodax.diffusion.commits import remaining
     view = view_of(1, 7)
@@ -362,6 +392,8 @@ def test_parts_out_of_range_are_named():
                           (lambda: d.LocalLeap(0.5, 0.7), "relaxed: got 0.7"),
                           (lambda: d.Anneal(0.4, 0.8), "last: got 0.8"), (lambda: d.Credit(kept=1), "kept: got 1"),
                           (lambda: d.Average(past=-1), "past: got -1"), (lambda: d.Ancestral(0), "steps: got 0"),
+                          (lambda: d.ReMDM(on=0.2, off=0.3), "on, off: got 0.2 and 0.3"),
+                          (lambda: d.ReMDM(kind="loop", eta=0.5), "held: got 0.9"),
                           (lambda: d.Gap(4, 4, (0, 0)), r"answer: got \(0, 0\)"),
                           (lambda: made("adablock"), "delimiters: got None")):
         with pytest.raises(ValueError, match=message):
