@@ -74,6 +74,7 @@ class Options:
     """One run. The fields marked `identity` decide the weights: a run is only resumed where they are equal.
 
     Attributes:
+        apart: share of rows whose prompt does not see the answer, for models that read prompts from a cache.
         stage: None trains by the bound on the likelihood; "certainty" and "filter" follow it, on problems.
         span: tokens of a block of answer in those stages.
         answers: problems that the model answers for those stages.
@@ -103,6 +104,7 @@ class Options:
     shift: bool = field(default=False, metadata={"identity": True})
     weights: tuple[str, ...] | None = field(default=None, metadata={"identity": True})
     corpus: Path | None = field(default=None, metadata={"identity": True})
+    apart: float = field(default=0.0, metadata={"identity": True})
     span: int | None = field(default=None, metadata={"identity": True})
     answers: int | None = field(default=None, metadata={"identity": True})
     devices: int | None = None
@@ -118,6 +120,8 @@ class Options:
             raise ValueError(f"dtype: got {self.dtype!r}; it takes float32 or bfloat16")
         if self.decay_from is not None and (self.steps is None or self.decay_from >= self.steps):
             raise ValueError(f"decay_from: got {self.decay_from}, steps {self.steps}; it takes a step below `steps`")
+        if not 0 <= self.apart <= 1 or (self.apart and (self.stage or PRESETS[self.preset].data == "text")):
+            raise ValueError(f"apart: got {self.apart}, takes 0 to 1; 0 for text and in a stage")
         if self.optimizer not in (None, "adamw", "muon"):
             raise ValueError(f"optimizer: got {self.optimizer!r}; it takes adamw or muon")
         for item in self.weights or ():
@@ -203,6 +207,8 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--shift", action="store_true", help="logits predict the next position, as of autoregressive models")
     p.add_argument("--weights", nargs="*", metavar="TASK=SHARE", help="shares of tasks in a batch that are not 1 "
                    "(default: preset)")
+    p.add_argument("--apart", type=float, default=0.0, help="share of rows whose prompt does not see the answer, for "
+                   "models that read prompts from a cache")
     p.add_argument("--corpus", type=Path, help="directory of .py files (default: this interpreter's standard library)")
     p.add_argument("--span", type=int, help="tokens of a block of answer in a stage (default: the canvas)")
     p.add_argument("--answers", type=int, help="problems that the model answers for a stage (default: 8192)")

@@ -138,17 +138,23 @@ def corrupt(key: Array, batch: Batch, kind: Diffusion) -> tuple[Array, Array, Ar
     return jnp.where(masked, kind.mask, batch.tokens), masked, levels
 
 
+def apart(mask: Array, answer: Array, rows: Array) -> Array:
+    """`bool[B, T, T]`: the mask, with the prompt of such rows (`bool[B]`) blind to their answer (`bool[B, T]`)."""
+    return mask & ~(rows[:, None, None] & ~answer[:, :, None] & answer[:, None, :])
+
+
 def predict(network: Transformer, params: Tree, tokens: Array, live: Array, kind: Diffusion,
-            clean: Array | None = None) -> Array:
+            clean: Array | None = None, blind: tuple[Array, Array] | None = None) -> Array:
     """Logits `f32[B, T, V]` aligned with the tokens they are for, the mask's own removed.
 
     Args:
         tokens: `i32[B, T]`, noisy. clean: the same without noise, for the blocks of a training step; None: blocks see
-            what `tokens` holds, as at decoding time.
+            what `tokens` holds, as at decoding time. blind: the answers and the rows of `apart`, without blocks.
     """
     T = tokens.shape[1]
     if kind.block is None or clean is None:
-        logits = network.forward(params, tokens, mask=visible(live, kind.block))
+        mask = visible(live, kind.block)
+        logits = network.forward(params, tokens, mask=mask if blind is None else apart(mask, *blind))
     else:
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
         hidden, head = network.features(params, jnp.concatenate([tokens, clean], 1), jnp.concatenate([where, where], 1),
@@ -162,11 +168,17 @@ def predict(network: Transformer, params: Tree, tokens: Array, live: Array, kind
 @dataclass(frozen=True)
 class Bound:
     """The loss of masked or block diffusion: each row's sum of cross-entropies over `t`, per answer token; the mean
-    over rows (LLaDA's loss of supervised fine-tuning; with blocks, of BD3-LM)."""
+    over rows (LLaDA's loss of supervised fine-tuning; with blocks, of BD3-LM).
+
+    Attributes:
+        apart: the share of rows whose prompt does not see the answer. A small model that keeps its books in the prompt
+            breaks when the prompt comes from a cache; one that has seen such rows does without.
+    """
 
     network: Transformer
     kind: Diffusion
     dtype: str = "float32"
+    apart: float = 0.0
 
     def __call__(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
         """The loss in nats, an upper bound, and to watch: plain cross-entropy and accuracy at the masked tokens."""
@@ -178,7 +190,12 @@ class Bound:
     def parts(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, Array, Array, Array]:
         """Of every position `[B, T]`: nats (0 where not masked), masked, noise level, masked and predicted right."""
         noisy, masked, levels = corrupt(key, batch, self.kind)
-        logits = predict(self.network, cast(params, jnp.dtype(self.dtype)), noisy, batch.live, self.kind, batch.tokens)
+        blind = None
+        if self.apart:
+            rows = jax.random.uniform(jax.random.fold_in(key, 2), noisy.shape[:1]) < self.apart
+            blind = batch.answer, rows
+        params = cast(params, jnp.dtype(self.dtype))
+        logits = predict(self.network, params, noisy, batch.live, self.kind, batch.tokens, blind)
         nats = jnp.where(masked, cross_entropy(logits, jnp.where(masked, batch.tokens, 0)), 0.0)
         return nats, masked, levels, masked & (logits.argmax(-1) == batch.tokens)
 

@@ -4,8 +4,9 @@
 
 A system is NAME[:OPTION=VALUE,...] of `decodax systems`; a list of values is a grid, and its points make one curve. For
 each point and task: the share of right answers, new tokens a forward (of a row, its end token included), forwards a
-row, tokens a second of the decode loop; and for each curve the accuracy under parallelism (AUP) of d3LLM (Qian et al.
-2025), see `aup`. The figures of the problems are counts and repeat exactly; tokens a second are this machine's.
+row, tokens a second of the decode loop (median of the repeats, without compiling); and for each curve the accuracy
+under parallelism (AUP) of d3LLM (Qian et al. 2025), see `aup`. The figures of the problems are counts and repeat
+exactly; tokens a second are this machine's.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -99,12 +102,13 @@ def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
 
 
 def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int = 100, batch: int = 50, seed: int = 0,
-        report: Callable[[int, int, str], None] | None = None, **sampling: Any) -> list[Row]:
+        repeats: int = 3, report: Callable[[int, int, str], None] | None = None, **sampling: Any) -> list[Row]:
     """Runs each point on each task. A point that fails has the error in its row, and the others go on.
 
     Args:
         lm: what `dx.load` gave, with the vocabulary of `decodax.problems`.
         problems: held-out problems of a task, the same for all points. batch: taken at a time.
+        repeats: timed runs of each point and task, after one that compiles.
         report: told before each run: runs done, runs in all, what runs now.
         sampling: of `dx.generate`; greedy without any.
     """
@@ -118,8 +122,11 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
         asked = source.problems(task, problems, seed)
         row = Row(point.curve, point.name, task, len(asked))
         try:
-            out = dx.generate(lm, [p.prompt for p in asked], max_new_tokens=source.CANVAS, algorithm=point.build(),
-                              batch_size=min(batch, len(asked)), seed=seed, **sampling)
+            answer = functools.partial(
+                dx.generate, lm, [p.prompt for p in asked], max_new_tokens=source.CANVAS, algorithm=point.build(),
+                batch_size=min(batch, len(asked)), seed=seed, **sampling)
+            out = answer()
+            timed = [answer().stats for _ in range(repeats)] or [out.stats]
         except (ValueError, RuntimeError, NotImplementedError) as error:
             rows.append(dataclasses.replace(row, error=f"{type(error).__name__}: {error}"))
             continue
@@ -127,8 +134,9 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
         right = [p.correct(text) for p, text in zip(asked, out.text, strict=True)]
         rows.append(dataclasses.replace(
             row, accuracy=sum(right) / len(right), tokens_per_forward=out.stats.tokens_per_forward,
-            forwards=float(out.stats.rounds.mean()), tokens_per_second=out.stats.tokens_per_second,
-            seconds=out.stats.seconds))
+            forwards=float(out.stats.rounds.mean()),
+            tokens_per_second=statistics.median(s.tokens_per_second for s in timed),
+            seconds=statistics.median(s.seconds for s in timed)))
     return rows
 
 
@@ -253,6 +261,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--problems", type=int, default=100, metavar="N", help="of each task (default: 100)")
     p.add_argument("--batch", type=int, default=50, metavar="N", help="problems at a time (default: 50)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of problems and sampling (default: 0)")
+    p.add_argument("--repeats", type=int, default=3, metavar="N",
+                   help="timed runs of each, of which the median is shown (default: 3)")
     p.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, as PNG, SVG or PDF")
     p.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
@@ -282,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
         grid = points(args.systems, lm, dx.load(args.draft) if args.draft else None)
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=None)
-            rows = run(lm, grid, tasks, problems=args.problems, batch=args.batch, seed=args.seed,
+            rows = run(lm, grid, tasks, problems=args.problems, batch=args.batch, seed=args.seed, repeats=args.repeats,
                        temperature=args.temperature,
                        report=lambda done, total, what: progress.update(bar, completed=done, total=total,
                                                                         description=what))

@@ -8,6 +8,7 @@ stages follow on a model's own answers: certainty forcing, which makes it surer,
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -78,7 +79,7 @@ def setting(options: Options, console: Console) -> Setting:
     attention = "full" if options.block is None else "block-causal"
     kind = Diffusion(mask, options.shift, attention, options.block)
     dt.check(kind)
-    objective = dt.Bound(model, kind, options.dtype)
+    objective = dt.Bound(model, kind, options.dtype, options.apart)
 
     def evaluate(params: Any, published: bool) -> dict[str, float]:
         if preset.data == "problems":
@@ -248,6 +249,13 @@ def finish(run: Run, options: Options, made: Setting, console: Console) -> None:
         "hours": round(run.seconds / 3600, 3), "hardware": export.hardware(jax.device_count()),
         "command": options.command(run.step, run.plan.decay_from or 0),
     }
+    # what went into weights that are not shipped is told too
+    before = Path(options.init or "", "training.json")
+    if options.init and before.is_file():
+        earlier = json.loads(before.read_text())
+        facts |= {name: facts[name] + earlier[name] for name in ("steps", "tokens")}
+        facts |= {"hours": round(facts["hours"] + earlier["hours"], 3), "init": earlier["init"],
+                  "command": f"{earlier['command']}\n{facts['command']}"}
     target = options.export or options.output / "model"
     made.export(target, shipped, facts)
     told = ", ".join(f"{k} {v:.3f}" for k, v in measured.items())

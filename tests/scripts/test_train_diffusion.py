@@ -113,6 +113,22 @@ def test_block_diffusion_scores_each_noisy_block_behind_clean_ones(params, batch
     assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
 
 
+def test_prompts_apart_do_not_see_their_answers(params, batch, logits_of):
+    key = jax.random.key(3)
+    noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, FULL))
+    tokens, live, answer = (np.asarray(x) for x in (batch.tokens, batch.live, batch.answer))
+    expected = []
+    for i in range(6):
+        sees = live[i][None] & (answer[i][:, None] | ~answer[i][None])
+        logits = logits_of(np.where(live[i], noisy[i], 7), sees)
+        expected.append(sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in np.flatnonzero(masked[i]))
+                        / answer[i].sum())
+    loss, _ = jax.jit(dt.Bound(NET, FULL, apart=1.0))(params, batch, key)
+    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
+    none, half = (float(jax.jit(dt.Bound(NET, FULL, apart=share))(params, batch, key)[0]) for share in (0.0, 0.5))
+    assert len({none, half, float(loss)}) == 3
+
+
 def test_only_answers_are_masked_and_levels_are_stratified(batch):
     levels = np.asarray(dt.noise_levels(jax.random.key(0), 8, 3))
     assert levels.shape == (8, 3) and levels.min() >= dt.LEAST and levels.max() <= 1
@@ -274,6 +290,15 @@ def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_p
     assert f"--stage {stage}" in json.loads(facts.read_text())["command"]
 
 
+def test_a_card_tells_of_all_training(run, options, tmp_path):
+    given = Options(preset="tiny", init=str(options.output / "model"), apart=0.5, output=tmp_path, steps=3, warmup=1,
+                    eval_every=100, devices=1)
+    train_diffusion.train(given, console=QUIET)
+    facts, before = (json.loads((at / "model" / "training.json").read_text()) for at in (tmp_path, options.output))
+    assert facts["steps"] == 3 + options.steps and facts["tokens"] > before["tokens"] and facts["init"] is None
+    assert facts["command"].splitlines()[0] == before["command"] and "--apart 0.5" in facts["command"].splitlines()[1]
+
+
 def test_text_starts_from_an_autoregressive_model_with_a_mask_added(tmp_path):
     corpus = tmp_path / "corpus"
     shutil.copytree(Path(sysconfig.get_path("stdlib")) / "asyncio", corpus / "asyncio")
@@ -318,6 +343,8 @@ def test_muon_moves_kernels_by_orthogonal_steps_of_adams_size(params):
     ({"weights": ("nope=1",)}, "weights: got 'nope=1'"),
     ({"optimizer": "sgd"}, "optimizer: got 'sgd'"),
     ({"decay_from": 3}, "decay_from: got 3"),
+    ({"apart": 1.5}, "apart: got 1.5"),
+    ({"apart": 0.5, "preset": "tiny-text"}, "apart: got 0.5, takes 0 to 1; 0 for text"),
 ])
 def test_wrong_options_are_named(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
