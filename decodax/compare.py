@@ -263,30 +263,56 @@ class _Cell:
     made: dict[str, Algorithm] = dataclasses.field(default_factory=dict)
     first: dict[str, list[Result]] = dataclasses.field(default_factory=dict)
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    beside: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def measure(self, repeats: int) -> Iterator[tuple[int, str]]:
-        """One run of each that does not count, then `repeats` of each in turn; says before each how many it did."""
-        names, done, where = list(self.contenders), 0, f"{self.task.name}, batch {self.batch}"
-        for repeat in range(repeats + 1):
-            shift = repeat % len(names)
-            for name in names[shift:] + names[:shift]:
-                yield done, f"{where}: {name}" + (" (warm-up)" if not repeat else "")
-                done += 1
-                if name in self.errors:
-                    continue
-                try:
-                    results = self.run(name)
-                except Exception as error:
+        """One run of each that does not count, then `repeats` of each in turn; says before each how many it did.
+
+        Where the process has no room for the programs of all, they are measured in groups, each beside plain decoding.
+        """
+        left, done = [name for name in self.contenders if name != PLAIN], 0
+        where = f"{self.task.name}, batch {self.batch}"
+        self.beside[PLAIN] = self.seconds.setdefault(PLAIN, [])
+        while left or PLAIN not in self.first:
+            group = [PLAIN]
+            yield done, f"{where}: {PLAIN} (warm-up)"
+            self.attempt(PLAIN)
+            while left and (len(group) == 1 or not _crowded()):
+                group.append(left.pop(0))
+                yield done + len(group) - 1, f"{where}: {group[-1]} (warm-up)"
+                self.attempt(group[-1])
+            done += len(group)
+            beside: list[float] = []
+            self.beside |= dict.fromkeys(group[1:], beside)
+            for repeat in range(1, repeats + 1):
+                shift = repeat % len(group)
+                for name in group[shift:] + group[:shift]:
+                    yield done, f"{where}: {name}"
+                    done += 1
+                    if (seconds := self.attempt(name)) is None:
+                        continue
+                    self.seconds.setdefault(name, []).append(seconds)
                     if name == PLAIN:
-                        raise
-                    self.errors[name] = f"{type(error).__name__}: {error}"
-                    continue
-                if repeat:
-                    self.seconds.setdefault(name, []).append(sum(r.stats.seconds for r in results))
-                else:
-                    self.first[name] = results
+                        beside.append(seconds)
+            if left:
+                done -= repeats + 1                     # plain decoding comes once more
+                _make_room()
         yield done, where
+
+    def attempt(self, name: str) -> float | None:
+        """Runs one, and keeps what the first run gives; the seconds of the decode loop, or None if it failed."""
+        if name in self.errors:
+            return None
+        try:
+            results = self.run(name)
+        except Exception as error:
+            if name == PLAIN:
+                raise
+            self.errors[name] = f"{type(error).__name__}: {error}"
+            return None
+        self.first.setdefault(name, results)
+        return float(sum(r.stats.seconds for r in results))
 
     def run(self, name: str) -> list[Result]:
         """All prompts, `batch` at a time. A prompt's draws are the same at every batch size."""
@@ -325,7 +351,7 @@ class _Cell:
             return row
         base = sum(map(len, self.new(PLAIN)))
         row = dataclasses.replace(row, seconds=tuple(seconds), tokens_per_second=float(tokens / np.median(seconds)))
-        if not (pairs := list(zip(seconds, self.seconds.get(PLAIN, []), strict=False))):
+        if not (pairs := list(zip(seconds, self.beside.get(name, []), strict=False))):
             return row                             # interrupted before plain decoding's turn
         ratios = [tokens / own / (base / plain) for own, plain in pairs]
         speedup = float(np.median(ratios))
@@ -343,12 +369,17 @@ def _equal(plain: list[list[int]], other: list[list[int]]) -> float:
     return same / max(sum(max(len(a), len(b)) for a, b in zip(plain, other, strict=True)), 1)
 
 
-def _make_room() -> None:
-    """Drops compiled programs when they hold half of the memory maps that Linux grants a process by default.
+def _crowded() -> bool:
+    """Whether compiled programs hold near half of the memory maps that Linux grants a process by default.
 
     On CPU a program takes hundreds of the 65,530; a comparison of all systems compiles hundreds of programs.
     """
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+    return maps.exists() and maps.read_bytes().count(b"\n") > 25_000
+
+
+def _make_room() -> None:
+    """Drops compiled programs where they crowd the process."""
+    if _crowded():
         jax.clear_caches()
         gc.collect()

@@ -132,6 +132,18 @@ def test_methods_run_in_turn_and_each_repeat_begins_with_another(calls: list[Any
     assert told[1][2] == "toy, batch 2: plain (warm-up)"
 
 
+def test_without_room_for_all_programs_groups_run_beside_plain_decoding(
+        calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_crowded", lambda: True)
+    monkeypatch.setattr(compare, "_make_room", lambda: calls.append("room"))
+    told: list[tuple[int, int, str]] = []
+    a, b = Fake((1.0,) * 9), Fake((2.0,) * 9)
+    rows = run({"a": a, "b": b}, repeats=2, report=lambda *what: told.append(what)).rows
+    assert calls == ["plain", a, a, "plain", "plain", a, "room", "plain", b, b, "plain", "plain", b, "room"]
+    assert [row.seconds for row in rows] == [(1.0,) * 4, (1.0,) * 2, (2.0,) * 2]
+    assert [row.speedup for row in rows] == [1.0, 1.0, 0.5] and told[-1][0] == 9
+
+
 def test_prompts_come_in_whole_batches(calls: list[Any]) -> None:
     rows = run({"a": Fake((1.0,) * 99)}, batch=[1, 3, 8], prompts=5, repeats=1).rows
     assert [(row.batch, row.prompts) for row in rows if row.system == "a"] == [(1, 5), (3, 3), (8, 8)]
