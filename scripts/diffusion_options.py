@@ -120,8 +120,9 @@ class Options:
             raise ValueError(f"dtype: got {self.dtype!r}; it takes float32 or bfloat16")
         if self.decay_from is not None and (self.steps is None or self.decay_from >= self.steps):
             raise ValueError(f"decay_from: got {self.decay_from}, steps {self.steps}; it takes a step below `steps`")
-        if not 0 <= self.apart <= 1 or (self.apart and (self.stage or PRESETS[self.preset].data == "text")):
-            raise ValueError(f"apart: got {self.apart}, takes 0 to 1; 0 for text and in a stage")
+        text = PRESETS[self.preset].data == "text"
+        if not 0 <= self.apart <= 1 or (self.apart and (self.stage or self.block or text)):
+            raise ValueError(f"apart: got {self.apart}, takes 0 to 1; 0 for text, with blocks and in a stage")
         if self.optimizer not in (None, "adamw", "muon"):
             raise ValueError(f"optimizer: got {self.optimizer!r}; it takes adamw or muon")
         for item in self.weights or ():

@@ -111,10 +111,15 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
         repeats: timed runs of each point and task, after one that compiles.
         report: told before each run: runs done, runs in all, what runs now.
         sampling: of `dx.generate`; greedy without any.
+
+    Raises:
+        ValueError: fewer repeats than 1.
     """
     import decodax as dx
     from decodax import problems as source
 
+    if repeats < 1:
+        raise ValueError(f"repeats: got {repeats}, takes at least 1")
     rows: list[Row] = []
     for point, task in itertools.product(grid, tasks):
         if report is not None:
@@ -126,7 +131,7 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
                 dx.generate, lm, [p.prompt for p in asked], max_new_tokens=source.CANVAS, algorithm=point.build(),
                 batch_size=min(batch, len(asked)), seed=seed, **sampling)
             out = answer()
-            timed = [answer().stats for _ in range(repeats)] or [out.stats]
+            timed = [answer().stats for _ in range(repeats)]
         except (ValueError, RuntimeError, NotImplementedError) as error:
             rows.append(dataclasses.replace(row, error=f"{type(error).__name__}: {error}"))
             continue

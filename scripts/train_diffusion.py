@@ -32,7 +32,7 @@ from training_run import Cadence, Run, keep_freed_memory
 
 from decodax import problems
 from decodax.io.checkpoint import load_model
-from decodax.io.load import find
+from decodax.io.load import ZOO, find
 from decodax.models import Diffusion, Transformer, llama
 
 HELD_OUT_EACH, HELD_OUT_SHIPPED = 32, 500
@@ -239,7 +239,7 @@ def finish(run: Run, options: Options, made: Setting, console: Console) -> None:
         shipped = jax.tree.map(lambda x: x.astype(jnp.bfloat16), shipped)
     measured = made.evaluate(lm.cast(jax.tree.map(jnp.asarray, shipped), jnp.dtype(jnp.float32)), True)
     corpus = pycode_data.corpus_name() if options.corpus is None else f"the .py files of {options.corpus.name}"
-    facts = {
+    facts: dict[str, Any] = {
         "preset": options.preset, "stage": options.stage, "init": options.init and Path(options.init).name,
         "data": corpus if PRESETS[options.preset].data == "text" else "problems made by decodax/problems.py",
         "steps": run.step, "tokens": run.tokens, "held_out": {k: round(v, 4) for k, v in measured.items()},
@@ -249,17 +249,24 @@ def finish(run: Run, options: Options, made: Setting, console: Console) -> None:
         "hours": round(run.seconds / 3600, 3), "hardware": export.hardware(jax.device_count()),
         "command": options.command(run.step, run.plan.decay_from or 0),
     }
-    # what went into weights that are not shipped is told too
-    before = Path(options.init or "", "training.json")
-    if options.init and before.is_file():
-        earlier = json.loads(before.read_text())
-        facts |= {name: facts[name] + earlier[name] for name in ("steps", "tokens")}
-        facts |= {"hours": round(facts["hours"] + earlier["hours"], 3), "init": earlier["init"],
-                  "command": f"{earlier['command']}\n{facts['command']}"}
+    facts |= earlier_training(options, facts)
     target = options.export or options.output / "model"
     made.export(target, shipped, facts)
     told = ", ".join(f"{k} {v:.3f}" for k, v in measured.items())
     console.print(f"{target}: {facts['parameters']:,} parameters after {run.step} steps: {told}", soft_wrap=True)
+
+
+def earlier_training(options: Options, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts that change where a run goes on from a diffusion model that is not shipped: its card tells of both."""
+    source = find(options.init) if options.init and options.stage != "filter" else None
+    if source is None or source.parent == ZOO or not (source / "training.json").is_file():
+        return {}
+    earlier = json.loads((source / "training.json").read_text())
+    if "init" not in earlier:                       # an autoregressive one
+        return {}
+    both = {name: facts[name] + earlier[name] for name in ("steps", "tokens")}
+    return {**both, "init": earlier["init"], "hours": round(facts["hours"] + earlier["hours"], 3),
+            "command": f"{earlier['command']}\n{facts['command']}"}
 
 
 def main(argv: list[str] | None = None) -> int:

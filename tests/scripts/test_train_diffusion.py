@@ -345,6 +345,7 @@ def test_muon_moves_kernels_by_orthogonal_steps_of_adams_size(params):
     ({"decay_from": 3}, "decay_from: got 3"),
     ({"apart": 1.5}, "apart: got 1.5"),
     ({"apart": 0.5, "preset": "tiny-text"}, "apart: got 0.5, takes 0 to 1; 0 for text"),
+    ({"apart": 0.5, "block": 4}, "apart: got 0.5, takes 0 to 1; 0 for text, with blocks"),
 ])
 def test_wrong_options_are_named(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
