@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
@@ -25,5 +26,17 @@ class Struct:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
 def struct(cls: type[T]) -> type[T]:
-    """Makes `cls` a frozen dataclass and a pytree; fields declared with `static()` go into the tree's definition."""
+    """Makes `cls` a frozen dataclass and a pytree; fields declared with `static()` go into the tree's definition.
+
+    So does the class itself, as the field `_class`: JAX (0.10) takes the definitions of two registered dataclasses for
+    equal where their static fields are equal, whatever their classes, and then jit's caches, whose lookups compare
+    7 bits of a hash before they compare definitions, run now and then the program of another class.
+    """
+    cls.__annotations__ = {**inspect.get_annotations(cls), "_class": "type"}
+    cls._class = dataclasses.field(default=cls, kw_only=True, repr=False, metadata={"static": True})  # type: ignore[attr-defined]
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+
+def fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    """The declared fields of a struct, class or instance."""
+    return [f for f in dataclasses.fields(cls) if f.name != "_class"]
