@@ -1,8 +1,9 @@
 """Speculative decoding: sources of drafts, shapes of trees, and rules that verify them, behind one algorithm."""
 
 from decodax.speculative import drafts, shapes
-from decodax.speculative.adaptive import NOTHING, Adaptive, Automatic, Bandit, Bass
+from decodax.speculative.adaptive import NOTHING, Adaptive
 from decodax.speculative.algorithm import Speculative
+from decodax.speculative.controllers import Automatic, Bandit, Bass
 from decodax.speculative.fit import fit_tree
 from decodax.speculative.measure import automatic, measure
 from decodax.speculative.source import Draft, Shape, Source

@@ -14,8 +14,9 @@ import numpy as np
 from decodax.core import drivers
 from decodax.core.types import Model, Params
 from decodax.policy import build
-from decodax.speculative.adaptive import NOTHING, Adaptive, Automatic
+from decodax.speculative.adaptive import NOTHING, Adaptive
 from decodax.speculative.algorithm import Speculative
+from decodax.speculative.controllers import Automatic
 from decodax.speculative.shapes import Chain
 
 

@@ -1,12 +1,14 @@
 """Rounds whose drafts are chosen as they go: the choice pays, costs next to nothing where it does not, and is exact."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from decodax.autoregressive import Autoregressive
 from decodax.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, shapes
-from decodax.speculative.adaptive import Seen
+from decodax.speculative.controllers import Seen
 from tests.laws.cases import decode, prompts, texts
 
 COSTS = (1.0, 1.4, 1.8)
@@ -23,31 +25,50 @@ def of(controller, costly=False):
 
 
 def seen(arm, tried, held):
-    vector = lambda n: (jnp.arange(4) < n).astype(jnp.float32)
-    return Seen(arm=jnp.int32(arm), rows=jnp.float32(1), tokens=jnp.float32(1), most=jnp.int32(held),
-                tried=vector(tried), held=vector(held))
+    """A round of rows of which each tried some depths and found some to hold."""
+    tried, held = jnp.atleast_1d(jnp.array(tried)), jnp.atleast_1d(jnp.array(held))
+    to = lambda n: jnp.arange(4) < n[:, None]
+    return Seen(arm=jnp.int32(arm), running=jnp.ones(tried.shape, bool), tokens=held + 1, accepted=held,
+                tried=to(tried), held=to(held))
+
+
+def rows(*left):
+    """What a controller reads of a state: rows with so many tokens to write."""
+    left = np.array(left)
+    return SimpleNamespace(running=left > 0, max_length=left + 10, length=np.full(left.shape, 10))
 
 
 def test_free_drafts_wait_until_they_hold_on_paper():
     rule = Automatic(COSTS)
     alg = of(rule)
-    state = rule.init(alg)
-    assert rule.choose(alg, state, None) == 0
+    state = rule.init(alg, 1)
+    assert rule.choose(alg, state, rows(50)) == 0
     for _ in range(3):
         state = rule.note(alg, state, seen(2, 4, 4))
-    assert rule.choose(alg, state, None) == 2
+    assert rule.choose(alg, state, rows(50)) == 2
     for _ in range(40):
         state = rule.note(alg, state, seen(2, 1, 0))
-    assert rule.choose(alg, state, None) == 0
+    assert rule.choose(alg, state, rows(50)) == 0
+
+
+def test_drafts_of_some_rows_do_not_hold_up_the_row_that_lasts_longest():
+    rule = Automatic(COSTS)
+    alg = of(rule)
+    state = rule.init(alg, 2)
+    for _ in range(30):                                 # row 0 copies, row 1 writes anew
+        state = rule.note(alg, state, seen(2, [4, 1], [4, 0]))
+    assert rule.choose(alg, state, rows(50, 50)) == 0   # 4 tokens a round of row 0 would not end the batch sooner
+    assert rule.choose(alg, state, rows(200, 50)) == 2  # row 0 lasts longest
+    assert rule.choose(alg, state, rows(50, 0)) == 2    # row 1 has ended
 
 
 def test_costly_drafts_that_fail_are_probed_within_their_share():
     rule = Automatic(COSTS, probing=0.02, patience=10**6)
     alg = of(rule, costly=True)
-    state, spent, probes, rounds = rule.init(alg), 0.0, 0, 2000
-    assert rule.choose(alg, state, None) > 0            # nothing else can show whether they hold
+    state, spent, probes, rounds = rule.init(alg, 1), 0.0, 0, 2000
+    assert rule.choose(alg, state, rows(50)) > 0            # nothing else can show whether they hold
     for i in range(rounds):
-        arm = int(rule.choose(alg, state, None))
+        arm = int(rule.choose(alg, state, rows(50)))
         if arm and i > 10:
             spent, probes = spent + COSTS[arm] - 1, probes + 1
         state = rule.update(alg, state, seen(arm, bool(arm), 0))
@@ -59,7 +80,7 @@ def test_costly_drafts_that_fail_are_probed_within_their_share():
 def test_copies_are_drafted_and_the_output_is_plain_decodings(policy):
     # each prompt repeats itself, and so does a greedy toy model sooner or later
     ids = [p * 2 for p in prompts(4, longest=6, seed=3)]
-    alg = Adaptive(lookups(2, 4), Automatic(COSTS))
+    alg = Adaptive(lookups(2, 4), Automatic((1.0, 1.1, 1.2)))
     s = decode(alg, "toy", ids, policy, new=48, eos=[])
     assert texts(s) == texts(decode(Autoregressive(), "toy", ids, policy, new=48, eos=[]))
     if policy["temperature"] == 0:
