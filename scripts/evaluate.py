@@ -3,10 +3,10 @@
     python scripts/evaluate.py "llada:steps=[16,8,4,2,1]" --task copy shuffle sudoku --plot curves.png
 
 A system is NAME[:OPTION=VALUE,...] of `decodax systems`; a list of values is a grid, and its points make one curve. For
-each point and task: the share of right answers, new tokens a forward (of a row, its end token included), forwards a
-row, tokens a second of the decode loop (median of the repeats, without compiling); and for each curve the accuracy
-under parallelism (AUP) of d3LLM (Qian et al. 2025), see `aup`. The figures of the problems are counts and repeat
-exactly; tokens a second are this machine's.
+each point and task: the share of right answers, the share of outputs that are token for token those of the first point,
+new tokens a forward (of a row, its end token included), forwards a row, tokens a second of the decode loop (median of
+the repeats, without compiling); and for each curve the accuracy under parallelism (AUP) of d3LLM (Qian et al. 2025),
+see `aup`. The figures of the problems are counts and repeat exactly; tokens a second are this machine's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("system", "task", "right", "tokens/forward", "forwards", "tokens/s")
+COLUMNS = ("system", "task", "right", "same", "tokens/forward", "forwards", "tokens/s")
 ALPHA, SLACK = 3.0, 0.05
 """Of `aup`: the penalty, and how far a point may fall below the curve's first."""
 
@@ -46,7 +46,8 @@ class Row:
 
     Attributes:
         curve, system, task: what was run. problems: how many.
-        accuracy: share of right answers, 0 to 1.
+        accuracy: share of right answers, 0 to 1. same: share of outputs whose tokens are the first point's; NaN if that
+            failed.
         tokens_per_forward: new tokens over forwards in which their row was running, pooled over rows.
         forwards: of the decode loop, the mean over rows.
         tokens_per_second: of the decode loop of whole batches. seconds: of it.
@@ -58,6 +59,7 @@ class Row:
     task: str
     problems: int
     accuracy: float = math.nan
+    same: float = math.nan
     tokens_per_forward: float = math.nan
     forwards: float = math.nan
     tokens_per_second: float = math.nan
@@ -67,9 +69,9 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """The row in words, one entry for each of `COLUMNS`."""
         if self.error is not None:
-            return self.system, self.task, "failed", "", "", ""
-        return (self.system, self.task, f"{self.accuracy:.1%}", f"{self.tokens_per_forward:.2f}",
-                f"{self.forwards:.1f}", f"{self.tokens_per_second:,.0f}")
+            return self.system, self.task, "failed", "", "", "", ""
+        return (self.system, self.task, f"{self.accuracy:.1%}", "" if math.isnan(self.same) else f"{self.same:.1%}",
+                f"{self.tokens_per_forward:.2f}", f"{self.forwards:.1f}", f"{self.tokens_per_second:,.0f}")
 
 
 def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
@@ -121,7 +123,9 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
     if repeats < 1:
         raise ValueError(f"repeats: got {repeats}, takes at least 1")
     rows: list[Row] = []
-    for point, task in itertools.product(grid, tasks):
+    first: dict[str, list[list[int]]] = {}                           # of the first point, by task
+    for i, task in itertools.product(range(len(grid)), tasks):
+        point = grid[i]
         if report is not None:
             report(len(rows), len(grid) * len(tasks), f"{point.name} {task}")
         asked = source.problems(task, problems, seed)
@@ -137,9 +141,13 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
             continue
         assert out.text is not None
         right = [p.correct(text) for p, text in zip(asked, out.text, strict=True)]
+        tokens = [row[:n].tolist() for row, n in zip(out.tokens, out.lengths, strict=True)]
+        if i == 0:
+            first[task] = tokens
+        same = [a == b for a, b in zip(tokens, first[task], strict=True)] if task in first else [math.nan]
         rows.append(dataclasses.replace(
-            row, accuracy=sum(right) / len(right), tokens_per_forward=out.stats.tokens_per_forward,
-            forwards=float(out.stats.rounds.mean()),
+            row, accuracy=sum(right) / len(right), same=sum(same) / len(same),
+            tokens_per_forward=out.stats.tokens_per_forward, forwards=float(out.stats.rounds.mean()),
             tokens_per_second=statistics.median(s.tokens_per_second for s in timed),
             seconds=statistics.median(s.seconds for s in timed)))
     return rows

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def row(curve: str, task: str, speed: float, right: float) -> Row:
-    return Row(curve, curve, task, 10, right, speed, 1 / speed, 1.0, 1.0)
+    return Row(curve, curve, task, 10, right, 1.0, speed, 1 / speed, 1.0, 1.0)
 
 
 def test_examples_in_the_docstrings_hold():
@@ -97,6 +97,14 @@ def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path
     assert "--task: got nope" in capsys.readouterr().err
 
 
+def test_outputs_are_compared_with_those_of_the_first_point():
+    lm = dx.load("tasks-diffusion")
+    grid = evaluate.points(["llada:block=16", "freedave:block=16,branches=4", "llada:block=16,steps=1"], lm)
+    plain, lossless, hasty = evaluate.run(lm, grid, ["shuffle"], problems=6, batch=6, repeats=1)
+    assert plain.same == lossless.same == 1 > hasty.same
+    assert lossless.forwards <= plain.forwards
+
+
 def test_a_system_that_fails_has_its_error_in_its_row(model):
     lm = dx.load(model)
 
@@ -105,4 +113,5 @@ def test_a_system_that_fails_has_its_error_in_its_row(model):
 
     (got,) = evaluate.run(lm, [evaluate.Point("x", "x", broken)], ["copy"], problems=2)
     assert got.error == "ValueError: block: got 7" and got.cells()[2] == "failed"
+    assert len(got.cells()) == len(evaluate.COLUMNS)
     assert "failed" in evaluate.markdown([got, row("a", "copy", 1, 0.5)], "here")
