@@ -147,7 +147,9 @@ class Run:
               Progress(BarColumn(), percent, note, console=console) as progress):
             self.restore(manager)
             self._keep_metrics()
-            bar = progress.add_task("", total=1.0, note="")
+            if self.finished:
+                console.print(f"{self.output}: this run ended with step {self.step}; nothing is left to train")
+            bar = progress.add_task("", total=1.0, completed=self.share, note="")
             began, waiting = time.monotonic() - self.seconds, list[dict[str, jax.Array]]()
             self.settle()
             while not self.finished:
