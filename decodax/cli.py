@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,7 +280,7 @@ def info(args: argparse.Namespace) -> None:
         card = ZOO / name / "training.json"
         facts = json.loads(card.read_text()) if card.is_file() else {}
         size = sum(f.stat().st_size for f in (ZOO / name).iterdir() if f.is_file())
-        keys = ("parameters", "held_out_bits_per_byte", "tokens", "data")
+        keys = ("parameters", "held_out_bits_per_byte", "held_out", "tokens", "data")
         models.append({"name": name, "path": str(ZOO / name), "megabytes": round(size / 1e6, 1),
                        **{k: facts[k] for k in keys if k in facts}})
     report: dict[str, Any] = {
@@ -295,17 +295,27 @@ def info(args: argparse.Namespace) -> None:
         print(json.dumps(report, indent=2))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console(highlight=False, soft_wrap=True)
     console.print("  ".join(f"{k} {v}" for k, v in report["versions"].items()))
     console.print(f"backend {report['backend']}: " + ", ".join(f"{d['kind']} {d['id']}" for d in report["devices"]))
     console.print(f"compiled programs are kept in {programs}")
-    table = Table("model", "parameters", "MB", "held-out bits/byte", "training data", box=None, pad_edge=False)
+    table = Table("model", "parameters", "MB", Column("held out", no_wrap=True), "training data", box=None, pad_edge=False)
     for m in models:
         table.add_row(m["name"], f"{m['parameters']:,}" if "parameters" in m else "", str(m["megabytes"]),
-                      str(m.get("held_out_bits_per_byte", "")), m.get("data", ""))
+                      _held_out(m), m.get("data", ""))
     console.print(table if models else "no models are shipped with this installation")
+
+
+def _held_out(model: Mapping[str, Any]) -> str:
+    """How good a shipped model is on what it was not trained on, from its card's figures."""
+    if "held_out_bits_per_byte" in model:
+        return f"{model['held_out_bits_per_byte']:.2f} bits/byte"
+    each = model.get("held_out", {})
+    if "bits_per_byte" in each:
+        return f"at most {each['bits_per_byte']:.2f} bits/byte"
+    return f"{sum(each.values()) / len(each):.0%} right" if each else ""
 
 
 def _parser() -> argparse.ArgumentParser:

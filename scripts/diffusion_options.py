@@ -171,7 +171,15 @@ class Options:
             flag = f"--{name.replace('_', '-')}"
             words.append(flag if value is True else f"{flag} {' '.join(map(str, value))}" if isinstance(value, list)
                          else f"{flag} {0 if value is None else value}")
+        # a run that goes on from another one's weights cannot lie in its directory
+        if self.output != default_output(self.preset, self.stage) and not self.output.is_absolute():
+            words.append(f"--output {self.output.as_posix()}")
         return " ".join(words)
+
+
+def default_output(preset: str, stage: Stage | None = None) -> Path:
+    """Where a run lies unless it is told."""
+    return Path("runs") / "-".join(filter(None, (preset, stage)))
 
 
 def parse(argv: list[str] | None = None) -> Options:
@@ -219,8 +227,7 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--save-every", type=int, default=250, help="steps between checkpoints")
     p.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="go on from a checkpoint")
     given = vars(p.parse_args(argv))
-    name = "-".join(filter(None, (given["preset"], given["stage"])))
-    given["output"] = given["output"] or Path("runs") / name
+    given["output"] = given["output"] or default_output(given["preset"], given["stage"])
     given["weights"] = None if given["weights"] is None else tuple(given["weights"])
     try:
         return Options(**given)

@@ -163,6 +163,7 @@ def test_info_names_versions_devices_and_models(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert report["versions"]["jax"] in out
     assert all(model["name"] in out for model in report["models"])
+    assert "at most 1.32 bits/byte" in out and "99% right" in out
 
 
 def test_help_comes_without_jax() -> None:

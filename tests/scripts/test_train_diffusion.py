@@ -363,6 +363,12 @@ def test_the_command_on_a_card_repeats_the_options(given):
     assert again.identity() == options.identity()
 
 
+def test_the_command_of_a_run_that_goes_on_keeps_its_own_directory():
+    options = parse("--preset pycode-diffusion --init runs/pycode-diffusion/model --output runs/two".split())
+    assert parse(options.command(9, 4).split()[2:]).output == options.output
+    assert "--output" not in parse(["--preset", "pycode-diffusion"]).command(9, 4)
+
+
 def test_the_schedule_of_a_time_budget_ends_in_a_decay(tmp_path):
     run = train_diffusion.Run(tmp_path, {}, None, None, lm.Plan(1.0, 2), minutes=1.0, decay_share=0.5)
     run.pace, run.step, run.seconds = [(10, 10.0), (20, 20.0), (30, 31.0)], 30, 31.0

@@ -34,8 +34,8 @@ def kept() -> list[data.Document]:
     return found[:6]
 
 
-def test_target_draft_and_task_model_are_shipped():
-    assert {"pycode", "pycode-draft", "tasks-diffusion"} <= set(NAMES)
+def test_target_draft_and_diffusion_models_are_shipped():
+    assert {"pycode", "pycode-draft", "pycode-diffusion", "tasks-diffusion"} <= set(NAMES)
 
 
 def test_all_shipped_weights_stay_under_64_megabytes():
