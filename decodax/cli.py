@@ -301,7 +301,8 @@ def info(args: argparse.Namespace) -> None:
     console.print("  ".join(f"{k} {v}" for k, v in report["versions"].items()))
     console.print(f"backend {report['backend']}: " + ", ".join(f"{d['kind']} {d['id']}" for d in report["devices"]))
     console.print(f"compiled programs are kept in {programs}")
-    table = Table("model", "parameters", "MB", Column("held out", no_wrap=True), "training data", box=None, pad_edge=False)
+    table = Table("model", "parameters", "MB", Column("held out", no_wrap=True), "training data", box=None,
+                  pad_edge=False)
     for m in models:
         table.add_row(m["name"], f"{m['parameters']:,}" if "parameters" in m else "", str(m["megabytes"]),
                       _held_out(m), m.get("data", ""))
