@@ -124,8 +124,7 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
         raise ValueError(f"repeats: got {repeats}, takes at least 1")
     rows: list[Row] = []
     first: dict[str, list[list[int]]] = {}                           # of the first point, by task
-    for i, task in itertools.product(range(len(grid)), tasks):
-        point = grid[i]
+    for (i, point), task in itertools.product(enumerate(grid), tasks):
         if report is not None:
             report(len(rows), len(grid) * len(tasks), f"{point.name} {task}")
         asked = source.problems(task, problems, seed)

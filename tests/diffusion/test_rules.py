@@ -1,6 +1,5 @@
 """Statistics of the vocabulary and the commit rules against plain NumPy, written as the papers' loops."""
 
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
