@@ -1,0 +1,53 @@
+"""The authors' own loops on tiny checkpoints, against decodax: the same tokens, in the same number of forwards.
+
+Each file in `cases/` holds what one repository's code gave, as numbers, with the repository, commit and settings; see
+README.md there. The first case of a file runs by default, the others with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import decodax as dx
+from tests.conformance.checkpoints import digest, write
+
+CASES = Path(__file__).parent / "cases"
+
+
+def cases() -> list[Any]:
+    out = []
+    for file in sorted(CASES.glob("*.json")):
+        data = json.loads(file.read_text())
+        for i, case in enumerate(data["cases"]):
+            marks = [pytest.mark.slow] if i else []
+            out.append(pytest.param(data, case, id=f"{file.stem}-{i}", marks=marks))
+    return out
+
+
+@functools.cache
+def loaded(name: str, directory: Path) -> dx.LM:
+    return dx.load(write(name, directory))
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("conformance")
+
+
+@pytest.mark.parametrize(("data", "case"), cases())
+def test_tokens_and_forwards_are_the_authors(data: dict[str, Any], case: dict[str, Any], directory: Path) -> None:
+    name = case.get("model", data["model"])
+    assert digest(name) == case.get("digest", data["digest"]), "the checkpoint is not the one the case was made with"
+    lm = loaded(name, directory)
+    needs = [loaded(case.get("draft", data["draft"]), directory)] if "draft" in data or "draft" in case else []
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in case["options"].items()}
+    algorithm = dx.system(data["system"], lm, *needs, **options)
+    out = dx.generate(lm, case["prompts"], algorithm=algorithm, **case["generate"])
+    assert [out.row(i).tolist() for i in range(len(out))] == case["tokens"]
+    if (forwards := case.get("forwards_here", case.get("forwards"))) is not None:
+        assert out.stats.rounds.tolist() == forwards
