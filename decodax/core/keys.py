@@ -54,3 +54,18 @@ def uniforms(keys: Array, positions: Array, purpose: Purpose, salt: Array | None
     salt = jnp.zeros(keys.shape, jnp.int32) if salt is None else salt
     one = lambda key, position, salt: jax.random.uniform(at(key, position, purpose, salt), (2,), jnp.float32)
     return jax.vmap(jax.vmap(one, (None, 0, None)))(keys, positions, salt)
+
+
+def addresses(keys: Array, positions: Array, purpose: Purpose, salt: Array | None = None) -> Array:
+    """The two words that each position's draw from a vocabulary is addressed by: `u32[B, W, 2]`.
+
+    Arguments as in `uniforms`. `decodax.policy.draw` makes the noise of every token from them.
+    """
+    salt = jnp.zeros(keys.shape, jnp.int32) if salt is None else salt
+    one = lambda key, position, salt: address(at(key, position, purpose, salt))
+    return jax.vmap(jax.vmap(one, (None, 0, None)))(keys, positions, salt)
+
+
+def address(key: Array) -> Array:
+    """The two words of one key: `u32[2]`."""
+    return jax.random.key_data(key)

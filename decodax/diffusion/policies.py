@@ -93,6 +93,10 @@ class View(Struct):
         """`f32[R, W, 2]`: two uniforms for each position, of this round."""
         return keys.uniforms(self.key, self.positions, purpose, salt=self.round)
 
+    def addresses(self, purpose: Purpose) -> Array:
+        """`u32[R, W, 2]`: the address of a draw from the vocabulary at each position, in this round."""
+        return keys.addresses(self.key, self.positions, purpose, salt=self.round)
+
 
 @struct
 class Seen(Struct):

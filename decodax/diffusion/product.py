@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -30,7 +29,7 @@ from decodax.diffusion.adapter import Full, Nodes
 from decodax.diffusion.caching import CacheRule, span
 from decodax.diffusion.policies import Memory, Rule, Seen, View
 from decodax.diffusion.verifies import Sequential
-from decodax.policy.draw import first_argmax
+from decodax.policy.draw import draw
 from decodax.struct import Struct, struct
 
 
@@ -93,18 +92,16 @@ class Judged(Sequential):
             process: the policy's chain of transforms at the region's positions.
         """
         V = logits.shape[-1]
-        noise = jax.vmap(jax.vmap(
-            lambda key, position, salt: jax.random.gumbel(keys.at(key, position, Purpose.CANVAS, salt), (V,)),
-            (None, 0, None)))(view.key, view.positions, view.round)
-        draw = lambda x: first_argmax(process(x) + noise, checked=True)
-        token = draw(logits)
+        address = keys.addresses(view.key, view.positions, Purpose.CANVAS, view.round)
+        pick = lambda x: draw(process(x), address)
+        token = pick(logits)
         text = jnp.where(view.open, jnp.maximum(token, 0), view.tokens)
         window = causal(jnp.concatenate([last[:, None], text[:, :-1]], 1), view.start - 1, view.inside)
         out = self.model.apply(state.weights, window, state.cache)
         own = out.logits()
         own = jnp.pad(own, ((0, 0), (0, 0), (0, max(V - own.shape[-1], 0))), constant_values=-jnp.inf)[..., :V]
         broken = jnp.isnan(own).any(-1)
-        return jnp.where(broken, jnp.minimum(token, INVALID), token), self.verdict(token, logits, own, draw), out.kv
+        return jnp.where(broken, jnp.minimum(token, INVALID), token), self.verdict(token, logits, own, pick), out.kv
 
     def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
         """`bool[B, W]`: whether the candidates `token` are agreed to.

@@ -11,6 +11,7 @@ from jax import Array
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.policy.draw import exponentials
 
 Of = Literal["model", "policy"]
 """Whose distribution: the model's own, or the policy's (temperature, top-p, ...), where a greedy row's temperature
@@ -85,6 +86,6 @@ class Noisy(Rule):
         return self.score.of
 
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
-        u = jnp.maximum(view.uniforms(Purpose.ORDER)[..., 1], jnp.finfo(jnp.float32).tiny)
+        time = exponentials(view.addresses(Purpose.ORDER), 1)[..., 0]
         left = 1.0 if self.steps is None else jnp.maximum(1 - (view.step + 1) / self.steps, 0)[:, None]
-        return self.score(view, seen, memory) - self.temperature * left * jnp.log(-jnp.log(u))
+        return self.score(view, seen, memory) - self.temperature * left * jnp.log(time)

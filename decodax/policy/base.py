@@ -19,7 +19,7 @@ from decodax.cache import Window, parents, take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.types import Out
-from decodax.policy.draw import draw, first_argmax
+from decodax.policy.draw import draw, first_argmax, race, winner
 from decodax.struct import Struct, struct
 
 PyTree = Any
@@ -210,13 +210,20 @@ class Lifted:
         chain = self.policy.transforms
         cut = next((i for i, t in enumerate(chain) if isinstance(t, Temperature)), None)
         predicts = self.predicts if nodes is None else take(self.predicts, nodes)
-        uniforms = lambda: keys.uniforms(self.s.key, predicts, purpose, salt)
+        address = lambda: keys.addresses(self.s.key, predicts, purpose, salt)
         if cut is None or self.stateful:
-            return draw(self.processed(nodes), uniforms())
-        # an all-greedy batch stops at the temperature: nothing behind it can change the choice among one token
+            return draw(self.processed(nodes), address())
         logits = self._map(chain[:cut], self.s.policy[:cut], self.out.logits(nodes), nodes)
-        warm = lambda: draw(self._map(chain[cut:], self.s.policy[cut:], logits, nodes), uniforms())
-        return lax.cond(self.policy.greedy.all(), lambda: first_argmax(logits, checked=True), warm)
+
+        def warm() -> Array:
+            # greedy rows are decided by the logits in front of the temperature: nothing behind it can change the choice
+            # among one token. Their race is run at temperature 1, for nothing, which costs less than another argmax
+            rest = (chain[cut].replace(temperature=jnp.where(cold, 1, chain[cut].temperature)), *chain[cut + 1:])
+            hot = self._map(rest, self.s.policy[cut:], logits, nodes)
+            return winner(jnp.where(cold[:, None, None], logits, race(hot, address())))
+
+        cold = self.policy.greedy
+        return lax.cond(cold.all(), lambda: winner(logits), warm)
 
     def advance(self, node: Array, token: Array) -> PyTree:
         """The transforms' states after `token` (`i32[B]`), decided at `node` (`i32[B]`): the next round's start."""

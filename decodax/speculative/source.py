@@ -7,6 +7,7 @@ A `Source` gives the distribution of what follows any node of a tree; a `Shape` 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -18,7 +19,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.policy.draw import draw, first_argmax
+from decodax.policy.draw import draw, race, winner
 from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, struct
 
@@ -118,9 +119,11 @@ class Children(Struct):
 
     Attributes:
         tokens: `i32[B, w, R]` in the order in which they are to be tried. live: `bool[B, w, R]`.
-        log_p: `f32[B, w, R]` the source's log-probability of each, at temperature 1.
+        log_p: `f32[B, w, R]` the log of each one's chance of being the target's token, as the source sees it.
         log_q: `f32[B, w, V]` what they were drawn from, or None where nobody asks.
-        log_all: `f32[B, w, V]` the source's log-probabilities at temperature 1; loops carry what they need of it.
+        log_all: `f32[B, w, V]` such chances of all tokens: the source's log-probabilities at temperature 1, or, where
+            the noise of the target's own draw is known ("coupled"), each token's share of the race, which foretells that
+            draw better. Loops carry what they need of it.
     """
 
     tokens: Array
@@ -152,8 +155,7 @@ class Grower:
     Attributes:
         drawn: how children are chosen. Of sampled drafts, a shape may decide by what it has seen whether *another*
             child is drawn, never by a child's own probability whether to keep it: what is kept would not be drawn from
-            q. A shape that does so asks for "ranked" children, the likeliest in order, which no verifier takes for
-            draws.
+            q. A shape that does so asks for `ranked` children, which no verifier takes for draws.
     """
 
     source: Source
@@ -164,8 +166,8 @@ class Grower:
 
     @property
     def ranked(self) -> Grower:
-        """The same with "ranked" children."""
-        return dataclasses.replace(self, drawn="ranked")
+        """The same with children that may be kept for their own chance: "coupled" or "ranked" ones."""
+        return self if self.drawn == "coupled" else dataclasses.replace(self, drawn="ranked")
 
     def distinct(self, shape: Any) -> None:
         """Raises ValueError where the verifier wants siblings drawn with replacement, and `shape` draws without."""
@@ -202,54 +204,64 @@ class Grower:
         return self._uniforms(g, nodes, count, Purpose.ORDER)
 
     def _children(self, g: Growth, logits: Array, nodes: Array, count: int) -> Children:
-        V = logits.shape[-1]
         window = Window(tokens=g.tokens, positions=self._positions(g), mask=g.sees, live=jnp.ones(g.tokens.shape, bool))
         raw, warm = self.policy.on_draft(self.s, window, logits, nodes)
-        log_p = jax.nn.log_softmax(raw)
+        log_all = log_p = jax.nn.log_softmax(raw)
         cold = self.policy.greedy[:, None]
         if self.drawn == "ranked":
             log_q, tokens = None, likeliest(log_p, count)
         elif self.drawn == "coupled":
             predicts = jnp.take_along_axis(window.positions, nodes, 1) + 1
-            best = first_argmax(raw)
 
-            def couple() -> Array:
-                own = draw(warm(), keys.uniforms(self.s.key, predicts, Purpose.TOKEN))
-                return jnp.where(cold | (own < 0), best, own)
+            def couple() -> tuple[Array, Array]:
+                # the race that the target will run, by the draft's distribution; behind it what the policy forbids the
+                # draft, which it may allow the target
+                arrival = race(warm(), keys.addresses(self.s.key, predicts, Purpose.TOKEN))
+                tokens = likeliest(jnp.where(cold[..., None] | (arrival == -jnp.inf), log_p - 1, arrival), count)
+                share = jnp.maximum(arrival, 0) / jnp.maximum(arrival, 0).sum(-1, keepdims=True)
+                return tokens, jnp.where(cold[..., None], log_p, jnp.log(share))
 
-            own = lax.cond(self.policy.greedy.all(), lambda: best, couple)[..., None]
-            rest = jnp.where(jnp.arange(V) == own, -jnp.inf, log_p)
-            log_q, tokens = None, jnp.concatenate([own, likeliest(rest, count - 1)], -1)
+            log_q = None
+            tokens, log_all = lax.cond(cold.all(), lambda: (likeliest(log_p, count), log_p), couple)
         else:
             # where the policy leaves one token the draft ranks all: any q keeps the verifiers exact
             log_q = jnp.where(cold[..., None], log_p, jax.nn.log_softmax(warm()))
-            u = self._uniforms(g, nodes, count, Purpose.DRAFT)
-            left, drawn = log_q, []
-            for i in range(count):
-                drawn.append(draw(left, u[:, :, i]))
-                if self.drawn == "distinct":
-                    left = jnp.where(jnp.arange(V) == drawn[-1][..., None], -jnp.inf, left)
-            tokens = jnp.where(cold[..., None], likeliest(log_p, count), jnp.stack(drawn, -1))
-        at = jnp.where(tokens >= 0, jnp.take_along_axis(log_p, jnp.maximum(tokens, 0), -1), -jnp.inf)
+            if self.drawn == "distinct":        # the order of arrival is a draw without replacement
+                drawn = likeliest(race(log_q, self._addresses(g, nodes, 1)[:, :, 0]), count)
+            else:
+                drawn = draw(log_q[:, :, None], self._addresses(g, nodes, count))
+            tokens = jnp.where(cold[..., None], likeliest(log_p, count), drawn)
+        of = lambda x: jnp.take_along_axis(x, jnp.maximum(tokens, 0), -1)
         # what a transform of the draft forbids may still be drawn first: the target decides
-        live = (tokens >= 0) & ((jnp.arange(count) == 0) | jnp.isfinite(at))
-        return Children(tokens=jnp.maximum(tokens, 0), live=live, log_p=jnp.where(live, at, -jnp.inf), log_q=log_q,
-                        log_all=log_p)
+        live = (tokens >= 0) & ((jnp.arange(count) == 0) | jnp.isfinite(of(log_p)))
+        return Children(tokens=jnp.maximum(tokens, 0), live=live, log_p=jnp.where(live, of(log_all), -jnp.inf),
+                        log_q=log_q, log_all=log_all)
 
     def _positions(self, g: Growth) -> Array:
         return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)
 
+    def _addresses(self, g: Growth, nodes: Array, count: int) -> Array:
+        """Of draws of drafts: `u32[B, w, count, 2]`."""
+        return self._each(g, nodes, count, Purpose.DRAFT, keys.address)
+
     def _uniforms(self, g: Growth, nodes: Array, count: int, purpose: Purpose) -> Array:
+        return self._each(g, nodes, count, purpose, lambda key: jax.random.uniform(key, (2,), jnp.float32))
+
+    def _each(self, g: Growth, nodes: Array, count: int, purpose: Purpose, make: Callable[[Array], Array]) -> Array:
+        """`[B, w, count, ...]`: what `make` makes of the keys of `count` draws at tree slots `nodes` (`i32[B, w]`)."""
         # of one position, nodes, their children and rounds (which see it at another depth) must not share their noise
         depth = jnp.take_along_axis(g.sees.sum(-1, dtype=jnp.int32), nodes, 1)
         salt = ((depth * g.tokens.shape[1] + nodes) * count)[..., None] + jnp.arange(count, dtype=jnp.int32)
-        one = lambda key, position, salt: jax.random.uniform(keys.at(key, position, purpose, salt), (2,), jnp.float32)
+        one = lambda key, position, salt: make(keys.at(key, position, purpose, salt))
         each = jax.vmap(jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, 0)))
         return each(self.s.key, jnp.take_along_axis(self._positions(g), nodes, 1) + 1, salt)
 
 
 def likeliest(log_p: Array, count: int) -> Array:
-    """The `count` likeliest tokens in order, `i32[..., count]` from `f32[..., V]`; -1 where no more are possible."""
+    """The `count` likeliest tokens in order, `i32[..., count]` from `f32[..., V]`, log-probabilities or any scores; -1
+    where no more are possible."""
+    if count == 1:
+        return jnp.maximum(winner(log_p), -1)[..., None]
     best, tokens = jax.lax.top_k(log_p, min(count, log_p.shape[-1]))
     tokens = jnp.where(best > -jnp.inf, tokens, -1).astype(jnp.int32)
     spare = count - tokens.shape[-1]

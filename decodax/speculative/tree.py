@@ -17,9 +17,10 @@ from decodax.cache import Begun, Window
 from decodax.struct import Struct, struct
 
 Drawn = Literal["coupled", "ranked", "distinct", "independent"]
-"""How a verifier wants sampled drafts. "coupled": the first child by the uniform that the target's own draw will take,
-the others the likeliest. "ranked": the likeliest in order. "distinct": children of a node without replacement.
-"independent": each child a draw of its own. The last two report what they drew from, `log_q`."""
+"""How a verifier wants sampled drafts. "coupled": in the order of arrival in the race by which the target's own token
+will be drawn, run with the draft's distribution (`decodax.policy.draw`). "ranked": the likeliest in order. "distinct":
+children of a node without replacement. "independent": each child a draw of its own. The last two report what they drew
+from, `log_q`."""
 
 
 @struct

@@ -15,6 +15,7 @@ from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
 from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
 from decodax.models.transformer import _network
 from decodax.policy import build
+from decodax.policy.draw import exponentials
 from tests.diffusion.test_verification import IDS, NETWORK, NEW, SIZE, weights
 from tests.laws.cases import MASK, VOCABULARY, texts
 
@@ -211,7 +212,7 @@ AR = weights(8)
 @functools.cache
 def noise(seed, row, position, salt):
     key = keys.row_keys(jnp.uint32([seed]), jnp.uint32([row]), jnp.uint32([0]))[0]
-    return np.asarray(jax.random.gumbel(keys.at(key, position, Purpose.CANVAS, salt), (VOCABULARY,)))
+    return -np.log(np.asarray(exponentials(keys.address(keys.at(key, position, Purpose.CANVAS, salt)), VOCABULARY)))
 
 
 def apd(params, prompt, row, weight, lookahead, window, temperature, shift, seed=2):

@@ -5,7 +5,7 @@ Decoding". The window's tokens are draws from the conditionals `p_{j-1}` of the 
 the draft distribution of this one: under `Rejection` token `x_i` is accepted with probability
 min(1, p_j(x_i) / p_{j-1}(x_i)); at the first rejection the token comes from the positive part of p_j - p_{j-1}, the
 tokens behind it are drawn anew from `p_j`, and fresh ones enter at the far end. Under `SeedExact` the draws take the
-uniforms that the target will take, and the window is a coupled Jacobi iteration.
+noise that the target will draw with, and the window is a coupled Jacobi iteration.
 
 `p_{j-1}` itself would be a vocabulary-sized carry. What is carried is its `top` most likely tokens, renormalised, and
 tokens are drawn from exactly that, so q sampled is q reported and the output's distribution is the target's whatever
@@ -81,10 +81,10 @@ class SJD(Stateless):
         log_q = self._log_q(s, state)
         positions = s.length[:, None] + jnp.arange(self.length, dtype=jnp.int32)
         if drawn in ("coupled", "ranked"):
-            u = keys.uniforms(s.key, positions, Purpose.TOKEN)
+            at = keys.addresses(s.key, positions, Purpose.TOKEN)
         else:       # a position is drawn anew in every round that does not reach it
-            u = keys.uniforms(s.key, positions, Purpose.DRAFT, s.stats.rounds)
-        tokens = draw(log_q, u)
+            at = keys.addresses(s.key, positions, Purpose.DRAFT, s.stats.rounds)
+        tokens = draw(log_q, at)
         count = jnp.full(s.batch, self.length, jnp.int32)
         return chain(tokens, count, None if drawn in ("coupled", "ranked") else log_q), state.replace(policy=policy)
 

@@ -70,7 +70,7 @@ class Staged:
 
     def propose(self, params: Params, policy: Any, s: State, state: Stage, drawn: Drawn) -> tuple[Proposal, Stage]:
         if drawn not in ("coupled", "ranked"):
-            raise ValueError("verify: Staged drafts with the target's uniforms and knows no q; takes SeedExact")
+            raise ValueError("verify: Staged drafts with the target's noise and knows no q; takes SeedExact")
         model, inner = _own(params)
         cache = catch_up(self.draft.model, model, s, state.cache, self.draft.chunk, newest=1)
         zero = lambda: jnp.zeros_like(s.length)

@@ -9,7 +9,7 @@ drawn from, so the first two keep the target's distribution.
 The paper computes its Gumbel noise once and uses it again from step to step. Not here: a draft whose noise has already
 decided an earlier token is no draw from q given the text, and the distribution would not be kept. Each draw has noise
 of its own, addressed by position, node and rank. What is shared is noise between draft and target, under `SeedExact`:
-the uniform that picks the first child is the one that will pick the target's token.
+children come in the order of the race that will pick the target's token.
 
 Here the distributions are kept with the text, one for each place of the prompt and the output, and averaged where an
 n-gram is looked up, over its latest `places` occurrences; the paper's table keeps a running average, which it cuts to

@@ -23,7 +23,7 @@ from decodax.speculative.tree import Proposal
 class OptTree:
     """The `nodes` drafts of greatest expected acceptance. Rows stop growing one by one.
 
-    Children are the likeliest at temperature 1 and deterministic, as in `ConfidenceTree`.
+    Children are chosen as in `ConfidenceTree`: likeliest first, deterministic.
 
     Attributes:
         nodes: n. delta: the least gain of E in one layer that lets a row go deeper; what a draft step costs, in target

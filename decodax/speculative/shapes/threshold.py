@@ -25,8 +25,8 @@ from decodax.speculative.source import Children, Grower
 from decodax.speculative.tree import Proposal
 
 Predictor = Callable[[Array, Array, Array], Array]
-"""The chance that a draft is accepted, `f32[B]`, from its log-probability `f32[B]`, the entropy in nats of the source's
-distribution `f32[B]` (both at temperature 1), and its place in the chain `i32[]`, 0 the first. It is static under jit:
+"""The chance that a draft is accepted, `f32[B]`, from the log of its chance as the source sees it `f32[B]`, the entropy
+in nats of all tokens' chances `f32[B]` (see `Children`), and its place in the chain `i32[]`, 0 the first. It is static under jit:
 a module's function, or an instance of a frozen dataclass with `__call__`."""
 
 

@@ -78,5 +78,5 @@ class Block:
         weight = jnp.take_along_axis(w, end, 1)
         left = jnp.where((accepted < n)[:, None], residual(weight * here - below, here), here)
         predicts = jnp.take_along_axis(policy.predicts, end, 1)
-        own = draw(jnp.log(left)[:, None], keys.uniforms(s.key, predicts, Purpose.RESIDUAL))[:, 0]
+        own = draw(jnp.log(left)[:, None], keys.addresses(s.key, predicts, Purpose.RESIDUAL))[:, 0]
         return jnp.broadcast_to(node, tree.tokens.shape), accepted, own

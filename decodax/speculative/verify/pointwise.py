@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from decodax.core.state import State
 from decodax.policy.base import Lifted, Temperature
-from decodax.policy.draw import first_argmax
+from decodax.policy.draw import winner
 from decodax.speculative.tree import Drawn, Tree, deepest, path_to
 from decodax.speculative.verify.base import Guarantee
 
@@ -46,7 +46,7 @@ class Greedy:
     drawn: ClassVar[Drawn] = "ranked"
 
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        best = first_argmax(policy.processed(), checked=True)
+        best = winner(policy.processed())
         path, accepted = deepest(tree, at_parents(tree, best) == tree.tokens)
         return path, accepted, at_end(best, path, accepted)
 
@@ -85,7 +85,7 @@ class Typical:
         bound = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
         chance = of_tokens(tree, log_p)
         path, accepted = likeliest(tree, jnp.exp(chance) > at_parents(tree, bound), chance)
-        return path, accepted, at_end(first_argmax(log_p, checked=True), path, accepted)
+        return path, accepted, at_end(winner(log_p), path, accepted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Distance:
 
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         logits = before_temperature(policy)
-        best = first_argmax(logits, checked=True)
+        best = winner(logits)
         above = at_parents(tree, best)
         near = jnp.abs(above - tree.tokens)
         holds = (above >= 0) & (near <= self.epsilon) & (of_tokens(tree, logits) > -jnp.inf)
@@ -170,7 +170,7 @@ def among(policy: Any, tree: Tree, beta: int, tau: float) -> tuple[Array, Array,
     best; ties go to the smaller id."""
     logits = before_temperature(policy)
     values, tokens = lax.top_k(logits, min(beta, logits.shape[-1]))
-    best = first_argmax(logits, checked=True)
+    best = winner(logits)
     gap = values[..., :1] - values
     # what the policy forbids has a rank too, and no comparison may let a broken distribution accept
     ok = (gap <= tau) & (values > -jnp.inf) & (best >= 0)[..., None]

@@ -43,7 +43,7 @@ class Rejection:
         left = jnp.where(live[..., None], residual(p - q, p), p)
         last = jnp.concatenate([jnp.log(left), log_p[:, K:]], 1)
         # broken logits reach the row's status: no draft behind them is accepted, since no comparison with NaN holds
-        own = draw(last, keys.uniforms(s.key, policy.predicts, Purpose.RESIDUAL))
+        own = draw(last, keys.addresses(s.key, policy.predicts, Purpose.RESIDUAL))
         path = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), own.shape)
         return path, accepted, jnp.take_along_axis(own, accepted[:, None], 1)[:, 0]
 

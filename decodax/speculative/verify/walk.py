@@ -50,7 +50,7 @@ def walk(siblings: Siblings, policy: Any, s: State, tree: Tree) -> tuple[Array, 
 
     node, left = jax.vmap(row)(log_p, tree.log_q, tree.tokens, parents, tree.live, u)
     predicts = jnp.take_along_axis(policy.predicts, node[:, None], 1)
-    own = draw(jnp.log(left)[:, None], keys.uniforms(s.key, predicts, Purpose.RESIDUAL))[:, 0]
+    own = draw(jnp.log(left)[:, None], keys.addresses(s.key, predicts, Purpose.RESIDUAL))[:, 0]
     depth = jnp.take_along_axis(jnp.broadcast_to(tree.depth, tree.tokens.shape), node[:, None], 1)[:, 0]
     return path_to(tree, node), depth, own
 
