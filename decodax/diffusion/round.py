@@ -18,7 +18,6 @@ from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.canvas import Canvas, cut, look, paste, survey
 from decodax.diffusion.policies import Seen, View
 from decodax.diffusion.stats import statistics
-from decodax.policy.base import Temperature
 from decodax.struct import Struct, struct
 
 
@@ -298,7 +297,7 @@ class Round:
         rules = (of.windows, of.score, of.commit, of.revise, *of.stops)
         second = None
         if any(rule.of == "policy" for rule in rules):
-            second = statistics(lift(_warm(policy.policy), logits).processed(), token)
+            second = statistics(lift(policy.policy.warm, logits).processed(), token)
         reached = jnp.broadcast_to((node >= 0)[:, None], (B, K, W))
         seen = split(Seen(token=token, reached=merge(reached), model=statistics(logits, token), policy=second,
                           agreed=agreed))
@@ -346,10 +345,3 @@ def _side_by_side(mask: Array, count: int) -> Array:
 
 def _per_row(rows: Array, like: Array) -> Array:
     return rows.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def _warm(policy: Any) -> Any:
-    """The policy with 1 for a temperature of 0, so that a greedy row has probabilities too."""
-    warm = lambda t: t.replace(temperature=jnp.where(t.temperature == 0, 1, t.temperature)) \
-        if isinstance(t, Temperature) else t
-    return policy.replace(transforms=tuple(map(warm, policy.transforms)))

@@ -145,6 +145,13 @@ class Policy(Struct):
         return self.replace(transforms=transforms, eos=eos)
 
     @property
+    def warm(self) -> Policy:
+        """The policy with 1 for a temperature of 0, under which greedy rows have probabilities too."""
+        one = lambda t: t.replace(temperature=jnp.where(t.temperature == 0, 1, t.temperature)) \
+            if isinstance(t, Temperature) else t
+        return self.replace(transforms=tuple(map(one, self.transforms)))
+
+    @property
     def greedy(self) -> Array:
         """`bool[B]`: rows that a temperature of 0 makes greedy."""
         cold = [t.temperature == 0 for t in self.transforms if isinstance(t, Temperature)]
@@ -218,8 +225,7 @@ class Lifted:
         def warm() -> Array:
             # greedy rows are decided by the logits in front of the temperature: nothing behind it can change the choice
             # among one token. Their race is run at temperature 1, for nothing, which costs less than another argmax
-            rest = (chain[cut].replace(temperature=jnp.where(cold, 1, chain[cut].temperature)), *chain[cut + 1:])
-            hot = self._map(rest, self.s.policy[cut:], logits, nodes)
+            hot = self._map(self.policy.warm.transforms[cut:], self.s.policy[cut:], logits, nodes)
             return winner(jnp.where(cold[:, None, None], logits, race(hot, address())))
 
         cold = self.policy.greedy

@@ -122,8 +122,8 @@ class Children(Struct):
         log_p: `f32[B, w, R]` the log of each one's chance of being the target's token, as the source sees it.
         log_q: `f32[B, w, V]` what they were drawn from, or None where nobody asks.
         log_all: `f32[B, w, V]` such chances of all tokens: the source's log-probabilities at temperature 1, or, where
-            the noise of the target's own draw is known ("coupled"), each token's share of the race, which foretells that
-            draw better. Loops carry what they need of it.
+            the noise of the target's own draw is known ("coupled"), each token's share of the race, which foretells
+            that draw better. Loops carry what they need of it.
     """
 
     tokens: Array

@@ -23,9 +23,10 @@ from decodax.speculative.tree import Proposal
 class ConfidenceTree:
     """The `nodes` most confident drafts, at most `length` deep; the paper's are 60, 6 deep, for a 7B target.
 
-    Children are the likeliest at temperature 1, never draws from q: a draw that is kept for its own probability is none.
-    Verifiers see deterministic drafts, and every one of them keeps its guarantee. Where a row samples under `SeedExact`
-    the noise of the target's draw is known, and the share of its race takes the probability's place.
+    Children are the likeliest at temperature 1 and never draws: a draw that is kept for its own probability is no draw
+    from q. Verifiers see deterministic drafts, and every one of them keeps its guarantee. Where a row samples under
+    `SeedExact` the noise of the target's draw is known, and each token's share of the race takes the place of its
+    probability.
 
     Attributes:
         nodes: drafts to verify. length: layers; the source is asked `length - 1` times after the newest token.

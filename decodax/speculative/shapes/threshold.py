@@ -26,8 +26,8 @@ from decodax.speculative.tree import Proposal
 
 Predictor = Callable[[Array, Array, Array], Array]
 """The chance that a draft is accepted, `f32[B]`, from the log of its chance as the source sees it `f32[B]`, the entropy
-in nats of all tokens' chances `f32[B]` (see `Children`), and its place in the chain `i32[]`, 0 the first. It is static under jit:
-a module's function, or an instance of a frozen dataclass with `__call__`."""
+in nats of all tokens' chances `f32[B]` (see `Children`), and its place in the chain `i32[]`, 0 the first. It is static
+under jit: a module's function, or an instance of a frozen dataclass with `__call__`."""
 
 
 def probability(log_p: Array, entropy: Array, position: Array) -> Array:
