@@ -299,9 +299,10 @@ def _bar(show: bool, total: int) -> Iterator[Callable[[int], None]]:
     if not show:
         yield lambda done: None
         return
+    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress() as progress:
+    with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("scoring", total=total)
         yield lambda done: progress.update(task, completed=done)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from jax.sharding import AxisType
 
 import decodax as dx
 from decodax import scoring
+from decodax.cli import main
 from decodax.io.spans import spans
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, llama
@@ -268,7 +272,35 @@ def test_a_model_that_fills_masks_is_refused() -> None:
 
 def test_a_progress_bar_ends_where_the_texts_do(toy: dx.LM, capsys: pytest.CaptureFixture[str]) -> None:
     dx.score(toy, [[1, 2], [3] * 300], batch_size=2, progress=True)
-    assert "scoring" in capsys.readouterr().out
+    assert "scoring" in capsys.readouterr().err
+
+
+def test_the_command_line_scores_files_and_lines(
+        tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["def fib(n):", "    return n"]
+    (tmp_path / "a.py").write_text("\n\n".join(texts), encoding="utf-8")
+    file, lm = str(tmp_path / "a.py"), dx.load(tiny_model)
+    expected = dx.score(lm, texts, batch_size=2)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code = main(["score", *args, "--model", str(tiny_model), "--batch-size", "2"])
+        return code, *capsys.readouterr()
+
+    code, out, err = run(file, "--lines", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert [row["name"] for row in report["texts"]] == [f"{file}:1", f"{file}:3"]
+    np.testing.assert_allclose([row["logprob"] for row in report["texts"]], expected.sum)
+    np.testing.assert_allclose([row["perplexity"] for row in report["texts"]], expected.perplexity)
+    np.testing.assert_allclose([row["bits_per_byte"] for row in report["texts"]], expected.bits_per_byte)
+    np.testing.assert_allclose(report["all"]["perplexity"], np.exp(-expected.sum.sum() / expected.count.sum()))
+    code, out, _ = run(file, "--lines")
+    assert code == 0 and len(out.splitlines()) == 4 and f"{expected.perplexity[1]:,.3f}" in out
+    monkeypatch.setattr("sys.stdin", io.StringIO(texts[0]))
+    assert json.loads(run("-", "--json")[1])["texts"][0]["tokens"] == expected.count[0]
+    (tmp_path / "empty").write_text("")
+    assert run(str(tmp_path / "empty")) == (2, "", "decodax: error: FILE: there is no text in it\n")
+    assert run(file, "--window", "0")[0] == 2 and run(str(tmp_path / "none"))[0] == 1
 
 
 @pytest.mark.mesh
@@ -281,3 +313,13 @@ def test_a_mesh_gives_the_scores_of_one_device(lm: dx.LM, scores: dx.Scores, kin
         np.testing.assert_allclose(found.logprobs[i], scores.logprobs[i], atol=1e-5)
         np.testing.assert_array_equal(found.greedy[i], scores.greedy[i])
         np.testing.assert_array_equal(found.top_ids[i], scores.top_ids[i])
+
+
+def test_the_guide_to_scoring_runs() -> None:
+    guide = Path(__file__).parents[1] / "docs" / "scoring.md"
+    names: dict[str, Any] = {}
+    for i, block in enumerate(re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)):
+        exec(compile(block, str(guide), "exec", dont_inherit=True), names)
+        if i == 1:
+            assert names["s"].sum.argmax() == 0 and names["s"].is_greedy.tolist() == [False] * 3
+    assert names["s"].count.tolist() == [len(names["lm"].tokenizer.encode(names["text"])) - 1]
