@@ -42,6 +42,10 @@ class Layer:
     sliding: int | None = None
     scale: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.sliding is not None and self.sliding < 1:
+            raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -96,6 +100,11 @@ class DecoderConfig:
     logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        if not self.layers:
+            raise ValueError("layers: got none")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: got {self.heads}, which is not a multiple of kv_heads = {self.kv_heads}")
         for layer in self.layers:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from decodax.models.config import Activation, DecoderConfig, Layer, NormConfig
+from decodax.models.fields import checked
 from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Rope, Scaling, Yarn, mscale
 
 Json = Mapping[str, Any]
@@ -27,9 +28,10 @@ def read_config(c: Json) -> DecoderConfig:
     """The decoder that a `config.json` describes.
 
     Raises:
-        ValueError: `model_type` is not a supported family (the message names the near ones), or an option of it has no
-            counterpart here.
+        ValueError: `model_type` is not a supported family (the message names the near ones), an entry is missing, of
+            the wrong type or out of its range, or an option has no counterpart here.
     """
+    c = checked(c)
     kind = c.get("model_type")
     if kind not in FAMILIES:
         near = difflib.get_close_matches(str(kind), FAMILIES, n=3, cutoff=0.5)
@@ -44,12 +46,24 @@ def read_config(c: Json) -> DecoderConfig:
 def _shape(c: Json, **changes: Any) -> dict[str, Any]:
     """The fields that most families share, from their common names."""
     heads = c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads: got {heads}, not a multiple of num_key_value_heads = {kv_heads}")
+    head_dim = changes.get("head_dim") or c.get("head_dim") or _divided(c, "hidden_size", "num_attention_heads")
     return {
         "vocab": c["vocab_size"], "width": c["hidden_size"], "mlp": c["intermediate_size"], "heads": heads,
-        "kv_heads": c.get("num_key_value_heads") or heads, "head_dim": c.get("head_dim") or c["hidden_size"] // heads,
+        "kv_heads": kv_heads, "head_dim": head_dim,
         "context": c.get("max_position_embeddings", 2048), "norm": NormConfig(eps=c.get("rms_norm_eps", 1e-6)),
-        "activation": _activation(c.get("hidden_act", "silu")), "tied": c.get("tie_word_embeddings", False), **changes,
+        "activation": changes.get("activation") or _activation(c, "hidden_act", "silu"),
+        "tied": c.get("tie_word_embeddings", False), **changes,
     }
+
+
+def _divided(c: Json, width: str, heads: str) -> int:
+    """The width of a head where it is not given."""
+    if c[width] % c[heads]:
+        raise ValueError(f"{heads}: got {c[heads]}, which does not divide {width} = {c[width]}")
+    return c[width] // c[heads]
 
 
 def _llama(c: Json) -> DecoderConfig:
@@ -86,11 +100,11 @@ def _gemma_shape(c: Json, **changes: Any) -> dict[str, Any]:
     if c.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention: got True, a decoder takes False")
     # "gelu" in the first Gemma files means the tanh form; hidden_activation, where present, says so
-    act = c.get("hidden_activation") or c.get("hidden_act", "gelu")
-    act = "gelu_pytorch_tanh" if act == "gelu" else act
+    key = "hidden_activation" if "hidden_activation" in c else "hidden_act"
+    act: Activation = "gelu_tanh" if c.get(key, "gelu") == "gelu" else _activation(c, key, "gelu")
     bias = c.get("attention_bias", False)
     norm = NormConfig(eps=c.get("rms_norm_eps", 1e-6), unit_offset=True)
-    return _shape(c, norm=norm, activation=_activation(act), tied=c.get("tie_word_embeddings", True), qkv_bias=bias,
+    return _shape(c, norm=norm, activation=act, tied=c.get("tie_word_embeddings", True), qkv_bias=bias,
                   out_bias=bias, embed_scale=c["hidden_size"] ** 0.5, head_dim=c.get("head_dim", 256), **changes)
 
 
@@ -152,15 +166,15 @@ def _granite(c: Json) -> DecoderConfig:
 def _gpt2(c: Json) -> DecoderConfig:
     if c.get("add_cross_attention"):
         raise ValueError("add_cross_attention: got True, a decoder takes False")
-    width, heads = c["n_embd"], c["n_head"]
-    scale = (width // heads) ** -0.5 if c.get("scale_attn_weights", True) else 1.0
+    width, heads, head_dim = c["n_embd"], c["n_head"], _divided(c, "n_embd", "n_head")
+    scale = head_dim ** -0.5 if c.get("scale_attn_weights", True) else 1.0
     by_layer = c.get("scale_attn_by_inverse_layer_idx", False)
     return DecoderConfig(
-        vocab=c["vocab_size"], width=width, heads=heads, kv_heads=heads, head_dim=width // heads,
+        vocab=c["vocab_size"], width=width, heads=heads, kv_heads=heads, head_dim=head_dim,
         mlp=c.get("n_inner") or 4 * width, context=c["n_positions"], learned_positions=c["n_positions"],
         layers=tuple(Layer(scale=scale / (i + 1) if by_layer else scale) for i in range(c["n_layer"])),
         norm=NormConfig("layer", c.get("layer_norm_epsilon", 1e-5), bias=True), gated=False,
-        activation=_activation(c.get("activation_function", "gelu_new")), tied=c.get("tie_word_embeddings", True),
+        activation=_activation(c, "activation_function", "gelu_new"), tied=c.get("tie_word_embeddings", True),
         qkv_bias=True, out_bias=True, mlp_bias=True)
 
 
@@ -189,14 +203,14 @@ def _llada(c: Json) -> DecoderConfig:
         got = default if c.get(name) is None else c[name]
         if got != taken:
             raise ValueError(f"{name}: got {got!r}, supported is {taken!r}")
-    width, heads = c["d_model"], c["n_heads"]
-    rope = Rope(width // heads, float(c.get("rope_theta", 10_000.0)))
+    width, heads, head_dim = c["d_model"], c["n_heads"], _divided(c, "d_model", "n_heads")
+    rope = Rope(head_dim, float(c.get("rope_theta", 10_000.0)))
     return DecoderConfig(
-        vocab=c.get("embedding_size") or c["vocab_size"], width=width, heads=heads, head_dim=width // heads,
+        vocab=c.get("embedding_size") or c["vocab_size"], width=width, heads=heads, head_dim=head_dim,
         kv_heads=c.get("n_kv_heads") or (1 if c.get("multi_query_attention") else heads),
-        mlp=c.get("mlp_hidden_size") or c.get("mlp_ratio", 4) * width, layers=(Layer(rope),) * c["n_layers"],
+        mlp=c.get("mlp_hidden_size") or int(c.get("mlp_ratio", 4) * width), layers=(Layer(rope),) * c["n_layers"],
         context=c.get("max_sequence_length", 1024), norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)),
-        activation=_activation(c.get("activation_type", "swiglu")), qkv_bias=bool(c.get("include_qkv_bias")),
+        activation=_activation(c, "activation_type", "swiglu"), qkv_bias=bool(c.get("include_qkv_bias")),
         tied=c.get("weight_tying", True), embed_scale=width ** 0.5 if c.get("input_emb_norm") else 1.0,
         logit_scale=width ** -0.5 if c.get("scale_logits") else 1.0)
 
@@ -212,25 +226,34 @@ FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
 def _layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Callable[[int], bool] = lambda i: True,
             scale: float | None = None) -> tuple[Layer, ...]:
     """One entry a layer; `layer_types` of the file, where present, says which slide."""
-    rope, kinds = _rope(c, shape), c.get("layer_types")
+    rope, count, kinds = _rope(c, shape), c["num_hidden_layers"], c.get("layer_types")
+    if kinds is not None and len(kinds) < count:
+        raise ValueError(f"layer_types: got {len(kinds)} entries for num_hidden_layers = {count}")
     local = lambda i: kinds[i] == "sliding_attention" if kinds else slides(i)
-    return tuple(Layer(rope, sliding if sliding is not None and local(i) else None, scale)
-                 for i in range(c["num_hidden_layers"]))
+    return tuple(Layer(rope, sliding if sliding is not None and local(i) else None, scale) for i in range(count))
 
 
 def _rope(c: Json, shape: Json) -> Rope:
     r = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     fraction = r.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
-    theta = float(r.get("rope_theta") or c.get("rope_theta") or 10_000.0)
-    return Rope(int(shape["head_dim"] * fraction), theta, _scaling(c, r, shape["context"]))
+    theta, width = float(r.get("rope_theta") or c.get("rope_theta") or 10_000.0), int(shape["head_dim"] * fraction)
+    if width < 2 or width % 2:
+        raise ValueError(f"head_dim: got {shape['head_dim']}, of which partial_rotary_factor = {fraction} leaves "
+                         f"{width} to rotate; takes an even number from 2")
+    try:
+        return Rope(width, theta, _scaling(c, r, shape["context"]))
+    except ArithmeticError:
+        raise ValueError(f"rope_scaling: got {r}, which gives no finite frequencies") from None
 
 
 def _scaling(c: Json, r: Json, context: int) -> Scaling | None:
-    kind = r.get("rope_type") or r.get("type") or "default"
+    kind = r.get("rope_type") or r.get("type")
+    if kind is None and "factor" in r:
+        raise ValueError(f"rope_type: got none beside factor = {r['factor']}")
     if kind == "su" or (kind == "yarn" and c.get("model_type") == "phi3"):
         kind = "longrope"                   # earlier names of it in Phi-3 files
     trained = c.get("original_max_position_embeddings") or r.get("original_max_position_embeddings") or context
-    if kind == "default":
+    if kind in ("default", None):
         return None
     if kind == "linear":
         return Linear(float(r["factor"]))
@@ -251,10 +274,11 @@ def _scaling(c: Json, r: Json, context: int) -> Scaling | None:
         if attention is None:
             attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
         return LongRope(tuple(r["short_factor"]), tuple(r["long_factor"]), trained, attention)
-    raise ValueError(f"rope type: got {kind!r}, supported are default, linear, dynamic, yarn, longrope, llama3")
+    raise ValueError(f"rope_type: got {kind!r}, supported are default, linear, dynamic, yarn, longrope, llama3")
 
 
-def _activation(name: str) -> Activation:
+def _activation(c: Json, key: str, default: str) -> Activation:
+    name = c.get(key, default)
     if name not in ACTIVATIONS:
-        raise ValueError(f"activation: got {name!r}, supported are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"{key}: got {name!r}, supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -93,9 +93,7 @@ def sources(family: str, config: DecoderConfig, shapes: Weights, present: Collec
     the names (as GPT-2's own).
     """
     names = FAMILY_NAMES.get(family, Names(LLAMA))
-    stem = names.stem
-    if present and f"{stem}{names.embed}.weight" not in present and f"{names.embed}.weight" in present:
-        stem = ""
+    stem = _stem(names, present)
     sizes = {path: leaf.shape for path, leaf in flatten(shapes).items()}
     return {path: _source(path, names, stem, sizes) for path in sizes}
 
@@ -103,6 +101,20 @@ def sources(family: str, config: DecoderConfig, shapes: Weights, present: Collec
 def head_tensor(family: str) -> str:
     """The output head's tensor, which files of models with a tied one may hold too."""
     return f"{FAMILY_NAMES.get(family, Names(LLAMA)).head}.weight"
+
+
+def layers_in(family: str, present: Collection[str]) -> int:
+    """How many layers the tensors `present` are of."""
+    names = FAMILY_NAMES.get(family, Names(LLAMA))
+    prefix = f"{_stem(names, present)}{names.layers}."
+    found = {tensor[len(prefix):].split(".", 1)[0] for tensor in present if tensor.startswith(prefix)}
+    return 1 + max((int(index) for index in found if index.isdecimal()), default=-1)
+
+
+def _stem(names: Names, present: Collection[str]) -> str:
+    """The first part of the names in a file that has the tensors `present`."""
+    stems = (names.stem, "")
+    return next((stem for stem in stems if f"{stem}{names.embed}.weight" in present), names.stem)
 
 
 def _source(path: str, names: Names, stem: str, sizes: dict[str, tuple[int, ...]]) -> Source:

@@ -35,10 +35,22 @@ class Rope:
     theta: float = 10_000.0
     scaling: Scaling | None = None
 
+    def __post_init__(self) -> None:
+        if self.width < 2 or self.width % 2:
+            raise ValueError(f"rope width: got {self.width}, takes an even number from 2")
+        for context in (None, 1 << 31):         # as trained, and as far as a scaling that depends on it can go
+            frequencies, factor = self._scaled(context)
+            if not np.isfinite([*frequencies, factor]).all():
+                raise ValueError(f"rope scaling: got {self.scaling}, which gives no finite frequencies")
+
+    def _scaled(self, context: int | None) -> tuple[np.ndarray, float]:
+        scaling = Linear(1.0) if self.scaling is None else self.scaling
+        with np.errstate(all="ignore"):
+            return scaling.scaled(self.width, self.theta, context)
+
     def table(self, positions: Array, context: int | None = None) -> tuple[Array, Array]:
         """Cosine and sine `f32[B, W, 1, width / 2]` at `i32[B, W]` positions."""
-        scaling = Linear(1.0) if self.scaling is None else self.scaling
-        frequencies, factor = scaling.scaled(self.width, self.theta, context)
+        frequencies, factor = self._scaled(context)
         angles = positions[..., None, None].astype(jnp.float32) * frequencies.astype(np.float32)
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
