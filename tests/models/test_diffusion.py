@@ -117,7 +117,7 @@ def test_sampling_equals_the_published_loop_on_transformers(name: str, tmp_path:
         confidence[x[0] != MASK] = -1
         x[0, confidence.argmax()] = best[confidence.argmax()]
     adapter = Adapter(mask=lm.diffusion.mask, shift=lm.diffusion.shift)
-    out = dx.generate(lm, prompt, max_new_tokens=new, algorithm=MaskedDiffusion(adapter))
+    out = dx.generate(lm, prompt, max_new_tokens=new, algorithm=MaskedDiffusion(adapter), eos_token_id=None)
     assert out.tokens[0].tolist() == x[0, 5:].tolist()
 
 

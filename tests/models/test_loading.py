@@ -1,4 +1,4 @@
-"""`dx.load` before any weight is read: what it refuses by name, what it takes from which file, and the recipes it gives."""
+"""`dx.load` before any weight is read: what it refuses by name, what it takes from which file, its recipes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def edited(directory: Path, **entries: Any) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("dtype", ["int8", bool, "float64", float, np.int32, torch.float32, "float8_e4m3fn", "half-ish"])
+@pytest.mark.parametrize("dtype", ["int8", bool, "float64", float, np.int32, torch.float32, "float8_e4m3fn", "halfish"])
 def test_weights_are_of_three_dtypes_and_no_other(dtype: Any, directory: Path) -> None:
     with pytest.raises(ValueError, match=r"^dtype: got .*, takes float32, bfloat16, float16$"):
         dx.load(directory, dtype=dtype)
@@ -59,7 +59,7 @@ def test_a_dtype_may_be_a_name_or_a_type(dtype: Any, directory: Path) -> None:
 
 @pytest.mark.parametrize("context", [0, -1, 2.5, True])
 def test_a_context_is_a_number_of_tokens(context: Any, directory: Path) -> None:
-    with pytest.raises(ValueError, match="context: got .*, takes a number of tokens from 1"):
+    with pytest.raises(ValueError, match=r"context: got .*, takes a number of tokens from 1"):
         dx.load(directory, context=context)
 
 
@@ -108,7 +108,7 @@ def test_one_whole_file_goes_before_an_index(tmp_path: Path) -> None:
      "num_attention_heads: got 3, which does not divide hidden_size = 32"),
     ({"head_dim": 7}, "head_dim: got 7, .* takes an even number from 2"),
     ({"rms_norm_eps": -1.0}, "rms_norm_eps: got -1.0, takes a number from 0"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor: got 0, takes a number above 0"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor: got 0, takes a number"),
     ({"rope_parameters": {"rope_type": "linear", "factor": [2]}}, r"rope_parameters.factor: got \[2\], takes a number"),
     ({"rope_parameters": [1]}, r"rope_parameters: got \[1\], takes an object"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}}, "gives no finite frequencies"),
@@ -118,8 +118,8 @@ def test_one_whole_file_goes_before_an_index(tmp_path: Path) -> None:
     ({"model_type": ["llama"]}, r"model_type: got \['llama'\], takes a name"),
     ({"hidden_act": {}}, "hidden_act: got {}, takes a name"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: got 'yes', takes true or false"),
-    ({"layer_types": ["chunked_attention"] * 2, "model_type": "mistral"}, "layer_types: got .*takes a list of 'full_att"),
-    ({"layer_types": ["full_attention"], "model_type": "mistral"}, "layer_types: got 1 entries for num_hidden_layers = 2"),
+    ({"layer_types": ["chunked_attention"] * 2, "model_type": "mistral"}, "layer_types: got .*takes a list of 'full"),
+    ({"layer_types": ["full_attention"], "model_type": "mistral"}, "layer_types: got 1 entries for num_hidden"),
     ({"sliding_window": 0, "model_type": "mistral"}, "sliding_window: got 0, takes"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantised weights are not read"),
     ({"eos_token_id": "2"}, "eos_token_id: got '2', takes a token id or a list of them"),
@@ -140,10 +140,18 @@ def test_every_wrong_entry_of_every_family_is_named() -> None:
         for place, key in [(None, key) for key in config if key in KINDS] + nested:
             for value in ODD:
                 changed = {**config, place: {**config[place], key: value}} if place else {**config, key: value}
-                try:
-                    read_config(changed)
-                except ValueError as e:
-                    assert any(name in str(e) for name in (key, place or key, "heads", "rope")), (config, key, value, e)
+                error = refused(changed)
+                assert error is None or any(name in error for name in (key, place or key, "heads", "rope")), (
+                    config["model_type"], key, value, error)
+
+
+def refused(config: dict[str, Any]) -> str | None:
+    """What is said of a configuration that cannot be read."""
+    try:
+        read_config(config)
+    except ValueError as e:
+        return str(e)
+    return None
 
 
 def test_sizes_of_a_decoder_are_checked_without_a_file_too() -> None:
@@ -157,7 +165,7 @@ def test_sizes_of_a_decoder_are_checked_without_a_file_too() -> None:
         dataclasses.replace(config.layers[0], sliding=0)
     with pytest.raises(ValueError, match="rope width: got 3, takes an even number"):
         Rope(3)
-    with pytest.raises(ValueError, match="rope scaling: got Dynamic.*no finite frequencies"):
+    with pytest.raises(ValueError, match=r"rope scaling: got Dynamic.*no finite frequencies"):
         Rope(4, scaling=Dynamic(float("nan"), 16))
 
 
@@ -168,7 +176,7 @@ def test_a_head_beside_a_tied_embedding_says_the_same(tmp_path: Path) -> None:
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, file)
     dx.load(tmp_path)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor lm_head\.weight differs from .*tie_word_emb"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor lm_head\.weight differs from .*tie_word"):
         dx.load(tmp_path)
     dx.load(edited(tmp_path, tie_word_embeddings=False))
 
