@@ -31,16 +31,40 @@ def read_config(c: Json) -> DecoderConfig:
         ValueError: `model_type` is not a supported family (the message names the near ones), an entry is missing, of
             the wrong type or out of its range, or an option has no counterpart here.
     """
-    c = checked(c)
+    c = text_part(checked(c))
     kind = c.get("model_type")
     if kind not in FAMILIES:
-        near = difflib.get_close_matches(str(kind), FAMILIES, n=3, cutoff=0.5)
+        known = [*FAMILIES, *WITH_IMAGES]
+        near = difflib.get_close_matches(str(kind), known, n=3, cutoff=0.5)
         raise ValueError(f"model_type: got {kind!r} (architectures {c.get('architectures')}), "
-                         f"{'near to ' + ', '.join(near) + '; ' if near else ''}supported are {', '.join(FAMILIES)}")
+                         f"{'near to ' + ', '.join(near) + '; ' if near else ''}supported are {', '.join(known)}")
     try:
         return FAMILIES[kind](c)
     except KeyError as e:
         raise ValueError(f"config.json of a {kind} model lacks {e}") from None
+
+
+def text_part(c: Json) -> Json:
+    """The configuration of the language model inside one that also sees images; of any other model `c` itself.
+
+    >>> text_part({"model_type": "gemma3", "text_config": {"hidden_size": 8}, "vision_config": {}, "eos_token_id": 1})
+    {'model_type': 'gemma3_text', 'eos_token_id': 1, 'hidden_size': 8}
+    """
+    kind = str(c.get("model_type"))
+    if kind not in WITH_IMAGES:
+        return c
+    inner = c.get("text_config") or {}
+    family = inner.get("model_type", WITH_IMAGES[kind])
+    own = {key: value for key, value in c.items() if not key.endswith("_config") and key != "architectures"}
+    # the whole model ties its head, or does not, whatever text_config says
+    tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
+    found = {**own, **inner, **tied, "model_type": TEXT_PARTS.get(family, family)}
+    for key in ("rope_scaling", "rope_parameters"):
+        if "mrope_section" in (found.get(key) or {}):
+            # a position in time, height and width: for text they are one, and the rope is the usual one
+            found[key] = {**{k: v for k, v in found[key].items() if not k.startswith("mrope")}, "rope_type": "default"}
+            found[key].pop("type", None)
+    return found
 
 
 def _shape(c: Json, **changes: Any) -> dict[str, Any]:
@@ -121,17 +145,22 @@ def _gemma2(c: Json) -> DecoderConfig:
 
 
 def _gemma3(c: Json) -> DecoderConfig:
+    c = {**GEMMA3, **c}
     shape = _gemma_shape(c, block="sandwich", qk_norm="head", attention_softcap=c.get("attn_logit_softcapping"),
                          logit_softcap=c.get("final_logit_softcapping"))
     period = c.get("sliding_window_pattern", 6)
     new = c.get("rope_parameters") or {}
-    everywhere = new.get("full_attention") or {"rope_theta": c.get("rope_theta", 1e6), **(c.get("rope_scaling") or {})}
-    local = new.get("sliding_attention") or {"rope_theta": c.get("rope_local_base_freq", 1e4)}
-    layers = _layers({**c, "rope_parameters": everywhere}, shape, sliding=c.get("sliding_window", 4096),
-                     slides=lambda i: (i + 1) % period != 0, scale=c.get("query_pre_attn_scalar", 256) ** -0.5)
+    everywhere = {"rope_theta": c.get("rope_theta", 1e6), **c.get("rope_scaling", {}), **new.get("full_attention", {})}
+    local = {"rope_theta": c.get("rope_local_base_freq", 1e4), **new.get("sliding_attention", {})}
     near = _rope({**c, "rope_parameters": local, "rope_scaling": None}, shape)
-    layers = tuple(dataclasses.replace(x, rope=near) if x.sliding else x for x in layers)
+    layers = _layers({**c, "rope_parameters": everywhere}, shape, sliding=c.get("sliding_window", 4096), near=near,
+                     slides=lambda i: (i + 1) % period != 0, scale=c.get("query_pre_attn_scalar", 256) ** -0.5)
     return DecoderConfig(layers=layers, **shape)
+
+
+GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+          "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
+"""What the released files of the models that see images leave out of their text_config."""
 
 
 def _phi3(c: Json) -> DecoderConfig:
@@ -144,6 +173,71 @@ def _olmo2(c: Json) -> DecoderConfig:
     shape = _shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)), block="post", qk_norm="full", qkv_bias=bias,
                    out_bias=bias)
     return DecoderConfig(layers=_layers(c, shape), **shape)
+
+
+def _olmo3(c: Json) -> DecoderConfig:
+    plain, new = _olmo2(c), c.get("rope_parameters") or {}
+    shape = {"head_dim": plain.head_dim, "context": plain.context}
+    theta = {"rope_theta": c.get("rope_theta", 5e5)}
+    everywhere = {**theta, **c.get("rope_scaling", {}), **new.get("full_attention", {})}
+    near = _rope({"rope_parameters": {**theta, **new.get("sliding_attention", {})}}, shape)
+    layers = _layers({**c, "rope_parameters": everywhere}, shape, sliding=c.get("sliding_window", 4096), near=near,
+                     slides=lambda i: (i + 1) % 4 != 0)
+    return dataclasses.replace(plain, layers=layers)
+
+
+def _smollm3(c: Json) -> DecoderConfig:
+    c = {"tie_word_embeddings": True, "rope_theta": 2e6, **c}
+    period, count = c.get("no_rope_layer_interval", 4), c["num_hidden_layers"]
+    rotated = c.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(count)]
+    if len(rotated) < count:
+        raise ValueError(f"no_rope_layers: got {len(rotated)} entries for num_hidden_layers = {count}")
+    sliding = c.get("sliding_window") if c.get("use_sliding_window", False) else None
+    plain = _llama(c)
+    shape = {"head_dim": plain.head_dim, "context": plain.context}
+    layers = _layers(c, shape, sliding=sliding, slides=lambda i: not rotated[i])
+    still = tuple(dataclasses.replace(layer, rope=None) for layer in layers)
+    return dataclasses.replace(plain, layers=tuple((still[i], layers[i])[rotated[i]] for i in range(count)))
+
+
+def _glm(c: Json, **changes: Any) -> DecoderConfig:
+    c = {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, **c}
+    shape = _shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1.5625e-7)), qkv_bias=c.get("attention_bias", True),
+                   head_dim=c.get("head_dim", 128), **changes)
+    return DecoderConfig(layers=_layers(c, shape, interleaved=True), **shape)
+
+
+def _glm4(c: Json) -> DecoderConfig:
+    return _glm(c, block="sandwich")
+
+
+def _cohere_shape(c: Json, **changes: Any) -> dict[str, Any]:
+    bias = c.get("attention_bias", False)
+    return _shape(c, norm=NormConfig("layer", c.get("layer_norm_eps", 1e-5)), block="parallel", qkv_bias=bias,
+                  out_bias=bias, tied=c.get("tie_word_embeddings", True), logit_scale=c.get("logit_scale", 0.0625),
+                  context=c.get("max_position_embeddings", 8192), **changes)
+
+
+def _cohere(c: Json) -> DecoderConfig:
+    shape = _cohere_shape(c, qk_norm="per_head" if c.get("use_qk_norm", False) else None)
+    return DecoderConfig(layers=_layers({"rope_theta": 5e5, **c}, shape, interleaved=True), **shape)
+
+
+def _cohere2(c: Json) -> DecoderConfig:
+    shape, period = _cohere_shape(c), c.get("sliding_window_pattern", 4)
+    layers = _layers(c, shape, sliding=c.get("sliding_window", 4096), slides=lambda i: (i + 1) % period != 0,
+                     interleaved=True)
+    # only layers that slide rotate
+    layers = tuple(layer if layer.sliding else dataclasses.replace(layer, rope=None) for layer in layers)
+    return DecoderConfig(layers=layers, **shape)
+
+
+def _phi(c: Json) -> DecoderConfig:
+    norm = NormConfig("layer", c.get("layer_norm_eps", 1e-5), bias=True)
+    shape = _shape(c, norm=norm, block="parallel", gated=False, qkv_bias=True, out_bias=True, mlp_bias=True,
+                   head_bias=True, activation=_activation(c, "hidden_act", "gelu_new"),
+                   qk_norm="head" if c.get("qk_layernorm", False) else None)
+    return DecoderConfig(layers=_layers({"partial_rotary_factor": 0.5, **c}, shape), **shape)
 
 
 def _stablelm(c: Json) -> DecoderConfig:
@@ -216,24 +310,34 @@ def _llada(c: Json) -> DecoderConfig:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
-    "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gpt2": _gpt2, "granite": _granite, "llama": _llama,
-    "mistral": _mistral, "olmo2": _olmo2, "phi3": _phi3, "qwen2": _qwen2, "qwen3": _qwen3, "stablelm": _stablelm,
-    "Dream": _dream, "Fast_dLLM_Qwen": _dream, "llada": _llada, "sdar": _sdar,
+    "cohere": _cohere, "cohere2": _cohere2, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "glm": _glm,
+    "glm4": _glm4, "gpt2": _gpt2, "granite": _granite, "llama": _llama, "ministral": _mistral, "mistral": _mistral,
+    "olmo2": _olmo2, "olmo3": _olmo3, "phi": _phi, "phi3": _phi3, "qwen2": _qwen2, "qwen3": _qwen3,
+    "smollm3": _smollm3, "stablelm": _stablelm, "Dream": _dream, "Fast_dLLM_Qwen": _dream, "llada": _llada,
+    "sdar": _sdar,
 }
 """By `model_type`."""
 
+WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
+"""Models that also see images, of which the language model is read: its family where text_config does not name it."""
+
+TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+"""Families under the names that such a text_config gives them."""
+
 
 def _layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Callable[[int], bool] = lambda i: True,
-            scale: float | None = None) -> tuple[Layer, ...]:
-    """One entry a layer; `layer_types` of the file, where present, says which slide."""
-    rope, count, kinds = _rope(c, shape), c["num_hidden_layers"], c.get("layer_types")
+            scale: float | None = None, near: Rope | None = None, interleaved: bool = False) -> tuple[Layer, ...]:
+    """One entry a layer; `layer_types` of the file, where present, says which slide. `near` is the rope of those."""
+    rope, count, kinds = _rope(c, shape, interleaved), c["num_hidden_layers"], c.get("layer_types")
     if kinds is not None and len(kinds) < count:
         raise ValueError(f"layer_types: got {len(kinds)} entries for num_hidden_layers = {count}")
     local = lambda i: kinds[i] == "sliding_attention" if kinds else slides(i)
-    return tuple(Layer(rope, sliding if sliding is not None and local(i) else None, scale) for i in range(count))
+    far = Layer(rope, None, scale)
+    close = far if sliding is None else Layer(near or rope, sliding, scale)
+    return tuple(close if local(i) else far for i in range(count))
 
 
-def _rope(c: Json, shape: Json) -> Rope:
+def _rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:
     r = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     fraction = r.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
     theta, width = float(r.get("rope_theta") or c.get("rope_theta") or 10_000.0), int(shape["head_dim"] * fraction)
@@ -241,7 +345,7 @@ def _rope(c: Json, shape: Json) -> Rope:
         raise ValueError(f"head_dim: got {shape['head_dim']}, of which partial_rotary_factor = {fraction} leaves "
                          f"{width} to rotate; takes an even number from 2")
     try:
-        return Rope(width, theta, _scaling(c, r, shape["context"]))
+        return Rope(width, theta, _scaling(c, r, shape["context"]), interleaved)
     except ArithmeticError:
         raise ValueError(f"rope_scaling: got {r}, which gives no finite frequencies") from None
 

@@ -28,12 +28,15 @@ class Scaling(Protocol):
 class Rope:
     """Rotation of the first `width` entries of each head by angles `position * theta ** (-2 i / width)`.
 
-    The two halves of those entries form the pairs (as in GPT-NeoX and Hugging Face's files, not interleaved).
+    Attributes:
+        interleaved: neighbours form the pairs (as in GPT-J, GLM and Cohere); otherwise the two halves of those entries
+            do (as in GPT-NeoX and most of Hugging Face's files).
     """
 
     width: int
     theta: float = 10_000.0
     scaling: Scaling | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.width < 2 or self.width % 2:
@@ -55,11 +58,14 @@ class Rope:
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
     """Rotates the first `2 * cos.shape[-1]` entries of `f[B, W, H, d]`; the rest passes."""
     half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
-    return jnp.concatenate([(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype), rest], axis=-1)
+    turned, rest = x[..., :2 * half], x[..., 2 * half:]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    a, b = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
+    turned = jnp.stack([a, b], -1).reshape(turned.shape) if interleaved else jnp.concatenate([a, b], -1)
+    return jnp.concatenate([turned, rest], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

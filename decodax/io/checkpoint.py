@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from safetensors.numpy import save_file
 from decodax.io.files import ONE, CheckpointError, Files, read_json
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
-from decodax.models.families import read_config
-from decodax.models.names import IGNORED, Source, flatten, head_tensor, layers_in, sources
+from decodax.models.families import WITH_IMAGES, read_config, text_part
+from decodax.models.names import IGNORED, IMAGES, Source, flatten, head_tensor, layers_in, sources
 from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Yarn
 from decodax.models.transformer import Transformer, Weights
 
@@ -56,7 +57,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     root = Path(directory)
     config = read_json(root / "config.json")
     try:
-        decoder, family = read_config(config), config["model_type"]
+        decoder, family = read_config(config), text_part(config)["model_type"]
         if config.get("quantization_config"):
             raise ValueError("quantization_config: quantised weights are not read; transformers' model.dequantize() "
                              "makes whole ones of them")
@@ -70,9 +71,12 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
                               "layers")
     shapes = Transformer(decoder).abstract_params()
     where = sources(family, decoder, shapes, files.home)
-    _check(where, files, {head_tensor(family)} if decoder.tied else set())
+    head, ignored = head_tensor(family, files.home), [IGNORED]
+    if config["model_type"] in WITH_IMAGES:
+        ignored.append(IMAGES)
+    _check(where, files, {head} if decoder.tied else set(), ignored)
     if decoder.tied:
-        _check_tied(files, where["embed"].tensors[0], head_tensor(family))
+        _check_tied(files, where["embed"].tensors[0], head)
 
     name = asked or DTYPES[files.slice(where["embed"].tensors[0]).get_dtype()]
     model = Transformer(decoder, dtype=name, context=context)
@@ -115,8 +119,8 @@ def dtype_name(dtype: jax.typing.DTypeLike) -> str:
     return name
 
 
-def _check(where: dict[str, Source], files: Files, spare: set[str]) -> None:
-    """Every tensor is there, of the right shape and kind, and none but `spare` is left over."""
+def _check(where: dict[str, Source], files: Files, spare: set[str], ignored: list[re.Pattern[str]]) -> None:
+    """Every tensor is there, of the right shape and kind, and none but `spare` and what is `ignored` is left over."""
     wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
     missing = [tensor for tensor in wanted if tensor not in files.home]
     if missing:
@@ -129,7 +133,8 @@ def _check(where: dict[str, Source], files: Files, spare: set[str]) -> None:
         if files.slice(tensor).get_dtype() not in DTYPES:
             raise CheckpointError(f"{files.home[tensor]}: tensor {tensor} is {files.slice(tensor).get_dtype()}, "
                                   f"supported are {', '.join(DTYPES)}")
-    left = [tensor for tensor in files.home.keys() - wanted.keys() - spare if not IGNORED.search(tensor)]
+    left = sorted(tensor for tensor in files.home.keys() - wanted.keys() - spare
+                  if not any(pattern.search(tensor) for pattern in ignored))
     if left:
         raise CheckpointError(f"{files.home[left[0]]}: holds {_some(left)}, which the configuration has no place for")
 
@@ -186,14 +191,14 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
 
     Args:
         config: entries for `config.json`. With a `model_type` it is that family's whole configuration (such as the one
-            the model was loaded from); without one the model is written as a Llama and the entries, such as
-            `eos_token_id`, are added.
+            the model was loaded from; of one that also sees images the language model's is written). Without one the
+            model is written as a Llama and the entries, such as `eos_token_id`, are added.
         dtype: of the stored weights ("float32", "bfloat16", "float16"); None: as they are.
 
     Raises:
         ValueError: `config` does not describe this model, or the model is no Llama and no `config` says what it is.
     """
-    entries = dict(config or {})
+    entries = dict(text_part(config or {}))
     if "model_type" not in entries:
         entries = {**_llama_config(model.config), **entries}
     if read_config(entries) != model.config:

@@ -16,6 +16,7 @@ from decodax.io.checkpoint import load_diffusion, load_model
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.text import Tokenizer
 from decodax.models.diffusion import Diffusion
+from decodax.models.families import text_part
 from decodax.models.fields import checked
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
@@ -145,7 +146,7 @@ def _generation_config(path: Path) -> dict[str, Any]:
     for file in (path / "config.json", path / "generation_config.json"):
         given = read_json(file) if file.is_file() else {}
         try:
-            ids = checked({key: given.get(key) for key in SPECIAL})
+            ids = checked({key: text_part(given).get(key) for key in SPECIAL})
         except ValueError as e:
             raise CheckpointError(f"{file}: {e}") from None
         rest = given if file.name == "generation_config.json" else {}
