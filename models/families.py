@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from decodax.models.config import Activation, DecoderConfig, Layer, NormConfig
 from decodax.models.fields import checked
-from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Rope, Scaling, Yarn, mscale
-
-Json = Mapping[str, Any]
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh"}
+from decodax.models.reading import Json, head_width, read_activation, read_layers, read_rope, read_shape
+from decodax.models.rope import Rope
 
 
 def read_config(c: Json) -> DecoderConfig:
@@ -67,57 +61,34 @@ def text_part(c: Json) -> Json:
     return found
 
 
-def _shape(c: Json, **changes: Any) -> dict[str, Any]:
-    """The fields that most families share, from their common names."""
-    heads = c["num_attention_heads"]
-    kv_heads = c.get("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ValueError(f"num_attention_heads: got {heads}, not a multiple of num_key_value_heads = {kv_heads}")
-    head_dim = changes.get("head_dim") or c.get("head_dim") or _divided(c, "hidden_size", "num_attention_heads")
-    return {
-        "vocab": c["vocab_size"], "width": c["hidden_size"], "mlp": c["intermediate_size"], "heads": heads,
-        "kv_heads": kv_heads, "head_dim": head_dim,
-        "context": c.get("max_position_embeddings", 2048), "norm": NormConfig(eps=c.get("rms_norm_eps", 1e-6)),
-        "activation": changes.get("activation") or _activation(c, "hidden_act", "silu"),
-        "tied": c.get("tie_word_embeddings", False), **changes,
-    }
-
-
-def _divided(c: Json, width: str, heads: str) -> int:
-    """The width of a head where it is not given."""
-    if c[width] % c[heads]:
-        raise ValueError(f"{heads}: got {c[heads]}, which does not divide {width} = {c[width]}")
-    return c[width] // c[heads]
-
-
 def _llama(c: Json) -> DecoderConfig:
     bias = c.get("attention_bias", False)
-    shape = _shape(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False))
-    return DecoderConfig(layers=_layers(c, shape), **shape)
+    shape = read_shape(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False))
+    return DecoderConfig(layers=read_layers(c, shape), **shape)
 
 
 def _mistral(c: Json) -> DecoderConfig:
-    shape = _shape(c)
-    return DecoderConfig(layers=_layers(c, shape, sliding=c.get("sliding_window", 4096)), **shape)
+    shape = read_shape(c)
+    return DecoderConfig(layers=read_layers(c, shape, sliding=c.get("sliding_window", 4096)), **shape)
 
 
 def _qwen2(c: Json) -> DecoderConfig:
     if "text_mask_token_id" in c:
         _unslid(c)                          # SDLM
-    shape = _shape(c, qkv_bias=True)
+    shape = read_shape(c, qkv_bias=True)
     return DecoderConfig(layers=_qwen_layers(c, shape), **shape)
 
 
 def _qwen3(c: Json) -> DecoderConfig:
     bias = c.get("attention_bias", False)
-    shape = _shape(c, qkv_bias=bias, out_bias=bias, qk_norm="head", head_dim=c.get("head_dim", 128))
+    shape = read_shape(c, qkv_bias=bias, out_bias=bias, qk_norm="head", head_dim=c.get("head_dim", 128))
     return DecoderConfig(layers=_qwen_layers(c, shape), **shape)
 
 
 def _qwen_layers(c: Json, shape: Json) -> tuple[Layer, ...]:
     sliding = c.get("sliding_window", 4096) if c.get("use_sliding_window", False) else None
     first = c.get("max_window_layers", 28)
-    return _layers(c, shape, sliding=sliding, slides=lambda i: i >= first)
+    return read_layers(c, shape, sliding=sliding, slides=lambda i: i >= first)
 
 
 def _gemma_shape(c: Json, **changes: Any) -> dict[str, Any]:
@@ -125,23 +96,24 @@ def _gemma_shape(c: Json, **changes: Any) -> dict[str, Any]:
         raise ValueError("use_bidirectional_attention: got True, a decoder takes False")
     # "gelu" in the first Gemma files means the tanh form; hidden_activation, where present, says so
     key = "hidden_activation" if "hidden_activation" in c else "hidden_act"
-    act: Activation = "gelu_tanh" if c.get(key, "gelu") == "gelu" else _activation(c, key, "gelu")
+    act: Activation = "gelu_tanh" if c.get(key, "gelu") == "gelu" else read_activation(c, key, "gelu")
     bias = c.get("attention_bias", False)
     norm = NormConfig(eps=c.get("rms_norm_eps", 1e-6), unit_offset=True)
-    return _shape(c, norm=norm, activation=act, tied=c.get("tie_word_embeddings", True), qkv_bias=bias,
-                  out_bias=bias, embed_scale=c["hidden_size"] ** 0.5, head_dim=c.get("head_dim", 256), **changes)
+    return read_shape(c, norm=norm, activation=act, tied=c.get("tie_word_embeddings", True), qkv_bias=bias,
+                      out_bias=bias, embed_scale=c["hidden_size"] ** 0.5, head_dim=c.get("head_dim", 256), **changes)
 
 
 def _gemma(c: Json) -> DecoderConfig:
     shape = _gemma_shape(c)
-    return DecoderConfig(layers=_layers(c, shape), **shape)
+    return DecoderConfig(layers=read_layers(c, shape), **shape)
 
 
 def _gemma2(c: Json) -> DecoderConfig:
     shape = _gemma_shape(c, block="sandwich", attention_softcap=c.get("attn_logit_softcapping", 50.0),
                          logit_softcap=c.get("final_logit_softcapping", 30.0))
-    return DecoderConfig(layers=_layers(c, shape, sliding=c.get("sliding_window", 4096), slides=lambda i: i % 2 == 0,
-                                        scale=c.get("query_pre_attn_scalar", 256) ** -0.5), **shape)
+    layers = read_layers(c, shape, sliding=c.get("sliding_window", 4096), slides=lambda i: i % 2 == 0,
+                         scale=c.get("query_pre_attn_scalar", 256) ** -0.5)
+    return DecoderConfig(layers=layers, **shape)
 
 
 def _gemma3(c: Json) -> DecoderConfig:
@@ -152,9 +124,9 @@ def _gemma3(c: Json) -> DecoderConfig:
     new = c.get("rope_parameters") or {}
     everywhere = {"rope_theta": c.get("rope_theta", 1e6), **c.get("rope_scaling", {}), **new.get("full_attention", {})}
     local = {"rope_theta": c.get("rope_local_base_freq", 1e4), **new.get("sliding_attention", {})}
-    near = _rope({**c, "rope_parameters": local, "rope_scaling": None}, shape)
-    layers = _layers({**c, "rope_parameters": everywhere}, shape, sliding=c.get("sliding_window", 4096), near=near,
-                     slides=lambda i: (i + 1) % period != 0, scale=c.get("query_pre_attn_scalar", 256) ** -0.5)
+    near = read_rope({**c, "rope_parameters": local, "rope_scaling": None}, shape)
+    layers = read_layers({**c, "rope_parameters": everywhere}, shape, sliding=c.get("sliding_window", 4096), near=near,
+                         slides=lambda i: (i + 1) % period != 0, scale=c.get("query_pre_attn_scalar", 256) ** -0.5)
     return DecoderConfig(layers=layers, **shape)
 
 
@@ -164,15 +136,15 @@ GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
 
 
 def _phi3(c: Json) -> DecoderConfig:
-    shape = _shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)))
-    return DecoderConfig(layers=_layers(c, shape, sliding=c.get("sliding_window")), **shape)
+    shape = read_shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)))
+    return DecoderConfig(layers=read_layers(c, shape, sliding=c.get("sliding_window")), **shape)
 
 
 def _olmo2(c: Json) -> DecoderConfig:
     bias = c.get("attention_bias", False)
-    shape = _shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)), block="post", qk_norm="full", qkv_bias=bias,
-                   out_bias=bias)
-    return DecoderConfig(layers=_layers(c, shape), **shape)
+    shape = read_shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)), block="post", qk_norm="full", qkv_bias=bias,
+                       out_bias=bias)
+    return DecoderConfig(layers=read_layers(c, shape), **shape)
 
 
 def _olmo3(c: Json) -> DecoderConfig:
@@ -180,9 +152,9 @@ def _olmo3(c: Json) -> DecoderConfig:
     shape = {"head_dim": plain.head_dim, "context": plain.context}
     theta = {"rope_theta": c.get("rope_theta", 5e5)}
     everywhere = {**theta, **c.get("rope_scaling", {}), **new.get("full_attention", {})}
-    near = _rope({"rope_parameters": {**theta, **new.get("sliding_attention", {})}}, shape)
-    layers = _layers({**c, "rope_parameters": everywhere}, shape, sliding=c.get("sliding_window", 4096), near=near,
-                     slides=lambda i: (i + 1) % 4 != 0)
+    near = read_rope({"rope_parameters": {**theta, **new.get("sliding_attention", {})}}, shape)
+    layers = read_layers({**c, "rope_parameters": everywhere}, shape, sliding=c.get("sliding_window", 4096), near=near,
+                         slides=lambda i: (i + 1) % 4 != 0)
     return dataclasses.replace(plain, layers=layers)
 
 
@@ -195,16 +167,16 @@ def _smollm3(c: Json) -> DecoderConfig:
     sliding = c.get("sliding_window") if c.get("use_sliding_window", False) else None
     plain = _llama(c)
     shape = {"head_dim": plain.head_dim, "context": plain.context}
-    layers = _layers(c, shape, sliding=sliding, slides=lambda i: not rotated[i])
+    layers = read_layers(c, shape, sliding=sliding, slides=lambda i: not rotated[i])
     still = tuple(dataclasses.replace(layer, rope=None) for layer in layers)
     return dataclasses.replace(plain, layers=tuple((still[i], layers[i])[rotated[i]] for i in range(count)))
 
 
 def _glm(c: Json, **changes: Any) -> DecoderConfig:
     c = {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, **c}
-    shape = _shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1.5625e-7)), qkv_bias=c.get("attention_bias", True),
-                   head_dim=c.get("head_dim", 128), **changes)
-    return DecoderConfig(layers=_layers(c, shape, interleaved=True), **shape)
+    shape = read_shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1.5625e-7)), qkv_bias=c.get("attention_bias", True),
+                       head_dim=c.get("head_dim", 128), **changes)
+    return DecoderConfig(layers=read_layers(c, shape, interleaved=True), **shape)
 
 
 def _glm4(c: Json) -> DecoderConfig:
@@ -213,54 +185,57 @@ def _glm4(c: Json) -> DecoderConfig:
 
 def _cohere_shape(c: Json, **changes: Any) -> dict[str, Any]:
     bias = c.get("attention_bias", False)
-    return _shape(c, norm=NormConfig("layer", c.get("layer_norm_eps", 1e-5)), block="parallel", qkv_bias=bias,
-                  out_bias=bias, tied=c.get("tie_word_embeddings", True), logit_scale=c.get("logit_scale", 0.0625),
-                  context=c.get("max_position_embeddings", 8192), **changes)
+    return read_shape(c, norm=NormConfig("layer", c.get("layer_norm_eps", 1e-5)), block="parallel", qkv_bias=bias,
+                      out_bias=bias, tied=c.get("tie_word_embeddings", True), logit_scale=c.get("logit_scale", 0.0625),
+                      context=c.get("max_position_embeddings", 8192), **changes)
 
 
 def _cohere(c: Json) -> DecoderConfig:
     shape = _cohere_shape(c, qk_norm="per_head" if c.get("use_qk_norm", False) else None)
-    return DecoderConfig(layers=_layers({"rope_theta": 5e5, **c}, shape, interleaved=True), **shape)
+    return DecoderConfig(layers=read_layers({"rope_theta": 5e5, **c}, shape, interleaved=True), **shape)
 
 
 def _cohere2(c: Json) -> DecoderConfig:
     shape, period = _cohere_shape(c), c.get("sliding_window_pattern", 4)
-    layers = _layers(c, shape, sliding=c.get("sliding_window", 4096), slides=lambda i: (i + 1) % period != 0,
-                     interleaved=True)
+    layers = read_layers(c, shape, sliding=c.get("sliding_window", 4096), slides=lambda i: (i + 1) % period != 0,
+                         interleaved=True)
     # only layers that slide rotate
     layers = tuple(layer if layer.sliding else dataclasses.replace(layer, rope=None) for layer in layers)
     return DecoderConfig(layers=layers, **shape)
 
 
 def _phi(c: Json) -> DecoderConfig:
+    if c.get("tie_word_embeddings"):
+        raise ValueError("tie_word_embeddings: got True, a head with a bias takes False")
     norm = NormConfig("layer", c.get("layer_norm_eps", 1e-5), bias=True)
-    shape = _shape(c, norm=norm, block="parallel", gated=False, qkv_bias=True, out_bias=True, mlp_bias=True,
-                   head_bias=True, activation=_activation(c, "hidden_act", "gelu_new"),
-                   qk_norm="head" if c.get("qk_layernorm", False) else None)
-    return DecoderConfig(layers=_layers({"partial_rotary_factor": 0.5, **c}, shape), **shape)
+    shape = read_shape(c, norm=norm, block="parallel", gated=False, qkv_bias=True, out_bias=True, mlp_bias=True,
+                       head_bias=True, activation=read_activation(c, "hidden_act", "gelu_new"),
+                       qk_norm="head" if c.get("qk_layernorm", False) else None)
+    return DecoderConfig(layers=read_layers({"partial_rotary_factor": 0.5, **c}, shape), **shape)
 
 
 def _stablelm(c: Json) -> DecoderConfig:
     eps = c.get("layer_norm_eps", 1e-5)
-    shape = _shape(c, norm=NormConfig("layer", eps, bias=True), qkv_bias=c.get("use_qkv_bias", False),
-                   block="parallel" if c.get("use_parallel_residual", False) else "pre",
-                   qk_norm="per_head" if c.get("qk_layernorm", False) else None,
-                   qk_norm_kind=NormConfig("layer", eps) if c.get("qk_layernorm", False) else None)
-    return DecoderConfig(layers=_layers({"partial_rotary_factor": 0.25, **c}, shape), **shape)
+    shape = read_shape(c, norm=NormConfig("layer", eps, bias=True), qkv_bias=c.get("use_qkv_bias", False),
+                       block="parallel" if c.get("use_parallel_residual", False) else "pre",
+                       qk_norm="per_head" if c.get("qk_layernorm", False) else None,
+                       qk_norm_kind=NormConfig("layer", eps) if c.get("qk_layernorm", False) else None)
+    return DecoderConfig(layers=read_layers({"partial_rotary_factor": 0.25, **c}, shape), **shape)
 
 
 def _granite(c: Json) -> DecoderConfig:
     bias = c.get("attention_bias", False)
-    shape = _shape(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False),
-                   embed_scale=float(c.get("embedding_multiplier", 1.0)), logit_scale=1 / c.get("logits_scaling", 1.0),
-                   residual_scale=float(c.get("residual_multiplier", 1.0)))
-    return DecoderConfig(layers=_layers(c, shape, scale=float(c.get("attention_multiplier", 1.0))), **shape)
+    shape = read_shape(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False),
+                       embed_scale=float(c.get("embedding_multiplier", 1.0)),
+                       logit_scale=1 / c.get("logits_scaling", 1.0),
+                       residual_scale=float(c.get("residual_multiplier", 1.0)))
+    return DecoderConfig(layers=read_layers(c, shape, scale=float(c.get("attention_multiplier", 1.0))), **shape)
 
 
 def _gpt2(c: Json) -> DecoderConfig:
     if c.get("add_cross_attention"):
         raise ValueError("add_cross_attention: got True, a decoder takes False")
-    width, heads, head_dim = c["n_embd"], c["n_head"], _divided(c, "n_embd", "n_head")
+    width, heads, head_dim = c["n_embd"], c["n_head"], head_width(c, "n_embd", "n_head")
     scale = head_dim ** -0.5 if c.get("scale_attn_weights", True) else 1.0
     by_layer = c.get("scale_attn_by_inverse_layer_idx", False)
     return DecoderConfig(
@@ -268,7 +243,7 @@ def _gpt2(c: Json) -> DecoderConfig:
         mlp=c.get("n_inner") or 4 * width, context=c["n_positions"], learned_positions=c["n_positions"],
         layers=tuple(Layer(scale=scale / (i + 1) if by_layer else scale) for i in range(c["n_layer"])),
         norm=NormConfig("layer", c.get("layer_norm_epsilon", 1e-5), bias=True), gated=False,
-        activation=_activation(c, "activation_function", "gelu_new"), tied=c.get("tie_word_embeddings", True),
+        activation=read_activation(c, "activation_function", "gelu_new"), tied=c.get("tie_word_embeddings", True),
         qkv_bias=True, out_bias=True, mlp_bias=True)
 
 
@@ -297,14 +272,14 @@ def _llada(c: Json) -> DecoderConfig:
         got = default if c.get(name) is None else c[name]
         if got != taken:
             raise ValueError(f"{name}: got {got!r}, supported is {taken!r}")
-    width, heads, head_dim = c["d_model"], c["n_heads"], _divided(c, "d_model", "n_heads")
+    width, heads, head_dim = c["d_model"], c["n_heads"], head_width(c, "d_model", "n_heads")
     rope = Rope(head_dim, float(c.get("rope_theta", 10_000.0)))
     return DecoderConfig(
         vocab=c.get("embedding_size") or c["vocab_size"], width=width, heads=heads, head_dim=head_dim,
         kv_heads=c.get("n_kv_heads") or (1 if c.get("multi_query_attention") else heads),
         mlp=c.get("mlp_hidden_size") or int(c.get("mlp_ratio", 4) * width), layers=(Layer(rope),) * c["n_layers"],
         context=c.get("max_sequence_length", 1024), norm=NormConfig(eps=c.get("rms_norm_eps", 1e-5)),
-        activation=_activation(c, "activation_type", "swiglu"), qkv_bias=bool(c.get("include_qkv_bias")),
+        activation=read_activation(c, "activation_type", "swiglu"), qkv_bias=bool(c.get("include_qkv_bias")),
         tied=c.get("weight_tying", True), embed_scale=width ** 0.5 if c.get("input_emb_norm") else 1.0,
         logit_scale=width ** -0.5 if c.get("scale_logits") else 1.0)
 
@@ -323,66 +298,3 @@ WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_vl": "qwen
 
 TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
 """Families under the names that such a text_config gives them."""
-
-
-def _layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Callable[[int], bool] = lambda i: True,
-            scale: float | None = None, near: Rope | None = None, interleaved: bool = False) -> tuple[Layer, ...]:
-    """One entry a layer; `layer_types` of the file, where present, says which slide. `near` is the rope of those."""
-    rope, count, kinds = _rope(c, shape, interleaved), c["num_hidden_layers"], c.get("layer_types")
-    if kinds is not None and len(kinds) < count:
-        raise ValueError(f"layer_types: got {len(kinds)} entries for num_hidden_layers = {count}")
-    local = lambda i: kinds[i] == "sliding_attention" if kinds else slides(i)
-    far = Layer(rope, None, scale)
-    close = far if sliding is None else Layer(near or rope, sliding, scale)
-    return tuple(close if local(i) else far for i in range(count))
-
-
-def _rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:
-    r = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    fraction = r.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
-    theta, width = float(r.get("rope_theta") or c.get("rope_theta") or 10_000.0), int(shape["head_dim"] * fraction)
-    if width < 2 or width % 2:
-        raise ValueError(f"head_dim: got {shape['head_dim']}, of which partial_rotary_factor = {fraction} leaves "
-                         f"{width} to rotate; takes an even number from 2")
-    try:
-        return Rope(width, theta, _scaling(c, r, shape["context"]), interleaved)
-    except ArithmeticError:
-        raise ValueError(f"rope_scaling: got {r}, which gives no finite frequencies") from None
-
-
-def _scaling(c: Json, r: Json, context: int) -> Scaling | None:
-    kind = r.get("rope_type") or r.get("type")
-    if kind is None and "factor" in r:
-        raise ValueError(f"rope_type: got none beside factor = {r['factor']}")
-    if kind == "su" or (kind == "yarn" and c.get("model_type") == "phi3"):
-        kind = "longrope"                   # earlier names of it in Phi-3 files
-    trained = c.get("original_max_position_embeddings") or r.get("original_max_position_embeddings") or context
-    if kind in ("default", None):
-        return None
-    if kind == "linear":
-        return Linear(float(r["factor"]))
-    if kind == "dynamic":
-        return Dynamic(float(r["factor"]), context)
-    if kind == "llama3":
-        return Llama3(float(r["factor"]), float(r["low_freq_factor"]), float(r["high_freq_factor"]), trained)
-    if kind == "yarn":
-        factor = float(r.get("factor") or context / trained)
-        attention = r.get("attention_factor")
-        if attention is None and r.get("mscale") and r.get("mscale_all_dim"):
-            attention = mscale(factor, r["mscale"]) / mscale(factor, r["mscale_all_dim"])
-        return Yarn(factor, trained, r.get("beta_fast") or 32.0, r.get("beta_slow") or 1.0, attention,
-                    r.get("truncate", True))
-    if kind == "longrope":
-        factor = r.get("factor") or context / trained
-        attention = r.get("attention_factor")
-        if attention is None:
-            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-        return LongRope(tuple(r["short_factor"]), tuple(r["long_factor"]), trained, attention)
-    raise ValueError(f"rope_type: got {kind!r}, supported are default, linear, dynamic, yarn, longrope, llama3")
-
-
-def _activation(c: Json, key: str, default: str) -> Activation:
-    name = c.get(key, default)
-    if name not in ACTIVATIONS:
-        raise ValueError(f"{key}: got {name!r}, supported are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
