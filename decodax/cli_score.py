@@ -16,8 +16,8 @@ examples:
   git show HEAD:module.py | decodax score - --model path/to/model
   decodax score sentences.txt --lines --json | jq '.texts[].perplexity'
 
-Figures go to standard output. A text longer than the window is scored in pieces, each given the last token of the piece
-before it. Bits per byte compare models with different tokenizers, perplexities do not.
+Figures go to standard output. A text longer than the window is scored in pieces of that many tokens. Bits per byte
+compare models with different tokenizers, perplexities do not.
 """
 
 

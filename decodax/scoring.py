@@ -111,8 +111,8 @@ def score(lm: LM, texts: Text | Iterable[Text], *, top_logprobs: int | None = No
             `(prompt, continuation)` scores the continuation alone; `decodax.io.spans.spans` says how it is encoded.
         top_logprobs: also gives so many of the most likely tokens at each position.
         window: tokens that a prediction sees at most. A longer text is scored in pieces of so many tokens, each given
-            the last token of the piece before it and no more (the rolling perplexity of lm-evaluation-harness). None:
-            each token is scored given all before it.
+            the last token of the piece before it and no more, but for the last piece, which sees as many as fit: the
+            rolling log-likelihood of lm-evaluation-harness. None: each token is scored given all before it.
         batch_size: texts a batch; default 8, or the next power of two where there are fewer texts. With a mesh it is
             rounded up to a multiple of the axis "data".
         chunk: tokens of a forward; a longer text is read in several, through the cache.
@@ -166,14 +166,17 @@ def score(lm: LM, texts: Text | Iterable[Text], *, top_logprobs: int | None = No
 
 
 def _pieces(index: int, span: Span, window: int | None) -> list[Span]:
-    """A text as parts of `window` scored tokens, each begun with the token before it."""
+    """A text as parts of `window` scored tokens, each begun with the token before it; the last begins earlier, so that
+    it is as long as the others."""
     read = len(span.ids) - 1
     if window is None or read <= window:
         return [span]
     if span.start > 1:
         raise ValueError(f"texts[{index}]: prompt and continuation have {read + 1} tokens, window={window} takes "
                          f"{window + 1} of them; only a text without a prompt is divided")
-    return [Span(span.ids[begin:begin + window + 1], 1, None) for begin in range(0, read, window)]
+    starts = [min(begin, read - window) for begin in range(0, read, window)]
+    return [Span(span.ids[start:start + window + 1], 1 + begin - start, None)
+            for start, begin in zip(starts, range(0, read, window), strict=True)]
 
 
 def _check_positions(lm: LM, pieces: list[tuple[int, Span]]) -> None:

@@ -141,7 +141,7 @@ def test_a_continuation_is_scored_alone(lm: dx.LM, scores: dx.Scores) -> None:
 
 def test_a_window_scores_a_long_text_in_pieces(lm: dx.LM, scores: dx.Scores) -> None:
     text = TEXTS[3]
-    pieces = dx.score(lm, [text[:11], text[10:21], text[20:]], chunk=CHUNK, batch_size=4)
+    pieces = dx.score(lm, [text[:11], text[10:21], (text[19:21], text[21:])], chunk=CHUNK, batch_size=4)
     found = dx.score(lm, [text, TEXTS[1]], window=10, chunk=CHUNK, batch_size=4)
     np.testing.assert_array_equal(found.logprobs[0], np.concatenate(pieces.logprobs))
     np.testing.assert_array_equal(found.logprobs[1], scores.logprobs[1])

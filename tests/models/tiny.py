@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-SLOW = {"ministral", "phi-qk-norm", "smollm3"}
+SLOW = {"glm", "ministral", "phi-qk-norm", "smollm3"}
 """Cases that differ little from another one."""
 
 
