@@ -64,6 +64,8 @@ told by its `text_mask_token_id`."""
 FIELDS = {"mask": ("mask_token_id", "text_mask_token_id"), "block": ("bd_size", "block_size")}
 """Under which names a config.json may say otherwise."""
 
+READ = ("model_type", "vocab_size", "diffusion", "causal_attn", *(name for names in FIELDS.values() for name in names))
+
 
 def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
     """How the model of a `config.json` fills masks; None for an autoregressive one.
@@ -79,7 +81,7 @@ def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
     >>> read_diffusion({"model_type": "llama", "mask_token_id": 8, "diffusion": {"shift": True}})
     Diffusion(mask=8, shift=True, attention='full', block=None)
     """
-    c = checked(c)
+    c = checked({key: c[key] for key in READ if key in c})
     own, kind = c.get("diffusion"), str(c.get("model_type"))
     if kind == "qwen2" and "text_mask_token_id" in c:
         kind = "sdlm"

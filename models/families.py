@@ -25,10 +25,12 @@ def read_config(c: Json) -> DecoderConfig:
         ValueError: `model_type` is not a supported family (the message names the near ones), an entry is missing, of
             the wrong type or out of its range, or an option has no counterpart here.
     """
-    c = text_part(checked(c))
+    known = [*FAMILIES, *WITH_IMAGES]
+    # first of all: what another family's entries may hold is not known here
+    if str(c.get("model_type")) in known:
+        c = text_part(checked(c))
     kind = c.get("model_type")
-    if kind not in FAMILIES:
-        known = [*FAMILIES, *WITH_IMAGES]
+    if not isinstance(kind, str) or kind not in FAMILIES:
         near = difflib.get_close_matches(str(kind), known, n=3, cutoff=0.5)
         raise ValueError(f"model_type: got {kind!r} (architectures {c.get('architectures')}), "
                          f"{'near to ' + ', '.join(near) + '; ' if near else ''}supported are {', '.join(known)}")

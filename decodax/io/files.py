@@ -79,7 +79,9 @@ def missing(root: Path) -> str:
     other = sorted(path.name for pattern in OTHERS for path in root.glob(pattern)
                    if path.name not in ("training_args.bin", "optimizer.pt", "scheduler.pt"))
     if gguf or other:
-        option = f", gguf_file={gguf[0]!r}" if gguf and not other else ""
+        # as it is, transformers keeps the file's blocks and refuses to save them
+        whole = "quantization_config=transformers.GgufConfig(dequantize=True)"
+        option = f", gguf_file={gguf[0]!r}, {whole}" if gguf and not other else ""
         return (f"{root}: holds {(other or gguf)[0]} and neither {ONE} nor {INDEX}. Weights are read from safetensors; "
                 "transformers converts them:\n"
                 f"    model = transformers.AutoModelForCausalLM.from_pretrained({str(root)!r}{option})\n"

@@ -116,6 +116,8 @@ def test_one_whole_file_goes_before_an_index(tmp_path: Path) -> None:
      "longrope factors: got 1, a rotary width of 8 takes 4"),
     ({"rope_parameters": {"factor": 2.0}}, "rope_type: got none beside factor = 2.0"),
     ({"model_type": ["llama"]}, r"model_type: got \['llama'\], takes a name"),
+    ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 2, "head_dim": 0},
+     "model_type: got 'qwen3_next' .*near to qwen"),
     ({"hidden_act": {}}, "hidden_act: got {}, takes a name"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: got 'yes', takes true or false"),
     ({"layer_types": ["chunked_attention"] * 2, "model_type": "mistral"}, "layer_types: got .*takes a list of 'full"),
