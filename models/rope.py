@@ -61,11 +61,11 @@ class Rope:
 def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
     """Rotates the first `2 * cos.shape[-1]` entries of `f[B, W, H, d]`; the rest passes."""
     half = cos.shape[-1]
-    turned, rest = x[..., :2 * half], x[..., 2 * half:]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    a, b = (x[..., :2 * half:2], x[..., 1:2 * half:2]) if interleaved else (x[..., :half], x[..., half:2 * half])
+    rest = x[..., 2 * half:]
     a, b = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
-    turned = jnp.stack([a, b], -1).reshape(turned.shape) if interleaved else jnp.concatenate([a, b], -1)
-    return jnp.concatenate([turned, rest], axis=-1)
+    turned = [jnp.stack([a, b], -1).reshape(*x.shape[:-1], 2 * half)] if interleaved else [a, b]
+    return jnp.concatenate([*turned, rest], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

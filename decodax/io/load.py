@@ -16,7 +16,6 @@ from decodax.io.checkpoint import load_diffusion, load_model
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.text import Tokenizer
 from decodax.models.diffusion import Diffusion
-from decodax.models.families import text_part
 from decodax.models.fields import checked
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
@@ -121,12 +120,12 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long there
-    diffusion = load_diffusion(path)
-    model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)
+    diffusion, generation_config = load_diffusion(path), _generation_config(path)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
+    model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)      # last, for it takes longest
     return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
-              generation_config=_generation_config(path), name=path.name, mesh=mesh, diffusion=diffusion)
+              generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion)
 
 
 def _tokenizer(path: Path, needed: bool = False) -> Tokenizer | None:
@@ -146,10 +145,16 @@ def _generation_config(path: Path) -> dict[str, Any]:
     for file in (path / "config.json", path / "generation_config.json"):
         given = read_json(file) if file.is_file() else {}
         try:
-            ids = checked({key: text_part(given).get(key) for key in SPECIAL})
+            ids = checked({key: _inner(given, key) for key in SPECIAL})
         except ValueError as e:
             raise CheckpointError(f"{file}: {e}") from None
         rest = given if file.name == "generation_config.json" else {}
         found |= {key: value for key, value in rest.items() if key not in SPECIAL}
         found |= {key: value for key, value in ids.items() if value != -1}
     return found
+
+
+def _inner(config: dict[str, Any], key: str) -> Any:
+    """An entry of a config.json, or of the language model's part of it."""
+    inside = config.get("text_config")
+    return config[key] if config.get(key) is not None else inside.get(key) if isinstance(inside, dict) else None

@@ -64,7 +64,8 @@ class Tokenizer:
         special = {k: v["content"] if isinstance(v, dict) else v for k, v in tokens.items() if k.endswith("_token")}
         special = {k: v for k, v in special.items() if isinstance(v, str)}
         model = _read_json(path / "config.json")
-        ids = {**(model.get("text_config") or {}), **model, **_read_json(path / "generation_config.json")}
+        inner = model.get("text_config")
+        ids = {**(inner if isinstance(inner, dict) else {}), **model, **_read_json(path / "generation_config.json")}
 
         def find(name: str) -> list[int]:
             found = ids.get(f"{name}_token_id")
