@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from decodax.io.load import LM, load, zoo
     from decodax.policy import Policy
     from decodax.result import LogProbs, Result, Statistics
+    from decodax.scoring import Scores, score
     from decodax.sharding import lanes
     from decodax.speculative import (
         Adaptive,
@@ -56,6 +57,7 @@ _HOMES = {
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.policy": ["Policy"],
     "decodax.result": ["LogProbs", "Result", "Statistics"],
+    "decodax.scoring": ["Scores", "score"],
     "decodax.sharding": ["lanes"],
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
                             "Typical", "automatic", "drafts", "fit_tree", "shapes"],
@@ -65,10 +67,10 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
-    "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "SeedExact",
-    "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic", "diffusion",
-    "drafts", "fit_tree", "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop", "run", "shapes",
-    "step", "stream", "system", "systems", "watch", "zoo",
+    "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
+    "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic",
+    "diffusion", "drafts", "fit_tree", "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop",
+    "run", "score", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
 ]
 
 

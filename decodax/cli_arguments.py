@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from decodax import __version__
+from decodax import __version__, cli_score
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -130,6 +130,8 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
     p = commands.add_parser("info", parents=[common], help="versions, devices, models, caches", epilog=EXIT_CODES,
                             description="Says what this installation has to work with.")
     p.set_defaults(command=info)
+
+    cli_score.add(commands, common, EXIT_CODES)
     return top
 
 

@@ -33,7 +33,7 @@ class Layer:
     """The attention of one layer.
 
     Attributes:
-        rope: rotary embedding of queries and keys, or None where the model learns absolute positions.
+        rope: rotary embedding of queries and keys; None where positions are learned, or the layer has none.
         sliding: a query sees the latest `sliding` positions, its own included; None: all.
         scale: factor of the attention scores; None: `head_dim ** -0.5`.
     """
@@ -41,6 +41,10 @@ class Layer:
     rope: Rope | None = None
     sliding: int | None = None
     scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding is not None and self.sliding < 1:
+            raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +61,8 @@ class DecoderConfig:
         context: positions the model was made for (`max_position_embeddings`).
         norm: every norm over the width.
         block: where the norms of a block stand: "pre" (before attention and MLP), "post" (after each, inside the
-            residual branch: OLMo 2), "sandwich" (both: Gemma 2), "parallel" (one norm feeds both branches: StableLM).
+            residual branch: OLMo 2), "sandwich" (both: Gemma 2), "parallel" (one norm feeds both branches: StableLM,
+            Phi-2, Cohere).
         qk_norm: norm of queries and keys before rotation: over each head with one scale for all heads ("head"), over
             all heads together ("full"), over each head with its own scale ("per_head"), or None.
         qk_norm_kind: its norm; None: the same as `norm`.
@@ -66,6 +71,7 @@ class DecoderConfig:
         qkv_bias, out_bias, mlp_bias: which projections have a bias.
         learned_positions: rows of the learned position embedding; 0: none.
         tied: the output head is the embedding.
+        head_bias: whether an output head of its own has a bias.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and on logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
     """
@@ -89,6 +95,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     learned_positions: int = 0
     tied: bool = False
+    head_bias: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embed_scale: float = 1.0
@@ -96,8 +103,15 @@ class DecoderConfig:
     logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        if not self.layers:
+            raise ValueError("layers: got none")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: got {self.heads}, which is not a multiple of kv_heads = {self.kv_heads}")
+        if self.tied and self.head_bias:
+            raise ValueError("head_bias: got True, a tied head takes False")
         for layer in self.layers:
             if layer.rope is not None and layer.rope.width > self.head_dim:
                 raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.head_dim}")

@@ -111,7 +111,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.layer.rope is not None:
             table = tables[self.layer.rope]
-            q, k = rotate(q, *table), rotate(k, *table)
+            q, k = (rotate(x, *table, interleaved=self.layer.rope.interleaved) for x in (q, k))
         scale = c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
         out = attend(index, q, k, v, scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
         return self.o(out.reshape(*x.shape[:2], -1)), (k, v)
@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
         self.positions = weight(rngs, (c.learned_positions, c.width), (None, "embed")) if c.learned_positions else None
         self.layers = nnx.Dict({str(i): Block(c, layer, rngs) for i, layer in enumerate(c.layers)})
         self.norm = Norm(c.norm, (c.width,), ("embed",))
-        self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), bias=False)
+        self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
     def __call__(self, tokens: Array, positions: Array, attend: Attend, context: int | None = None,
                  keep: Keep | None = None,
@@ -239,6 +239,8 @@ class Decoder(nnx.Module):
             logits = jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)
         else:
             logits = jnp.einsum("...d,dv->...v", hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+            if self.lm_head.bias is not None:
+                logits = logits + self.lm_head.bias[...].astype(jnp.float32)
         if self.c.logit_scale != 1.0:
             logits = logits * self.c.logit_scale
         cap = self.c.logit_softcap

@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from decodax.models.fields import checked
+
 Attention = Literal["full", "block-causal", "causal-prefix"]
 
 
@@ -36,14 +38,17 @@ class Diffusion:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mask < 0:
+        if not isinstance(self.mask, int) or isinstance(self.mask, bool) or self.mask < 0:
             raise ValueError(f"mask: got {self.mask}, takes a token id")
+        if not isinstance(self.shift, bool):
+            raise ValueError(f"shift: got {self.shift!r}, takes True or False")
         if self.attention not in get_args(Attention):
             raise ValueError(f"attention: got {self.attention!r}, takes {', '.join(get_args(Attention))}")
         if self.attention == "full" and self.block is not None:
             raise ValueError(f"block: got {self.block}, full attention takes None")
-        if self.attention != "full" and (self.block is None or self.block < 1):
-            raise ValueError(f"block: got {self.block}, {self.attention} attention takes 1 or more")
+        if self.attention != "full" and (not isinstance(self.block, int) or isinstance(self.block, bool)
+                                         or self.block < 1):
+            raise ValueError(f"block: got {self.block!r}, {self.attention} attention takes 1 or more")
 
 
 PUBLISHED: dict[str, Diffusion] = {
@@ -58,6 +63,8 @@ told by its `text_mask_token_id`."""
 
 FIELDS = {"mask": ("mask_token_id", "text_mask_token_id"), "block": ("bd_size", "block_size")}
 """Under which names a config.json may say otherwise."""
+
+READ = ("model_type", "vocab_size", "diffusion", "causal_attn", *(name for names in FIELDS.values() for name in names))
 
 
 def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
@@ -74,6 +81,7 @@ def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
     >>> read_diffusion({"model_type": "llama", "mask_token_id": 8, "diffusion": {"shift": True}})
     Diffusion(mask=8, shift=True, attention='full', block=None)
     """
+    c = checked({key: c[key] for key in READ if key in c})
     own, kind = c.get("diffusion"), str(c.get("model_type"))
     if kind == "qwen2" and "text_mask_token_id" in c:
         kind = "sdlm"

@@ -76,7 +76,13 @@ FAMILY_NAMES = {
                    head="model.transformer.ff_out"),
     "phi3": Names({**LLAMA, **dict.fromkeys(QKV, "self_attn.qkv_proj"), **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")},
                   fused=(QKV, GATE_UP)),
-    "gemma2": Names(SANDWICH), "gemma3_text": Names(SANDWICH), "olmo2": Names(SANDWICH),
+    "gemma2": Names(SANDWICH), "gemma3_text": Names(SANDWICH), "olmo2": Names(SANDWICH), "olmo3": Names(SANDWICH),
+    "glm": Names({**LLAMA, **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")}, fused=(GATE_UP,)),
+    "glm4": Names({**LLAMA, **dict.fromkeys(GATE_UP, "mlp.gate_up_proj"), "attn_out": "post_self_attn_layernorm",
+                   "mlp_out": "post_mlp_layernorm"}, fused=(GATE_UP,)),
+    "phi": Names({**LLAMA, "attn.o": "self_attn.dense", "attn.q_norm": "self_attn.q_layernorm",
+                  "attn.k_norm": "self_attn.k_layernorm", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"},
+                 norm="final_layernorm"),
     "stablelm": Names({**LLAMA, "attn.q_norm": "self_attn.q_layernorm.norms.{head}",
                        "attn.k_norm": "self_attn.k_layernorm.norms.{head}"}),
 }
@@ -85,30 +91,48 @@ FAMILY_NAMES = {
 IGNORED = re.compile(r"(\.attn\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Buffers that older files carry and that are computed here."""
 
+IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+"""What a model that also sees images has beside its language model."""
+
 
 def sources(family: str, config: DecoderConfig, shapes: Weights, present: Collection[str] = ()) -> dict[str, Source]:
     """Where each weight comes from, by its dotted path in `shapes` (`Transformer.abstract_params`).
 
     `present` are the tensor names of a file that is to be read: files saved from the bare model lack the first part of
-    the names (as GPT-2's own).
+    the names (as GPT-2's own), those of models that also see images have more of it.
     """
-    names = FAMILY_NAMES.get(family, Names(LLAMA))
-    stem = names.stem
-    if present and f"{stem}{names.embed}.weight" not in present and f"{names.embed}.weight" in present:
-        stem = ""
+    names = _names(family, present)
     sizes = {path: leaf.shape for path, leaf in flatten(shapes).items()}
-    return {path: _source(path, names, stem, sizes) for path in sizes}
+    return {path: _source(path, names, sizes) for path in sizes}
 
 
-def head_tensor(family: str) -> str:
+def head_tensor(family: str, present: Collection[str]) -> str:
     """The output head's tensor, which files of models with a tied one may hold too."""
-    return f"{FAMILY_NAMES.get(family, Names(LLAMA)).head}.weight"
+    return f"{_names(family, present).head}.weight"
 
 
-def _source(path: str, names: Names, stem: str, sizes: dict[str, tuple[int, ...]]) -> Source:
+def layers_in(family: str, present: Collection[str]) -> int:
+    """How many layers the tensors `present` are of."""
+    names = _names(family, present)
+    prefix = f"{names.stem}{names.layers}."
+    found = {tensor[len(prefix):].split(".", 1)[0] for tensor in present if tensor.startswith(prefix)}
+    return 1 + max((int(index) for index in found if index.isdecimal()), default=-1)
+
+
+def _names(family: str, present: Collection[str]) -> Names:
+    """The names in a file that has the tensors `present`: of the bare model, or of one inside a larger model."""
+    names = FAMILY_NAMES.get(family, Names(LLAMA))
+    places = [(names.stem, names.head), ("", names.head), (f"{names.stem}language_model.", names.head),
+              (f"language_model.{names.stem}", f"language_model.{names.head}")]
+    found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)
+    stem, head = next(found, places[0])
+    return dataclasses.replace(names, stem=stem, head=head)
+
+
+def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> Source:
     whole = {"embed": names.embed, "positions": names.positions}
     if path in whole:
-        return Source((f"{stem}{whole[path]}.weight",), False, None, sizes[path])
+        return Source((f"{names.stem}{whole[path]}.weight",), False, None, sizes[path])
     module, leaf = path.rsplit(".", 1)
     tail = "bias" if leaf == "bias" else "weight"
     shape, transpose = sizes[path], leaf == "kernel" and (names.transposed or module == "lm_head")
@@ -116,10 +140,10 @@ def _source(path: str, names: Names, stem: str, sizes: dict[str, tuple[int, ...]
     if module == "lm_head":
         name = f"{names.head}.{tail}"
     elif module == "norm":
-        name = f"{stem}{names.norm}.{tail}"
+        name = f"{names.stem}{names.norm}.{tail}"
     else:
         _, index, inner = module.split(".", 2)
-        name = f"{stem}{names.layers}.{index}.{names.layer[inner]}.{tail}"
+        name = f"{names.stem}{names.layers}.{index}.{names.layer[inner]}.{tail}"
         group = next((g for g in names.fused if inner in g), None)
         if group is not None:
             widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] for member in group]

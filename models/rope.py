@@ -28,26 +28,44 @@ class Scaling(Protocol):
 class Rope:
     """Rotation of the first `width` entries of each head by angles `position * theta ** (-2 i / width)`.
 
-    The two halves of those entries form the pairs (as in GPT-NeoX and Hugging Face's files, not interleaved).
+    Attributes:
+        interleaved: neighbours form the pairs (as in GPT-J, GLM and Cohere); otherwise the two halves of those entries
+            do (as in GPT-NeoX and most of Hugging Face's files).
     """
 
     width: int
     theta: float = 10_000.0
     scaling: Scaling | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width < 2 or self.width % 2:
+            raise ValueError(f"rope width: got {self.width}, takes an even number from 2")
+        for context in (None, 1 << 31):         # as trained, and as far as a scaling that depends on it can go
+            frequencies, factor = self._scaled(context)
+            if not np.isfinite([*frequencies, factor]).all():
+                raise ValueError(f"rope scaling: got {self.scaling}, which gives no finite frequencies")
+
+    def _scaled(self, context: int | None) -> tuple[np.ndarray, float]:
+        scaling = Linear(1.0) if self.scaling is None else self.scaling
+        with np.errstate(all="ignore"):
+            return scaling.scaled(self.width, self.theta, context)
 
     def table(self, positions: Array, context: int | None = None) -> tuple[Array, Array]:
         """Cosine and sine `f32[B, W, 1, width / 2]` at `i32[B, W]` positions."""
-        scaling = Linear(1.0) if self.scaling is None else self.scaling
-        frequencies, factor = scaling.scaled(self.width, self.theta, context)
+        frequencies, factor = self._scaled(context)
         angles = positions[..., None, None].astype(jnp.float32) * frequencies.astype(np.float32)
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
     """Rotates the first `2 * cos.shape[-1]` entries of `f[B, W, H, d]`; the rest passes."""
     half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
-    return jnp.concatenate([(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype), rest], axis=-1)
+    a, b = (x[..., :2 * half:2], x[..., 1:2 * half:2]) if interleaved else (x[..., :half], x[..., half:2 * half])
+    rest = x[..., 2 * half:]
+    a, b = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
+    turned = [jnp.stack([a, b], -1).reshape(*x.shape[:-1], 2 * half)] if interleaved else [a, b]
+    return jnp.concatenate([*turned, rest], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ failed=()
 .venv-test/bin/ruff check . || failed+=(ruff)
 MYPY=.venv-test/bin/mypy bash scripts/typecheck.sh || failed+=(mypy)
 .venv-test/bin/pytest -n "${TEST_WORKERS:-2}" --dist loadgroup "$@" || failed+=(pytest)
-[ $# -gt 0 ] || timeout 1200 .venv-test/bin/pytest -m mesh tests/laws/test_mesh.py tests/test_api.py tests/scripts/test_train_lm.py || failed+=("pytest -m mesh")
+[ $# -gt 0 ] || timeout 1200 .venv-test/bin/pytest -m mesh tests/laws/test_mesh.py tests/test_api.py tests/test_scoring.py tests/scripts/test_train_lm.py || failed+=("pytest -m mesh")
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2
     exit 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from decodax.io.files import ONE, CheckpointError, Files, read_json
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
-from decodax.models.families import read_config
-from decodax.models.names import IGNORED, Source, flatten, head_tensor, sources
+from decodax.models.families import WITH_IMAGES, read_config, text_part
+from decodax.models.names import IGNORED, IMAGES, Source, flatten, head_tensor, layers_in, sources
 from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Yarn
 from decodax.models.transformer import Transformer, Weights
 
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What each stored dtype is loaded as if none is asked for."""
 
-
-class CheckpointError(ValueError):
-    """A model directory that cannot be loaded; the message names the file and the tensor."""
+TAKEN = ("float32", "bfloat16", "float16")
+"""Dtypes of weights and cache."""
 
 
 def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
@@ -40,7 +39,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     """Loads a model directory.
 
     Args:
-        dtype: of weights and cache; None: as the file holds the embedding.
+        dtype: of weights and cache, "float32", "bfloat16" or "float16"; None: as the file holds the embedding.
         mesh: weights are sharded over its axis "model" where they divide, else replicated; None: the first device.
         context: see `Transformer.context`.
 
@@ -50,20 +49,36 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     Raises:
         CheckpointError: a file is missing or broken, the architecture is unknown, a tensor is missing, left over or of
             another shape than the configuration says. Nothing has been read into memory or compiled then.
+        ValueError: `dtype` or `context` is out of its range.
     """
+    asked = None if dtype is None else dtype_name(dtype)
+    if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
+        raise ValueError(f"context: got {context!r}, takes a number of tokens from 1")
     root = Path(directory)
     config = read_json(root / "config.json")
     try:
-        decoder = read_config(config)
+        decoder, family = read_config(config), text_part(config)["model_type"]
+        if config.get("quantization_config"):
+            raise ValueError("quantization_config: quantised weights are not read; transformers' model.dequantize() "
+                             "makes whole ones of them")
     except ValueError as e:
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
+    files = Files(root)
+    # before the network is laid out, which takes long for as many layers as a wrong number may ask for
+    if (stored := layers_in(family, files.home)) < len(decoder.layers):
+        key = next((key for key in ("n_layer", "n_layers") if key in config), "num_hidden_layers")
+        raise CheckpointError(f"{root / 'config.json'}: {key}: got {len(decoder.layers)}, {files.name} holds {stored} "
+                              "layers")
     shapes = Transformer(decoder).abstract_params()
-    files = _Files(root)
-    where = sources(config["model_type"], decoder, shapes, files.home)
-    _check(where, files, {head_tensor(config["model_type"])} if decoder.tied else set())
+    where = sources(family, decoder, shapes, files.home)
+    head, ignored = head_tensor(family, files.home), [IGNORED]
+    if config["model_type"] in WITH_IMAGES:
+        ignored.append(IMAGES)
+    _check(where, files, {head} if decoder.tied else set(), ignored)
+    if decoder.tied:
+        _check_tied(files, where["embed"].tensors[0], head)
 
-    stored = DTYPES[files.slice(where["embed"].tensors[0]).get_dtype()]
-    name = stored if dtype is None else jnp.dtype(dtype).name
+    name = asked or DTYPES[files.slice(where["embed"].tensors[0]).get_dtype()]
     model = Transformer(decoder, dtype=name, context=context)
     here = SingleDeviceSharding(jax.devices()[0])
     places = flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
@@ -86,40 +101,30 @@ def load_diffusion(directory: str | os.PathLike[str]) -> Diffusion | None:
         raise CheckpointError(f"{path}: {e}") from None
 
 
-class _Files:
-    """The safetensors files of a directory, memory-mapped, and which tensor is where."""
+def dtype_name(dtype: jax.typing.DTypeLike) -> str:
+    """The name of a dtype that weights may have.
 
-    def __init__(self, root: Path):
-        if (root / INDEX).exists():
-            promised = read_json(root / INDEX).get("weight_map", {})
-            paths = sorted({root / name for name in promised.values()})
-        elif (root / ONE).exists():
-            promised, paths = {}, [root / ONE]
-        else:
-            raise CheckpointError(f"{root}: found neither {ONE} nor {INDEX}")
-        self.home: dict[str, Path] = {}
-        self.handles: dict[Path, Any] = {}
-        for path in paths:
-            try:
-                self.handles[path] = safe_open(path, "np")
-            except (SafetensorError, OSError) as e:
-                raise CheckpointError(f"{path}: not a whole safetensors file ({e})") from None
-            self.home |= dict.fromkeys(self.handles[path].keys(), path)
-        for tensor, name in promised.items():
-            if self.home.get(tensor) != root / name:
-                raise CheckpointError(f"{root / INDEX}: places tensor {tensor} in {name}, which does not hold it")
+    Raises:
+        ValueError: they may not.
 
-    def slice(self, tensor: str) -> Any:
-        return self.handles[self.home[tensor]].get_slice(tensor)
+    >>> dtype_name(np.float32)
+    'float32'
+    """
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in TAKEN:
+        raise ValueError(f"dtype: got {name}, takes {', '.join(TAKEN)}")
+    return name
 
 
-def _check(where: dict[str, Source], files: _Files, spare: set[str]) -> None:
-    """Every tensor is there, of the right shape and kind, and none but `spare` is left over."""
+def _check(where: dict[str, Source], files: Files, spare: set[str], ignored: list[re.Pattern[str]]) -> None:
+    """Every tensor is there, of the right shape and kind, and none but `spare` and what is `ignored` is left over."""
     wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
-    root = ", ".join(sorted(str(path) for path in files.handles))
     missing = [tensor for tensor in wanted if tensor not in files.home]
     if missing:
-        raise CheckpointError(f"{root}: lacks {_some(missing)}, which the configuration asks for")
+        raise CheckpointError(f"{files.name}: lacks {_some(missing)}, which the configuration asks for")
     for tensor, shape in wanted.items():
         found = tuple(files.slice(tensor).get_shape())
         if found != shape:
@@ -128,9 +133,24 @@ def _check(where: dict[str, Source], files: _Files, spare: set[str]) -> None:
         if files.slice(tensor).get_dtype() not in DTYPES:
             raise CheckpointError(f"{files.home[tensor]}: tensor {tensor} is {files.slice(tensor).get_dtype()}, "
                                   f"supported are {', '.join(DTYPES)}")
-    left = [tensor for tensor in files.home.keys() - wanted.keys() - spare if not IGNORED.search(tensor)]
+    left = sorted(tensor for tensor in files.home.keys() - wanted.keys() - spare
+                  if not any(pattern.search(tensor) for pattern in ignored))
     if left:
         raise CheckpointError(f"{files.home[left[0]]}: holds {_some(left)}, which the configuration has no place for")
+
+
+def _check_tied(files: Files, embed: str, head: str) -> None:
+    """An output head in the file of a model whose head is the embedding says the same as that."""
+    if head not in files.home:
+        return
+    one, other = files.slice(embed), files.slice(head)
+    rows = one.get_shape()[0]
+    parts = (slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096))
+    same = one.get_shape() == other.get_shape() and other.get_dtype() in DTYPES and all(
+        np.array_equal(one[part], other[part]) for part in parts)
+    if not same:
+        raise CheckpointError(f"{files.home[head]}: tensor {head} differs from {embed}, though config.json has "
+                              "tie_word_embeddings = true; set that to false if the head is the model's own")
 
 
 def _some(tensors: list[str]) -> str:
@@ -138,7 +158,7 @@ def _some(tensors: list[str]) -> str:
     return f"tensor{'s' if len(tensors) > 1 else ''} {', '.join(tensors[:5])}{more}"
 
 
-def _load(files: _Files, source: Source, shape: tuple[int, ...], dtype: np.dtype,
+def _load(files: Files, source: Source, shape: tuple[int, ...], dtype: np.dtype,
           place: jax.sharding.Sharding) -> jax.Array:
     """One weight, each device's part read and cast by itself; devices that hold the same part share one reading."""
     parts: dict[Any, np.ndarray] = {}
@@ -152,7 +172,7 @@ def _load(files: _Files, source: Source, shape: tuple[int, ...], dtype: np.dtype
     return jax.make_array_from_callback(shape, place, read)
 
 
-def _read(files: _Files, source: Source, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+def _read(files: Files, source: Source, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
     """The part `bounds` of a weight from the file."""
     if len(bounds) > len(source.full):
         rest = tuple(slice(*b) for b in bounds[1:])
@@ -171,21 +191,21 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
 
     Args:
         config: entries for `config.json`. With a `model_type` it is that family's whole configuration (such as the one
-            the model was loaded from); without one the model is written as a Llama and the entries, such as
-            `eos_token_id`, are added.
+            the model was loaded from; of one that also sees images the language model's is written). Without one the
+            model is written as a Llama and the entries, such as `eos_token_id`, are added.
         dtype: of the stored weights ("float32", "bfloat16", "float16"); None: as they are.
 
     Raises:
         ValueError: `config` does not describe this model, or the model is no Llama and no `config` says what it is.
     """
-    entries = dict(config or {})
+    entries = dict(text_part(config or {}))
     if "model_type" not in entries:
         entries = {**_llama_config(model.config), **entries}
     if read_config(entries) != model.config:
         raise ValueError(f"config: as a {entries['model_type']} configuration it describes another model than "
                          f"{model.config}")
     leaves = flatten(params)
-    name = jnp.dtype(dtype or leaves["embed"].dtype).name
+    name = dtype_name(dtype or leaves["embed"].dtype)
     entries |= {"dtype": name, "torch_dtype": name}
     tensors: dict[str, np.ndarray] = {}
     for path, source in sources(entries["model_type"], model.config, model.abstract_params()).items():
@@ -235,20 +255,3 @@ def _llama_config(c: DecoderConfig) -> dict[str, Any]:
         "rope_parameters": {**scaling, "rope_theta": rope.theta},
         "rope_scaling": None if rope.scaling is None else scaling,
     }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        CheckpointError: the file is missing or no JSON object.
-    """
-    try:
-        value = json.loads(path.read_text())
-    except OSError as e:
-        raise CheckpointError(f"{path}: cannot be read ({e.strerror})") from None
-    except ValueError as e:
-        raise CheckpointError(f"{path}: not JSON ({e})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: got {type(value).__name__}, takes a JSON object")
-    return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,19 @@ from jax.sharding import Mesh
 import decodax.models
 from decodax.core.types import Model
 from decodax.io.checkpoint import load_diffusion, load_model
+from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.text import Tokenizer
 from decodax.models.diffusion import Diffusion
+from decodax.models.fields import checked
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
 """Where the shipped models lie."""
+
+SLOW = ("tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+        "tekken.json", "*.tiktoken")
+"""Files of tokenizers that are not read."""
+
+SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +36,8 @@ class LM:
         model, params: the network as the core sees it, and its weights.
         vocab_size: entries of its logits.
         tokenizer: None for a model of bare ids.
-        generation_config: the model's own defaults, by Hugging Face's names.
+        generation_config: the model's own defaults, by Hugging Face's names; the ids of EOS, BOS and padding where the
+            files have them.
         name: what it was loaded as.
         mesh: the mesh its weights lie on; batches are placed on it.
         diffusion: how it fills masks; None for an autoregressive model.
@@ -81,33 +89,72 @@ def find(name_or_dir: str | Path) -> Path:
     path = Path(name_or_dir).expanduser()
     if (path / "config.json").is_file():
         return path
+    if path.is_file():
+        raise ValueError(f"{path}: is a file, takes the directory of a model")
+    if (path / "adapter_config.json").is_file():
+        raise CheckpointError(adapter(path))
     if path.is_dir():
-        raise ValueError(f"{path}: has no config.json, so it is no Hugging Face model directory")
+        raise CheckpointError(f"{path}: has no config.json, so it is no Hugging Face model directory\n{missing(path)}")
     near = difflib.get_close_matches(name, zoo(), n=3, cutoff=0.5)
     raise ValueError(f"model {name!r}: neither a directory nor a shipped model ({', '.join(zoo())})"
                      + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 
 def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
-         context: int | None = None) -> LM:
+         context: int | None = None, tokenizer: str | Path | Tokenizer | None = None) -> LM:
     """Loads a shipped model by name, or a local Hugging Face directory.
 
     Args:
         name_or_dir: such as "pycode", or a path with config.json, safetensors and tokenizer.json.
-        dtype: of weights and cache; default float32 on CPU, else the checkpoint's own.
+        dtype: of weights and cache, "float32", "bfloat16" or "float16"; default float32 on CPU, else the checkpoint's
+            own.
         context: positions to serve; rotary scalings that depend on the length (dynamic, longrope) are set for it.
         mesh: puts the weights on a mesh, heads, MLP and vocabulary over its axis "model"; batches go over "data".
+        tokenizer: another one, or a directory that holds one; None: the directory's own tokenizer.json, and none if it
+            has no file of a tokenizer at all.
 
     Raises:
-        ValueError: an unknown name or architecture, a missing tensor or one of the wrong shape, by name.
+        ValueError: an unknown name or architecture, a broken file, a missing tensor or one of the wrong shape, weights
+            or a tokenizer in a format that is not read, or an argument out of its range, by name.
     """
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long there
-    diffusion = load_diffusion(path)
-    model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)
-    config = path / "generation_config.json"
-    tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
+    diffusion, generation_config = load_diffusion(path), _generation_config(path)
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
+    model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)      # last, for it takes longest
     return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
-              generation_config=json.loads(config.read_text()) if config.is_file() else {},
-              name=path.name, mesh=mesh, diffusion=diffusion)
+              generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion)
+
+
+def _tokenizer(path: Path, needed: bool = False) -> Tokenizer | None:
+    """The tokenizer of a directory, or None if it has none."""
+    if (path / "tokenizer.json").is_file():
+        return Tokenizer.from_dir(path)
+    if other := sorted(file.name for pattern in SLOW for file in path.glob(pattern)):
+        raise CheckpointError(f"{path}: has {', '.join(other)} and no tokenizer.json; transformers writes one:\n"
+                              f"    tokenizer = transformers.AutoTokenizer.from_pretrained({str(path)!r})\n"
+                              f"    tokenizer.save_pretrained({str(path)!r})")
+    return Tokenizer.from_dir(path) if needed else None         # which says what is missing
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    """The entries of generation_config.json, and the special ids of config.json that it lacks."""
+    found: dict[str, Any] = {}
+    for file in (path / "config.json", path / "generation_config.json"):
+        given = read_json(file) if file.is_file() else {}
+        try:
+            ids = checked({key: _inner(given, key) for key in SPECIAL})
+        except ValueError as e:
+            raise CheckpointError(f"{file}: {e}") from None
+        rest = given if file.name == "generation_config.json" else {}
+        found |= {key: value for key, value in rest.items() if key not in SPECIAL}
+        found |= {key: value for key, value in ids.items() if value != -1}
+    return found
+
+
+def _inner(config: dict[str, Any], key: str) -> Any:
+    """An entry of a config.json, or of the language model's part of it."""
+    inside = config.get("text_config")
+    return config[key] if config.get(key) is not None else inside.get(key) if isinstance(inside, dict) else None

@@ -64,7 +64,8 @@ class Tokenizer:
         special = {k: v["content"] if isinstance(v, dict) else v for k, v in tokens.items() if k.endswith("_token")}
         special = {k: v for k, v in special.items() if isinstance(v, str)}
         model = _read_json(path / "config.json")
-        ids = {**model.get("text_config", {}), **model, **_read_json(path / "generation_config.json")}
+        inner = model.get("text_config")
+        ids = {**(inner if isinstance(inner, dict) else {}), **model, **_read_json(path / "generation_config.json")}
 
         def find(name: str) -> list[int]:
             found = ids.get(f"{name}_token_id")
@@ -195,9 +196,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: got {type(found).__name__}, takes a JSON object")
+    return found
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

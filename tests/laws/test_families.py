@@ -13,7 +13,9 @@ pytest.importorskip("transformers")
 from tests.models.tiny import saved
 
 FAMILIES = ["gpt2", "llama3", "mistral", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2",
-            "stablelm-parallel", "granite"]
+            "stablelm-parallel", "granite", "cohere2"]
+FAMILIES = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4", "olmo3", "phi",
+                                                                                "smollm3-sliding"))]
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9], [3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4]]
 SAMPLING = dict(temperature=0.9, top_p=0.9, repetition_penalty=1.2, bad_words_ids=[[8], [11, 12]], seed=3)
 

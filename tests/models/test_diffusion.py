@@ -117,7 +117,7 @@ def test_sampling_equals_the_published_loop_on_transformers(name: str, tmp_path:
         confidence[x[0] != MASK] = -1
         x[0, confidence.argmax()] = best[confidence.argmax()]
     adapter = Adapter(mask=lm.diffusion.mask, shift=lm.diffusion.shift)
-    out = dx.generate(lm, prompt, max_new_tokens=new, algorithm=MaskedDiffusion(adapter))
+    out = dx.generate(lm, prompt, max_new_tokens=new, algorithm=MaskedDiffusion(adapter), eos_token_id=None)
     assert out.tokens[0].tolist() == x[0, 5:].tolist()
 
 
@@ -154,7 +154,7 @@ def test_a_wrong_tensor_is_named(changes: dict[str, Any], message: str, tmp_path
     ("llada", {"layer_norm_type": "default"}, "layer_norm_type: got 'default', supported is 'rms'"),
     ("llada", {"block_type": None}, "block_type: got 'sequential', supported is 'llama'"),
     ("llada", {"include_bias": True}, "include_bias: got True"),
-    ("llada", {"activation_type": "swiglu"}, "activation: got 'swiglu'"),
+    ("llada", {"activation_type": "swiglu"}, "activation_type: got 'swiglu'"),
     ("llada", {"mask_token_id": 126336}, "mask token: got 126336, the vocabulary has 97 entries"),
     ("dream", {"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window: got True"),
     ("sdar", {"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window: got True"),

@@ -16,7 +16,7 @@ import torch
 from decodax.cache import Window, causal
 from decodax.io.checkpoint import load_model
 from decodax.models import Transformer
-from tests.models.tiny import CASES, saved
+from tests.models.tiny import CASES, SLOW, saved
 
 T = 22                      # longer than every sliding window of the cases
 LENGTHS = np.array([22, 13])
@@ -25,7 +25,8 @@ LIVE = np.arange(T) < LENGTHS[:, None]
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})     # compiles in half the time
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+                                        for name in CASES])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Transformer, Any]:
     """A transformers model, and what this library loads from its directory."""
     directory = tmp_path_factory.mktemp(request.param)

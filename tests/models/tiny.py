@@ -58,9 +58,28 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "stablelm": ("stablelm", {}, None),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True,
                                        **rope("default", partial_rotary_factor=0.5)}, None),
+    "olmo3": ("olmo3", {**SMALL_WINDOW, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
+        "full_attention": {**YARN["rope_parameters"], "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, None),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}, None),
+    "smollm3-sliding": ("smollm3", {**SMALL_WINDOW, "use_sliding_window": True, "num_hidden_layers": 3,
+                                    "no_rope_layer_interval": 2, "attention_bias": True}, None),
+    "glm": ("glm", {"head_dim": 16}, None),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}, None),
+    "cohere": ("cohere", {"use_qk_norm": True, "attention_bias": True, "logit_scale": 1.0}, None),
+    "cohere2": ("cohere2", {**SMALL_WINDOW, "logit_scale": 0.3, "num_hidden_layers": 3, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"]}, None),
+    "phi": ("phi", {"tie_word_embeddings": False, **rope("default", partial_rotary_factor=0.5)}, None),
+    "phi-qk-norm": ("phi", {"qk_layernorm": True, "num_key_value_heads": None}, None),
+    "ministral": ("ministral", {**SMALL_WINDOW, "head_dim": 16, "layer_types": [
+        "full_attention", "sliding_attention"]}, None),
     "granite": ("granite", {"embedding_multiplier": 6.0, "logits_scaling": 2.0, "residual_multiplier": 0.4,
                             "attention_multiplier": 0.2}, None),
 }
+
+
+SLOW = {"glm", "ministral", "phi-qk-norm", "smollm3"}
+"""Cases that differ little from another one."""
 
 
 def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:

@@ -1,0 +1,120 @@
+"""The files of a model directory: JSON, and safetensors memory-mapped, whole or in several files with an index.
+
+Everything is checked before any weight is read, and an error names the file. A file of weights in another format is
+named with a recipe that converts it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz")
+"""Weights in formats that are not read."""
+
+
+class CheckpointError(ValueError):
+    """A model directory that cannot be loaded; the message names the file and the tensor."""
+
+
+class Files:
+    """The safetensors files of a directory, memory-mapped, and which tensor is where.
+
+    Attributes:
+        name: the one file, or the index of several.
+        home: the file of each tensor.
+
+    Raises:
+        CheckpointError: there are none, one is broken, or the index is wrong.
+    """
+
+    def __init__(self, root: Path):
+        # as in transformers: an index beside a whole file is an older model's
+        self.name = root / ONE if (root / ONE).exists() else root / INDEX
+        if not self.name.exists():
+            raise CheckpointError(missing(root))
+        promised = {} if self.name == root / ONE else _weight_map(root / INDEX)
+        paths = sorted({root / name for name in promised.values()}) or [root / ONE]
+        self.home: dict[str, Path] = {}
+        self.handles: dict[Path, Any] = {}
+        for path in paths:
+            try:
+                self.handles[path] = safe_open(path, "np")
+            except (SafetensorError, OSError) as e:
+                raise CheckpointError(f"{path}: not a whole safetensors file ({e})") from None
+            self.home |= dict.fromkeys(self.handles[path].keys(), path)
+        for tensor, name in promised.items():
+            if self.home.get(tensor) != root / name:
+                raise CheckpointError(f"{root / INDEX}: places tensor {tensor} in {name}, which does not hold it")
+
+    def slice(self, tensor: str) -> Any:
+        """The tensor, to be read by indexing."""
+        return self.handles[self.home[tensor]].get_slice(tensor)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file name of each tensor, as an index has it."""
+    found = read_json(path).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{path}: weight_map: got {str(found)[:60]}, takes an object of tensors and their files")
+    for tensor, name in found.items():
+        parts = PurePosixPath(name.replace("\\", "/")).parts if isinstance(name, str) else ()
+        inside = parts and not parts[0].startswith("/") and ".." not in parts and ":" not in name and "\0" not in name
+        if not inside:
+            raise CheckpointError(f"{path}: places tensor {tensor} in {str(name)[:80]!r}, takes a file in the same "
+                                  "directory")
+    return found
+
+
+def missing(root: Path) -> str:
+    """Says that a directory has no weights that can be read, and what to do about those that it has."""
+    if (root / "adapter_config.json").is_file():
+        return adapter(root)
+    gguf = sorted(path.name for path in root.glob("*.gguf"))
+    other = sorted(path.name for pattern in OTHERS for path in root.glob(pattern)
+                   if path.name not in ("training_args.bin", "optimizer.pt", "scheduler.pt"))
+    if gguf or other:
+        # as it is, transformers keeps the file's blocks and refuses to save them
+        whole = "quantization_config=transformers.GgufConfig(dequantize=True)"
+        option = f", gguf_file={gguf[0]!r}, {whole}" if gguf and not other else ""
+        return (f"{root}: holds {(other or gguf)[0]} and neither {ONE} nor {INDEX}. Weights are read from safetensors; "
+                "transformers converts them:\n"
+                f"    model = transformers.AutoModelForCausalLM.from_pretrained({str(root)!r}{option})\n"
+                f"    model.save_pretrained({str(root)!r}, safe_serialization=True)")
+    named = sorted(path.name for path in root.glob("*.safetensors"))
+    beside = f" beside {', '.join(named[:5])}" if named else ""
+    return f"{root}: found neither {ONE} nor {INDEX}{beside}"
+
+
+def adapter(root: Path) -> str:
+    """Says that a directory holds an adapter and no model."""
+    try:
+        base = read_json(root / "adapter_config.json").get("base_model_name_or_path")
+    except CheckpointError:
+        base = None
+    return (f"{root}: holds an adapter (adapter_config.json) and not the model that it adapts, {base or 'unnamed'}. "
+            "peft merges them:\n"
+            f"    model = peft.AutoPeftModelForCausalLM.from_pretrained({str(root)!r}).merge_and_unload()\n"
+            "    model.save_pretrained(\"merged\", safe_serialization=True)")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: the file is missing or no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read ({e.strerror})") from None
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: not JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: got {type(value).__name__}, takes a JSON object")
+    return value

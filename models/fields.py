@@ -1,0 +1,111 @@
+"""What the entries of a `config.json` may hold: one table, checked before any of them is used.
+
+A wrong entry would otherwise show late and far away: as a shape that does not fit, as a program that never ends, or as
+a model that is silently another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What an entry takes, in words, and the test of a value."""
+
+    takes: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(low: int, high: int) -> Kind:
+    return Kind(f"a whole number from {low} to {high:,}",
+                lambda x: isinstance(x, int) and not isinstance(x, bool) and low <= x <= high)
+
+
+def _number(takes: str, fits: Callable[[float], bool]) -> Kind:
+    return Kind(takes, lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1e30 and fits(x))
+
+
+def _list(kind: Kind, what: str) -> Kind:
+    return Kind(f"a list of {what}", lambda x: isinstance(x, list) and all(kind.fits(y) for y in x))
+
+
+TEXT = Kind("a name", lambda x: isinstance(x, str) and x != "")
+FLAG = Kind("true or false", lambda x: isinstance(x, bool))
+OBJECT = Kind("an object", lambda x: isinstance(x, Mapping))
+NUMBER = _number("a number", lambda x: True)
+POSITIVE = _number("a number above 0", lambda x: x > 0)
+NOT_NEGATIVE = _number("a number from 0", lambda x: x >= 0)
+SHARE = _number("a number above 0 and at most 1", lambda x: 0 < x <= 1)
+LAYERS = _whole(1, 10_000)
+HEADS = _whole(1, 1 << 16)
+WIDTH = _whole(1, 1 << 20)
+ENTRIES = _whole(1, 1 << 24)
+POSITIONS = _whole(1, (1 << 31) - 1)
+INDEX = _whole(0, (1 << 31) - 1)
+ID = _whole(-1, (1 << 31) - 1)         # -1 is what some files have for none
+IDS = Kind("a token id or a list of them", lambda x: all(ID.fits(y) for y in x) if isinstance(x, list) else ID.fits(x))
+LAYER_TYPES = Kind("a list of 'full_attention' and 'sliding_attention'",
+                   lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention") for y in x))
+
+_KEYS: dict[Kind, str] = {
+    TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type",
+    FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window use_bidirectional_attention "
+          "use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
+          "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
+          "scale_logits multi_query_attention causal_attn",
+    OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion",
+    NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim",
+    POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
+              "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio",
+    NOT_NEGATIVE: "rms_norm_eps layer_norm_eps layer_norm_epsilon",
+    SHARE: "partial_rotary_factor",
+    LAYERS: "num_hidden_layers n_layer n_layers sliding_window_pattern no_rope_layer_interval",
+    HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim",
+    WIDTH: "hidden_size n_embd d_model",
+    ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size",
+    POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
+               "sliding_window",
+    INDEX: "max_window_layers mask_token_id text_mask_token_id bd_size block_size",
+    IDS: "eos_token_id bos_token_id pad_token_id",
+    LAYER_TYPES: "layer_types",
+    _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
+    _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
+}
+KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
+"""By key, also of the objects inside. What is not here is not read."""
+
+NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config")
+
+
+def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
+    """The entries of a `config.json`. A null says the same as a missing entry, but for those that it switches off.
+
+    Raises:
+        ValueError: an entry is of the wrong type or out of its range; the message has its key.
+
+    >>> checked({"vocab_size": 8, "head_dim": None, "sliding_window": None})
+    {'vocab_size': 8, 'sliding_window': None}
+    >>> checked({"rope_scaling": {"factor": "2"}})
+    Traceback (most recent call last):
+    ValueError: rope_scaling.factor: got '2', takes a number above 0
+    """
+    found: dict[str, Any] = {}
+    for key, value in c.items():
+        if value is None:
+            if key in OFF:
+                found[key] = None
+            continue
+        kind = KINDS.get(key)
+        if kind is not None and not kind.fits(value):
+            shown = repr(value)
+            shown = shown if len(shown) < 80 else f"{shown[:76]} ..."
+            raise ValueError(f"{inside}{key}: got {shown}, takes {kind.takes}")
+        found[key] = checked(value, f"{inside}{key}.") if key in NESTED else value
+    return found
+
+
+OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+"""Entries whose null switches something off that a missing one leaves on."""

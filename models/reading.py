@@ -1,0 +1,113 @@
+"""What the families' `config.json` files have in common: shapes, layers, rotary embedding and its scalings.
+
+Newer files write `rope_parameters` where older ones write `rope_theta` and `rope_scaling`; both are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from decodax.models.config import Activation, Layer, NormConfig
+from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Rope, Scaling, Yarn, mscale
+
+Json = Mapping[str, Any]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
+    """The fields that most families share, from their common names."""
+    heads = c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads: got {heads}, not a multiple of num_key_value_heads = {kv_heads}")
+    head_dim = changes.get("head_dim") or c.get("head_dim") or head_width(c, "hidden_size", "num_attention_heads")
+    return {
+        "vocab": c["vocab_size"], "width": c["hidden_size"], "mlp": c["intermediate_size"], "heads": heads,
+        "kv_heads": kv_heads, "head_dim": head_dim,
+        "context": c.get("max_position_embeddings", 2048), "norm": NormConfig(eps=c.get("rms_norm_eps", 1e-6)),
+        "activation": changes.get("activation") or read_activation(c, "hidden_act", "silu"),
+        "tied": c.get("tie_word_embeddings", False), **changes,
+    }
+
+
+def head_width(c: Json, width: str, heads: str) -> int:
+    """The width of a head where it is not given."""
+    if c[width] % c[heads]:
+        raise ValueError(f"{heads}: got {c[heads]}, which does not divide {width} = {c[width]}")
+    return c[width] // c[heads]
+
+
+def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Callable[[int], bool] = lambda i: True,
+                scale: float | None = None, near: Rope | None = None, interleaved: bool = False) -> tuple[Layer, ...]:
+    """One entry a layer; `layer_types` of the file, where present, says which slide.
+
+    Args:
+        shape: its `head_dim` and `context` count.
+        near: the rope of layers that slide; None: that of all.
+    """
+    rope, count, kinds = read_rope(c, shape, interleaved), c["num_hidden_layers"], c.get("layer_types")
+    if kinds is not None and len(kinds) < count:
+        raise ValueError(f"layer_types: got {len(kinds)} entries for num_hidden_layers = {count}")
+    local = lambda i: kinds[i] == "sliding_attention" if kinds else slides(i)
+    far = Layer(rope, None, scale)
+    close = far if sliding is None else Layer(near or rope, sliding, scale)
+    return tuple(close if local(i) else far for i in range(count))
+
+
+def read_rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:
+    """The rotary embedding; `head_dim` and `context` of `shape` count."""
+    r = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    fraction = r.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
+    theta, width = float(r.get("rope_theta") or c.get("rope_theta") or 10_000.0), int(shape["head_dim"] * fraction)
+    if width < 2 or width % 2:
+        raise ValueError(f"head_dim: got {shape['head_dim']}, of which partial_rotary_factor = {fraction} leaves "
+                         f"{width} to rotate; takes an even number from 2")
+    try:
+        return Rope(width, theta, read_scaling(c, r, shape["context"]), interleaved)
+    except ArithmeticError:
+        raise ValueError(f"rope_scaling: got {r}, which gives no finite frequencies") from None
+
+
+def read_scaling(c: Json, r: Json, context: int) -> Scaling | None:
+    """The scaling that the rope's entries `r` describe."""
+    kind = r.get("rope_type") or r.get("type")
+    if kind is None and "factor" in r:
+        raise ValueError(f"rope_type: got none beside factor = {r['factor']}")
+    if kind == "su" or (kind == "yarn" and c.get("model_type") == "phi3"):
+        kind = "longrope"                   # earlier names of it in Phi-3 files
+    trained = c.get("original_max_position_embeddings") or r.get("original_max_position_embeddings") or context
+    if kind in ("default", None):
+        return None
+    if kind == "linear":
+        return Linear(float(r["factor"]))
+    if kind == "dynamic":
+        return Dynamic(float(r["factor"]), context)
+    if kind == "llama3":
+        return Llama3(float(r["factor"]), float(r["low_freq_factor"]), float(r["high_freq_factor"]), trained)
+    if kind == "yarn":
+        factor = float(r.get("factor") or context / trained)
+        attention = r.get("attention_factor")
+        if attention is None and r.get("mscale") and r.get("mscale_all_dim"):
+            attention = mscale(factor, r["mscale"]) / mscale(factor, r["mscale_all_dim"])
+        return Yarn(factor, trained, r.get("beta_fast") or 32.0, r.get("beta_slow") or 1.0, attention,
+                    r.get("truncate", True))
+    if kind == "longrope":
+        factor = r.get("factor") or context / trained
+        attention = r.get("attention_factor")
+        if attention is None:
+            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+        return LongRope(tuple(r["short_factor"]), tuple(r["long_factor"]), trained, attention)
+    raise ValueError(f"rope_type: got {kind!r}, supported are default, linear, dynamic, yarn, longrope, llama3")
+
+
+def read_activation(c: Json, key: str, default: str) -> Activation:
+    """The activation that the entry `key` names."""
+    name = c.get(key, default)
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{key}: got {name!r}, supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
