@@ -27,9 +27,18 @@ A rule never mixes rows, keeps nothing of the vocabulary's size, and holds no nu
 call: those belong to the policy.
 """
 
-from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, Masks, Noise, Template
+from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, Masks, Noise, PromptBlocks, Template
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import BlockCache, CacheRule, Dual, FusedCache, NoCache, Prefix, SubBlockCache
+from decodax.diffusion.caching import (
+    AnchorCache,
+    BlockCache,
+    CacheRule,
+    Dual,
+    FusedCache,
+    NoCache,
+    Prefix,
+    SubBlockCache,
+)
 from decodax.diffusion.canvas import Canvas
 from decodax.diffusion.commits import (
     All,
@@ -49,7 +58,7 @@ from decodax.diffusion.commits import Prefix as ConfidentPrefix
 from decodax.diffusion.drift import Drift, Leading
 from decodax.diffusion.features import Similarity
 from decodax.diffusion.learned import Filter, Learned, TowardsEnd
-from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
+from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
 from decodax.diffusion.policies import Rule, Seen, View
 from decodax.diffusion.product import Agreed, Guided, Lookahead, Product, Trailing
 from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
@@ -61,12 +70,12 @@ from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps, Sto
 from decodax.diffusion.verifies import BranchExact, BranchSubset, Sequential, Tree
 from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
-__all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anchored", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache",
+__all__ = ["Adapter", "Agreed", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache",
            "BlockCausal", "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins",
            "Confidence", "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited", "Drift", "Dual", "Edit",
            "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap",
-           "Greedy", "Guided", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom",
+           "Greedy", "Guided", "InTurn", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom",
            "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline", "Pipelined", "Position",
-           "Prefix", "Product", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential",
+           "Prefix", "Product", "PromptBlocks", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential",
            "Similarity", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlockCache", "SubBlocks", "Template",
-           "Threshold", "TowardsEnd", "Trailing", "Tree", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]
+           "Threshold", "TowardsEnd", "Trailing", "Tree", "Vicinity", "View", "Whole", "WholeBlocks", "WithBest", "statistics"]

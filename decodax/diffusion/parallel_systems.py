@@ -4,15 +4,15 @@ second model that says how much may be taken."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
-from decodax.diffusion.adapter import Adapter, BlockCausal
+from decodax.diffusion.adapter import Adapter, BlockCausal, Full, PromptBlocks
 from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching import FusedCache, NoCache
 from decodax.diffusion.commits import Quota, Threshold
 from decodax.diffusion.entries import blocks, entry
-from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
-from decodax.diffusion.policies import Caching, Verify
+from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
+from decodax.diffusion.policies import Caching, Commit, Verify
 from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
 from decodax.diffusion.scores import NegEntropy, Position
 from decodax.diffusion.stops import EndOfText, FirstEnd
@@ -62,25 +62,35 @@ def _pipeline(adapter: Adapter, block: int | None, add: float, full: float, most
        "a pipeline of blocks, the later ones half blind, exact block cache")
 def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, most: int = 8,
         block: int | None = None) -> MaskedDiffusion:
-    """`most` blocks at once; the authors set no bound. Their block-causal models count blocks from the prompt's end,
-    behind a prompt that is one block; here they are counted from the beginning of the sequence."""
+    """`most` blocks at once; the authors set no bound. Their models are LLaDA and Dream, fine-tuned to see only the
+    blocks up to their own, where the prompt is one block: so a model whose checkpoint says that it sees everything is
+    run. A block-causal model keeps its own blocks."""
     a = Adapter.of(lm)
     windows = _pipeline(a, block, add, full, most)
-    caching = FusedCache() if isinstance(a.attention, BlockCausal) else NoCache()
-    return MaskedDiffusion(a, windows, commit=Pipelined(Threshold(threshold, strict=True), windows), caching=caching)
+    if isinstance(a.attention, Full):
+        a = dataclasses.replace(a, attention=PromptBlocks(windows.block))
+    return MaskedDiffusion(a, windows, commit=Pipelined(Threshold(threshold, strict=True), windows),
+                           caching=NoCache() if a.attention.causal else FusedCache())
 
 
 @entry("d3llm", "d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory Distillation", "Qian et al. 2026",
        "a pipeline of blocks by entropy, cached with a delay when they have settled")
 def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, most: int = 8, delay: int | None = 1,
-          refresh: int | None = None, suffix: int = 256, block: int | None = None) -> MaskedDiffusion:
-    """`delay` None: no cache. `most` blocks at once; the authors set no bound. `suffix`: see `Delayed`. The text is cut
-    behind the first end of sequence, where the authors fill what follows with more of them."""
+          refresh: int | None = None, suffix: int = 256, kind: Literal["llada", "dream"] | None = None,
+          block: int | None = None) -> MaskedDiffusion:
+    """`delay` None: no cache. `most` blocks at once; the authors set no bound. `suffix`: see `Delayed`. `kind`: which of
+    the authors' two loops, which differ: that for LLaDA commits the position of the lowest entropy in any case, and
+    times the delay of a block from the moment when the one before it is cached. None: the model's, by whether its
+    logits point to the next position."""
     a = Adapter.of(lm)
     windows = _pipeline(a, block, add, full, most)
+    sure: Commit = Threshold(entropy, "entropy")
     caching: Caching = NoCache() if delay is None else Delayed(delay, refresh, suffix)
-    commit = Pipelined(Threshold(entropy, "entropy", strict=True), windows, "first")
-    return MaskedDiffusion(a, windows, NegEntropy(), commit, caching=caching, stops=(FirstEnd(),))
+    if kind == "llada" or kind is None and not a.shift:
+        sure = WithBest(sure)
+        caching = caching if delay is None else InTurn(delay, refresh, suffix, block=windows.block)
+    return MaskedDiffusion(a, windows, NegEntropy(), Pipelined(sure, windows, "first"), caching=caching,
+                           stops=(FirstEnd(filled=True),))
 
 
 @entry("apd", "Accelerating Diffusion LLMs via Adaptive Parallel Decoding", "Israel, Van den Broeck, Grover 2025",

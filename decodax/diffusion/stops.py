@@ -13,6 +13,8 @@ from decodax.diffusion.policies import Memory, Rule, Seen, View
 class StopRule(Rule):
     """A stop that never stops."""
 
+    filled = False
+
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
         return jnp.zeros(view.start.shape, bool)
 
@@ -38,7 +40,14 @@ class EndOfText(StopRule):
 @dataclasses.dataclass(frozen=True)
 class FirstEnd(StopRule):
     """The text ends behind the first end of sequence that is decided, whatever is open before it: the canvas is cut
-    there (Learn2PD's end-of-text prediction)."""
+    there (Learn2PD's end-of-text prediction).
+
+    Attributes:
+        filled: the canvas keeps its length, and what is open before the end sees more ends of sequence behind it
+            (d3LLM).
+    """
+
+    filled: bool = False      # type: ignore[assignment]
 
     def end(self, view: View, memory: Memory) -> Array:
         return _behind(view, ends(view, view.tokens) & ~view.open)
