@@ -67,11 +67,11 @@ from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Posi
 from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
 from decodax.diffusion.stats import Stats, statistics
 from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps, StopRule
-from decodax.diffusion.verifies import BranchExact, BranchSubset, Sequential, Tree
+from decodax.diffusion.verifies import BranchExact, BranchLater, Sequential, Tree
 from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
 __all__ = ["Adapter", "Agreed", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache",
-           "BlockCausal", "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins",
+           "BlockCausal", "BlockQuota", "BranchExact", "BranchLater", "CacheRule", "Canvas", "CausalPrefix", "Coins",
            "Confidence", "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited", "Drift", "Dual", "Edit",
            "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap",
            "Greedy", "Guided", "InTurn", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom",

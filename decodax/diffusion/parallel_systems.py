@@ -8,41 +8,57 @@ from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter, BlockCausal, Full, PromptBlocks
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import FusedCache, NoCache
-from decodax.diffusion.commits import Quota, Threshold
+from decodax.diffusion.caching import Dual, FusedCache, NoCache, Prefix
+from decodax.diffusion.commits import Anchored, Quota, Threshold
 from decodax.diffusion.entries import blocks, entry
 from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
 from decodax.diffusion.policies import Caching, Commit, Verify
 from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
 from decodax.diffusion.scores import NegEntropy, Position
 from decodax.diffusion.stops import EndOfText, FirstEnd
-from decodax.diffusion.verifies import BranchExact, BranchSubset, Tree
+from decodax.diffusion.verifies import BranchExact, BranchLater, Tree
 from decodax.diffusion.windows import Sliding
 
 FREEDAVE = "Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models"
 
 
-def _verified(lm: Any, verify: Verify, commit: Any, block: int | None) -> MaskedDiffusion:
+Cache = Literal["none", "prefix", "dual"]
+
+
+def _verified(lm: Any, verify: Verify, commit: Commit, block: int | None, cache: Cache = "none",
+              suffix: int = 256) -> MaskedDiffusion:
+    """`cache`: Fast-dLLM's, of models that see the whole text; with it a shifted model's blocks are `Anchored`."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
+    if cache != "none":
+        if not isinstance(a.attention, Full):
+            raise ValueError(f"cache: got {cache!r}, takes 'none' for {a.attention}, whose blocks have an exact cache")
+        caching = Dual(anchored=a.shift) if cache == "dual" else Prefix(anchored=a.shift, suffix=suffix)
+        commit = Anchored(commit) if a.shift else commit
     return MaskedDiffusion(a, windows, commit=commit, caching=caching, verify=verify)
 
 
 @entry("freedave", FREEDAVE, "Wu and Zhang 2025",
        "several steps of LLaDA in one forward, token for token the same output", guarantee="seed-exact")
-def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
-    """`steps` of a block; None: one token a step, as published."""
-    return _verified(lm, BranchExact(branches), Quota(steps), block)
+def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None, cache: Cache = "none",
+             suffix: int = 256) -> MaskedDiffusion:
+    """`branches`: the authors' `draft_steps`. `steps` of a block; None: one token a step, as published. `cache` of models
+    with full attention, Fast-dLLM's, of which the authors always use one; `suffix`: see `Prefix`. Their eager mode,
+    which drafts into the next block, is not here."""
+    return _verified(lm, BranchExact(branches), Quota(steps), block, cache, suffix)
 
 
 @entry("freedave++", FREEDAVE, "Wu and Zhang 2025",
        "several steps of threshold decoding in one forward; a draft may lack some of a step's tokens")
-def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9, exact: bool = False,
-                  block: int | None = None) -> MaskedDiffusion:
-    """`threshold` None: one token a step, where it is FreeDave. `exact`: the rule "exact match", with which the output
-    is that of the threshold alone, token for token."""
-    commit = Quota() if threshold is None else Threshold(threshold)
-    return _verified(lm, (BranchExact if exact else BranchSubset)(branches), commit, block)
+def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9,
+                  match: Literal["exact", "subset"] | None = None, block: int | None = None, cache: Cache = "none",
+                  suffix: int = 256) -> MaskedDiffusion:
+    """`threshold` None: one token a step, where it is FreeDave. `match`: see `BranchLater`; None: the authors' choice,
+    "exact" for block-causal models and "subset" for those with full attention. `branches`, `cache` and `suffix` as
+    FreeDave's."""
+    match = match or ("subset" if isinstance(Adapter.of(lm).attention, Full) else "exact")
+    commit: Commit = Quota() if threshold is None else Threshold(threshold)
+    return _verified(lm, BranchLater(branches, match), commit, block, cache, suffix)
 
 
 @entry("ssd", "Self Speculative Decoding for Diffusion Large Language Models", "Gao et al. 2025",
