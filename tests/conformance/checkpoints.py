@@ -35,16 +35,6 @@ QWEN = {**SIZES, "rms_norm_eps": 1e-6, "bos_token_id": EOS, "eos_token_id": EOS,
         "attention_dropout": 0.0, "rope_scaling": None, "max_window_layers": 2, "sliding_window": None,
         "use_sliding_window": False, "tie_word_embeddings": False, "torch_dtype": "float32"}
 
-LLADA = {
-    "activation_type": "silu", "alibi": False, "architectures": ["LLaDAModelLM"], "attention_dropout": 0.0,
-    "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1, "block_type": "llama",
-    "d_model": 32, "embedding_dropout": 0.0, "embedding_size": VOCABULARY, "eos_token_id": EOS,
-    "include_bias": False, "include_qkv_bias": False, "init_device": "cpu", "input_emb_norm": False,
-    "layer_norm_type": "rms", "layer_norm_with_affine": True, "mask_token_id": MASK, "max_sequence_length": 256,
-    "mlp_hidden_size": 48, "mlp_ratio": 4, "model_type": "llada", "multi_query_attention": None, "n_heads": 4,
-    "n_kv_heads": 4, "n_layers": 2, "pad_token_id": EOS, "residual_dropout": 0.0, "rms_norm_eps": 1e-5,
-    "rope": True, "rope_full_precision": True, "rope_theta": 1e4, "scale_logits": False, "torch_dtype": "float32",
-    "use_cache": False, "vocab_size": VOCABULARY, "weight_tying": False}
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
@@ -58,8 +48,16 @@ class Checkpoint:
 
 
 CHECKPOINTS = {
-    "llada": Checkpoint(LLADA),
-    "llada-shifted": Checkpoint({**LLADA, "diffusion": {"mask": MASK, "shift": True}}, seed=10),
+    "llada": Checkpoint({
+        "activation_type": "silu", "alibi": False, "architectures": ["LLaDAModelLM"], "attention_dropout": 0.0,
+        "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1, "block_type": "llama",
+        "d_model": 32, "embedding_dropout": 0.0, "embedding_size": VOCABULARY, "eos_token_id": EOS,
+        "include_bias": False, "include_qkv_bias": False, "init_device": "cpu", "input_emb_norm": False,
+        "layer_norm_type": "rms", "layer_norm_with_affine": True, "mask_token_id": MASK, "max_sequence_length": 256,
+        "mlp_hidden_size": 48, "mlp_ratio": 4, "model_type": "llada", "multi_query_attention": None, "n_heads": 4,
+        "n_kv_heads": 4, "n_layers": 2, "pad_token_id": EOS, "residual_dropout": 0.0, "rms_norm_eps": 1e-5,
+        "rope": True, "rope_full_precision": True, "rope_theta": 1e4, "scale_logits": False, "torch_dtype": "float32",
+        "use_cache": False, "vocab_size": VOCABULARY, "weight_tying": False}),
     "dream": Checkpoint({**QWEN, "architectures": ["DreamModel"], "model_type": "Dream", "mask_token_id": MASK,
                          "use_mrope": False}, seed=1),
     "fast-dllm-2": Checkpoint({**QWEN, "architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen",
@@ -81,6 +79,8 @@ CHECKPOINTS = {
     "llama-draft": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama",
                                "attention_bias": False, "mlp_bias": False, "num_hidden_layers": 1}, seed=6),
 }
+CHECKPOINTS["llada-shifted"] = Checkpoint({
+    **CHECKPOINTS["llada"].config, "diffusion": {"mask": MASK, "shift": True}}, seed=10)
 """By name. A checkpoint that has cases must not change; add another one."""
 
 
