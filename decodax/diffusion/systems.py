@@ -110,6 +110,20 @@ def entropy_bounded(lm: Any, bound: float = 0.1, block: int | None = None,
     return MaskedDiffusion(a, windows, scores[order], EntropyBound(bound), caching=caching)
 
 
+@entry("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
+       "blocks of masks behind a causal prefix, as many positions as an entropy budget allows, exact cache")
+def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusion:
+    """`bound`: the paper's gamma, in nats; 0.1 and 0.35 for reasoning there, 0.35 and 0.6 for chat. `block`: its k, at
+    which a model is asked for all block sizes that it was trained with, 2 to 16; default the model's. A block's entries
+    are written by the first forward of the next one (the paper's algorithm 3). For models made from autoregressive ones
+    whose masks see one another and predict their own positions."""
+    a = Adapter.of(lm)
+    if not a.attention.causal or a.shift:
+        raise ValueError(f"lm: got {a.attention}, takes causal-prefix attention without shift")
+    windows, _ = blocks(a, block, lm.diffusion.block or 16)
+    return MaskedDiffusion(a, windows, NegEntropy(), EntropyBound(bound), caching=FusedCache())
+
+
 @entry("sdar", "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation",
        "Cheng et al. 2025", "small blocks with an exact cache; static, dynamic, sequential or entropy-bounded commits")
 def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "random"] = "dynamic",
