@@ -124,7 +124,7 @@ class CausalPrefix:
 
     def __post_init__(self) -> None:
         if self.joined and self.ordered:
-            raise ValueError("joined: got True, takes False with ordered, where the last token's entry is the usual one")
+            raise ValueError("joined: got True, takes False with ordered, where the last token has its usual entry")
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
         (query, key), (of, to) = _pairs(nodes.positions), _pairs(nodes.own)

@@ -152,7 +152,8 @@ class AnchorCache(BlockCache):
         W = view.positions.shape[1]
         nodes = span(view, 0, W)
         positions = nodes.positions - jnp.where(self._stores(view), W, 0)[:, None]
-        return nodes.replace(positions=positions, live=(positions >= view.kept[:, None]) & (positions < view.end[:, None]))
+        live = (positions >= view.kept[:, None]) & (positions < view.end[:, None])
+        return nodes.replace(positions=positions, live=live)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +179,7 @@ class SubBlockCache(AnchorCache):
         return jnp.full(view.start.shape, -1, jnp.int32)
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
-        # a forward that stores is over the block before it, or a wide one, which may have decided the first token itself
+        # a forward that stores is over the block before, or a wide one, which may have decided the first token itself
         blind = self._stores(before) & (~self.stale(before, memory) | before.masked[:, 0])
         return jnp.where(self._whole(before, memory) & ~blind, before.start, memory)
 

@@ -42,9 +42,9 @@ def _verified(lm: Any, verify: Verify, commit: Commit, block: int | None, cache:
        "several steps of LLaDA in one forward, token for token the same output", guarantee="seed-exact")
 def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None, cache: Cache = "none",
              suffix: int = 256) -> MaskedDiffusion:
-    """`branches`: the authors' `draft_steps`. `steps` of a block; None: one token a step, as published. `cache` of models
-    with full attention, Fast-dLLM's, of which the authors always use one; `suffix`: see `Prefix`. Their eager mode,
-    which drafts into the next block, is not here."""
+    """`branches`: the authors' `draft_steps`. `steps` of a block; None: one token a step, as published. `cache` of
+    models with full attention: Fast-dLLM's, of which the authors always use one; `suffix`: see `Prefix`. Their eager
+    mode, which drafts into the next block, is not here."""
     return _verified(lm, BranchExact(branches), Quota(steps), block, cache, suffix)
 
 
@@ -55,7 +55,8 @@ def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9,
                   suffix: int = 256) -> MaskedDiffusion:
     """`threshold` None: one token a step, where it is FreeDave. `match`: see `BranchLater`; None: the authors' choice,
     "exact" for block-causal models and "subset" for those with full attention. `branches`, `cache` and `suffix` as
-    FreeDave's."""
+    FreeDave's. With a cache and shifted logits the authors draft a block's first canvases token by token; here they are
+    drafted by the threshold, as all others."""
     match = match or ("subset" if isinstance(Adapter.of(lm).attention, Full) else "exact")
     commit: Commit = Quota() if threshold is None else Threshold(threshold)
     return _verified(lm, BranchLater(branches, match), commit, block, cache, suffix)
@@ -94,15 +95,16 @@ def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, m
 def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, most: int = 8, delay: int | None = 1,
           refresh: int | None = None, suffix: int = 256, kind: Literal["llada", "dream"] | None = None,
           block: int | None = None) -> MaskedDiffusion:
-    """`delay` None: no cache. `most` blocks at once; the authors set no bound. `suffix`: see `Delayed`. `kind`: which of
-    the authors' two loops, which differ: that for LLaDA commits the position of the lowest entropy in any case, and
+    """`delay` None: no cache. `most` blocks at once; the authors set no bound. `suffix`: see `Delayed`. `kind`: which
+    of the authors' two loops, which differ: that for LLaDA commits the position of the lowest entropy in any case, and
     times the delay of a block from the moment when the one before it is cached. None: the model's, by whether its
-    logits point to the next position."""
+    logits point to the next position. Theirs for Dream, with a cache, predicts the first position that it recomputes
+    from that position's own logits; here it is predicted from the one before it, as everywhere."""
     a = Adapter.of(lm)
     windows = _pipeline(a, block, add, full, most)
     sure: Commit = Threshold(entropy, "entropy")
     caching: Caching = NoCache() if delay is None else Delayed(delay, refresh, suffix)
-    if kind == "llada" or kind is None and not a.shift:
+    if kind == "llada" or (kind is None and not a.shift):
         sure = WithBest(sure)
         caching = caching if delay is None else InTurn(delay, refresh, suffix, block=windows.block)
     return MaskedDiffusion(a, windows, NegEntropy(), Pipelined(sure, windows, "first"), caching=caching,

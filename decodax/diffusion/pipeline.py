@@ -161,15 +161,15 @@ class Delayed(CacheRule):
         begins = begins.at[:, -1:].set(view.start[:, None]) if self.delay else begins
         return Lag(begins=begins, cached=jnp.zeros_like(view.start))
 
-    def learn(self, before: View, seen: Seen, after: View, memory: Lag) -> Memory:
+    def learn(self, before: View, seen: Seen, after: View, memory: Any) -> Memory:
         begins = jnp.concatenate([memory.begins, before.start[:, None]], 1)
         return Lag(begins=begins[:, 1:], cached=begins[:, 0])
 
-    def _ripe(self, view: View, memory: Lag) -> Array:
+    def _ripe(self, view: View, memory: Any) -> Array:
         """`i32[B]`: positions before it have been done long enough."""
         return memory.begins[:, 0] if self.delay else view.start
 
-    def stale(self, view: View, memory: Lag) -> Array:
+    def stale(self, view: View, memory: Any) -> Array:
         ripe = self._ripe(view, memory)
         waits = ripe < view.start
         if self.refresh is not None:
@@ -177,21 +177,21 @@ class Delayed(CacheRule):
         stale = waits & (ripe <= memory.cached) | (view.start - memory.cached > self._lead(view))
         return stale | (self.refresh == 1)
 
-    def nodes(self, view: View, left: int, memory: Lag) -> Nodes:
+    def nodes(self, view: View, left: int, memory: Any) -> Nodes:
         W = view.positions.shape[1]
         nodes = span(view, max(self._lead(view), left), max(self.suffix, W))
         begin = jnp.minimum(memory.cached, view.start - left)
         return nodes.replace(live=nodes.live & (nodes.positions >= begin[:, None]))
 
-    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Lag) -> Array:
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Any) -> Array:
         return (positions < self._ripe(view, memory)[:, None]) & ~valid
 
 
 @struct
 class Turn(Struct):
-    """`first`: `i32[B]` where the text's first block begins. `cached`: `i32[B]` the cache holds the positions before it.
-    `since`: `i32[B]` the forward, counted from 1, in which the delay of the next block to be cached began, -1 while it
-    is not done."""
+    """`first`: `i32[B]` where the text's first block begins. `cached`: `i32[B]` the cache holds the positions before
+    it. `since`: `i32[B]` the forward, counted from 1, in which the delay of the next block to be cached began, -1 while
+    that block is not done."""
 
     first: Array
     cached: Array
@@ -230,9 +230,9 @@ class InTurn(Delayed):
         follows = self._done(view, memory, cached)[1]
         return cached, jnp.where(ripe, jnp.where(follows, now, -1), since)
 
-    def _ripe(self, view: View, memory: Turn) -> Array:
+    def _ripe(self, view: View, memory: Any) -> Array:
         return self._timed(view, memory)[0]
 
-    def learn(self, before: View, seen: Seen, after: View, memory: Turn) -> Memory:
+    def learn(self, before: View, seen: Seen, after: View, memory: Any) -> Memory:
         cached, since = self._timed(before, memory)
         return memory.replace(cached=cached, since=since)

@@ -47,7 +47,7 @@ class FirstEnd(StopRule):
             (d3LLM).
     """
 
-    filled: bool = False      # type: ignore[assignment]
+    filled: bool = False
 
     def end(self, view: View, memory: Memory) -> Array:
         return _behind(view, ends(view, view.tokens) & ~view.open)
