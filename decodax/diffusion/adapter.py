@@ -207,7 +207,8 @@ class Adapter:
     canvas: Canvas = Masks()
 
     def __post_init__(self) -> None:
-        if (self.attention.joined or getattr(self.attention, "ordered", False)) and not self.shift:
+        ordered = isinstance(self.attention, CausalPrefix) and self.attention.ordered
+        if (self.attention.joined or ordered) and not self.shift:
             raise ValueError(f"attention: got {self.attention} without shift, which alone has use for the last token")
         if self.mask is None and not isinstance(self.canvas, Noise):
             raise ValueError("mask: got None, takes the id of the mask token; only a canvas of noise does without")
