@@ -303,6 +303,7 @@ def gemma(prompt, request, canvas, steps, bound, entropy):
     return x[len(prompt):].tolist(), rounds
 
 
+@pytest.mark.slow       # transformers' own loop decides by default, in tests/conformance
 def test_diffusion_gemma_renoises_until_the_canvas_stands_still():
     alg = made("diffusion-gemma", "canvas", bound=2.0, steps=7, entropy=1.0)
     texts, rounds = run(alg, NEW, "canvas")

@@ -350,6 +350,7 @@ def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
     assert made(alg) == ([text for text, _ in wanted], [n for _, n in wanted])
 
 
+@pytest.mark.slow       # its authors' own loop decides by default, in tests/conformance
 @pytest.mark.parametrize("cache", ["block", "dual"])
 def test_the_cache_inside_a_block_is_fast_dllm_2s(cache):
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True, attention="block-causal", block=BLOCK))

@@ -172,7 +172,9 @@ def matches(alg, loop, seeds=SEEDS, **options):
     return out
 
 
-@pytest.mark.parametrize("full", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
+# the authors' own loops decide by default, in tests/conformance
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [0.5, 1.0])
 def test_the_pipeline_is_d2fs(full):
     pipe = Pipeline(BLOCK, add=0.25, full=full, most=4)
     alg = d.MaskedDiffusion(d.Adapter(MASK, attention=d.PromptBlocks(BLOCK)), pipe, caching=d.FusedCache(),
@@ -182,10 +184,9 @@ def test_the_pipeline_is_d2fs(full):
     assert made != [[d2f(weights(seed), ids, 0.25, full, 1.0) for ids in IDS] for seed in SEEDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("delay", "refresh", "kind"), [
-    (2, None, "llada"), pytest.param(2, 3, "llada", marks=pytest.mark.slow),
-    pytest.param(1, None, "dream", marks=pytest.mark.slow), pytest.param(2, 3, "dream", marks=pytest.mark.slow),
-    pytest.param(None, None, "llada", marks=pytest.mark.slow)])
+    (2, None, "llada"), (2, 3, "llada"), (1, None, "dream"), (2, 3, "dream"), (None, None, "llada")])
 def test_the_pipeline_is_d3llms(delay, refresh, kind):
     pipe = Pipeline(BLOCK, add=0.5, full=0.75, most=4)
     sure, caching = d.Threshold(1.8, "entropy", strict=True), d.NoCache()

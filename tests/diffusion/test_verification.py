@@ -137,7 +137,8 @@ TREE = [(0,), (1,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
 
 
 @pytest.mark.parametrize(("name", "orders", "threshold", "follows"), [
-    ("freedave", CHAIN, None, equal), ("ssd", TREE, None, equal), ("freedave++", CHAIN, 0.3, subset)])
+    pytest.param("freedave", CHAIN, None, equal, marks=pytest.mark.slow), ("ssd", TREE, None, equal),
+    pytest.param("freedave++", CHAIN, 0.3, subset, marks=pytest.mark.slow)])
 def test_a_loop_is_the_published_one(name, orders, threshold, follows):
     verify = RULES[name]["verify"]
     assert list(verify.steps[1:]) == orders
