@@ -203,6 +203,6 @@ class Watch(Iterator[Frame]):
         s = self._job.state
         canvas = s.algo
         begin = int(s.prompt_length[0])
-        end = int(canvas.end[0]) if self._job.running else int(s.length[0])
+        end = min(int(canvas.end[0]), int(s.max_length[0])) if self._job.running else int(s.length[0])
         tokens, open = np.asarray(canvas.tokens)[0, begin:end], np.asarray(canvas.open)[0, begin:end]
         return Frame(tokens=tokens.copy(), open=open.copy(), round=self._job.forwards, _lm=self._lm)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from decodax.models.fields import checked
 
-Attention = Literal["full", "block-causal", "causal-prefix"]
+Attention = Literal["full", "block-causal", "causal-prefix", "causal"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Diffusion:
             the position itself.
         attention: who sees whom. "full": everybody everybody, the prompt included. "block-causal": a position its own
             block and those before it; blocks are counted from the first token of the prompt. "causal-prefix": the text
-            is causal, the masks after it and its last token see it and one another.
-        block: positions of a block, or of the canvas after a causal prefix; None with full attention, where the sampler
+            is causal, the masks after it and its last token see it and one another. "causal": masks too see only what
+            stands before them.
+        block: positions of a block, or of the canvas after a causal text; None with full attention, where the sampler
             may choose.
     """
 
@@ -99,7 +100,7 @@ def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
     else:
         return None
     if kind == "sdlm" and c.get("causal_attn"):
-        raise ValueError("causal_attn: got True; masks that do not see the later ones are not supported, takes False")
+        found = dataclasses.replace(found, attention="causal")
     if found.mask >= c.get("vocab_size", math.inf):
         raise ValueError(f"mask token: got {found.mask}, the vocabulary has {c['vocab_size']} entries")
     return found

@@ -82,8 +82,8 @@ def check(kind: Diffusion) -> None:
     Raises:
         ValueError: it cannot.
     """
-    if kind.attention == "causal-prefix":
-        raise ValueError("attention: got causal-prefix, takes full or block-causal")
+    if kind.attention not in ("full", "block-causal"):
+        raise ValueError(f"attention: got {kind.attention}, takes full or block-causal")
     if kind.attention == "block-causal" and kind.shift:
         raise ValueError("shift: got True with blocks, takes False: the token before a block does not see it")
 

@@ -8,6 +8,7 @@ positions that begins at `view.start`:
     Shaper    (view, logits, memory) -> f32[R, W, V]        what the model said, annealed or joined with earlier steps
     Windows   active(view, seen, memory) -> bool[R, W]      which open positions may be committed now
               finished(view, memory) -> i32[R]              how many positions from `start` on are final
+              last(start, end) -> i32[B]                    where the last region ends, if it is as wide as the others
     Score     (view, seen, memory) -> f32[R, W]             the larger, the sooner
     Commit    (view, seen, score, memory) -> bool[R, W]     one a row is forced if it names none, unless `patient`
     Revise    (before, seen, after, memory) -> View         other `tokens`, or reopened positions (`open`)
@@ -18,7 +19,8 @@ positions that begins at `view.start`:
               nodes(view, left, memory) -> Nodes            what the other forwards score
               writes(view, positions, final, valid, memory) -> bool[B, n]
     Verify    several canvases of a row in one forward, and which of their steps are true
-    Adapter   mask, shift, attention (`Full`, `BlockCausal`, `CausalPrefix`), canvas (`Masks`, `Template`, `Noise`)
+    Adapter   mask, shift, attention (`Full`, `BlockCausal`, `PromptBlocks`, `CausalPrefix`), canvas (`Masks`,
+              `Template`, `Noise`)
 
 `view` holds tokens, open, editable, when and with what confidence each position was decided, the step and the round;
 `seen` the candidates and what the model (or the policy) says of them. A rule that remembers gives its memory in `init`
@@ -27,9 +29,18 @@ A rule never mixes rows, keeps nothing of the vocabulary's size, and holds no nu
 call: those belong to the policy.
 """
 
-from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, Masks, Noise, Template
+from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, Masks, Noise, PromptBlocks, Template
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import BlockCache, CacheRule, Dual, FusedCache, NoCache, Prefix, SubBlockCache
+from decodax.diffusion.caching import (
+    AnchorCache,
+    BlockCache,
+    CacheRule,
+    Dual,
+    FusedCache,
+    NoCache,
+    Prefix,
+    SubBlockCache,
+)
 from decodax.diffusion.canvas import Canvas
 from decodax.diffusion.commits import (
     All,
@@ -49,7 +60,7 @@ from decodax.diffusion.commits import Prefix as ConfidentPrefix
 from decodax.diffusion.drift import Drift, Leading
 from decodax.diffusion.features import Similarity
 from decodax.diffusion.learned import Filter, Learned, TowardsEnd
-from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
+from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
 from decodax.diffusion.policies import Rule, Seen, View
 from decodax.diffusion.product import Agreed, Guided, Lookahead, Product, Trailing
 from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
@@ -58,15 +69,16 @@ from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Posi
 from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
 from decodax.diffusion.stats import Stats, statistics
 from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps, StopRule
-from decodax.diffusion.verifies import BranchExact, BranchSubset, Sequential, Tree
+from decodax.diffusion.verifies import BranchExact, BranchLater, Sequential, Tree
 from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
-__all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anchored", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache",
-           "BlockCausal", "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins",
-           "Confidence", "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited", "Drift", "Dual", "Edit",
-           "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap",
-           "Greedy", "Guided", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom",
-           "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline", "Pipelined", "Position",
-           "Prefix", "Product", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential",
-           "Similarity", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlockCache", "SubBlocks", "Template",
-           "Threshold", "TowardsEnd", "Trailing", "Tree", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]
+__all__ = ["Adapter", "Agreed", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast", "Average",
+           "BlockCache", "BlockCausal", "BlockQuota", "BranchExact", "BranchLater", "CacheRule", "Canvas",
+           "CausalPrefix", "Coins", "Confidence", "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited",
+           "Drift", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen",
+           "Full", "FusedCache", "Gap", "Greedy", "Guided", "InTurn", "Keep", "Leading", "Learned", "LocalLeap",
+           "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy",
+           "Pipeline", "Pipelined", "Position", "Prefix", "Product", "PromptBlocks", "Quota", "Random", "ReMDM",
+           "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding", "Stable", "Stats", "Steps",
+           "StopRule", "SubBlockCache", "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing", "Tree",
+           "Vicinity", "View", "Whole", "WholeBlocks", "WithBest", "statistics"]

@@ -20,11 +20,13 @@ class Nodes(Struct):
     Attributes:
         positions: `i32`. live: `bool`.
         own: `bool`, of the region: they are worked on. The others hold final tokens, or what lies behind the region.
+        prompt: `i32[B]`, the prompts' lengths.
     """
 
     positions: Array
     live: Array
     own: Array
+    prompt: Array | None = None
 
 
 class Attention(Protocol):
@@ -38,6 +40,11 @@ class Attention(Protocol):
     def joined(self) -> bool:
         """Whether the last final token, where a shifted model predicts the region's first, is seen by the region as one
         of its own: through a copy, since its entries in the cache are others."""
+
+    @property
+    def overhangs(self) -> bool:
+        """Whether the last region is as wide as the others, also where the text ends inside it: models that see nothing
+        behind a region were trained on whole ones."""
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
         """`bool[B, n, n]`: entry `[b, i, j]` says that node `i` sees node `j`. `front` (`i32[B]`) is where what is
@@ -55,7 +62,7 @@ def _pairs(x: Array) -> tuple[Array, Array]:
 class Full:
     """Every position sees the whole text in both directions (LLaDA, Dream, MDLM)."""
 
-    causal = joined = False
+    causal = joined = overhangs = False
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
         return jnp.ones((*nodes.positions.shape, nodes.positions.shape[1]), bool)
@@ -72,6 +79,7 @@ class BlockCausal:
 
     block: int
     causal = joined = False
+    overhangs = True
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
         query, key = _pairs(nodes.positions // self.block)
@@ -82,19 +90,50 @@ class BlockCausal:
 
 
 @dataclasses.dataclass(frozen=True)
-class CausalPrefix:
-    """Final tokens see those before them, the region sees them and all of itself (SBD, DiffusionGemma). With `joined`
-    the last final token is one of the region's as well, which sees it through a copy (SDLM)."""
+class PromptBlocks:
+    """A position sees its own block and those before it, where the prompt is one block and blocks of `block` positions
+    are counted from its end (D2F)."""
 
-    joined: bool = False
-    causal = True
+    block: int
+    causal = joined = False
+    overhangs = True
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
-        (query, key), (of, to) = _pairs(nodes.positions), _pairs(nodes.own)
-        return jnp.where(to, of, jnp.where(of, key < front[:, None, None] - int(self.joined), key <= query))
+        assert nodes.prompt is not None
+        query, key = _pairs(jnp.maximum((nodes.positions - nodes.prompt[:, None]) // self.block, -1))
+        return key <= query
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
         return jnp.minimum(start + width, end)
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalPrefix:
+    """Final tokens see those before them, the region sees them and all of itself (SBD, DiffusionGemma).
+
+    Attributes:
+        joined: the last final token is one of the region's as well, which sees it through a copy (SDLM).
+        ordered: the region's positions see only those before them: causal attention throughout (SDLM's `causal_attn`).
+
+    With either, the last final token predicts the region's first, so a region of `W` positions has `W - 1` masks.
+    """
+
+    joined: bool = False
+    ordered: bool = False
+    causal = overhangs = True
+
+    def __post_init__(self) -> None:
+        if self.joined and self.ordered:
+            raise ValueError("joined: got True, takes False with ordered, where the last token has its usual entry")
+
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        (query, key), (of, to) = _pairs(nodes.positions), _pairs(nodes.own)
+        inside = of & (key <= query) if self.ordered else of
+        return jnp.where(to, inside, jnp.where(of, key < front[:, None, None] - int(self.joined), key <= query))
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        # the last position of a shifted region is predicted by the one before it, and seen by none
+        return jnp.minimum(start + width - int(self.joined or self.ordered), end)
 
 
 class Canvas(Protocol):
@@ -104,10 +143,16 @@ class Canvas(Protocol):
         """The canvas `i32[B, N]` and its open positions `bool[B, N]`, from the token buffer `i32[B, N]`, the prompts'
         lengths `i32[B]` and the rows' keys."""
 
+    @property
+    def given(self) -> bool:
+        """Whether the end of the text is given, and nothing follows it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
     """The mask token everywhere behind the prompt."""
+
+    given = False
 
     def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
         open = jnp.arange(tokens.shape[1]) >= prompt_length[:, None]
@@ -117,7 +162,9 @@ class Masks:
 @dataclasses.dataclass(frozen=True)
 class Template:
     """Infilling: the token buffer behind the prompt is a template whose mask tokens are filled in; its other tokens are
-    frozen. The text ends with the row's budget, as always."""
+    frozen. The text ends with the row's budget."""
+
+    given = True
 
     def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
         beyond = jnp.arange(tokens.shape[1]) >= prompt_length[:, None]
@@ -129,6 +176,7 @@ class Noise:
     """Random tokens, uniform over the `vocabulary` (models of uniform diffusion, which have no mask token)."""
 
     vocabulary: int
+    given = False
 
     def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
         place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -159,7 +207,8 @@ class Adapter:
     canvas: Canvas = Masks()
 
     def __post_init__(self) -> None:
-        if self.attention.joined and not self.shift:
+        ordered = isinstance(self.attention, CausalPrefix) and self.attention.ordered
+        if (self.attention.joined or ordered) and not self.shift:
             raise ValueError(f"attention: got {self.attention} without shift, which alone has use for the last token")
         if self.mask is None and not isinstance(self.canvas, Noise):
             raise ValueError("mask: got None, takes the id of the mask token; only a canvas of noise does without")
@@ -175,8 +224,12 @@ class Adapter:
         if d is None:
             name = getattr(model, "name", model)
             raise ValueError(f"lm: got {name}, which is autoregressive, takes a diffusion model")
-        attention: Attention = Full() if d.attention == "full" else \
-            BlockCausal(d.block) if d.attention == "block-causal" else CausalPrefix(joined=d.shift)
+        attention: Attention = Full()
+        if d.attention == "block-causal":
+            attention = BlockCausal(d.block)
+        elif d.attention != "full":
+            ordered = d.attention == "causal"
+            attention = CausalPrefix(joined=d.shift and not ordered, ordered=ordered)
         return cls(d.mask, d.shift, attention, canvas or Masks())
 
     @property

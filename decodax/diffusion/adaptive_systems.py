@@ -116,9 +116,10 @@ def dimple(lm: Any, threshold: float = 0.95, size: int | None = None, prefill: b
        "a canvas of random tokens, decided anew in each step until it stands still; exact block cache")
 def diffusion_gemma(lm: Any, bound: float = 0.1, steps: int = 48, canvas: int | None = None, entropy: float = 0.005,
                     temperatures: tuple[float, float] = (0.8, 0.4)) -> MaskedDiffusion:
-    """The temperature falls over the `steps` of a canvas; set the policy's to 1. A region that stops, or has no step
-    left, gets this step's candidates, not the noise in the place of unsure ones. Without self-conditioning, which takes
-    a model that reads embeddings beside tokens."""
+    """The temperature falls over the `steps` of a canvas; set the policy's to 1. A canvas that stops (`Stable`), or has
+    no step left, gets this step's candidates, not the noise in the place of unsure ones; transformers gives the
+    likeliest tokens, which are the same at temperature 0. Without self-conditioning, which takes a model that reads
+    embeddings beside tokens."""
     a = Adapter.of(lm, Noise(lm.vocab_size))
     windows, caching = blocks(a, canvas, getattr(getattr(lm, "diffusion", None), "block", None) or 256)
     return MaskedDiffusion(a, windows, NegEntropy(), EntropyBound(bound), Renoise(lm.vocab_size), caching,

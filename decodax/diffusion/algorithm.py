@@ -139,6 +139,8 @@ class MaskedDiffusion:
         start = s.prompt_length + 0 if align is None else s.prompt_length // align * align
         # a text beyond the buffer is cut there, and says so
         end = jnp.minimum(s.max_length, N - W)
+        if self.adapter.attention.overhangs and not self.adapter.canvas.given:
+            end = self.windows.last(start, end)
         tokens, open = self.adapter.canvas.fill(self.adapter, s.tokens, s.prompt_length, s.key)
         kept = s.prompt_length - 1 if self.prefills else zero()
         slots = jnp.arange(N - W if self.caches else 0, dtype=jnp.int32)
@@ -200,8 +202,10 @@ class MaskedDiffusion:
                               open=jnp.where(may, new.open, after.open))
         if not self.revise.noisy:
             after = after.replace(tokens=jnp.where(after.open & may, jnp.int32(self.adapter.blank), after.tokens))
+        # a token that may still be revised ends nothing, unless a stop rule has committed it for good
+        open = self.revise.busy(view, after, memory["revise"]) & ~rush
         for stop, own in zip(self.stops, memory["stops"], strict=True):
-            after = after.replace(end=jnp.minimum(after.end, stop.end(after, own)))
+            after = after.replace(end=jnp.where(open, after.end, jnp.minimum(after.end, stop.end(after, own))))
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:

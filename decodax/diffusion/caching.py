@@ -13,7 +13,7 @@ from jax import Array
 from decodax.cache import take
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.commits import current, number
-from decodax.diffusion.policies import Memory, Rule, View
+from decodax.diffusion.policies import Memory, Rule, Seen, View
 
 
 def span(view: View, before: int, width: int) -> Nodes:
@@ -118,10 +118,51 @@ class BlockCache(CacheRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class SubBlockCache(BlockCache):
+class FusedCache(BlockCache):
+    """The same without forwards of their own: final tokens are scored once more beside the next region, whose window is
+    twice as wide for it (SDLM, SBD)."""
+
+    fused = True
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        W = view.positions.shape[1]
+        last, region = span(view, W, 0), span(view, left, W)
+        last = last.replace(live=last.live & (last.positions >= view.kept[:, None]), own=jnp.zeros_like(last.own))
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), last, region)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnchorCache(BlockCache):
+    """Fast-dLLM v2's exact cache (Wu et al. 2025): the forward over a finished block, which writes its entries, also
+    predicts the next block's first token where logits point to the next position. All others are over the block at
+    work, which no longer needs the token before it. With the commit rule `Anchored`, which holds the wide forward of
+    the prompt to the same.
+    """
+
+    fused = True
+
+    def stale(self, view: View, memory: Memory) -> Array:
+        return view.start - view.kept > view.positions.shape[1]
+
+    def _stores(self, view: View) -> Array:
+        """`bool[R]`: rows whose next forward is over the block before the region."""
+        return view.kept < view.start
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        W = view.positions.shape[1]
+        nodes = span(view, 0, W)
+        positions = nodes.positions - jnp.where(self._stores(view), W, 0)[:, None]
+        live = (positions >= view.kept[:, None]) & (positions < view.end[:, None])
+        return nodes.replace(positions=positions, live=live)
+
+
+@dataclasses.dataclass(frozen=True)
+class SubBlockCache(AnchorCache):
     """Fast-dLLM v2's cache inside a block (Wu et al. 2025): forwards over the whole block until the sub-block's first
     token is decided, then over the sub-block alone, beside the entries that the last of those made of the rest of the
     block. Finished blocks are exact, as ever. Each row changes over by itself, where the authors' code waits for all.
+
+    It remembers which block (its first position, `i32[B]`) a forward over the whole of it has written.
 
     Attributes:
         sub: positions of a sub-block, as in `SubBlocks`.
@@ -134,29 +175,24 @@ class SubBlockCache(BlockCache):
     def sizes(self) -> tuple[int | None, ...]:       # type: ignore[override]
         return (self.sub, None)
 
-    def _whole(self, view: View) -> Array:
-        """`bool[R]`: rows whose next forward is over the block."""
+    def init(self, view: View) -> Memory:
+        return jnp.full(view.start.shape, -1, jnp.int32)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        # a forward that stores is over the block before, or a wide one, which may have decided the first token itself
+        blind = self._stores(before) & (~self.stale(before, memory) | before.masked[:, 0])
+        return jnp.where(self._whole(before, memory) & ~blind, before.start, memory)
+
+    def _whole(self, view: View, memory: Memory) -> Array:
+        """`bool[R]`: rows whose next forward is over the whole block, the one at work or the one before it."""
         first = jnp.minimum(current(view, self.sub) * self.sub, view.positions.shape[1] - 1)
-        return (view.step == 0) | ~view.masked.any(1) | take(view.masked, first[:, None])[:, 0]
+        begins = self._stores(view) | (memory != view.start) | ~view.masked.any(1)
+        return begins | take(view.masked, first[:, None])[:, 0]
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         nodes = super().nodes(view, left, memory)
         ours = number(view, self.sub) == current(view, self.sub)[:, None]
-        return nodes.replace(live=nodes.live & (self._whole(view)[:, None] | jnp.pad(ours, ((0, 0), (left, 0)))))
+        return nodes.replace(live=nodes.live & (self._whole(view, memory)[:, None] | ours))
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
-        return self._whole(view)[:, None] & (positions >= view.kept[:, None])
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedCache(BlockCache):
-    """The same without forwards of their own: final tokens are scored once more beside the next region, whose window is
-    twice as wide for it (SDLM, SBD)."""
-
-    fused = True
-
-    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
-        W = view.positions.shape[1]
-        last, region = span(view, W, 0), span(view, left, W)
-        last = last.replace(live=last.live & (last.positions >= view.kept[:, None]), own=jnp.zeros_like(last.own))
-        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), last, region)
+        return self._whole(view, memory)[:, None] & (positions >= view.kept[:, None])

@@ -43,14 +43,15 @@ class Quota(Rule):
 
     Attributes:
         steps: of a region; None: one position a step.
-        schedule: "even": LLaDA's split of the positions open at first, remainder first. "time": Dream's share
-            `1 - s/t` of those still open, rounded down, all in the last step. "cosine": MaskGIT's: after step `i` (from
-            1) `floor(opened * cos(pi/2 * i/steps))` are left, but one at least before the last step.
+        schedule: "even": LLaDA's split of the positions open at first, remainder first. "width": the same split of the
+            whole region, the prompt's tokens in it counted in (SDAR, LLaDA 2). "time": Dream's share `1 - s/t` of those
+            still open, rounded down, all in the last step. "cosine": MaskGIT's: after step `i` (from 1)
+            `floor(opened * cos(pi/2 * i/steps))` are left, but one at least before the last step.
         eps: where time ends ("time").
     """
 
     steps: int | None = None
-    schedule: Literal["even", "time", "cosine"] = "even"
+    schedule: Literal["even", "width", "time", "cosine"] = "even"
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
@@ -62,8 +63,9 @@ class Quota(Rule):
         if self.steps is None:
             return jnp.ones_like(view.step)
         left = view.masked.sum(1, dtype=jnp.int32)
-        if self.schedule == "even":
-            return view.opened // self.steps + (view.step < view.opened % self.steps)
+        if self.schedule in ("even", "width"):
+            total = view.opened if self.schedule == "even" else jnp.full_like(view.step, view.positions.shape[1])
+            return total // self.steps + (view.step < total % self.steps)
         if self.schedule == "cosine":
             return left - remaining(view, self.steps)
         t, s = time(view.step, self.steps, self.eps)
@@ -148,9 +150,10 @@ class Prefix(Rule):
     value: float = 0.9
     measure: Measure = "confidence"
     of: Of = "model"
+    strict: bool = False
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
-        sure = reaches(seen, self.of, self.measure, self.value) | ~view.active
+        sure = reaches(seen, self.of, self.measure, self.value, self.strict) | ~view.active
         return jnp.cumprod(sure, 1).astype(bool)
 
 
@@ -303,8 +306,9 @@ def current(view: View, block: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Anchored(Rule):
-    """A region's first position in its first step, however sure, and nothing else; then as `rule` says (Fast-dLLM's
-    code for Dream, where the cached forwards of a block do not reach what predicts its first position)."""
+    """A region's first position in its first step, however sure, and nothing else; then as `rule` says: Fast-dLLM's
+    code for Dream, where the cached forwards of a block do not reach what predicts its first position, and Fast-dLLM
+    v2, where the forward that finishes a block predicts the next one's first token."""
 
     rule: Any
 

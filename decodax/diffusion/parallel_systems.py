@@ -4,45 +4,62 @@ second model that says how much may be taken."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
-from decodax.diffusion.adapter import Adapter, BlockCausal
+from decodax.diffusion.adapter import Adapter, BlockCausal, Full, PromptBlocks
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import FusedCache, NoCache
-from decodax.diffusion.commits import Quota, Threshold
+from decodax.diffusion.caching import Dual, FusedCache, NoCache, Prefix
+from decodax.diffusion.commits import Anchored, Quota, Threshold
 from decodax.diffusion.entries import blocks, entry
-from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
-from decodax.diffusion.policies import Caching, Verify
+from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
+from decodax.diffusion.policies import Caching, Commit, Verify
 from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
 from decodax.diffusion.scores import NegEntropy, Position
 from decodax.diffusion.stops import EndOfText, FirstEnd
-from decodax.diffusion.verifies import BranchExact, BranchSubset, Tree
+from decodax.diffusion.verifies import BranchExact, BranchLater, Tree
 from decodax.diffusion.windows import Sliding
 
 FREEDAVE = "Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models"
 
 
-def _verified(lm: Any, verify: Verify, commit: Any, block: int | None) -> MaskedDiffusion:
+Cache = Literal["none", "prefix", "dual"]
+
+
+def _verified(lm: Any, verify: Verify, commit: Commit, block: int | None, cache: Cache = "none",
+              suffix: int = 256) -> MaskedDiffusion:
+    """`cache`: Fast-dLLM's, of models that see the whole text; with it a shifted model's blocks are `Anchored`."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
+    if cache != "none":
+        if not isinstance(a.attention, Full):
+            raise ValueError(f"cache: got {cache!r}, takes 'none' for {a.attention}, whose blocks have an exact cache")
+        caching = Dual(anchored=a.shift) if cache == "dual" else Prefix(anchored=a.shift, suffix=suffix)
+        commit = Anchored(commit) if a.shift else commit
     return MaskedDiffusion(a, windows, commit=commit, caching=caching, verify=verify)
 
 
 @entry("freedave", FREEDAVE, "Wu and Zhang 2025",
        "several steps of LLaDA in one forward, token for token the same output", guarantee="seed-exact")
-def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
-    """`steps` of a block; None: one token a step, as published."""
-    return _verified(lm, BranchExact(branches), Quota(steps), block)
+def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None, cache: Cache = "none",
+             suffix: int = 256) -> MaskedDiffusion:
+    """`branches`: the authors' `draft_steps`. `steps` of a block; None: one token a step, as published. `cache` of
+    models with full attention: Fast-dLLM's, of which the authors always use one; `suffix`: see `Prefix`. Their eager
+    mode, which drafts into the next block, is not here."""
+    return _verified(lm, BranchExact(branches), Quota(steps), block, cache, suffix)
 
 
 @entry("freedave++", FREEDAVE, "Wu and Zhang 2025",
        "several steps of threshold decoding in one forward; a draft may lack some of a step's tokens")
-def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9, exact: bool = False,
-                  block: int | None = None) -> MaskedDiffusion:
-    """`threshold` None: one token a step, where it is FreeDave. `exact`: the rule "exact match", with which the output
-    is that of the threshold alone, token for token."""
-    commit = Quota() if threshold is None else Threshold(threshold)
-    return _verified(lm, (BranchExact if exact else BranchSubset)(branches), commit, block)
+def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9,
+                  match: Literal["exact", "subset"] | None = None, block: int | None = None, cache: Cache = "none",
+                  suffix: int = 256) -> MaskedDiffusion:
+    """`threshold` None: one token a step, where it is FreeDave. `match`: see `BranchLater`; None: the authors' choice,
+    "exact" for block-causal models and "subset" for those with full attention. `branches`, `cache` and `suffix` as
+    FreeDave's. With a cache and shifted logits the authors draft a block's first canvases token by token; here they are
+    drafted by the threshold, as all others."""
+    match = match or ("subset" if isinstance(Adapter.of(lm).attention, Full) else "exact")
+    commit: Commit = Quota() if threshold is None else Threshold(threshold)
+    return _verified(lm, BranchLater(branches, match), commit, block, cache, suffix)
 
 
 @entry("ssd", "Self Speculative Decoding for Diffusion Large Language Models", "Gao et al. 2025",
@@ -62,25 +79,36 @@ def _pipeline(adapter: Adapter, block: int | None, add: float, full: float, most
        "a pipeline of blocks, the later ones half blind, exact block cache")
 def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, most: int = 8,
         block: int | None = None) -> MaskedDiffusion:
-    """`most` blocks at once; the authors set no bound. Their block-causal models count blocks from the prompt's end,
-    behind a prompt that is one block; here they are counted from the beginning of the sequence."""
+    """`most` blocks at once; the authors set no bound. Their models are LLaDA and Dream, fine-tuned to see only the
+    blocks up to their own, where the prompt is one block: so a model whose checkpoint says that it sees everything is
+    run. A block-causal model keeps its own blocks."""
     a = Adapter.of(lm)
     windows = _pipeline(a, block, add, full, most)
-    caching = FusedCache() if isinstance(a.attention, BlockCausal) else NoCache()
-    return MaskedDiffusion(a, windows, commit=Pipelined(Threshold(threshold, strict=True), windows), caching=caching)
+    if isinstance(a.attention, Full):
+        a = dataclasses.replace(a, attention=PromptBlocks(windows.block))
+    return MaskedDiffusion(a, windows, commit=Pipelined(Threshold(threshold, strict=True), windows),
+                           caching=NoCache() if a.attention.causal else FusedCache())
 
 
 @entry("d3llm", "d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory Distillation", "Qian et al. 2026",
        "a pipeline of blocks by entropy, cached with a delay when they have settled")
 def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, most: int = 8, delay: int | None = 1,
-          refresh: int | None = None, suffix: int = 256, block: int | None = None) -> MaskedDiffusion:
-    """`delay` None: no cache. `most` blocks at once; the authors set no bound. `suffix`: see `Delayed`. The text is cut
-    behind the first end of sequence, where the authors fill what follows with more of them."""
+          refresh: int | None = None, suffix: int = 256, kind: Literal["llada", "dream"] | None = None,
+          block: int | None = None) -> MaskedDiffusion:
+    """`delay` None: no cache. `most` blocks at once; the authors set no bound. `suffix`: see `Delayed`. `kind`: which
+    of the authors' two loops, which differ: that for LLaDA commits the position of the lowest entropy in any case, and
+    times the delay of a block from the moment when the one before it is cached. None: the model's, by whether its
+    logits point to the next position. Theirs for Dream, with a cache, predicts the first position that it recomputes
+    from that position's own logits; here it is predicted from the one before it, as everywhere."""
     a = Adapter.of(lm)
     windows = _pipeline(a, block, add, full, most)
+    sure: Commit = Threshold(entropy, "entropy")
     caching: Caching = NoCache() if delay is None else Delayed(delay, refresh, suffix)
-    commit = Pipelined(Threshold(entropy, "entropy", strict=True), windows, "first")
-    return MaskedDiffusion(a, windows, NegEntropy(), commit, caching=caching, stops=(FirstEnd(),))
+    if kind == "llada" or (kind is None and not a.shift):
+        sure = WithBest(sure)
+        caching = caching if delay is None else InTurn(delay, refresh, suffix, block=windows.block)
+    return MaskedDiffusion(a, windows, NegEntropy(), Pipelined(sure, windows, "first"), caching=caching,
+                           stops=(FirstEnd(filled=True),))
 
 
 @entry("apd", "Accelerating Diffusion LLMs via Adaptive Parallel Decoding", "Israel, Van den Broeck, Grover 2025",

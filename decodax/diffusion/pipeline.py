@@ -2,7 +2,8 @@
 
 A block joins the work before the one in front of it is done: `Pipeline` says when, `Pipelined` what is committed in
 blocks that are still half blind, and `Delayed` when a finished block is clean enough to be cached. The rules are those
-of the authors' code. `Pipeline(add=1, full=1)` is `Fixed`, `Delayed(0, refresh=1)` no cache.
+of the authors' code, which are not the same for LLaDA and for Dream (`WithBest`, `InTurn`). `Pipeline(add=1, full=1)`
+is `Fixed`, `Delayed(0, refresh=1)` no cache.
 """
 
 from __future__ import annotations
@@ -100,6 +101,21 @@ class Pipelined(Rule):
         return taken | (first & jnp.repeat(stuck, w.block, 1))
 
 
+@dataclasses.dataclass(frozen=True)
+class WithBest(Rule):
+    """What `rule` commits, and the best by score in any case: of all blocks at work, wherever it lies (d3LLM's code for
+    LLaDA, whose loop over the positions by rising entropy spares the first)."""
+
+    rule: Any
+
+    @property
+    def of(self) -> str:      # type: ignore[override]
+        return self.rule.of
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        return self.rule(view, seen, score, memory) | best(score, view.active, jnp.ones_like(view.step))
+
+
 @struct
 class Lag(Struct):
     """`begins`: `i32[B, delay]` where the region began in the steps before, the oldest first. `cached`: `i32[B]` the
@@ -112,8 +128,8 @@ class Lag(Struct):
 @dataclasses.dataclass(frozen=True)
 class Delayed(CacheRule):
     """d3LLM's cache for models that see the whole text: blocks are cached from left to right, each `delay` forwards
-    after it and those before it are done, when its neighbours have settled. (In the authors' code a block's delay
-    begins when the one before it is cached, which differs where two are done within a delay.)
+    after it and those before it are done, when its neighbours have settled (the authors' code for Dream; `InTurn` is
+    that for LLaDA).
 
     While a finished block waits, forwards are wide, and what was cached before is renewed by them. Afterwards a narrow
     forward recomputes all that is not cached: the finished blocks that it stores, the region, and what follows. With
@@ -145,15 +161,15 @@ class Delayed(CacheRule):
         begins = begins.at[:, -1:].set(view.start[:, None]) if self.delay else begins
         return Lag(begins=begins, cached=jnp.zeros_like(view.start))
 
-    def learn(self, before: View, seen: Seen, after: View, memory: Lag) -> Memory:
+    def learn(self, before: View, seen: Seen, after: View, memory: Any) -> Memory:
         begins = jnp.concatenate([memory.begins, before.start[:, None]], 1)
         return Lag(begins=begins[:, 1:], cached=begins[:, 0])
 
-    def _ripe(self, view: View, memory: Lag) -> Array:
+    def _ripe(self, view: View, memory: Any) -> Array:
         """`i32[B]`: positions before it have been done long enough."""
         return memory.begins[:, 0] if self.delay else view.start
 
-    def stale(self, view: View, memory: Lag) -> Array:
+    def stale(self, view: View, memory: Any) -> Array:
         ripe = self._ripe(view, memory)
         waits = ripe < view.start
         if self.refresh is not None:
@@ -161,11 +177,62 @@ class Delayed(CacheRule):
         stale = waits & (ripe <= memory.cached) | (view.start - memory.cached > self._lead(view))
         return stale | (self.refresh == 1)
 
-    def nodes(self, view: View, left: int, memory: Lag) -> Nodes:
+    def nodes(self, view: View, left: int, memory: Any) -> Nodes:
         W = view.positions.shape[1]
         nodes = span(view, max(self._lead(view), left), max(self.suffix, W))
         begin = jnp.minimum(memory.cached, view.start - left)
         return nodes.replace(live=nodes.live & (nodes.positions >= begin[:, None]))
 
-    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Lag) -> Array:
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Any) -> Array:
         return (positions < self._ripe(view, memory)[:, None]) & ~valid
+
+
+@struct
+class Turn(Struct):
+    """`first`: `i32[B]` where the text's first block begins. `cached`: `i32[B]` the cache holds the positions before
+    it. `since`: `i32[B]` the forward, counted from 1, in which the delay of the next block to be cached began, -1 while
+    that block is not done."""
+
+    first: Array
+    cached: Array
+    since: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn(Delayed):
+    """`Delayed` with a block's delay beginning when the one before it is cached, if it is done then (d3LLM's code for
+    LLaDA): two blocks that are done at once are cached `delay` forwards apart.
+
+    Attributes:
+        block: positions of a block.
+    """
+
+    block: int = 32
+
+    def init(self, view: View) -> Memory:
+        zero = jnp.zeros_like(view.start)
+        return Turn(first=view.start + 0, cached=zero, since=zero)
+
+    def _done(self, view: View, memory: Turn, cached: Array) -> tuple[Array, Array]:
+        """The end of the block behind `cached` (`i32[B]`), and whether it is done (`bool[B]`)."""
+        end = jnp.where(cached < memory.first, memory.first, cached + self.block)
+        return end, end <= view.start
+
+    def _timed(self, view: View, memory: Turn) -> tuple[Array, Array]:
+        """`i32[B]` each: what the next forward lets the cache hold, and when the delay of the block behind began."""
+        if not self.delay:
+            return view.start, memory.since
+        now = view.round + 1
+        end, done = self._done(view, memory, memory.cached)
+        since = jnp.where(done & (memory.since < 0), now, memory.since)
+        ripe = done & (now - since >= self.delay)
+        cached = jnp.where(ripe, end, memory.cached)
+        follows = self._done(view, memory, cached)[1]
+        return cached, jnp.where(ripe, jnp.where(follows, now, -1), since)
+
+    def _ripe(self, view: View, memory: Any) -> Array:
+        return self._timed(view, memory)[0]
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Any) -> Memory:
+        cached, since = self._timed(before, memory)
+        return memory.replace(cached=cached, since=since)

@@ -187,6 +187,10 @@ class Windows(Remembers, Protocol):
     def finished(self, view: View, memory: Memory) -> Array:
         """`i32[R]`: how many positions from `start` on are final, after a step: the region moves behind them."""
 
+    def last(self, start: Array, end: Array) -> Array:
+        """`i32[B]`: where the last region ends if all are equally wide, from where the first begins and the text ends;
+        less than a width behind that. Of models whose regions overhang the text."""
+
 
 class Score(Remembers, Protocol):
     """Ranks the candidates."""
@@ -226,6 +230,10 @@ class Stop(Remembers, Protocol):
 
     def end(self, view: View, memory: Memory) -> Array:
         """`i32[R]`: where the text ends, after a step; no larger than `view.end`."""
+
+    @property
+    def filled(self) -> bool:
+        """Whether what lies behind that end is read as more of its last token, and not left out."""
 
 
 class Caching(Remembers, Protocol):

@@ -74,15 +74,16 @@ class Round:
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
         c: Canvas = s.algo
         of, attention = self.of, self.of.adapter.attention
-        turn, nodes = self._turn(s), self._nodes(s, c)
+        text = self._text(s, c)
+        turn, nodes = self._turn(s), self._nodes(s, text)
         positions, live = nodes.positions, nodes.live
         mask = attention.sees(nodes, jnp.maximum(c.final, c.start))
-        tokens = take(c.tokens, positions)
+        tokens = take(text.tokens, positions)
         cached = c.valid[:, :0]
         if not self.wide:
             slots = jnp.arange(c.valid.shape[1], dtype=jnp.int32)
             again = _scatter(jnp.zeros(c.valid.shape, bool), positions, live, live)
-            cached = c.valid & ~again & (slots < c.end[:, None])
+            cached = c.valid & ~again & (slots < text.end[:, None])
         live = live & turn[:, None]
         if (K := self.branches) > 1:
             tokens = self._branch_tokens(of.drafts(look(s, c, of.windows.width), c).tokens, positions, tokens, c)
@@ -97,6 +98,15 @@ class Round:
             c = c.replace(assistant=c.assistant.replace(weights=params.draft))
         reuse = None if self.phase is None else of.caching.reuse(look(s, c, of.windows.width), positions, self.phase)
         return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached, reuse=reuse), c
+
+    def _text(self, s: State, c: Canvas) -> Canvas:
+        """The canvas as the model reads it: behind an early end as a stop rule has it filled."""
+        if not any(stop.filled for stop in self.of.stops):
+            return c
+        N = c.tokens.shape[1]
+        end = jnp.maximum(c.end, jnp.minimum(s.max_length, N - self.of.windows.width))
+        last = take(c.tokens, jnp.maximum(c.end - 1, 0)[:, None])
+        return c.replace(tokens=jnp.where(jnp.arange(N) >= c.end[:, None], last, c.tokens), end=end)
 
     def _nodes(self, s: State, c: Canvas) -> Nodes:
         """What this round scores."""
@@ -122,11 +132,12 @@ class Round:
         end = attention.reach(c.start, W, c.end)
         nodes = Nodes(positions=jnp.clip(nodes.positions, 0, N - 1), own=nodes.own,
                       live=nodes.live & (nodes.positions < end[:, None]))
-        return nodes if self.wide or self.size is None else _packed(nodes, self.size)
+        nodes = nodes if self.wide or self.size is None else _packed(nodes, self.size)
+        return nodes.replace(prompt=s.prompt_length)
 
     def needs(self, s: State) -> Array:
         """`i32[B]`: how many nodes of a narrow round are live."""
-        return self._nodes(s, s.algo).live.sum(1, dtype=jnp.int32)
+        return self._nodes(s, self._text(s, s.algo)).live.sum(1, dtype=jnp.int32)
 
     def _branch_tokens(self, drafts: Array, positions: Array, tokens: Array, c: Canvas) -> Array:
         """`i32[B, K * n]`: each draft (`i32[B, K, W]`) in the place of the region."""
@@ -139,7 +150,7 @@ class Round:
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
         c, of = algo, self.of
         K, W, B = self.branches, of.windows.width, s.batch
-        nodes = self._nodes(s, c)
+        nodes = self._nodes(s, self._text(s, c))
         positions, n = nodes.positions, nodes.positions.shape[1]
         turn, view = self._turn(s), look(s, c, W, policy.policy.eos)
         live = nodes.live & turn[:, None]
@@ -167,7 +178,11 @@ class Round:
         front = jnp.maximum(c.final, c.start)       # all before it has final tokens, which this forward saw
         # what a stop rule has ended is not revised any more: the token that ends it might go
         busy = of.revise.busy(before, after, c.memory["revise"]) & (after.end == view.end)
-        count = jnp.where(busy, 0, of.windows.finished(after, c.memory["windows"]))
+        count = of.windows.finished(after, c.memory["windows"])
+        # a region that overhangs the budget is done when what lies before it is decided
+        left = (after.masked & (after.positions < s.max_length[:, None])).any(1)
+        count = jnp.where(left | (after.end <= s.max_length), count, jnp.clip(s.max_length - c.start, 0, W))
+        count = jnp.where(busy, 0, count)
         done = c.start + jnp.where(works, count, 0)
         ok = turn & (broken == 0)
         if not of.caching.persists:
@@ -214,7 +229,7 @@ class Round:
             return jnp.zeros(positions.shape, bool), c.valid
         S = c.valid.shape[1]
         held = take(c.valid, jnp.minimum(positions, S - 1)) & (not self.wide)
-        writes = live & self.of.caching.writes(view, positions, front, held, c.memory["caching"])
+        writes = live & (positions < S) & self.of.caching.writes(view, positions, front, held, c.memory["caching"])
         old = jnp.where(live.any(1)[:, None], False, c.valid) if self.wide else c.valid
         return writes, _scatter(old, positions, writes, writes)
 

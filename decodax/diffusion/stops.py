@@ -13,6 +13,8 @@ from decodax.diffusion.policies import Memory, Rule, Seen, View
 class StopRule(Rule):
     """A stop that never stops."""
 
+    filled = False
+
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
         return jnp.zeros(view.start.shape, bool)
 
@@ -38,7 +40,14 @@ class EndOfText(StopRule):
 @dataclasses.dataclass(frozen=True)
 class FirstEnd(StopRule):
     """The text ends behind the first end of sequence that is decided, whatever is open before it: the canvas is cut
-    there (Learn2PD's end-of-text prediction)."""
+    there (Learn2PD's end-of-text prediction).
+
+    Attributes:
+        filled: the canvas keeps its length, and what is open before the end sees more ends of sequence behind it
+            (d3LLM).
+    """
+
+    filled: bool = False
 
     def end(self, view: View, memory: Memory) -> Array:
         return _behind(view, ends(view, view.tokens) & ~view.open)
@@ -60,17 +69,29 @@ class Steps(StopRule):
 
 @dataclasses.dataclass(frozen=True)
 class Stable(StopRule):
-    """A region is done when the likeliest tokens are those that stand in it and their mean entropy is at most `entropy`
-    nats (DiffusionGemma)."""
+    """A region is done when its likeliest tokens are those of the `times` steps before and their mean entropy is below
+    `entropy` nats (DiffusionGemma, as in transformers; google-deepmind/gemma compares them with the tokens that stand
+    in the region, noise and all).
+
+    It remembers those tokens, `i32[B, times, W]`.
+    """
 
     entropy: float = 0.005
+    times: int = 1
     reads = 1
+
+    def init(self, view: View) -> Memory:
+        return jnp.zeros((view.start.shape[0], self.times, view.positions.shape[1]), jnp.int32)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        assert seen.likeliest is not None
+        return jnp.concatenate([memory, seen.likeliest[0][:, None, :, 0]], 1)[:, 1:]
 
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
         assert seen.likeliest is not None
-        same = ((seen.likeliest[0][..., 0] == view.tokens) | ~view.masked).all(1)
+        same = ((seen.likeliest[0][:, None, :, 0] == memory) | ~view.masked[:, None]).all((1, 2))
         mean = jnp.where(view.masked, seen.model.entropy, 0).sum(1) / jnp.maximum(view.masked.sum(1), 1)
-        return same & (mean <= self.entropy)
+        return same & (mean < self.entropy) & (view.step >= self.times)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from decodax.diffusion import adaptive_systems, cache_systems, parallel_systems  # noqa: F401  (their lines)
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import BlockCache, FusedCache, NoCache, SubBlockCache
-from decodax.diffusion.commits import Ancestral, AtLeast, Coins, EntropyBound, Quota, Threshold
+from decodax.diffusion.caching import AnchorCache, BlockCache, FusedCache, NoCache, SubBlockCache
+from decodax.diffusion.commits import Ancestral, Anchored, AtLeast, Coins, EntropyBound, Quota, Threshold
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
 from decodax.diffusion.entries import CACHE, ENTRIES, MASKED, Entry, blocks, entry
 from decodax.diffusion.policies import Commit, Score
@@ -84,15 +84,20 @@ def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "res
        "sub-blocks of blocks, all sure positions at once, exact block cache")
 def fast_dllm_2(lm: Any, sub: int = 8, threshold: float = 0.9,
                 cache: Literal["block", "dual"] = "block") -> MaskedDiffusion:
-    """`cache`: exact by blocks, or also inside a block (the authors' `use_block_cache`), which is approximate."""
+    """`cache`: exact by blocks, or also inside a block (the authors' `use_block_cache`), which is approximate. Where
+    logits point to the next position, as in the authors' models, a block's first token is the likeliest one of the
+    forward that finishes the block before it."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, None)
-    if cache == "dual":
-        if not isinstance(caching, BlockCache) or a.attention.causal:
-            raise ValueError("cache: got 'dual', takes 'block'; the cache inside a block is for block-causal models")
-        caching = SubBlockCache(min(sub, windows.block))
-    return MaskedDiffusion(a, SubBlocks(windows.block, windows.aligned, min(sub, windows.block)),
-                           commit=Threshold(threshold, strict=True), caching=caching)
+    commit: Commit = Threshold(threshold, strict=True)
+    exact = isinstance(caching, BlockCache) and not a.attention.causal
+    if cache == "dual" and not exact:
+        raise ValueError("cache: got 'dual', takes 'block'; the cache inside a block is for block-causal models")
+    if exact:
+        caching = SubBlockCache(sub=min(sub, windows.block)) if cache == "dual" else AnchorCache()
+        commit = Anchored(commit) if a.shift else commit
+    return MaskedDiffusion(a, SubBlocks(windows.block, windows.aligned, min(sub, windows.block)), commit=commit,
+                           caching=caching)
 
 
 @entry("entropy-bounded", "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking",
@@ -105,27 +110,48 @@ def entropy_bounded(lm: Any, bound: float = 0.1, block: int | None = None,
     return MaskedDiffusion(a, windows, scores[order], EntropyBound(bound), caching=caching)
 
 
+@entry("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
+       "blocks of masks behind a causal prefix, as many positions as an entropy budget allows, exact cache")
+def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusion:
+    """`bound`: the paper's gamma, in nats; 0.1 and 0.35 for reasoning there, 0.35 and 0.6 for chat. `block`: its k, at
+    which a model is asked for all block sizes that it was trained with, 2 to 16; default the model's. A block's entries
+    are written by the first forward of the next one (the paper's algorithm 3). For models made from autoregressive ones
+    whose masks see one another and predict their own positions."""
+    a = Adapter.of(lm)
+    if not a.attention.causal or a.shift:
+        raise ValueError(f"lm: got {a.attention}, takes causal-prefix attention without shift")
+    windows, _ = blocks(a, block, lm.diffusion.block or 16)
+    return MaskedDiffusion(a, windows, NegEntropy(), EntropyBound(bound), caching=FusedCache())
+
+
 @entry("sdar", "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation",
        "Cheng et al. 2025", "small blocks with an exact cache; static, dynamic, sequential or entropy-bounded commits")
 def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "random"] = "dynamic",
          threshold: float = 0.9, steps: int | None = None, bound: float = 0.1) -> MaskedDiffusion:
-    """`steps` of a block; `threshold` of the dynamic rule, which falls back on the quota; `bound`: inclusive."""
+    """`steps` of a block; `threshold` of the dynamic rule, which falls back on the quota; `bound`: inclusive.
+
+    Where fewer positions are open than the quota, the authors' static and dynamic rules also overwrite decided ones,
+    the prompt's among them; here such a step takes those that are open."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, None, 4)
     scores: dict[str, Score] = {"sequential": Position(), "random": Random(), "entropy": NegEntropy()}
-    commits: dict[str, Commit] = {"dynamic": AtLeast(Threshold(threshold, strict=True), Quota(steps)),
+    quota = Quota(steps, "width")
+    commits: dict[str, Commit] = {"dynamic": AtLeast(Threshold(threshold, strict=True), quota),
                                   "entropy": EntropyBound(bound, inclusive=True)}
-    return MaskedDiffusion(a, windows, scores.get(rule, Confidence()), commits.get(rule, Quota(steps)), caching=caching)
+    return MaskedDiffusion(a, windows, scores.get(rule, Confidence()), commits.get(rule, quota), caching=caching)
 
 
 @entry("sdlm", "Sequential Diffusion Language Models", "Liu et al. 2025",
        "a few masks behind a causal prefix, the longest sure run of them", "blockwise-parallel")
 def sdlm(lm: Any, size: int | None = None, threshold: float = 0.9,
          measure: Literal["confidence", "entropy"] = "confidence") -> MaskedDiffusion:
-    """`threshold`: the least probability, or the largest entropy in nats."""
+    """`size`: positions predicted at once, from the last token and `size - 1` masks; default the model's block.
+    `threshold`: tokens above this probability, or below this entropy in nats, where the authors' code takes
+    `1 - entropy / log(vocabulary)`. Its self-speculative mode is not here: each of its drafts has masks of its own
+    behind it, beyond the region that drafts share."""
     a = Adapter.of(lm)
     size = size or getattr(getattr(lm, "diffusion", None), "block", None) or 4
-    return MaskedDiffusion(a, Sliding(size), Position(), ConfidentPrefix(threshold, measure),
+    return MaskedDiffusion(a, Sliding(size), Position(), ConfidentPrefix(threshold, measure, strict=True),
                            caching=FusedCache() if a.attention.causal else NoCache())
 
 
@@ -140,15 +166,17 @@ def dparallel(lm: Any, entropy: float = 0.5, block: int | None = None) -> Masked
 @entry("llada2", "LLaDA2.0: Scaling Up Diffusion Language Models to 100B", "Bie et al. 2025",
        "sure positions or the step's quota, whichever is more, exact block cache")
 def llada2(lm: Any, threshold: float = 0.95, steps: int | None = 32, block: int | None = None) -> MaskedDiffusion:
+    """`steps` of a block, whose quotas split its size, also where the prompt has a share of it."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
-    steps = None if steps is None else min(steps, windows.block)
-    return MaskedDiffusion(a, windows, commit=AtLeast(Threshold(threshold, strict=True), Quota(steps)), caching=caching)
+    quota = Quota(None if steps is None else min(steps, windows.block), "width")
+    return MaskedDiffusion(a, windows, commit=AtLeast(Threshold(threshold, strict=True), quota), caching=caching)
 
 
 @entry("llada2.1", "LLaDA2.1: Speeding Up Text Diffusion via Token Editing", "Bie et al. 2026",
        "LLaDA 2 that also overwrites decided tokens")
-def llada2_1(lm: Any, threshold: float = 0.7, edit: float = 0.9, most: int = 16, steps: int | None = 32,
+def llada2_1(lm: Any, threshold: float = 0.7, edit: float = 0.5, most: int = 16,
              block: int | None = None) -> MaskedDiffusion:
-    """`edit`: a token gives way to another above this probability. `most`: editing steps of a full block."""
-    return dataclasses.replace(llada2(lm, threshold, steps, block), revise=Edit(edit, most))
+    """`edit`: a token gives way to another above this probability. `most`: editing steps of a full block, after which
+    the end of the text is looked for. A step in which nothing reaches the `threshold` commits one position."""
+    return dataclasses.replace(llada2(lm, threshold, None, block), revise=Edit(edit, most))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -89,20 +90,28 @@ class BranchExact(_Verify):
 
 
 @dataclasses.dataclass(frozen=True)
-class BranchSubset(BranchExact):
-    """FreeDave++ (Wu and Zhang 2025), the rule "subset" of the authors' code: a draft may also follow a result that has
-    more tokens than it, if those that both have are equal; the last such draft is taken.
+class BranchLater(BranchExact):
+    """FreeDave++ (Wu and Zhang 2025), as in the authors' code: of all later drafts that may follow a result the last
+    one is taken, whatever the number of steps between them. By the rule "exact match" it equals the result; by the rule
+    "subset" it may lack some of its tokens.
 
-    With one token a step no draft has fewer tokens than the result before it, and this is `BranchExact`. With a rule
-    that commits several at once (`Threshold`) it may go on from a draft that leaves out some of them: neither the
-    output nor the number of forwards is bound to that of the rule alone then.
+    With one token a step both are `BranchExact`. With a rule that commits several at once (`Threshold`) a result may be
+    a draft two steps further. By "exact match" the output of a greedy row is still that of one step a forward; a
+    sampled row's is not bound to it token for token, since draws are addressed by the number of the step. By "subset"
+    a row may go on from a draft that leaves out some of a result's tokens, and neither its output nor its number of
+    forwards is bound to those of the rule alone.
+
+    Attributes:
+        match: "exact" or "subset".
     """
+
+    match: Literal["exact", "subset"] = "subset"
 
     def path(self, drafts: View, results: View) -> Array:
         later = np.triu(np.ones((self.branches, self.branches), bool), 1)
         # where nothing was left to take, a draft is the one before it, and no step further
         fresh = jnp.pad((drafts.open[:, 1:] != drafts.open[:, :-1]).any(-1), ((0, 0), (1, 0)))
-        return walk(_compare(drafts, results, loose=True) & later & fresh[:, None])
+        return walk(_compare(drafts, results, loose=self.match == "subset") & later & fresh[:, None])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,9 @@ class _Region(Rule):
         left = jnp.maximum(jnp.minimum(view.start + view.positions.shape[1], view.end) - view.start, 0)
         return jnp.where(view.masked.any(1), 0, left)
 
+    def last(self, start: Array, end: Array) -> Array:
+        return end
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole(_Region):
@@ -82,6 +85,9 @@ class Fixed(_Region):
     @property
     def align(self) -> int | None:
         return self.block if self.aligned else None
+
+    def last(self, start: Array, end: Array) -> Array:
+        return start - (start - end) // self.block * self.block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,3 +184,6 @@ class Sliding(_Region):
 
     def finished(self, view: View, memory: Memory) -> Array:
         return jnp.cumprod(~view.open & view.inside, 1).sum(1).astype(jnp.int32)
+
+    def last(self, start: Array, end: Array) -> Array:
+        return end + self.size - 1

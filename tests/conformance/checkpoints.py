@@ -66,11 +66,21 @@ CHECKPOINTS = {
                         "causal_attn": False, "text_mask_token_id": MASK, "text_mask_token": "<text_mask>"}, seed=3),
     "sdar": Checkpoint({**QWEN, "architectures": ["SDARForCausalLM"], "model_type": "sdar", "attention_bias": False,
                         "block_size": 4, "mask_token_id": MASK, "head_dim": 8, "fuse_cross_entropy": False}, seed=4),
+    "sdar-8": Checkpoint({**QWEN, "architectures": ["SDARForCausalLM"], "model_type": "sdar", "attention_bias": False,
+                          "block_size": 8, "mask_token_id": MASK, "head_dim": 8, "fuse_cross_entropy": False}, seed=7),
+    "sdlm-causal": Checkpoint({**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "block_size": 4,
+                               "causal_attn": True, "text_mask_token_id": MASK, "text_mask_token": "<text_mask>"},
+                              seed=8),
+    "canvas": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
+                          "mlp_bias": False, "diffusion": {"mask": MASK, "attention": "causal-prefix", "block": 8}},
+                         seed=9),
     "llama": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
                          "mlp_bias": False}, seed=5),
     "llama-draft": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama",
                                "attention_bias": False, "mlp_bias": False, "num_hidden_layers": 1}, seed=6),
 }
+CHECKPOINTS["llada-shifted"] = Checkpoint({
+    **CHECKPOINTS["llada"].config, "diffusion": {"mask": MASK, "shift": True}}, seed=10)
 """By name. A checkpoint that has cases must not change; add another one."""
 
 

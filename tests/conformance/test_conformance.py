@@ -12,6 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import decodax as dx
@@ -32,8 +35,11 @@ def cases() -> list[Any]:
 
 @functools.cache
 def loaded(name: str, directory: Path) -> dx.LM:
-    # the cases go on beyond the checkpoint's EOS, unless they say otherwise
-    return dataclasses.replace(dx.load(write(name, directory)), generation_config={})
+    lm = dx.load(write(name, directory))
+    # weights that no device is fixed for, as a state is at first: else each program is compiled twice.
+    # The cases go on beyond the checkpoint's EOS, unless they say otherwise
+    return dataclasses.replace(lm, params=jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), lm.params),
+                               generation_config={})
 
 
 @pytest.fixture(scope="session")

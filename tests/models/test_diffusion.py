@@ -160,8 +160,7 @@ def test_a_wrong_tensor_is_named(changes: dict[str, Any], message: str, tmp_path
     ("sdar", {"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window: got True"),
     ("sdar", {"block_size": 0}, "block: got 0, block-causal attention takes 1 or more"),
     ("sdlm", {"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window: got True"),
-    ("sdlm", {"causal_attn": True}, "causal_attn: got True"),
-    ("dream", {"diffusion": {"attention": "causal"}}, "attention: got 'causal', takes full, block-causal"),
+    ("dream", {"diffusion": {"attention": "sparse"}}, "attention: got 'sparse', takes full, block-causal"),
     ("dream", {"diffusion": {"window": 4}}, r"diffusion: got {'window': 4} .*window"),
 ])
 def test_what_has_no_counterpart_is_named(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -179,6 +178,8 @@ def test_what_has_no_counterpart_is_named(name: str, changes: dict[str, Any], me
      Diffusion(151665, shift=True, attention="block-causal", block=16)),
     ({"model_type": "qwen2", "vocab_size": 151936, "text_mask_token_id": 151665, "block_size": 8},
      Diffusion(151665, shift=True, attention="causal-prefix", block=8)),
+    ({"model_type": "qwen2", "vocab_size": 151936, "text_mask_token_id": 151665, "causal_attn": True},
+     Diffusion(151665, shift=True, attention="causal", block=4)),
     ({"model_type": "qwen2", "vocab_size": 151936}, None),
 ])
 def test_what_config_json_leaves_out_is_as_published(config: dict[str, Any], expected: Diffusion | None) -> None:
