@@ -31,6 +31,7 @@ from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, 
 from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching import BlockCache, CacheRule, Dual, FusedCache, NoCache, Prefix, SubBlockCache
 from decodax.diffusion.canvas import Canvas
+from decodax.diffusion.coherence import Agreeing
 from decodax.diffusion.commits import (
     All,
     Ancestral,
@@ -46,13 +47,15 @@ from decodax.diffusion.commits import (
     Threshold,
 )
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
+from decodax.diffusion.confident import Confident
 from decodax.diffusion.drift import Drift, Leading
 from decodax.diffusion.features import Similarity
 from decodax.diffusion.learned import Filter, Learned, TowardsEnd
 from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
 from decodax.diffusion.policies import Rule, Seen, View
 from decodax.diffusion.product import Agreed, Guided, Lookahead, Product, Trailing
-from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
+from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, OwnBlock, Vicinity
+from decodax.diffusion.reuse import FullStepOrder, Targets, Turns
 from decodax.diffusion.revisions import Edit, Keep, MaskBottom, ReMDM, Renoise
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
@@ -61,12 +64,13 @@ from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps, Sto
 from decodax.diffusion.verifies import BranchExact, BranchSubset, Sequential, Tree
 from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
-__all__ = ["Adapter", "Agreed", "All", "Ancestral", "Anchored", "Anneal", "AsIs", "AtLeast", "Average", "BlockCache",
-           "BlockCausal", "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas", "CausalPrefix", "Coins",
-           "Confidence", "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited", "Drift", "Dual", "Edit",
-           "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FusedCache", "Gap",
-           "Greedy", "Guided", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom",
-           "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "Pipeline", "Pipelined", "Position",
-           "Prefix", "Product", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential",
-           "Similarity", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlockCache", "SubBlocks", "Template",
-           "Threshold", "TowardsEnd", "Trailing", "Tree", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]
+__all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "Anchored", "Anneal", "AsIs", "AtLeast", "Average",
+           "BlockCache", "BlockCausal", "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas",
+           "CausalPrefix", "Coins", "Confidence", "Confident", "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens",
+           "Delimited", "Drift", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed",
+           "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "Greedy", "Guided", "Keep", "Leading", "Learned",
+           "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache",
+           "Noise", "Noisy", "OwnBlock", "Pipeline", "Pipelined", "Position", "Prefix", "Product", "Quota", "Random",
+           "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding", "Stable", "Stats",
+           "Steps", "StopRule", "SubBlockCache", "SubBlocks", "Targets", "Template", "Threshold", "TowardsEnd",
+           "Trailing", "Tree", "Turns", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]

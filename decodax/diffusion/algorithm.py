@@ -137,8 +137,7 @@ class MaskedDiffusion:
         N, W, align = s.tokens.shape[1], self.windows.width, self.windows.align
         zero = lambda: jnp.zeros(s.batch, jnp.int32)
         start = s.prompt_length + 0 if align is None else s.prompt_length // align * align
-        # a text beyond the buffer is cut there, and says so
-        end = jnp.minimum(s.max_length, N - W)
+        end = self.whole(s)
         tokens, open = self.adapter.canvas.fill(self.adapter, s.tokens, s.prompt_length, s.key)
         kept = s.prompt_length - 1 if self.prefills else zero()
         slots = jnp.arange(N - W if self.caches else 0, dtype=jnp.int32)
@@ -157,6 +156,11 @@ class MaskedDiffusion:
         if len(self.verify.steps) > 1 and jax.tree.leaves(memory):
             raise ValueError(f"verify: got {self.verify} with rules that remember; drafts need rules without a memory")
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
+
+    def whole(self, s: State) -> Array:
+        """`i32[B]`: the end of a text that no stop rule ends earlier."""
+        # a text beyond the buffer is cut there, and says so
+        return jnp.minimum(s.max_length, s.tokens.shape[1] - self.windows.width)
 
     def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State]:
         """The model and a state before its first round under classifier-free guidance: see `diffusion.guidance`.

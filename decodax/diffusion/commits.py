@@ -44,18 +44,25 @@ class Quota(Rule):
     Attributes:
         steps: of a region; None: one position a step.
         schedule: "even": LLaDA's split of the positions open at first, remainder first. "time": Dream's share
-            `1 - s/t` of those still open, rounded down, all in the last step. "cosine": MaskGIT's: after step `i` (from
-            1) `floor(opened * cos(pi/2 * i/steps))` are left, but one at least before the last step.
+            `1 - s/t` of those still open, rounded down, all in the last step. The share may be less than one position:
+            such a step commits nothing (with as many steps as positions, the published default, the first one).
+            "cosine": MaskGIT's: after step `i` (from 1) `floor(opened * cos(pi/2 * i/steps))` are left, but one at
+            least before the last step. "power": ReCAP's: from step to step what `floor(opened * (1 - (i/steps)^2.5))`
+            falls by, one at least, and all in the last.
         eps: where time ends ("time").
     """
 
     steps: int | None = None
-    schedule: Literal["even", "time", "cosine"] = "even"
+    schedule: Literal["even", "time", "cosine", "power"] = "even"
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps: got {self.steps}, takes 1 or more")
+
+    @property
+    def patient(self) -> bool:
+        return self.schedule == "time" and self.steps is not None
 
     def count(self, view: View) -> Array:
         """`i32[R]`."""
@@ -66,6 +73,10 @@ class Quota(Rule):
             return view.opened // self.steps + (view.step < view.opened % self.steps)
         if self.schedule == "cosine":
             return left - remaining(view, self.steps)
+        if self.schedule == "power":
+            at = lambda step: jnp.floor(view.opened * (1 - (step.astype(jnp.float32) / self.steps) ** 2.5))
+            falls = jnp.maximum(at(view.step) - at(view.step + 1), 1).astype(jnp.int32)
+            return jnp.where(view.step + 1 >= self.steps, left, falls)
         t, s = time(view.step, self.steps, self.eps)
         return jnp.where(view.step + 1 >= self.steps, left, (left * (1 - s / t)).astype(jnp.int32))
 
@@ -82,15 +93,26 @@ def remaining(view: View, steps: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Rule):
-    """All that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen et al. 2025)."""
+    """All that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen et al. 2025).
+
+    Attributes:
+        value, measure, of, strict: see `reaches`.
+        slack: of "confidence": the bar is never above the surest one's probability less this, so those that are as good
+            as equal to it go with it (dInfer's threshold decoder, 1e-5).
+    """
 
     value: float = 0.9
     measure: Measure = "confidence"
     of: Of = "model"
     strict: bool = False
+    slack: float | None = None
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
-        return reaches(seen, self.of, self.measure, self.value, self.strict)
+        sure = reaches(seen, self.of, self.measure, self.value, self.strict)
+        if self.slack is None:
+            return sure
+        prob = jnp.where(view.active, seen.of(self.of).prob, -jnp.inf)
+        return sure | (prob >= prob.max(1, keepdims=True) - self.slack)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +226,8 @@ class Coins(Rule):
 @dataclasses.dataclass(frozen=True)
 class LocalLeap(Rule):
     """Local determinism propagation (LocalLeap, Kong et al. 2025): positions whose candidate has a probability of
-    `anchor` are committed, and those within `radius` of one that reach `relaxed`.
-
-    `radius` and `relaxed` are from memory.
-    """
+    `anchor` are committed, and those within `radius` of one that reach `relaxed`. Only open positions of the block are
+    anchors, as in the authors' code."""
 
     anchor: float = 0.9
     relaxed: float = 0.75
@@ -311,6 +331,14 @@ class Anchored(Rule):
     @property
     def of(self) -> str:      # type: ignore[override]
         return self.rule.of
+
+    @property
+    def steps(self) -> int | None:
+        return getattr(self.rule, "steps", None)
+
+    @property
+    def patient(self) -> bool:
+        return getattr(self.rule, "patient", False)
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         first = view.active & (view.positions == view.start[:, None])

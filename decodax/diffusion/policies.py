@@ -252,6 +252,10 @@ class Caching(Remembers, Protocol):
         """Whether entries of tokens that are not emitted yet are written."""
 
     @property
+    def beyond(self) -> bool:
+        """Whether what a stop rule has cut off stays to be seen: the entries behind the text's new end."""
+
+    @property
     def sizes(self) -> tuple[int | None, ...]:
         """How many nodes the kinds of narrow rounds have, ascending; None, which comes last: as many as `nodes` gives,
         dead ones and all. A round takes the first size that fits its rows' live nodes."""
@@ -267,7 +271,7 @@ class Caching(Remembers, Protocol):
         """Of rules with phases: the model as rounds of one run it, and as it makes its cache."""
 
     def reuse(self, view: View, positions: Array, phase: int) -> Array | None:
-        """`Window.reuse` of such a round."""
+        """`Window.reuse` of such a round: what the rule tells the model that it wraps, `[B, ...]`."""
 
     def stale(self, view: View, memory: Memory) -> Array:
         """`bool[B]`: rows that need a wide round."""

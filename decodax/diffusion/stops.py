@@ -38,10 +38,25 @@ class EndOfText(StopRule):
 @dataclasses.dataclass(frozen=True)
 class FirstEnd(StopRule):
     """The text ends behind the first end of sequence that is decided, whatever is open before it: the canvas is cut
-    there (Learn2PD's end-of-text prediction)."""
+    there (Learn2PD's end-of-text prediction).
+
+    Attributes:
+        once: a second one, before the first, cuts nothing more (Elastic-Cache's loop). What is open between them is
+            still filled in, and the text that is returned ends at the earlier one. It remembers whether it has cut,
+            `bool[B]`.
+    """
+
+    once: bool = False
+
+    def init(self, view: View) -> Memory:
+        return jnp.zeros(view.start.shape, bool) if self.once else None
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return memory | (after.end < before.end) if self.once else None
 
     def end(self, view: View, memory: Memory) -> Array:
-        return _behind(view, ends(view, view.tokens) & ~view.open)
+        end = _behind(view, ends(view, view.tokens) & ~view.open)
+        return jnp.where(memory, view.end, end) if self.once else end
 
 
 def _behind(view: View, hit: Array) -> Array:

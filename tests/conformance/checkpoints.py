@@ -66,6 +66,8 @@ CHECKPOINTS = {
                         "causal_attn": False, "text_mask_token_id": MASK, "text_mask_token": "<text_mask>"}, seed=3),
     "sdar": Checkpoint({**QWEN, "architectures": ["SDARForCausalLM"], "model_type": "sdar", "attention_bias": False,
                         "block_size": 4, "mask_token_id": MASK, "head_dim": 8, "fuse_cross_entropy": False}, seed=4),
+    # dream's weights as an autoregressive model: one that agrees with it now and then
+    "dream-causal": Checkpoint({**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, seed=1),
     "llama": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
                          "mlp_bias": False}, seed=5),
     "llama-draft": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama",
