@@ -13,7 +13,7 @@ positions that begins at `view.start`:
     Revise    (before, seen, after, memory) -> View         other `tokens`, or reopened positions (`open`)
               busy(before, after, memory) -> bool[R]        a full region that is not final yet
     Stop      rush(view, seen, memory) -> bool[R]           commit all that is open now
-              end(view, memory) -> i32[R]                   where the text ends, if it ends early
+              end(before, seen, after, memory) -> i32[R]    where the text ends, if it ends early
     Caching   stale(view, memory) -> bool[B]                rows that need a forward over the whole text
               nodes(view, left, memory) -> Nodes            what the other forwards score
               writes(view, positions, final, valid, memory) -> bool[B, n]
@@ -50,7 +50,7 @@ from decodax.diffusion.commits import Prefix as ConfidentPrefix
 from decodax.diffusion.confident import Confident
 from decodax.diffusion.drift import Drift, Leading
 from decodax.diffusion.features import Similarity
-from decodax.diffusion.learned import Filter, Learned, TowardsEnd
+from decodax.diffusion.learned import ClosingToken, Filter, Learned, PredictedEnd
 from decodax.diffusion.pipeline import Delayed, Pipeline, Pipelined
 from decodax.diffusion.policies import Rule, Seen, View
 from decodax.diffusion.product import Agreed, Guided, Lookahead, Product, Trailing
@@ -66,11 +66,12 @@ from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whol
 
 __all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "Anchored", "Anneal", "AsIs", "AtLeast", "Average",
            "BlockCache", "BlockCausal", "BlockQuota", "BranchExact", "BranchSubset", "CacheRule", "Canvas",
-           "CausalPrefix", "Coins", "Confidence", "Confident", "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens",
-           "Delimited", "Drift", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed",
-           "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "Greedy", "Guided", "Keep", "Leading", "Learned",
-           "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache",
-           "Noise", "Noisy", "OwnBlock", "Pipeline", "Pipelined", "Position", "Prefix", "Product", "Quota", "Random",
-           "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding", "Stable", "Stats",
-           "Steps", "StopRule", "SubBlockCache", "SubBlocks", "Targets", "Template", "Threshold", "TowardsEnd",
-           "Trailing", "Tree", "Turns", "Vicinity", "View", "Whole", "WholeBlocks", "statistics"]
+           "CausalPrefix", "ClosingToken", "Coins", "Confidence", "Confident", "ConfidentPrefix", "Credit", "Delayed",
+           "DelayedTokens", "Delimited", "Drift", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter",
+           "FirstEnd", "Fixed", "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "Greedy", "Guided", "Keep",
+           "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks",
+           "NegEntropy", "NoCache", "Noise", "Noisy", "OwnBlock", "Pipeline", "Pipelined", "Position", "PredictedEnd",
+           "Prefix", "Product", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments", "Sequential",
+           "Similarity", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlockCache", "SubBlocks", "Targets",
+           "Template", "Threshold", "Trailing", "Tree", "Turns", "Vicinity", "View", "Whole", "WholeBlocks",
+           "statistics"]

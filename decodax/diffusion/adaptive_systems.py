@@ -3,6 +3,7 @@ steps, blocks that end where the text does, canvases of noise."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter, Noise
@@ -12,13 +13,13 @@ from decodax.diffusion.coherence import Agreeing
 from decodax.diffusion.commits import Anchored, BlockQuota, EntropyBound, LocalLeap, Quota, Segments, Threshold
 from decodax.diffusion.confident import Confident
 from decodax.diffusion.entries import blocks, entry
-from decodax.diffusion.learned import Filter, Learned, TowardsEnd
+from decodax.diffusion.learned import ClosingToken, Filter, Learned, PredictedEnd
 from decodax.diffusion.policies import Caching, Commit, Score
 from decodax.diffusion.refreshes import OwnBlock
-from decodax.diffusion.revisions import Renoise
+from decodax.diffusion.revisions import Keep, Renoise
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Random
 from decodax.diffusion.shapers import Anneal, Average, Credit
-from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps
+from decodax.diffusion.stops import EndOfText, Gap, Stable, Steps
 from decodax.diffusion.windows import Delimited, Whole, WholeBlocks
 
 
@@ -37,14 +38,27 @@ def prophet(lm: Any, block: int = 32, steps: int | None = None, answer: tuple[in
        "Bao et al. 2025", "a trained filter on a block's confidences, and the canvas cut at the predicted end of text")
 def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.96, steps: int | None = None,
              end_of_text: bool = True, size: int | None = None) -> MaskedDiffusion:
-    """`filter`: its weights, or their file; its width is the block. `steps` of a block. The threshold is from memory.
+    """`filter`: its weights, or their file; None: the `filter.safetensors` beside the model. Its width is the block.
+    `steps` of a block.
+
+    Raises:
+        ValueError: no filter given, and none beside the model.
     """
-    if filter is None:
-        raise ValueError("filter: got None, takes a trained Filter or the path of its safetensors file")
-    own = filter if isinstance(filter, Filter) else Filter.load(filter)
-    windows = (TowardsEnd if end_of_text else WholeBlocks)(size, own.block)
-    return MaskedDiffusion(Adapter.of(lm), windows, commit=Learned(own, threshold, steps),
-                           stops=(FirstEnd() if end_of_text else EndOfText(),))
+    own = filter if isinstance(filter, Filter) else Filter.load(filter or _beside(lm))
+    learned = Learned(own, threshold, steps)
+    return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, own.block), commit=learned,
+                           revise=ClosingToken() if end_of_text else Keep(),
+                           stops=(PredictedEnd(learned) if end_of_text else EndOfText(),))
+
+
+def _beside(lm: Any) -> Path:
+    """The filter that lies in a model's directory."""
+    directory = getattr(lm, "directory", None)
+    if directory is None or not (directory / "filter.safetensors").is_file():
+        where = directory or "a directory of the model"
+        raise ValueError(f"filter: got None, and no filter.safetensors lies in {where}; train one with "
+                         "scripts/train_diffusion.py --stage filter, or give a Filter or the path of its file")
+    return Path(directory) / "filter.safetensors"
 
 
 @entry("adablock", "AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size", "Lu et al. 2025",
@@ -110,7 +124,7 @@ def dinfer_credit(lm: Any, threshold: float = 0.9, alpha: float = 0.7, gamma: fl
     """Credit is kept for `kept` tokens a position."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
-    return MaskedDiffusion(a, windows, commit=Threshold(threshold), caching=caching,
+    return MaskedDiffusion(a, windows, commit=Threshold(threshold, slack=1e-5), caching=caching,
                            shaper=Credit(alpha, gamma, beta, kept))
 
 

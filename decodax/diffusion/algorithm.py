@@ -205,7 +205,7 @@ class MaskedDiffusion:
         if not self.revise.noisy:
             after = after.replace(tokens=jnp.where(after.open & may, jnp.int32(self.adapter.blank), after.tokens))
         for stop, own in zip(self.stops, memory["stops"], strict=True):
-            after = after.replace(end=jnp.minimum(after.end, stop.end(after, own)))
+            after = after.replace(end=jnp.minimum(after.end, stop.end(view, seen, after, own)))
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:

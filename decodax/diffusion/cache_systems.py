@@ -54,8 +54,9 @@ def fast_dllm(lm: Any, block: int = 32, threshold: float | None = 0.9, steps: in
        "all sure positions at once, a dual cache that also recomputes what lies around the block", CACHE)
 def dinfer_vicinity(lm: Any, block: int = 32, threshold: float = 0.9, before: int = 16, after: int = 16,
                     warmup: int = 0) -> MaskedDiffusion:
-    """`before`, `after`: positions around the block. `warmup`: text-wide steps at the beginning."""
-    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Threshold(threshold),
+    """`before`, `after`: positions around the block. `warmup`: text-wide steps at the beginning. Where they end behind
+    the first block, the authors' code computes the whole text twice more; here once."""
+    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Threshold(threshold, slack=1e-5),
                            caching=Vicinity(before=before, after=after, warmup=warmup))
 
 
@@ -93,7 +94,8 @@ def flashdlm(lm: Any, draft: Any, top: int = 1, relative: float = 0.0, window: i
     may stand (1: their "deterministic", more: "topk"); `relative`: and what share of the likeliest one's probability it
     must have ("topk_relative"). `window`: positions before the last decided one that are recomputed, and masks behind
     it that are; what lies further behind is seen by the first forward alone. `lookahead`: masks judged at once; the
-    authors judge all of the window."""
+    authors judge all of the window, and in the first forward all of the text. Their cache places what is fed in where
+    the window of the forward before began; here it stands where it is."""
     if window < 2:
         raise ValueError(f"window: got {window}, takes 2 or more")
     return MaskedDiffusion(Adapter.of(lm), Sliding(min(lookahead, window - 1)), Position(), Agreed(go_on=False),

@@ -291,22 +291,28 @@ class BlockQuota(Rule):
     """LLaDA's even quota for each block of a region that is filled block by block (`WholeBlocks`): `steps` a block,
     remainder first; past them one a step.
 
-    It remembers the step in which the block began, `i32[B]`.
+    It remembers the step in which the block began and its positions then, `i32[B]` each: the text may end in the block
+    later.
     """
 
     block: int = 32
     steps: int | None = None
 
     def init(self, view: View) -> Memory:
-        return jnp.zeros(view.start.shape, jnp.int32)
+        return jnp.zeros(view.start.shape, jnp.int32), self._size(view)
+
+    def _size(self, view: View) -> Array:
+        here = number(view, self.block) == current(view, self.block)[:, None]
+        return (here & view.editable & view.inside).sum(1, dtype=jnp.int32)
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
-        return jnp.where(current(before, self.block) == current(after, self.block), memory, after.step)
+        same = current(before, self.block) == current(after, self.block)
+        return jnp.where(same, memory[0], after.step), jnp.where(same, memory[1], self._size(after))
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         here = number(view, self.block) == current(view, self.block)[:, None]
         steps = self.block if self.steps is None else self.steps
-        size, step = (here & view.editable & view.inside).sum(1, dtype=jnp.int32), view.step - memory
+        step, size = view.step - memory[0], memory[1]
         count = jnp.where(step < steps, size // steps + (step < size % steps), 1)
         return best(score, view.active & here, count)
 

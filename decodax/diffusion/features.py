@@ -136,7 +136,8 @@ class Reusing:
         flat = lambda x: x.reshape(*x.shape[:2], -1).astype(jnp.float32)
         similarity = cosine(flat(v), flat(old))
         among = reuse & live
-        count = jnp.floor(among.sum(1) * jnp.float32(self.ratio)).astype(jnp.int32)
+        counts = [int(n * self.ratio) for n in range(among.shape[1] + 1)]       # rounded as Python does
+        count = jnp.array(counts, jnp.int32)[among.sum(1)]
         chosen = ~reuse | (among & (rank(-similarity, among) < count[:, None]))
         widen = lambda rows, x: rows.reshape(*rows.shape, *[1] * (x.ndim - 2))
         if not self.gather:

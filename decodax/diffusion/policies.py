@@ -220,8 +220,8 @@ class Stop(Remembers, Protocol):
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
         """`bool[R]`: rows whose open positions are all committed now, without revision."""
 
-    def end(self, view: View, memory: Memory) -> Array:
-        """`i32[R]`: where the text ends, after a step; no larger than `view.end`."""
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        """`i32[R]`: where the text ends, after a step; no larger than `after.end`."""
 
 
 class Caching(Remembers, Protocol):

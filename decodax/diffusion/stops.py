@@ -16,8 +16,8 @@ class StopRule(Rule):
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
         return jnp.zeros(view.start.shape, bool)
 
-    def end(self, view: View, memory: Memory) -> Array:
-        return view.end
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        return after.end
 
 
 def ends(view: View, tokens: Array) -> Array:
@@ -30,15 +30,15 @@ def ends(view: View, tokens: Array) -> Array:
 class EndOfText(StopRule):
     """The text ends behind its first end of sequence that has nothing open before it. What follows is dropped."""
 
-    def end(self, view: View, memory: Memory) -> Array:
-        clean = jnp.cumprod(~view.open | ~view.inside, 1).astype(bool)
-        return _behind(view, ends(view, view.tokens) & ~view.open & clean)
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        clean = jnp.cumprod(~after.open | ~after.inside, 1).astype(bool)
+        return behind(after, ends(after, after.tokens) & ~after.open & clean)
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstEnd(StopRule):
     """The text ends behind the first end of sequence that is decided, whatever is open before it: the canvas is cut
-    there (Learn2PD's end-of-text prediction).
+    there.
 
     Attributes:
         once: a second one, before the first, cuts nothing more (Elastic-Cache's loop). What is open between them is
@@ -54,12 +54,13 @@ class FirstEnd(StopRule):
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
         return memory | (after.end < before.end) if self.once else None
 
-    def end(self, view: View, memory: Memory) -> Array:
-        end = _behind(view, ends(view, view.tokens) & ~view.open)
-        return jnp.where(memory, view.end, end) if self.once else end
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        end = behind(after, ends(after, after.tokens) & ~after.open)
+        return jnp.where(memory, after.end, end) if self.once else end
 
 
-def _behind(view: View, hit: Array) -> Array:
+def behind(view: View, hit: Array) -> Array:
+    """`i32[R]`: the end of the text if it ends behind the first of `hit` (`bool[R, W]`), if there is one."""
     return jnp.where(hit.any(1), view.start + jnp.argmax(hit, 1).astype(jnp.int32) + 1, view.end)
 
 

@@ -33,6 +33,7 @@ class LM:
         name: what it was loaded as.
         mesh: the mesh its weights lie on; batches are placed on it.
         diffusion: how it fills masks; None for an autoregressive model.
+        directory: where it was loaded from.
     """
 
     model: Model
@@ -43,6 +44,7 @@ class LM:
     name: str = "model"
     mesh: Mesh | None = None
     diffusion: Diffusion | None = None
+    directory: Path | None = None
 
     @property
     def eos(self) -> list[int]:
@@ -110,4 +112,4 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
               generation_config=json.loads(config.read_text()) if config.is_file() else {},
-              name=path.name, mesh=mesh, diffusion=diffusion)
+              name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
