@@ -44,7 +44,8 @@ class Window(Struct):
             algorithm that scores a position again must not see its cached entry beside the new one.
         begun: what a draft that is the model's own first layers has computed of these very nodes; None: nothing. The
             model may go on from there or begin anew: but for rounding the result is the same.
-        reuse: `bool[B, W]` nodes of which a model that keeps features of earlier forwards may reuse some; None: none.
+        reuse: what a method tells the model that it wraps around the given one, which keeps features of earlier
+            forwards: an array with a leading axis `B`, as that method has it; None: nothing.
     """
 
     tokens: Array

@@ -14,7 +14,7 @@ positions that begins at `view.start`:
     Revise    (before, seen, after, memory) -> View         other `tokens`, or reopened positions (`open`)
               busy(before, after, memory) -> bool[R]        a full region that is not final yet
     Stop      rush(view, seen, memory) -> bool[R]           commit all that is open now
-              end(view, memory) -> i32[R]                   where the text ends, if it ends early
+              end(before, seen, after, memory) -> i32[R]    where the text ends, if it ends early
     Caching   stale(view, memory) -> bool[B]                rows that need a forward over the whole text
               nodes(view, left, memory) -> Nodes            what the other forwards score
               writes(view, positions, final, valid, memory) -> bool[B, n]
@@ -42,6 +42,7 @@ from decodax.diffusion.caching import (
     SubBlockCache,
 )
 from decodax.diffusion.canvas import Canvas
+from decodax.diffusion.coherence import Agreeing
 from decodax.diffusion.commits import (
     All,
     Ancestral,
@@ -57,13 +58,15 @@ from decodax.diffusion.commits import (
     Threshold,
 )
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
+from decodax.diffusion.confident import Confident
 from decodax.diffusion.drift import Drift, Leading
 from decodax.diffusion.features import Similarity
-from decodax.diffusion.learned import Filter, Learned, TowardsEnd
+from decodax.diffusion.learned import ClosingToken, Filter, Learned, PredictedEnd
 from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
 from decodax.diffusion.policies import Rule, Seen, View
 from decodax.diffusion.product import Agreed, Guided, Lookahead, Product, Trailing
-from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
+from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, OwnBlock, Vicinity
+from decodax.diffusion.reuse import FullStepOrder, Targets, Turns
 from decodax.diffusion.revisions import Edit, Keep, MaskBottom, ReMDM, Renoise
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
@@ -72,13 +75,14 @@ from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps, Sto
 from decodax.diffusion.verifies import BranchExact, BranchLater, Sequential, Tree
 from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
-__all__ = ["Adapter", "Agreed", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast", "Average",
-           "BlockCache", "BlockCausal", "BlockQuota", "BranchExact", "BranchLater", "CacheRule", "Canvas",
-           "CausalPrefix", "Coins", "Confidence", "ConfidentPrefix", "Credit", "Delayed", "DelayedTokens", "Delimited",
-           "Drift", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Fixed", "Frozen",
-           "Full", "FusedCache", "Gap", "Greedy", "Guided", "InTurn", "Keep", "Leading", "Learned", "LocalLeap",
-           "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy",
-           "Pipeline", "Pipelined", "Position", "Prefix", "Product", "PromptBlocks", "Quota", "Random", "ReMDM",
-           "Renoise", "Rule", "Seen", "Segments", "Sequential", "Similarity", "Sliding", "Stable", "Stats", "Steps",
-           "StopRule", "SubBlockCache", "SubBlocks", "Template", "Threshold", "TowardsEnd", "Trailing", "Tree",
-           "Vicinity", "View", "Whole", "WholeBlocks", "WithBest", "statistics"]
+__all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast",
+           "Average", "BlockCache", "BlockCausal", "BlockQuota", "BranchExact", "BranchLater", "CacheRule", "Canvas",
+           "CausalPrefix", "ClosingToken", "Coins", "Confidence", "Confident", "ConfidentPrefix", "Credit", "Delayed",
+           "DelayedTokens", "Delimited", "Drift", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter",
+           "FirstEnd", "Fixed", "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "Greedy", "Guided", "InTurn",
+           "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks",
+           "NegEntropy", "NoCache", "Noise", "Noisy", "OwnBlock", "Pipeline", "Pipelined", "Position", "PredictedEnd",
+           "Prefix", "Product", "PromptBlocks", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments",
+           "Sequential", "Similarity", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlockCache", "SubBlocks",
+           "Targets", "Template", "Threshold", "Trailing", "Tree", "Turns", "Vicinity", "View", "Whole", "WholeBlocks",
+           "WithBest", "statistics"]

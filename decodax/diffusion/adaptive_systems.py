@@ -3,19 +3,23 @@ steps, blocks that end where the text does, canvases of noise."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter, Noise
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import Dual, NoCache, Prefix
-from decodax.diffusion.commits import BlockQuota, EntropyBound, LocalLeap, Quota, Segments, Threshold
+from decodax.diffusion.caching import NoCache, Prefix
+from decodax.diffusion.coherence import Agreeing
+from decodax.diffusion.commits import Anchored, BlockQuota, EntropyBound, LocalLeap, Quota, Segments, Threshold
+from decodax.diffusion.confident import Confident
 from decodax.diffusion.entries import blocks, entry
-from decodax.diffusion.learned import Filter, Learned, TowardsEnd
+from decodax.diffusion.learned import ClosingToken, Filter, Learned, PredictedEnd
 from decodax.diffusion.policies import Caching, Commit, Score
-from decodax.diffusion.revisions import Renoise
-from decodax.diffusion.scores import Confidence, NegEntropy
+from decodax.diffusion.refreshes import OwnBlock
+from decodax.diffusion.revisions import Keep, Renoise
+from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Random
 from decodax.diffusion.shapers import Anneal, Average, Credit
-from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps
+from decodax.diffusion.stops import EndOfText, Gap, Stable, Steps
 from decodax.diffusion.windows import Delimited, Whole, WholeBlocks
 
 
@@ -34,14 +38,27 @@ def prophet(lm: Any, block: int = 32, steps: int | None = None, answer: tuple[in
        "Bao et al. 2025", "a trained filter on a block's confidences, and the canvas cut at the predicted end of text")
 def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.96, steps: int | None = None,
              end_of_text: bool = True, size: int | None = None) -> MaskedDiffusion:
-    """`filter`: its weights, or their file; its width is the block. `steps` of a block. The threshold is from memory.
+    """`filter`: its weights, or their file; None: the `filter.safetensors` beside the model. Its width is the block.
+    `steps` of a block.
+
+    Raises:
+        ValueError: no filter given, and none beside the model.
     """
-    if filter is None:
-        raise ValueError("filter: got None, takes a trained Filter or the path of its safetensors file")
-    own = filter if isinstance(filter, Filter) else Filter.load(filter)
-    windows = (TowardsEnd if end_of_text else WholeBlocks)(size, own.block)
-    return MaskedDiffusion(Adapter.of(lm), windows, commit=Learned(own, threshold, steps),
-                           stops=(FirstEnd() if end_of_text else EndOfText(),))
+    own = filter if isinstance(filter, Filter) else Filter.load(filter or _beside(lm))
+    learned = Learned(own, threshold, steps)
+    return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, own.block), commit=learned,
+                           revise=ClosingToken() if end_of_text else Keep(),
+                           stops=(PredictedEnd(learned) if end_of_text else EndOfText(),))
+
+
+def _beside(lm: Any) -> Path:
+    """The filter that lies in a model's directory."""
+    directory = getattr(lm, "directory", None)
+    if directory is None or not (directory / "filter.safetensors").is_file():
+        where = directory or "a directory of the model"
+        raise ValueError(f"filter: got None, and no filter.safetensors lies in {where}; train one with "
+                         "scripts/train_diffusion.py --stage filter, or give a Filter or the path of its file")
+    return Path(directory) / "filter.safetensors"
 
 
 @entry("adablock", "AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size", "Lu et al. 2025",
@@ -49,37 +66,45 @@ def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.9
 def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_threshold: float = 0.3, block: int = 32,
              threshold: float = 0.9, cache: Literal["none", "prefix", "dual"] = "none", suffix: int = 256,
              size: int | None = None) -> MaskedDiffusion:
-    """`delimiters`: token ids; None: the newline. `block`: where none is found. The dual cache recomputes the window,
-    a quarter of the text, where the authors' code recomputes the block."""
+    """`delimiters`: token ids; None: the newline. `block`: where none is found. `suffix`: see `Prefix`. With a cache, a
+    model whose logits point to the next position decides as the authors' code for Dream does: see `Anchored`."""
     if delimiters is None:
         delimiters = tuple(lm.tokenizer.encode("\n", add_special_tokens=False)) if lm.tokenizer else ()
         if len(delimiters) != 1:
             raise ValueError(f"delimiters: got None, and the newline is {len(delimiters)} tokens; takes token ids")
-    caching: Caching = {"dual": Dual(), "prefix": Prefix(suffix=suffix), "none": NoCache()}[cache]
-    return MaskedDiffusion(Adapter.of(lm), Delimited(tuple(delimiters), delimiter_threshold, block, size=size),
-                           commit=Threshold(threshold), caching=caching)
+    a = Adapter.of(lm)
+    windows, anchored = Delimited(tuple(delimiters), delimiter_threshold, block, size=size), a.shift and cache != "none"
+    caching: Caching = {"dual": OwnBlock(anchored=anchored, windows=windows), "none": NoCache(),
+                        "prefix": Prefix(anchored=anchored, suffix=suffix)}[cache]
+    commit: Commit = Threshold(threshold)
+    return MaskedDiffusion(a, windows, commit=Anchored(commit) if anchored else commit, caching=caching)
 
 
 @entry("localleap", "Accelerating Diffusion LLM Inference via Local Determinism Propagation", "Kong et al. 2025",
        "sure positions, and less sure ones in their neighbourhood")
 def localleap(lm: Any, anchor: float = 0.9, relaxed: float = 0.75, radius: int = 4,
               block: int | None = None) -> MaskedDiffusion:
-    """`radius` and `relaxed` are from memory."""
+    """The authors' values for LLaDA."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     return MaskedDiffusion(a, windows, commit=LocalLeap(anchor, relaxed, radius), caching=caching)
 
 
 @entry("ccd", "Beyond Confidence: Adaptive and Coherent Decoding for Diffusion Language Models", "Chen et al. 2025",
-       "candidates and their order by the mean of the last steps' distributions")
-def ccd(lm: Any, past: int = 3, kept: int = 8, bound: float | None = None, steps: int | None = None,
-        order: Literal["confidence", "entropy"] = "entropy", block: int | None = None) -> MaskedDiffusion:
-    """Past distributions count with their `kept` likeliest tokens. `bound`: all positions whose mean distribution has
-    at most this entropy, in nats: the less the contexts agree, the higher it is (the adaptive variant, CCD-DS; this
-    form of it is from memory). None: quotas of `steps` a block."""
+       "what two steps in a row agree on, or candidates by the mean of the last steps' distributions")
+def ccd(lm: Any, rule: Literal["agreement", "mean"] = "agreement", steps: int | None = None, adaptive: bool = True,
+        grow: float = 4.0, order: Literal["confidence", "entropy"] = "entropy", size: int | None = None,
+        past: int = 3, kept: int = 8, bound: float | None = None, block: int | None = None) -> MaskedDiffusion:
+    """`rule` "agreement" is what the authors released, over the whole text: see `Agreeing` for `steps`, `adaptive` and
+    `grow`. "mean" is the paper's estimate of a token's distribution over contexts, which the released code does not
+    compute: candidates and their order by the mean of this step's distributions and the `past` ones before it, in
+    blocks of `block` with quotas of `steps`, or with `bound` all whose mean has at most this entropy, in nats. Past
+    distributions count with their `kept` likeliest tokens."""
     a = Adapter.of(lm)
-    windows, caching = blocks(a, block)
     score: Score = NegEntropy() if order == "entropy" else Confidence()
+    if rule == "agreement":
+        return MaskedDiffusion(a, Whole(size), score, Agreeing(steps, adaptive, grow, score=score))
+    windows, caching = blocks(a, block)
     commit: Commit = Quota(steps) if bound is None else Threshold(bound, "entropy")
     return MaskedDiffusion(a, windows, score, commit, caching=caching, shaper=Average(past, kept))
 
@@ -99,16 +124,22 @@ def dinfer_credit(lm: Any, threshold: float = 0.9, alpha: float = 0.7, gamma: fl
     """Credit is kept for `kept` tokens a position."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
-    return MaskedDiffusion(a, windows, commit=Threshold(threshold), caching=caching,
+    return MaskedDiffusion(a, windows, commit=Threshold(threshold, slack=1e-5), caching=caching,
                            shaper=Credit(alpha, gamma, beta, kept))
 
 
 @entry("dimple", "Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel Decoding", "Yu et al. 2025",
        "confident decoding of the whole text, the prompt's entries computed once; a template sets the structure")
-def dimple(lm: Any, threshold: float = 0.95, size: int | None = None, prefill: bool = True) -> MaskedDiffusion:
-    """A step in which no position is above the threshold commits the surest, as the published schedule does with as
-    many steps as tokens. Structure priors are given tokens in the canvas: `decodax.infill`."""
-    return MaskedDiffusion(Adapter.of(lm), Whole(size), commit=Threshold(threshold, strict=True),
+def dimple(lm: Any, threshold: float = 0.95, steps: int | None = None,
+           order: Literal["random", "confidence", "margin", "entropy"] = "random", size: int | None = None,
+           prefill: bool = True) -> MaskedDiffusion:
+    """`steps`: None: as many as tokens. `order`: by which a step commits in which no position is above the threshold;
+    "random" is the authors' "origin", "confidence" their "maskgit_plus". The threshold is on the probability whatever
+    the order. `prefill`: the prompt's entries, but for its last token's, are computed in the first forward alone.
+    Structure priors are given tokens in the canvas: `decodax.infill`."""
+    scores: dict[str, Score] = {"random": Random(), "confidence": Confidence(), "margin": Margin(),
+                                "entropy": NegEntropy()}
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), scores[order], Confident(threshold, steps),
                            caching=Prefix(suffix=1) if prefill else NoCache())
 
 

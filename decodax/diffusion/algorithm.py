@@ -137,10 +137,7 @@ class MaskedDiffusion:
         N, W, align = s.tokens.shape[1], self.windows.width, self.windows.align
         zero = lambda: jnp.zeros(s.batch, jnp.int32)
         start = s.prompt_length + 0 if align is None else s.prompt_length // align * align
-        # a text beyond the buffer is cut there, and says so
-        end = jnp.minimum(s.max_length, N - W)
-        if self.adapter.attention.overhangs and not self.adapter.canvas.given:
-            end = self.windows.last(start, end)
+        end = self.whole(s)
         tokens, open = self.adapter.canvas.fill(self.adapter, s.tokens, s.prompt_length, s.key)
         kept = s.prompt_length - 1 if self.prefills else zero()
         slots = jnp.arange(N - W if self.caches else 0, dtype=jnp.int32)
@@ -159,6 +156,15 @@ class MaskedDiffusion:
         if len(self.verify.steps) > 1 and jax.tree.leaves(memory):
             raise ValueError(f"verify: got {self.verify} with rules that remember; drafts need rules without a memory")
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
+
+    def whole(self, s: State) -> Array:
+        """`i32[B]`: the end of a text that no stop rule ends earlier."""
+        # a text beyond the buffer is cut there, and says so
+        end = jnp.minimum(s.max_length, s.tokens.shape[1] - self.windows.width)
+        if self.adapter.attention.overhangs and not self.adapter.canvas.given:
+            start, align = s.prompt_length, self.windows.align
+            end = self.windows.last(start if align is None else start // align * align, end)
+        return end
 
     def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State]:
         """The model and a state before its first round under classifier-free guidance: see `diffusion.guidance`.
@@ -205,7 +211,8 @@ class MaskedDiffusion:
         # a token that may still be revised ends nothing, unless a stop rule has committed it for good
         open = self.revise.busy(view, after, memory["revise"]) & ~rush
         for stop, own in zip(self.stops, memory["stops"], strict=True):
-            after = after.replace(end=jnp.where(open, after.end, jnp.minimum(after.end, stop.end(after, own))))
+            cut = jnp.minimum(after.end, stop.end(view, seen, after, own))
+            after = after.replace(end=jnp.where(open, after.end, cut))
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:

@@ -14,31 +14,49 @@ from decodax.diffusion.features import Similarity
 from decodax.diffusion.policies import Caching, Commit, Score
 from decodax.diffusion.product import Agreed, Guided
 from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
-from decodax.diffusion.scores import Confidence, Noisy, Position, Random
+from decodax.diffusion.reuse import FullStepOrder, Targets, Turns
+from decodax.diffusion.scores import Confidence, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.stops import FirstEnd
 from decodax.diffusion.windows import Fixed, Sliding, Whole
 
 
 @entry("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding",
        "Wu et al. 2025", "all sure positions at once, approximate prefix or dual cache refreshed at each block", CACHE)
-def fast_dllm(lm: Any, block: int = 32, threshold: float = 0.9, factor: float | None = None,
+def fast_dllm(lm: Any, block: int = 32, threshold: float | None = 0.9, steps: int | None = None,
+              factor: float | None = None, variant: Literal["a", "b", "c"] = "a",
               cache: Literal["dual", "prefix", "none"] = "dual", suffix: int = 256) -> MaskedDiffusion:
-    """`factor` in the threshold's place takes the paper's factor rule. `suffix`: see `Prefix`. With a cache, a model
-    whose logits point to the next position decides as the authors' code for Dream does: see `Anchored`."""
+    """`factor` in the threshold's place takes the factor rule, of which three variants are about (see `Factor`). The
+    default, "a", is the paper's; the authors' code ("b") also takes the last open position when it alone fails, which
+    the paper's bound does not cover; "c" is looser. `threshold` None without a factor: quotas of `steps` a block, the
+    cache alone. `suffix`: see `Prefix`.
+
+    With a cache, a model whose logits point to the next position decides as the authors' code for Dream does: see
+    `Anchored`; its quotas go by entropy along the noise schedule, as Dream's."""
     a = Adapter.of(lm)
-    commit: Commit = Threshold(threshold) if factor is None else Factor(factor)
+    anchored = a.shift and cache != "none"
+    score: Score = Confidence()
+    commit: Commit
+    if factor is not None:
+        commit = Factor(factor, variant)
+    elif threshold is not None:
+        commit = Threshold(threshold)
+    elif anchored:
+        score, commit = NegEntropy("policy"), Quota(block if steps is None else steps, "time")
+    else:
+        commit = Quota(steps)
     if cache == "none":
-        return MaskedDiffusion(a, Fixed(block), commit=commit)
-    caching: Caching = Dual(anchored=a.shift) if cache == "dual" else Prefix(anchored=a.shift, suffix=suffix)
-    return MaskedDiffusion(a, Fixed(block), commit=Anchored(commit) if a.shift else commit, caching=caching)
+        return MaskedDiffusion(a, Fixed(block), score, commit)
+    caching: Caching = Dual(anchored=anchored) if cache == "dual" else Prefix(anchored=anchored, suffix=suffix)
+    return MaskedDiffusion(a, Fixed(block), score, Anchored(commit) if anchored else commit, caching=caching)
 
 
 @entry("dinfer-vicinity", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
        "all sure positions at once, a dual cache that also recomputes what lies around the block", CACHE)
 def dinfer_vicinity(lm: Any, block: int = 32, threshold: float = 0.9, before: int = 16, after: int = 16,
                     warmup: int = 0) -> MaskedDiffusion:
-    """`before`, `after`: positions around the block. `warmup`: text-wide steps at the beginning."""
-    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Threshold(threshold),
+    """`before`, `after`: positions around the block. `warmup`: text-wide steps at the beginning. Where they end behind
+    the first block, the authors' code computes the whole text twice more; here once."""
+    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Threshold(threshold, slack=1e-5),
                            caching=Vicinity(before=before, after=after, warmup=warmup))
 
 
@@ -70,23 +88,34 @@ def freecache(lm: Any, block: int = 32, steps: int | None = None, suffix: int = 
 
 @entry("flashdlm", FLASHDLM, "Hu et al. 2025",
        "from left to right, what a small autoregressive model would have said too, with FreeCache", CACHE, draft=True)
-def flashdlm(lm: Any, draft: Any, top: int = 1, lookahead: int = 32, before: int = 128,
-             suffix: int = 128) -> MaskedDiffusion:
-    """Guided diffusion. `top`: how far down the autoregressive model's list a token may stand. `lookahead`: masked
-    positions judged at once. `before`, `suffix`: positions recomputed before and from the first masked one, the
-    authors' sliding window."""
-    return MaskedDiffusion(Adapter.of(lm), Sliding(lookahead), Position(), Agreed(go_on=False),
-                           caching=Frozen(suffix, before), verify=Guided(draft, top))
+def flashdlm(lm: Any, draft: Any, top: int = 1, relative: float = 0.0, window: int = 128,
+             lookahead: int = 32) -> MaskedDiffusion:
+    """Guided diffusion with the authors' sliding window. `top`: how far down the autoregressive model's list a token
+    may stand (1: their "deterministic", more: "topk"); `relative`: and what share of the likeliest one's probability it
+    must have ("topk_relative"). `window`: positions before the last decided one that are recomputed, and masks behind
+    it that are; what lies further behind is seen by the first forward alone. `lookahead`: masks judged at once; the
+    authors judge all of the window, and in the first forward all of the text. Their cache places what is fed in where
+    the window of the forward before began; here it stands where it is."""
+    if window < 2:
+        raise ValueError(f"window: got {window}, takes 2 or more")
+    return MaskedDiffusion(Adapter.of(lm), Sliding(min(lookahead, window - 1)), Position(), Agreed(go_on=False),
+                           caching=Frozen(window - 1, window + 1, near=True), verify=Guided(draft, top, relative))
 
 
 @entry("recap", "Plug-and-Play Context Feature Reuse for Efficient Masked Generation", "Liu et al. 2025",
-       "MaskGIT that recomputes only open positions, but for every few steps", CACHE)
-def recap(lm: Any, steps: int = 24, every: int = 2, order: Literal["random", "confidence"] = "random",
-          choice_temperature: float = 4.5, size: int | None = None, packed: tuple[int, ...] = ()) -> MaskedDiffusion:
-    """`every`: steps from one full forward to the next, in between what was open in it is recomputed."""
-    score: Score = Random() if order == "random" else Noisy(Confidence("policy"), choice_temperature, steps)
-    return MaskedDiffusion(Adapter.of(lm), Whole(size), score, Quota(steps, "cosine"),
-                           caching=DelayedTokens(None, every, packed))
+       "MaskGIT whose full steps choose targets, and whose local steps compute these alone", CACHE)
+def recap(lm: Any, steps: int = 24, every: int = 2, lead: int = 0,
+          order: Literal["random", "confidence"] = "confidence", choice_temperature: float = 5.5,
+          schedule: Literal["power", "cosine"] = "power", size: int | None = None,
+          packed: tuple[int, ...] = ()) -> MaskedDiffusion:
+    """`every`: steps from one full step to the next, after `lead` full ones in the beginning (the authors'
+    `num_cache_iters` plus 1, and their `pre_full_iters`). `schedule`: of the quotas; "power" is the authors'. `order`:
+    "confidence" has Gumbel noise of `choice_temperature`, which fades; "random" is MAR's. `packed`: see `Targets`."""
+    turns, quota = Turns(every, lead), Quota(steps, schedule)
+    score: Score = Random() if order == "random" else \
+        Noisy(Confidence("policy"), choice_temperature, steps) if choice_temperature else Confidence("policy")
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), FullStepOrder(score, turns), quota,
+                           caching=Targets(quota, score, turns, packed))
 
 
 @entry("dllm-cache", "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",
@@ -110,4 +139,4 @@ def elastic_cache(lm: Any, window: int = 16, threshold: float = 0.9, gamma: floa
     if a.mask is None or a.shift:
         raise ValueError(f"lm: got {a}, takes a model with a mask token whose logits speak of their own position")
     return MaskedDiffusion(a, Leading(size, window), commit=Threshold(threshold), caching=Drift(a.mask, window, gamma),
-                           stops=(FirstEnd(),))
+                           stops=(FirstEnd(once=True),))

@@ -27,7 +27,7 @@ class CacheRule(Rule):
     """A cache that is never stale and persists nothing; the base of the others."""
 
     wide, narrow = True, True
-    persists, fused, approximate = False, False, False
+    persists, fused, approximate, beyond = False, False, False, False
     sizes: tuple[int | None, ...] = (None,)
     phases: tuple[bool, ...] = ()
 

@@ -45,18 +45,25 @@ class Quota(Rule):
         steps: of a region; None: one position a step.
         schedule: "even": LLaDA's split of the positions open at first, remainder first. "width": the same split of the
             whole region, the prompt's tokens in it counted in (SDAR, LLaDA 2). "time": Dream's share `1 - s/t` of those
-            still open, rounded down, all in the last step. "cosine": MaskGIT's: after step `i` (from 1)
-            `floor(opened * cos(pi/2 * i/steps))` are left, but one at least before the last step.
+            still open, rounded down, all in the last step. The share may be less than one position: such a step commits
+            nothing (with as many steps as positions, the published default, the first one). "cosine": MaskGIT's: after
+            step `i` (from 1) `floor(opened * cos(pi/2 * i/steps))` are left, but one at least before the last step.
+            "power": ReCAP's: from step to step what `floor(opened * (1 - (i/steps)^2.5))` falls by, one at least, and
+            all in the last.
         eps: where time ends ("time").
     """
 
     steps: int | None = None
-    schedule: Literal["even", "width", "time", "cosine"] = "even"
+    schedule: Literal["even", "width", "time", "cosine", "power"] = "even"
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps: got {self.steps}, takes 1 or more")
+
+    @property
+    def patient(self) -> bool:
+        return self.schedule == "time" and self.steps is not None
 
     def count(self, view: View) -> Array:
         """`i32[R]`."""
@@ -68,6 +75,10 @@ class Quota(Rule):
             return total // self.steps + (view.step < total % self.steps)
         if self.schedule == "cosine":
             return left - remaining(view, self.steps)
+        if self.schedule == "power":
+            at = lambda step: jnp.floor(view.opened * (1 - (step.astype(jnp.float32) / self.steps) ** 2.5))
+            falls = jnp.maximum(at(view.step) - at(view.step + 1), 1).astype(jnp.int32)
+            return jnp.where(view.step + 1 >= self.steps, left, falls)
         t, s = time(view.step, self.steps, self.eps)
         return jnp.where(view.step + 1 >= self.steps, left, (left * (1 - s / t)).astype(jnp.int32))
 
@@ -84,15 +95,26 @@ def remaining(view: View, steps: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Rule):
-    """All that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen et al. 2025)."""
+    """All that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen et al. 2025).
+
+    Attributes:
+        value, measure, of, strict: see `reaches`.
+        slack: of "confidence": the bar is never above the surest one's probability less this, so those that are as good
+            as equal to it go with it (dInfer's threshold decoder, 1e-5).
+    """
 
     value: float = 0.9
     measure: Measure = "confidence"
     of: Of = "model"
     strict: bool = False
+    slack: float | None = None
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
-        return reaches(seen, self.of, self.measure, self.value, self.strict)
+        sure = reaches(seen, self.of, self.measure, self.value, self.strict)
+        if self.slack is None:
+            return sure
+        prob = jnp.where(view.active, seen.of(self.of).prob, -jnp.inf)
+        return sure | (prob >= prob.max(1, keepdims=True) - self.slack)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,10 +229,8 @@ class Coins(Rule):
 @dataclasses.dataclass(frozen=True)
 class LocalLeap(Rule):
     """Local determinism propagation (LocalLeap, Kong et al. 2025): positions whose candidate has a probability of
-    `anchor` are committed, and those within `radius` of one that reach `relaxed`.
-
-    `radius` and `relaxed` are from memory.
-    """
+    `anchor` are committed, and those within `radius` of one that reach `relaxed`. Only open positions of the block are
+    anchors, as in the authors' code."""
 
     anchor: float = 0.9
     relaxed: float = 0.75
@@ -274,22 +294,28 @@ class BlockQuota(Rule):
     """LLaDA's even quota for each block of a region that is filled block by block (`WholeBlocks`): `steps` a block,
     remainder first; past them one a step.
 
-    It remembers the step in which the block began, `i32[B]`.
+    It remembers the step in which the block began and its positions then, `i32[B]` each: the text may end in the block
+    later.
     """
 
     block: int = 32
     steps: int | None = None
 
     def init(self, view: View) -> Memory:
-        return jnp.zeros(view.start.shape, jnp.int32)
+        return jnp.zeros(view.start.shape, jnp.int32), self._size(view)
+
+    def _size(self, view: View) -> Array:
+        here = number(view, self.block) == current(view, self.block)[:, None]
+        return (here & view.editable & view.inside).sum(1, dtype=jnp.int32)
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
-        return jnp.where(current(before, self.block) == current(after, self.block), memory, after.step)
+        same = current(before, self.block) == current(after, self.block)
+        return jnp.where(same, memory[0], after.step), jnp.where(same, memory[1], self._size(after))
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         here = number(view, self.block) == current(view, self.block)[:, None]
         steps = self.block if self.steps is None else self.steps
-        size, step = (here & view.editable & view.inside).sum(1, dtype=jnp.int32), view.step - memory
+        step, size = view.step - memory[0], memory[1]
         count = jnp.where(step < steps, size // steps + (step < size % steps), 1)
         return best(score, view.active & here, count)
 
@@ -315,6 +341,14 @@ class Anchored(Rule):
     @property
     def of(self) -> str:      # type: ignore[override]
         return self.rule.of
+
+    @property
+    def steps(self) -> int | None:
+        return getattr(self.rule, "steps", None)
+
+    @property
+    def patient(self) -> bool:
+        return getattr(self.rule, "patient", False)
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         first = view.active & (view.positions == view.start[:, None])

@@ -4,7 +4,8 @@ moved.
 A forward runs a few nodes only: tokens that were just decided, the first masked positions, and *tracked* tokens: for
 each layer the decided one that masked positions attended to most. They read all other entries from the cache. Where the
 attention of the tracked tokens is no longer like what it was in the forward before, the layers above run for the whole
-text, from the residual stream that was cached below the first of them.
+text, from the residual stream that was cached below the first of them. When an end of sequence is decided, the masks
+behind it are not decided any more; they stay where they are and are still seen, as in the authors' loop.
 
 The network takes part layer by layer, through `Transformer.pieces`: `Tracking` is a model that wraps the model. The
 rule is that of the authors' code for LLaDA: likeness is the cosine over heads, averaged over tracked tokens and keys
@@ -26,6 +27,7 @@ from decodax.core.types import Out
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.policies import Memory, Seen, View
 from decodax.diffusion.refreshes import Rewriting
+from decodax.diffusion.stats import cosine
 from decodax.diffusion.windows import Whole
 from decodax.struct import Struct, struct
 
@@ -168,7 +170,10 @@ class Tracking:
         masked = put(cache.masked, at, window.tokens == self.mask)
         text = put(jnp.zeros((B, S), bool), at, window.live)
         text = text if self.whole else text | window.cached
-        asks = window.live & (window.tokens == self.mask)
+        assert window.reuse is not None
+        ahead = jnp.arange(S) < window.reuse[:, None]       # slots before the end of the text
+        masked = masked & ahead
+        asks = window.live & (window.tokens == self.mask) & take(ahead, jnp.minimum(places, S - 1))
         asks = asks & (jnp.cumsum(asks, 1) <= self.window)
         asking = jnp.argsort(~asks, axis=1, stable=True)[:, :self.window]
         asked = take(asks, asking)
@@ -241,8 +246,7 @@ class Tracking:
         index = jnp.argmax(places[:, None, :] == tracked[:, :, None], 2)
         now = node(take(q, index))
         then = self._weights(take(cache.queries[layer], tracked), cache.base.keys[layer], text, scale)
-        length = jnp.sqrt(jnp.square(now).sum(1) * jnp.square(then).sum(1))
-        alike = (now * then).sum(1) / jnp.maximum(length, 1e-8)         # [B, L, S]
+        alike = cosine(now, then, 1)         # [B, L, S]
         first = jnp.argmax(tracked[:, :, None] == tracked[:, None, :], 2) == jnp.arange(tracked.shape[1])
         count = first[:, :, None] & text[:, None, :]
         return jnp.where(count, alike, 0).sum((1, 2)) / count.sum((1, 2))
@@ -262,6 +266,7 @@ class Drift(Rewriting):
     window: int = 16
     gamma: float = 0.9
     phases = (True, False)
+    beyond = True
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -272,6 +277,9 @@ class Drift(Rewriting):
 
     def through(self, model: Any, phase: int) -> Tracking:
         return Tracking(model, self.gamma, self.mask, self.window, phase == 0)
+
+    def reuse(self, view: View, positions: Array, phase: int) -> Array:
+        return view.end
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         assert view.text is not None

@@ -25,7 +25,7 @@ from decodax.core.types import Out
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.policies import Memory, View
 from decodax.diffusion.refreshes import Rewriting
-from decodax.diffusion.stats import rank
+from decodax.diffusion.stats import cosine, rank
 from decodax.struct import Struct, struct
 
 EVERYTHING, RESPONSE, PART, PROMPT = range(4)
@@ -78,7 +78,8 @@ class FeatureCache(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Reusing:
-    """A model that recomputes, of a window's nodes with `reuse`, only those whose values changed most.
+    """A model that recomputes, of a window's nodes with `Window.reuse` (`bool[B, W]`), only those whose values changed
+    most; in its first layer all of them, as in the authors' hooks: what stands there has just been embedded anew.
 
     Attributes:
         model: a `Transformer`, or what has its `config`, `init_cache` and `pieces`.
@@ -104,7 +105,7 @@ class Reusing:
         slots = jnp.minimum(places, cache.capacity - 1)
         kv, attention, mlp = [], [], []
         for layer in range(net.layers):
-            if reuse is None:
+            if reuse is None or layer == 0:
                 added, entry = net.attention(layer, x, places, self._attend(cache, window))
                 x = x + added
                 more = net.mlp(layer, x)
@@ -133,11 +134,10 @@ class Reusing:
     def _choice(self, v: Array, old: Array, reuse: Array, live: Array) -> tuple[Callable[[Array], Array], Any]:
         """What takes the nodes to recompute out of a window's, and what puts their news in the place of the old."""
         flat = lambda x: x.reshape(*x.shape[:2], -1).astype(jnp.float32)
-        a, b = flat(v), flat(old)
-        length = jnp.sqrt(jnp.square(a).sum(-1) * jnp.square(b).sum(-1))
-        similarity = (a * b).sum(-1) / jnp.maximum(length, 1e-8)
+        similarity = cosine(flat(v), flat(old))
         among = reuse & live
-        count = jnp.floor(among.sum(1) * jnp.float32(self.ratio)).astype(jnp.int32)
+        counts = [int(n * self.ratio) for n in range(among.shape[1] + 1)]       # rounded as Python does
+        count = jnp.array(counts, jnp.int32)[among.sum(1)]
         chosen = ~reuse | (among & (rank(-similarity, among) < count[:, None]))
         widen = lambda rows, x: rows.reshape(*rows.shape, *[1] * (x.ndim - 2))
         if not self.gather:

@@ -4,7 +4,8 @@ text is cut at the end that the model predicts.
 As in the authors' code a block's candidates are committed where the filter's probability is above a threshold, and the
 step's quota of the surest ones in any case. End-of-text prediction looks at the whole canvas: where a candidate is an
 end of sequence that the filter accepts, the text ends behind the first of them; else, where any candidate is one,
-behind the surest. Unlike there, the token is committed with the cut: such a row always ends with an end of sequence.
+behind the surest, whose token is not committed yet: later steps may decide it otherwise, which there leaves a text
+without an end. Here the last token of a text that was cut is an end of sequence in any case.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from jax import Array
 
 from decodax.diffusion.commits import BlockQuota, current, number
 from decodax.diffusion.policies import Memory, Rule, Seen, View
-from decodax.diffusion.stops import ends
-from decodax.diffusion.windows import WholeBlocks
+from decodax.diffusion.revisions import Keep
+from decodax.diffusion.stops import StopRule, behind, ends
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class Learned(Rule):
-    """What the filter accepts with a probability above `threshold`, and the step's quota; and the end of the text.
+    """What the filter accepts with a probability above `threshold`, and the step's quota.
 
     Attributes:
         steps: of a block, for the quota; None: one position a step.
@@ -117,21 +118,39 @@ class Learned(Rule):
         return view.masked & (number(view, n) == block) & (jax.nn.sigmoid(own) > self.threshold)
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
-        accepted = self.accepts(view, seen)
-        end = predicted_end(view, seen) & ~(accepted & ends(view, seen.token)).any(1, keepdims=True)
-        return accepted | self.quota(view, seen, score, memory) | view.active & end
+        return self.accepts(view, seen) | self.quota(view, seen, score, memory)
 
 
 @dataclasses.dataclass(frozen=True)
-class TowardsEnd(WholeBlocks):
-    """Blocks, and the surest end of sequence among all candidates."""
+class PredictedEnd(StopRule):
+    """Where a candidate is an end of sequence that the filter accepts, the text ends behind the first of them; else,
+    where any candidate is one, behind the surest. It may still be open, and is decided in its turn.
 
-    def active(self, view: View, seen: Seen, memory: Memory) -> Array:
-        return super().active(view, seen, memory) | predicted_end(view, seen)
+    Attributes:
+        learned: the sampler's commits.
+    """
+
+    learned: Learned
+
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        candidates = before.masked & seen.reached & ends(before, seen.token)
+        accepted = candidates & self.learned.accepts(before, seen)
+        log_prob = jnp.where(candidates, seen.model.log_prob, -jnp.inf)
+        surest = candidates & (jnp.argmax(log_prob, 1)[:, None] == jnp.arange(log_prob.shape[1]))
+        return behind(after, jnp.where(accepted.any(1, keepdims=True), accepted, surest))
 
 
-def predicted_end(view: View, seen: Seen) -> Array:
-    """`bool[R, W]`: the surest open position whose candidate ends the text, if there is one."""
-    log_prob = jnp.where(view.masked & seen.reached & ends(view, seen.token), seen.model.log_prob, -jnp.inf)
-    first = jnp.argmax(log_prob, 1)[:, None] == jnp.arange(log_prob.shape[1])
-    return first & (log_prob > -jnp.inf)
+@dataclasses.dataclass(frozen=True)
+class ClosingToken(Keep):
+    """What is decided in the last position of a text that was cut is an end of sequence, whatever the candidate.
+
+    It remembers where the text ended at first, `i32[B]`.
+    """
+
+    def init(self, view: View) -> Memory:
+        return view.end
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        last = before.masked & ~after.open & (after.positions == after.end[:, None] - 1)
+        last = last & (after.end < memory)[:, None] & (after.eos[:, :1] >= 0) & ~ends(after, after.tokens)
+        return after.replace(tokens=jnp.where(last, after.eos[:, :1], after.tokens))

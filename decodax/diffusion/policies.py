@@ -228,8 +228,8 @@ class Stop(Remembers, Protocol):
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
         """`bool[R]`: rows whose open positions are all committed now, without revision."""
 
-    def end(self, view: View, memory: Memory) -> Array:
-        """`i32[R]`: where the text ends, after a step; no larger than `view.end`."""
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        """`i32[R]`: where the text ends, after a step; no larger than `after.end`."""
 
     @property
     def filled(self) -> bool:
@@ -264,6 +264,10 @@ class Caching(Remembers, Protocol):
         """Whether entries of tokens that are not emitted yet are written."""
 
     @property
+    def beyond(self) -> bool:
+        """Whether what a stop rule has cut off stays to be seen: the entries behind the text's new end."""
+
+    @property
     def sizes(self) -> tuple[int | None, ...]:
         """How many nodes the kinds of narrow rounds have, ascending; None, which comes last: as many as `nodes` gives,
         dead ones and all. A round takes the first size that fits its rows' live nodes."""
@@ -279,7 +283,7 @@ class Caching(Remembers, Protocol):
         """Of rules with phases: the model as rounds of one run it, and as it makes its cache."""
 
     def reuse(self, view: View, positions: Array, phase: int) -> Array | None:
-        """`Window.reuse` of such a round."""
+        """`Window.reuse` of such a round: what the rule tells the model that it wraps, `[B, ...]`."""
 
     def stale(self, view: View, memory: Memory) -> Array:
         """`bool[B]`: rows that need a wide round."""

@@ -154,10 +154,12 @@ class Guided(Judged):
     Attributes:
         model, weights, chunk: as in `Product`.
         top: to so many of them; 1: the authors' "deterministic" rule, more: their "topk".
+        relative: if they have at least this share of the likeliest one's probability ("topk_relative").
     """
 
     model: Any
     top: int = 1
+    relative: float = 0.0
     weights: Any = dataclasses.field(default=None, compare=False, repr=False)
     chunk: int = 64
 
@@ -165,11 +167,15 @@ class Guided(Judged):
         super().__post_init__()
         if self.top < 1:
             raise ValueError(f"top: got {self.top}, takes 1 or more")
+        if not 0 <= self.relative <= 1:
+            raise ValueError(f"relative: got {self.relative}, takes 0 to 1")
 
     def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
         likelihood = jnp.take_along_axis(own, jnp.maximum(token, 0)[..., None], -1)
         # the mask token, which the diffusion model cannot say, has no place in the list
-        return ((own > likelihood) & (logits > -jnp.inf)).sum(-1) < self.top
+        listed = jnp.where(logits > -jnp.inf, own, -jnp.inf)
+        near = likelihood[..., 0] >= listed.max(-1) + jnp.log(jnp.float32(self.relative))
+        return ((listed > likelihood).sum(-1) < self.top) & near
 
 
 @dataclasses.dataclass(frozen=True)

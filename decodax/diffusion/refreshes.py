@@ -7,6 +7,7 @@ training-free, differ in which positions a narrow forward computes anew and in w
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,7 +16,7 @@ from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.caching import CacheRule, Dual, span
 from decodax.diffusion.canvas import paste
 from decodax.diffusion.commits import Quota
-from decodax.diffusion.policies import Memory, Text, View
+from decodax.diffusion.policies import Memory, Seen, Text, View
 from decodax.diffusion.scores import Random
 from decodax.diffusion.stats import rank
 
@@ -41,6 +42,36 @@ class Vicinity(Dual):
         return span(view, max(left, self.before), view.positions.shape[1] + self.after)
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnBlock(Dual):
+    """The dual cache of blocks that have their own lengths (AdaBlock, Lu et al. 2025): a narrow forward recomputes the
+    block, not all of the region in which it may end.
+
+    Attributes:
+        windows: the sampler's, a `Delimited`. The lengths that it remembers are remembered here once more.
+    """
+
+    windows: Any = None
+
+    def fit(self, budget: int) -> OwnBlock:
+        """With the windows that fit texts of `budget` new tokens."""
+        return dataclasses.replace(self, windows=self.windows.fit(budget))
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:       # type: ignore[override]
+        return (self.windows.block + 1, None)       # and the position before the block, which may predict its first
+
+    def init(self, view: View) -> Memory:
+        return self.windows.init(view)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return self.windows.learn(before, seen, after, memory)
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        nodes = super().nodes(view, left, memory)
+        return nodes.replace(live=nodes.live & (nodes.positions < (view.start + memory)[:, None]))
+
+
 class Rewriting(CacheRule):
     """A cache into which every forward writes what it computed."""
 
@@ -58,18 +89,23 @@ class Frozen(Rewriting):
 
     Attributes:
         suffix: so many positions from the region's beginning on; what lies behind them is read from the cache.
-        before: so many positions before the region are recomputed too, and freeze later (APD's window, Israel et al.
-            2025; FlashDLM's sliding window).
+        before: so many positions before the region are recomputed too, and freeze later (FlashDLM's sliding window).
+        near: what lies behind the suffix is not read, but by the first forward.
     """
 
     suffix: int = 256
     before: int = 0
+    near: bool = False
 
     def stale(self, view: View, memory: Memory) -> Array:
         return view.refreshed < 0
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         return span(view, max(left, self.before), max(self.suffix, view.positions.shape[1]))
+
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
+        behind = positions >= (view.start + max(self.suffix, view.positions.shape[1]))[:, None]
+        return ~behind if self.near else jnp.ones(positions.shape, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +120,7 @@ class DelayedTokens(Rewriting):
 
     Attributes:
         delay: steps for which a decided token is recomputed. 0: its entry stays that of the mask token. None: until the
-            next wide forward (ReCAP).
+            next wide forward.
         refresh: steps from wide forward to wide forward; None: the region's first ones alone.
         packed: sizes of narrow rounds, ascending: what is live is gathered into the smallest that fits; what fits none
             takes a narrow round as long as the text.
@@ -112,7 +148,7 @@ class DelayedTokens(Rewriting):
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         since = view.refreshed if self.delay is None else view.round - self.delay
-        return _scattered(_with_left(_text(view).open, left) | _decided(view, since))
+        return scattered(with_left(_text(view).open, left) | _decided(view, since))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +187,7 @@ class Greedy(Rewriting):
         place = jnp.arange(_text(view).open.shape[1], dtype=jnp.int32)
         open = _text(view).open & (place < view.end[:, None])
         taken = paste(jnp.zeros(open.shape, bool), chosen, view.start)
-        taken = _with_left(taken, left) | _decided(view, view.round - 1)
+        taken = with_left(taken, left) | _decided(view, view.round - 1)
 
         def around(i: Array, taken: Array) -> Array:
             this = chosen & (order == i)
@@ -160,7 +196,7 @@ class Greedy(Rewriting):
             near = open & ~taken
             return taken | (near & (rank(-turn, near) < self.window) & this.any(1)[:, None])
 
-        return _scattered(lax.fori_loop(0, chosen.sum(1).max(), around, taken) if self.window else taken)
+        return scattered(lax.fori_loop(0, chosen.sum(1).max(), around, taken) if self.window else taken)
 
 
 def _text(view: View) -> Text:
@@ -168,13 +204,13 @@ def _text(view: View) -> Text:
     return view.text
 
 
-def _scattered(live: Array) -> Nodes:
+def scattered(live: Array) -> Nodes:
     """The positions of the text that are `live` (`bool[B, N]`)."""
     positions = jnp.broadcast_to(jnp.arange(live.shape[1], dtype=jnp.int32), live.shape)
     return Nodes(positions=positions, live=live, own=jnp.ones(live.shape, bool))
 
 
-def _with_left(these: Array, left: int) -> Array:
+def with_left(these: Array, left: int) -> Array:
     """Also the `left` positions before each."""
     for _ in range(left):
         these = these | jnp.pad(these[:, 1:], ((0, 0), (0, 1)))

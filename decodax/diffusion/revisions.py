@@ -42,6 +42,7 @@ class ReMDM(_Revision):
             token's share of softmax(-p) over the decided ones, with `p` its probability when it was decided. "loop":
             the share of decided positions rises to `held` until time `on`, stays there until `off` while sigma is
             `eta`, and rises to 1; as in the authors' code, with their numbers.
+        eps: where time ends; all of what is open is decided in the last step.
     """
 
     steps: int = 64
@@ -50,6 +51,7 @@ class ReMDM(_Revision):
     on: float = 0.55
     off: float = 0.05
     held: float = 0.9
+    eps: float = 1e-5
 
     def __post_init__(self) -> None:
         if not 0 < self.off < self.on < 1:
@@ -59,7 +61,7 @@ class ReMDM(_Revision):
 
     def shares(self, view: View) -> tuple[Array, Array]:
         """`f32[R]` each: the share of positions that are masked where a step begins and where it ends."""
-        t, s = time(view.step, self.steps)
+        t, s = time(view.step, self.steps, self.eps)
         if self.kind != "loop":
             return t, s
         rise, end = self.held / (1 - self.on), (1 - self.held) / self.off
@@ -75,7 +77,7 @@ class ReMDM(_Revision):
         if self.kind == "conf":
             return jnp.zeros(view.start.shape)
         if self.kind == "loop":
-            t, _ = time(view.step, self.steps)
+            t, _ = time(view.step, self.steps, self.eps)
             return jnp.where((t > self.off) & (t <= self.on), jnp.float32(self.eta), 0)
         return jnp.minimum(self.eta, self._bound(view)) if self.kind == "cap" else self.eta * self._bound(view)
 

@@ -83,7 +83,7 @@ class Round:
         if not self.wide:
             slots = jnp.arange(c.valid.shape[1], dtype=jnp.int32)
             again = _scatter(jnp.zeros(c.valid.shape, bool), positions, live, live)
-            cached = c.valid & ~again & (slots < text.end[:, None])
+            cached = c.valid & ~again & (slots < self._end(s, text)[:, None])
         live = live & turn[:, None]
         if (K := self.branches) > 1:
             tokens = self._branch_tokens(of.drafts(look(s, c, of.windows.width), c).tokens, positions, tokens, c)
@@ -129,11 +129,15 @@ class Round:
             # a final token has one node, unless the region sees it through a copy
             twice = ~nodes.own & (nodes.positions >= c.start[:, None] - left) & (not attention.joined)
             nodes = nodes.replace(own=own, live=nodes.live & ~twice)
-        end = attention.reach(c.start, W, c.end)
+        end = attention.reach(c.start, W, self._end(s, c))
         nodes = Nodes(positions=jnp.clip(nodes.positions, 0, N - 1), own=nodes.own,
                       live=nodes.live & (nodes.positions < end[:, None]))
         nodes = nodes if self.wide or self.size is None else _packed(nodes, self.size)
         return nodes.replace(prompt=s.prompt_length)
+
+    def _end(self, s: State, c: Canvas) -> Array:
+        """`i32[B]`: the end of what may be seen."""
+        return self.of.whole(s) if self.of.caching.beyond else c.end
 
     def needs(self, s: State) -> Array:
         """`i32[B]`: how many nodes of a narrow round are live."""

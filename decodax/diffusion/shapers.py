@@ -73,7 +73,8 @@ class Average(Rule):
     `past` ones before it in the region, an estimate of its marginal over contexts. Past ones count with their `kept`
     likeliest tokens; the mass of the others is lost, and the mean is normalised without it.
 
-    The window of steps and the plain mean are from memory.
+    The paper averages over all steps so far and keeps a few of the last ones; its released code decides by agreement
+    instead (`Agreeing`).
     """
 
     past: int = 3

@@ -95,6 +95,18 @@ def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> Stats:
                  entropy=jnp.maximum(log_total - weighted / total, 0), lse=top + log_total, top=top, second=second)
 
 
+def cosine(a: Array, b: Array, axis: int = -1) -> Array:
+    """Cosine similarity `f32[...]` along an axis, each length taken to be at least 1e-8, as torch has it. A floor under
+    the product of both lengths would make short vectors unlike themselves.
+
+    >>> x = jnp.array([1e-6, 2e-6])
+    >>> round(float(cosine(x, x)), 4)
+    1.0
+    """
+    unit = lambda x: x / jnp.maximum(jnp.sqrt(jnp.square(x).sum(axis, keepdims=True)), 1e-8)
+    return (unit(a) * unit(b)).sum(axis)
+
+
 def rank(score: Array, among: Array) -> Array:
     """`i32[R, W]`: places 0, 1, ... by falling score among the given positions; equal ones from left to right. The
     others come behind them.

@@ -18,8 +18,8 @@ class StopRule(Rule):
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
         return jnp.zeros(view.start.shape, bool)
 
-    def end(self, view: View, memory: Memory) -> Array:
-        return view.end
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        return after.end
 
 
 def ends(view: View, tokens: Array) -> Array:
@@ -32,28 +32,40 @@ def ends(view: View, tokens: Array) -> Array:
 class EndOfText(StopRule):
     """The text ends behind its first end of sequence that has nothing open before it. What follows is dropped."""
 
-    def end(self, view: View, memory: Memory) -> Array:
-        clean = jnp.cumprod(~view.open | ~view.inside, 1).astype(bool)
-        return _behind(view, ends(view, view.tokens) & ~view.open & clean)
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        clean = jnp.cumprod(~after.open | ~after.inside, 1).astype(bool)
+        return behind(after, ends(after, after.tokens) & ~after.open & clean)
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstEnd(StopRule):
     """The text ends behind the first end of sequence that is decided, whatever is open before it: the canvas is cut
-    there (Learn2PD's end-of-text prediction).
+    there.
 
     Attributes:
         filled: the canvas keeps its length, and what is open before the end sees more ends of sequence behind it
             (d3LLM).
+        once: a second one, before the first, cuts nothing more (Elastic-Cache's loop). What is open between them is
+            still filled in, and the text that is returned ends at the earlier one. It remembers whether it has cut,
+            `bool[B]`.
     """
 
     filled: bool = False
+    once: bool = False
 
-    def end(self, view: View, memory: Memory) -> Array:
-        return _behind(view, ends(view, view.tokens) & ~view.open)
+    def init(self, view: View) -> Memory:
+        return jnp.zeros(view.start.shape, bool) if self.once else None
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return memory | (after.end < before.end) if self.once else None
+
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        end = behind(after, ends(after, after.tokens) & ~after.open)
+        return jnp.where(memory, after.end, end) if self.once else end
 
 
-def _behind(view: View, hit: Array) -> Array:
+def behind(view: View, hit: Array) -> Array:
+    """`i32[R]`: the end of the text if it ends behind the first of `hit` (`bool[R, W]`), if there is one."""
     return jnp.where(hit.any(1), view.start + jnp.argmax(hit, 1).astype(jnp.int32) + 1, view.end)
 
 

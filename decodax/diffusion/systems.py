@@ -38,7 +38,11 @@ def llada(lm: Any, block: int | None = None, steps: int | None = None,
        "the whole text at once, by entropy, margin or confidence under the policy, quotas along the noise schedule")
 def dream(lm: Any, steps: int = 64, order: Literal["entropy", "margin", "confidence", "random"] = "entropy",
           order_temperature: float = 0.0, size: int | None = None) -> MaskedDiffusion:
-    """`order_temperature` is Dream's `alg_temp`; order "random" is its "origin"."""
+    """`order_temperature` is Dream's `alg_temp`; order "random" is its "origin". A step may decide nothing, as `Quota`
+    says.
+
+    Scores are those of the policy: `generate(top_p=..., temperature=0)` filters what they see, as in the authors' code;
+    with top-k too, that comes first (there top-p does)."""
     scores: dict[str, Score] = {"entropy": NegEntropy("policy"), "margin": Margin("policy"), "random": Random(),
                                 "confidence": Confidence("policy", log=False)}
     score = scores[order]
@@ -59,6 +63,7 @@ def maskgit(lm: Any, steps: int = 12, choice_temperature: float = 4.5, size: int
 @entry("mdlm", "Simple and Effective Masked Diffusion Language Models", "Sahoo et al. 2024",
        "ancestral sampling of the absorbing process: each position at a time of its own")
 def mdlm(lm: Any, steps: int = 64, size: int | None = None) -> MaskedDiffusion:
+    """Steps in which no position's time comes take no forward, as in the authors' cached sampler."""
     return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Ancestral(steps))
 
 
@@ -75,7 +80,8 @@ def bd3_lm(lm: Any, block: int | None = None, steps: int | None = None) -> Maske
        "ancestral sampling that takes tokens back")
 def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf", "loop"] = "cap",
           on: float = 0.55, off: float = 0.05, held: float = 0.9, size: int | None = None) -> MaskedDiffusion:
-    """`on`, `off`, `held`: the times and the share of decided positions of the loop."""
+    """`on`, `off`, `held`: the times and the share of decided positions of the loop. Each step takes a forward; the
+    authors' code scores an unchanged canvas once."""
     remask = ReMDM(steps, eta, kind, on, off, held)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Coins(steps, remask), remask, stops=())
 
@@ -158,6 +164,7 @@ def sdlm(lm: Any, size: int | None = None, threshold: float = 0.9,
 @entry("dparallel", "dParallel: Learnable Parallel Decoding for dLLMs", "Chen et al. 2025",
        "all positions of low entropy at once, for models trained to be certain early")
 def dparallel(lm: Any, entropy: float = 0.5, block: int | None = None) -> MaskedDiffusion:
+    """Below `entropy`, in nats, as in the authors' loop for Dream; theirs for LLaDA takes what is equal to it too."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     return MaskedDiffusion(a, windows, NegEntropy(), Threshold(entropy, "entropy", strict=True), caching=caching)

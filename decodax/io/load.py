@@ -41,6 +41,7 @@ class LM:
         name: what it was loaded as.
         mesh: the mesh its weights lie on; batches are placed on it.
         diffusion: how it fills masks; None for an autoregressive model.
+        directory: where it was loaded from.
     """
 
     model: Model
@@ -51,6 +52,7 @@ class LM:
     name: str = "model"
     mesh: Mesh | None = None
     diffusion: Diffusion | None = None
+    directory: Path | None = None
 
     @property
     def eos(self) -> list[int]:
@@ -125,7 +127,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
     model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)      # last, for it takes longest
     return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
-              generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion)
+              generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
 
 
 def _tokenizer(path: Path, needed: bool = False) -> Tokenizer | None:

@@ -74,6 +74,8 @@ CHECKPOINTS = {
     "canvas": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
                           "mlp_bias": False, "diffusion": {"mask": MASK, "attention": "causal-prefix", "block": 8}},
                          seed=9),
+    # dream's weights as an autoregressive model: one that agrees with it now and then
+    "dream-causal": Checkpoint({**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, seed=1),
     "llama": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
                          "mlp_bias": False}, seed=5),
     "llama-draft": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama",

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.diffusion import Filter
 from tests.conformance.checkpoints import digest, write
 
 CASES = Path(__file__).parent / "cases"
@@ -54,6 +55,8 @@ def test_tokens_and_forwards_are_the_authors(data: dict[str, Any], case: dict[st
     lm = loaded(name, directory)
     needs = [loaded(case.get("draft", data["draft"]), directory)] if "draft" in data or "draft" in case else []
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in case["options"].items()}
+    if "filter" in data:
+        options["filter"] = Filter.of(data["filter"])
     algorithm = dx.system(data["system"], lm, *needs, **options)
     out = dx.generate(lm, case["prompts"], algorithm=algorithm, **case["generate"])
     assert [out.row(i).tolist() for i in range(len(out))] == case["tokens"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def vicinity(prompt, threshold, before, after, warmup):
 
 
 def freecache(prompt, steps):
-    """FlashDLM's block loop: one forward over the text, then over the block and what follows it; what the block's last
+    """FreeCache's block loop: one forward over the text, then over the block and what follows it; what the block's last
     forward computed stays."""
     x, place, among = blocks(prompt)
     cache, first = net().empty(len(x)), True
@@ -111,17 +112,28 @@ def freecache(prompt, steps):
     return x[len(prompt):].tolist()
 
 
-def recap(prompt, steps, every):
-    """Full forwards every so many steps; between them the open tokens and those decided since are computed."""
+def recap(prompt, steps, every, lead):
+    """The maskgit loop of ReCAP: full steps choose the targets of the steps up to the next full one, in their order."""
     x, place, _ = blocks(prompt)
-    all_of_it = place >= len(prompt)
-    cache = net().empty(len(x))
-    for i, count in enumerate(quota(NEW, steps)):
-        if i % every == 0:
-            where, targets = place, x == MASK
-        else:
-            where = np.flatnonzero(targets)
-        commit(x, net().forward(x[where], where, cache), where, all_of_it, count)
+    left = [int(NEW * (1 - (i / steps) ** 2.5)) for i in range(steps + 1)]
+    counts = [max(a - b, 1) for a, b in itertools.pairwise(left)]
+    full = [i < lead or (i - lead) % every == 0 for i in range(steps)]
+    cache, i = net().empty(len(x)), 0
+    while i < steps and (x == MASK).any():
+        group = [counts[i]]
+        while i + len(group) < steps and not full[i + len(group)]:
+            group.append(counts[i + len(group)])
+        lp = net().forward(x, place, cache)
+        order = np.argsort(np.where(x == MASK, -lp.max(-1), np.inf), kind="stable")
+        targets = order[:min(sum(group), (x == MASK).sum())]
+        where = np.sort(targets)
+        for count in group:
+            now, targets = targets[:count], targets[count:]
+            x[now] = lp.argmax(-1)[now]
+            lp = np.full(lp.shape, -np.inf)
+            if len(targets):
+                lp[where] = net().forward(x[where], where, cache)
+            i += 1
     return x[len(prompt):].tolist()
 
 
@@ -166,12 +178,15 @@ def dllm_cache(prompt, steps, of_prompt, of_response, ratio):
             for i in n.layers:
                 q, k, v = n.project(i, stream, place)
                 chosen = head | response
-                if step % of_response:
+                if i == 0:          # the first layer, whose output the others measure, is computed whole
+                    chosen = place >= 0
+                elif step % of_response:
                     a, b = v[response].reshape(response.sum(), -1), old[1][i][response].reshape(response.sum(), -1)
                     cosine = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
                     least = np.argsort(cosine, kind="stable")[:int(response.sum() * ratio)]
                     chosen = head | np.isin(place, np.flatnonzero(response)[least])
-                old[0][i][chosen], old[1][i][head | response] = k[chosen], v[head | response]
+                renewed = chosen | head | response
+                old[0][i][chosen], old[1][i][renewed] = k[chosen], v[renewed]
                 added[i][chosen] = n.attend(i, q[chosen], old[0][i], old[1][i])[0]
                 stream = stream + added[i]
                 more[i][chosen] = n.mlp(i, stream[chosen])
@@ -224,16 +239,19 @@ def fast_dllm_2(prompt, threshold, sub, inside):
     return x[len(prompt):len(prompt) + NEW].tolist()
 
 
-def flashdlm(prompt, top, before):
-    """FlashDLM's guided loop with its sliding window; the guide is the same network, read causally."""
+def flashdlm(prompt, top, window):
+    """FlashDLM's guided loop with its sliding window; the guide is the same network, read causally. Behind the window
+    lies nothing, but for the first forward."""
     x, place, _ = blocks(prompt)
     cache, start, steps = net().empty(len(x)), len(prompt), 0
     while start < len(x):
-        where = place if steps == 0 else place[place >= start - before]
-        lp = net().forward(x[where], where, cache)
-        drafts = lp[where >= start].argmax(-1)
+        low, high = max(start - 1 - window, 0), min(start - 1 + window, len(x))
+        where = place if steps == 0 else place[low:high]
+        seen = np.ones((len(where), len(x)), bool) if steps == 0 else np.tile(place < high, (len(where), 1))
+        lp = net().forward(x[where], where, cache, seen)
+        drafts = lp[(where >= start) & (where < high)].argmax(-1)
         text = np.concatenate([x[:start], drafts])
-        guide = net().forward(text, place, seen=np.tri(len(x), dtype=bool))[start - 1:-1]
+        guide = net().forward(text, place[:high], seen=np.tri(high, dtype=bool))[start - 1:-1]
         agreed = [(g > g[token]).sum() < top for g, token in zip(guide, drafts, strict=True)]
         count = max(agreed.index(False) if False in agreed else len(agreed), 1)
         x[start:start + count] = drafts[:count]
@@ -324,20 +342,21 @@ def test_frozen_is_freecache():
     assert made(MaskedDiffusion(A, **QUOTA, caching=d.Frozen(NEW)))[0] == [freecache(p, 5) for p in IDS]
 
 
-def test_a_delay_without_end_is_recap():
-    alg = MaskedDiffusion(A, d.Whole(NEW), commit=d.Quota(7), caching=d.DelayedTokens(None, 3))
-    assert made(alg)[0] == [recap(p, 7, 3) for p in IDS]
+def test_targets_are_recaps():
+    lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK))
+    alg = ENTRIES["recap"].make(lm, steps=8, every=3, lead=1, choice_temperature=0.0, size=NEW)
+    assert made(alg)[0] == [recap(p, 8, 3, 1) for p in IDS]
+    assert made(alg)[0] != made(dataclasses.replace(alg, caching=d.NoCache()))[0]
 
 
 def test_guided_and_frozen_is_flashdlm():
     network, weights = model("llama")
     lm = LM(network, weights, VOCABULARY)
-    alg = ENTRIES["flashdlm"].make(dataclasses.replace(lm, diffusion=Diffusion(MASK)), draft=lm, top=6, lookahead=NEW,
-                                   before=2, suffix=NEW)
+    alg = ENTRIES["flashdlm"].make(dataclasses.replace(lm, diffusion=Diffusion(MASK)), draft=lm, top=6, window=5)
     params = Params(weights, weights)
     _, _, chain, s = start(alg, "llama", IDS, {}, new=NEW, draft=weights)
     s = drivers.advance(alg, network, params, chain, s, jnp.int32(99))
-    wanted = [flashdlm(p, 6, 2) for p in IDS]
+    wanted = [flashdlm(p, 6, 5) for p in IDS]
     assert (texts(s), np.asarray(s.stats.rounds).tolist()) == ([t for t, _ in wanted], [n for _, n in wanted])
     assert max(n for _, n in wanted) < NEW
 

@@ -6,7 +6,7 @@ import pytest
 
 import decodax.diffusion as d
 from decodax.diffusion.policies import Seen, View
-from decodax.diffusion.stats import Stats, rank, statistics
+from decodax.diffusion.stats import Stats, cosine, rank, statistics
 from decodax.struct import fields
 
 
@@ -132,8 +132,9 @@ def test_a_confident_prefix_ends_before_the_first_doubt():
 
 
 @pytest.mark.parametrize(("schedule", "counts"), [
-    # 10 positions in 4 steps: the remainder first; what a cosine leaves, 9, 7, 3; Dream rounds 2.5, 2.7 and 2.99 down
-    ("even", [3, 3, 2, 2]), ("cosine", [1, 2, 4, 3]), ("time", [2, 2, 2, 4])])
+    # 10 positions in 4 steps: the remainder first; what a cosine leaves, 9, 7, 3; Dream rounds 2.5, 2.7 and 2.99 down;
+    # ReCAP leaves 9 (of 9.7), 8 (8.2), 5 (5.1)
+    ("even", [3, 3, 2, 2]), ("cosine", [1, 2, 4, 3]), ("time", [2, 2, 2, 4]), ("power", [1, 1, 3, 5])])
 def test_quotas_add_up(schedule, counts):
     view, seen, *_ = scene()
     open, made = jnp.ones((R, 10), bool), []
@@ -144,3 +145,27 @@ def test_quotas_add_up(schedule, counts):
         open = open & ~chosen
         made.append(int(chosen[0].sum()))
     assert made == counts and not open.any()
+
+
+def test_dreams_quota_may_be_nothing():
+    view, seen, *_ = scene()
+    view = view.replace(opened=view.end * 0 + W, open=jnp.ones((R, W), bool), active=jnp.ones((R, W), bool))
+    rule = d.Quota(W, "time")
+    # 9 positions in 9 steps: 9 * (1 - t/s) of the first is a thousandth less than one
+    assert rule.patient and not d.Quota(W).patient
+    assert not rule(view, seen, seen.model.log_prob, None).any()
+    assert (rule(view.replace(step=view.step + 1), seen, seen.model.log_prob, None).sum(1) == 1).all()
+
+
+def test_what_is_as_sure_as_the_surest_goes_with_it():
+    view, seen, active, p, _ = scene()
+    got = np.asarray(d.Threshold(0.99, slack=0.05)(view, seen, None, None)) & active
+    assert all(set(np.flatnonzero(g)) == {i for i in np.flatnonzero(a) if q[i] >= min(0.99, q[a].max() - 0.05)}
+               for g, a, q in zip(got, active, p, strict=True))
+
+
+def test_a_cosine_floors_each_norm_by_itself():
+    a = np.array([[3e-6, 4e-6], [3.0, 4.0], [0.0, 0.0]], np.float32)
+    # the product of the first two norms is below the floor of either
+    np.testing.assert_allclose(cosine(jnp.asarray(a), jnp.asarray(a)), [1, 1, 0], rtol=1e-6)
+    np.testing.assert_allclose(cosine(jnp.asarray(a[:1] * 1e-4), jnp.asarray(a[1:2])), 5e-10 / 1e-8, rtol=1e-5)

@@ -53,7 +53,7 @@ CASES = {
     "adablock": ("shifted", dict(delimiters=(2, 3, 5, 7), delimiter_threshold=0.1, block=BLOCK, threshold=0.15,
                                  cache="dual", size=NEW)),
     "localleap": ("full", dict(anchor=0.2, relaxed=0.12, radius=1, block=BLOCK)),
-    "ccd": ("full", dict(past=2, kept=4, steps=3, block=BLOCK)),
+    "ccd": ("full", dict(steps=8, grow=3.0, size=NEW)),
     "dinfer-hierarchy": ("full", dict(threshold=0.3, low=0.1, block=BLOCK)),
     "dinfer-credit": ("full", dict(threshold=0.15, kept=3, block=BLOCK)),
     "dimple": ("shifted", dict(threshold=0.15, size=NEW)),
@@ -62,9 +62,9 @@ CASES = {
     "dkv-cache": ("shifted", dict(block=BLOCK, refresh=3, packed=(10,))),
     "freecache": ("full", dict(block=BLOCK, steps=3, suffix=8)),
     "dllm-cache": ("shifted", dict(block=BLOCK, prompt=5, response=3, size=NEW)),
-    "flashdlm": ("shifted", dict(top=3, lookahead=6, before=2, suffix=8)),
+    "flashdlm": ("shifted", dict(top=3, window=6)),
     "elastic-cache": ("full", dict(window=4, threshold=0.15, gamma=0.998, size=NEW)),
-    "recap": ("full", dict(steps=5, every=3, size=NEW)),
+    "recap": ("full", dict(steps=5, every=3, packed=(6,), size=NEW)),
 }
 FEW = ("fast-dllm", "sdlm")
 few = lambda names: [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in names]
@@ -364,18 +364,19 @@ def dream(prompt, new, steps, order):
         top = np.sort(p, -1)
         confidence = {"confidence": top[:, -1], "margin": top[:, -1] - top[:, -2],
                       "entropy": (p * np.where(p > 0, lp, 0)).sum(-1)}[order]
-        n = len(masked) if i == steps - 1 else max(int(len(masked) * (1 - times[i + 1] / times[i])), 1)
+        n = len(masked) if i == steps - 1 else int(len(masked) * (1 - times[i + 1] / times[i]))
         chosen = masked[np.argsort(-confidence[masked], kind="stable")[:n]]
         x[chosen] = lp.argmax(-1)[chosen]
     return x[len(prompt):].tolist()
 
 
-@pytest.mark.parametrize("order", ["entropy", "margin", pytest.param("confidence", marks=pytest.mark.slow)])
-def test_the_sampler_is_dreams(order):
+@pytest.mark.parametrize(("order", "steps"), [("entropy", 16), ("margin", 5),
+                                               pytest.param("confidence", 5, marks=pytest.mark.slow)])
+def test_the_sampler_is_dreams(order, steps):
     ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["shifted"])
-    s = decode(ENTRIES["dream"].make(lm, steps=5, order=order, size=16), "llama", ids, {}, new=16)
-    assert texts(s) == [dream(p, 16, 5, order) for p in ids]
+    s = decode(ENTRIES["dream"].make(lm, steps=steps, order=order, size=16), "llama", ids, {}, new=16)
+    assert texts(s) == [dream(p, 16, steps, order) for p in ids]
 
 
 def fast_dllm(prompt, new, block, threshold, cache):
