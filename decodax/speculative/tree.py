@@ -42,7 +42,10 @@ class Proposal(Struct):
 
     Attributes:
         tokens: `i32[B, N]`.
-        live: `bool[B, N]`, which of them are real; a node below a dead one is dead. Dead ones are never accepted.
+        live: `bool[B, N]`, which of them are real; a node below a dead one is dead. Dead ones are never accepted. What
+            makes a draft dead must not be its own value. Among siblings drawn without replacement a dead one in front
+            of a live one counts as drawn: its token is out of what the later ones were drawn from, unless it is
+            negative, which says that nothing was drawn.
         parents: `i32[B or 1, N]` window node above each (0: the newest token, `i`: draft `i - 1`); a NumPy array where
             the topology is fixed; None says a chain.
         log_q: `f32[B, J, V]` for the first J window nodes the log of the distribution that their children *were drawn
@@ -75,7 +78,8 @@ class Tree:
     """A proposal with its topology, over the newest token and the drafts. It lives inside one trace.
 
     Attributes:
-        tokens, live: `[B, 1 + N]`. parents: `i32[B or 1, 1 + N]`, -1 above the newest token.
+        tokens, live: `[B, 1 + N]`; dead nodes have token 0. drawn: `i32[B, 1 + N]`, dead nodes with their own.
+        parents: `i32[B or 1, 1 + N]`, -1 above the newest token.
         sees: `bool[B or 1, 1 + N, 1 + N]`, node `i` has `j` among its ancestors or is it.
         depth: `i32[B or 1, 1 + N]`. longest: the most drafts that a path can have.
         log_q: as in `Proposal`.
@@ -83,6 +87,7 @@ class Tree:
 
     tokens: Array
     live: Array
+    drawn: Array
     parents: Any
     sees: Any
     depth: Any
@@ -108,8 +113,8 @@ def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
     live = jnp.concatenate([jnp.ones((newest.shape[0], 1), bool), proposal.live], 1)
     live = (live[:, None, :] | ~sees).all(-1)
     tokens = jnp.concatenate([newest[:, None], proposal.tokens], 1)
-    return Tree(tokens=jnp.where(live, tokens, 0).astype(jnp.int32), live=live, parents=parents, sees=sees,
-                depth=sees.sum(-1, dtype=xp.int32) - 1, longest=longest, log_q=proposal.log_q)
+    return Tree(tokens=jnp.where(live, tokens, 0).astype(jnp.int32), live=live, drawn=tokens.astype(jnp.int32),
+                parents=parents, sees=sees, depth=sees.sum(-1, dtype=xp.int32) - 1, longest=longest, log_q=proposal.log_q)
 
 
 def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: Begun | None = None) -> Window:

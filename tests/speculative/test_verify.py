@@ -178,7 +178,7 @@ def test_siblings_are_judged_by_the_formulas(rule):
     p, q = simplex(draw, 2, tries, V)
     xs = np.array([draw.choice(V, k, rule.drawn == "independent", q[i]) for i in range(tries)])
     u = draw.random((tries, k))
-    run = jax.jit(jax.vmap(lambda *x: rule.siblings(*x[:3], jnp.ones(k, bool), x[3])))
+    run = jax.jit(jax.vmap(lambda *x: rule.siblings(*x[:3], jnp.ones(k, bool), jnp.zeros(k, bool), x[3])))
     child, accepted, left = map(np.asarray, run(*(jnp.asarray(x, jnp.float32) for x in (p, q)), jnp.asarray(xs),
                                                 jnp.asarray(u, jnp.float32)))
     find = jax.jit(jax.vmap(smallest, (0, 0, None)))
@@ -205,7 +205,7 @@ def test_deterministic_children_are_accepted_with_their_probability():
     p = jnp.asarray(simplex(draw, 6), jnp.float32)
     xs, n = np.array([0, 4, 0, 2]), 50_000                  # one stands twice, one is no child
     children = jnp.array([True, True, True, False])
-    run = jax.jit(jax.vmap(lambda u: KSeq().siblings(p, None, jnp.asarray(xs), children, u)))
+    run = jax.jit(jax.vmap(lambda u: KSeq().siblings(p, None, jnp.asarray(xs), children, ~children, u)))
     child, accepted, left = map(np.asarray, run(jnp.asarray(draw.random((n, 4)), jnp.float32)))
     made = np.bincount(np.where(accepted, xs[child], sample(draw, left / left.sum(1, keepdims=True))), minlength=6)
     assert chi_square(made, np.asarray(p) * n) > ALARM
@@ -299,10 +299,12 @@ CASES = {
     "multi-round-replacement-tree": (MultiRound(replacement=True), TREE),
     "block-certain": (Block(), Chain(2)), "multi-round-certain-tree": (MultiRound(), TREE),
 }
+HOLES = [name for name in CASES if "tree" in name]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_joint_distribution_of_three_tokens_is_the_targets(case):
+@pytest.mark.parametrize(("case", "dead"), [*((case, 0.0) for case in CASES), *((case, 0.2) for case in HOLES)])
+def test_the_joint_distribution_of_three_tokens_is_the_targets(case, dead):
+    """`dead`: the share of drafts that are dropped at random, with live siblings behind them."""
     rule, shape = CASES[case]
     draw = np.random.default_rng(6)
     P, Q = simplex(draw, 2, V, V)
@@ -317,7 +319,8 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(case):
     else:
         tokens = drafts(draw, Q, shape, ROWS, rule.drawn == "distinct")
         log_q = np.log(np.maximum(Q, 1e-30))[tokens[:, :1 + shape.parents.max()]]
-    made, accepted = judge(rule, shape, tokens, np.log(np.maximum(P, 1e-30))[tokens], log_q)
+    live = draw.random((ROWS, len(shape.parents))) >= dead
+    made, accepted = judge(rule, shape, tokens, np.log(np.maximum(P, 1e-30))[tokens], log_q, live)
     for i in range(1, 3):
         made[:, i] = np.where(i <= accepted, made[:, i], sample(draw, P[made[:, i - 1]]))
     counts = np.bincount(made @ [V * V, V, 1], minlength=V**3)

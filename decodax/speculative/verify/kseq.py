@@ -53,7 +53,7 @@ class KSeq:
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         return walk(self.siblings, policy, s, tree)
 
-    def siblings(self, p: Array, q: Array | None, tokens: Array, children: Array,
+    def siblings(self, p: Array, q: Array | None, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
         """See `decodax.speculative.verify.walk.Siblings`."""
         if q is None:

@@ -29,7 +29,9 @@ class MultiRound:
         replacement: whether siblings are independent draws from q. Without (the default) they are distinct, and no
             chance is wasted on a token that was rejected before.
 
-    Deterministic drafts are tried against what is left of p: each is accepted with its probability there.
+    Deterministic drafts are tried against what is left of p: each is accepted with its probability there. A dead child
+    is not tried. Without replacement it still has had its part in what the children behind it were drawn from: its
+    token leaves q.
     """
 
     replacement: bool = False
@@ -42,11 +44,14 @@ class MultiRound:
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         return walk(self.siblings, policy, s, tree)
 
-    def siblings(self, p: Array, q: Array | None, tokens: Array, children: Array,
+    def siblings(self, p: Array, q: Array | None, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
         """See `decodax.speculative.verify.walk.Siblings`."""
         if q is None:
             return certain(p, tokens, children, u)
+
+        place = jnp.arange(tokens.shape[0])
+        without = lambda q, gone: q.at[jnp.where(gone & (tokens >= 0), tokens, q.shape[0])].set(0, mode="drop")
 
         def untried(carry: Any) -> Array:
             _, accepted, _, _, children = carry
@@ -56,11 +61,13 @@ class MultiRound:
             _, _, p, q, children = carry
             child = jnp.argmax(children)
             token = tokens[child]
+            if not self.replacement:
+                q = without(q, dead & (place < child))
             # p and q are kept unnormalised: what is left of them sums to less than 1
             P, Q = p.sum(), q.sum()
             accepted = u[child] * q[token] * P < p[token] * Q
             left = residual(p / jnp.where(P > 0, P, 1) - q / jnp.where(Q > 0, Q, 1), p)
-            return (child, accepted, jnp.where(accepted, p, left), q if self.replacement else q.at[token].set(0),
+            return (child, accepted, jnp.where(accepted, p, left), q if self.replacement else without(q, place == child),
                     children.at[child].set(False))
 
         start = (jnp.argmax(children), jnp.zeros((), bool), p, q, children)
