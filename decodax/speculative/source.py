@@ -94,6 +94,10 @@ class Stateless:
         return state
 
 
+PLACES, RANKS = 1 << 16, 1 << 8
+"""Places in a tree, and children of a node, that the addresses of a shape's draws tell apart."""
+
+
 @struct
 class Level(Struct):
     """Tree nodes that a source is asked about together.
@@ -154,6 +158,7 @@ class Grower:
             child is drawn, never by a child's own probability whether to keep it: what is kept would not be drawn from
             q. A shape that does so asks for "ranked" children, the likeliest in order, which no verifier takes for
             draws.
+        stream: tells apart the draws of several sources that draft in one round.
     """
 
     source: Source
@@ -161,6 +166,7 @@ class Grower:
     policy: Any
     s: State
     drawn: Drawn
+    stream: int = 0
 
     @property
     def ranked(self) -> Grower:
@@ -240,12 +246,19 @@ class Grower:
         return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)
 
     def _uniforms(self, g: Growth, nodes: Array, count: int, purpose: Purpose) -> Array:
-        # of one position, nodes, their children and rounds (which see it at another depth) must not share their noise
+        """No two draws at one position share noise: rounds see it at different depths, whatever tree each of them
+        grows, and of one round the place in the tree, the rank among the children and the stream differ."""
+        if count > RANKS:
+            raise ValueError(f"children: got {count} draws at a node, takes at most {RANKS}")
         depth = jnp.take_along_axis(g.sees.sum(-1, dtype=jnp.int32), nodes, 1)
-        salt = ((depth * g.tokens.shape[1] + nodes) * count)[..., None] + jnp.arange(count, dtype=jnp.int32)
-        one = lambda key, position, salt: jax.random.uniform(keys.at(key, position, purpose, salt), (2,), jnp.float32)
-        each = jax.vmap(jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, 0)))
-        return each(self.s.key, jnp.take_along_axis(self._positions(g), nodes, 1) + 1, salt)
+        place = (self.stream * PLACES + nodes)[..., None] * RANKS + jnp.arange(count, dtype=jnp.int32)
+
+        def one(key: Array, position: Array, depth: Array, place: Array) -> Array:
+            key = jax.random.fold_in(keys.at(key, position, purpose, depth), place)
+            return jax.random.uniform(key, (2,), jnp.float32)
+
+        each = jax.vmap(jax.vmap(jax.vmap(one, (None, None, None, 0)), (None, 0, 0, 0)))
+        return each(self.s.key, jnp.take_along_axis(self._positions(g), nodes, 1) + 1, depth, place)
 
 
 def likeliest(log_p: Array, count: int) -> Array:
