@@ -54,7 +54,8 @@ class Source(Protocol):
 
     A source that runs the target's own first layers may also have `begin(params, s, state, proposal, slots)`, which
     gives the target what it has of the forward over the newest token and the drafts (`Begun`), or None; `slots` as in
-    `place`.
+    `place`. One whose logits may have another number of entries than the target's has `for_vocabulary(size)`, which
+    gives the source with logits of so many.
     """
 
     @property
@@ -269,6 +270,12 @@ def likeliest(log_p: Array, count: int) -> Array:
     return jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, spare)], constant_values=-1) if spare else tokens
 
 
+def fitted(source: Any, size: int | None) -> Any:
+    """A source with logits of `size` entries, the target's; None: whatever it has."""
+    fit = getattr(source, "for_vocabulary", None)
+    return source if fit is None or size is None else fit(size)
+
+
 class Shape(Protocol):
     """How a tree grows: a frozen dataclass, static under jit."""
 
@@ -308,7 +315,8 @@ class Grown:
         return self.source.init(params, s)
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        proposal, state, nodes = self.form.grow(Grower(self.source, params, policy, s, drawn), state)
+        source = fitted(self.source, policy.vocab_size)
+        proposal, state, nodes = self.form.grow(Grower(source, params, policy, s, drawn), state)
         if begin := getattr(self.source, "begin", None):
             proposal = proposal.replace(begun=begin(params, s, state, proposal, nodes))
         return proposal, self.source.place(state, nodes)

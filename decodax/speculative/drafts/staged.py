@@ -72,12 +72,13 @@ class Staged:
         if drawn not in ("coupled", "ranked"):
             raise ValueError("verify: Staged drafts with the target's uniforms and knows no q; takes SeedExact")
         model, inner = _own(params)
-        cache = catch_up(self.draft.model, model, s, state.cache, self.draft.chunk, newest=1)
+        draft = (self.draft if policy.vocab_size is None else self.draft.for_vocabulary(policy.vocab_size)).fitted
+        cache = catch_up(draft, model, s, state.cache, self.draft.chunk, newest=1)
         zero = lambda: jnp.zeros_like(s.length)
         decided = jnp.zeros((s.batch, self.inner.emits + 1), jnp.int32)
         mine = s.replace(cache=cache, algo=state.algo, record=None, max_length=s.length + self.length,
                          stats=Stats(zero(), zero(), zero(), decided, zero()))
-        done = run(self.inner, self.draft.model, Params(model, inner), policy, mine, self.length)
+        done = run(self.inner, draft, Params(model, inner), policy, mine, self.length)
         index = s.length[:, None] + jnp.arange(self.length)
         tokens = jnp.take_along_axis(done.tokens, jnp.minimum(index, s.tokens.shape[1] - 1), 1)
         return chain(tokens, jnp.where(s.running, done.length - s.length, 0)), Stage(done.cache, done.algo)
