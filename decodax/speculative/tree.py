@@ -114,7 +114,8 @@ def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
     live = (live[:, None, :] | ~sees).all(-1)
     tokens = jnp.concatenate([newest[:, None], proposal.tokens], 1)
     return Tree(tokens=jnp.where(live, tokens, 0).astype(jnp.int32), live=live, drawn=tokens.astype(jnp.int32),
-                parents=parents, sees=sees, depth=sees.sum(-1, dtype=xp.int32) - 1, longest=longest, log_q=proposal.log_q)
+                parents=parents, sees=sees, depth=sees.sum(-1, dtype=xp.int32) - 1, longest=longest,
+                log_q=proposal.log_q)
 
 
 def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: Begun | None = None) -> Window:

@@ -59,8 +59,9 @@ def _suffix_decoding(alpha: float = 2.0, pattern: int = 16, nodes: int = 16, bra
        "Recycling", "Luo et al. 2024", TREE, "the latest candidates after each token, grown into a fixed tree")
 def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, verify: Any = EXACT) -> Any:
     if tree is not None and nodes is not None:
-        raise ValueError(f"nodes: got {nodes} beside a tree, takes one of the two; nodes cuts the paper's own tree")
-    return Speculative(drafts.TokenRecycling(tree or template(80 if nodes is None else nodes), k=k), verify)
+        raise ValueError(f"nodes: got {nodes} beside a tree, takes one of the two")
+    tree = tree or (shapes.RECYCLING_80 if nodes is None else template(nodes))
+    return Speculative(drafts.TokenRecycling(tree, k=k), verify)
 
 
 @entry("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025", TREE,

@@ -67,8 +67,8 @@ class MultiRound:
             P, Q = p.sum(), q.sum()
             accepted = u[child] * q[token] * P < p[token] * Q
             left = residual(p / jnp.where(P > 0, P, 1) - q / jnp.where(Q > 0, Q, 1), p)
-            return (child, accepted, jnp.where(accepted, p, left), q if self.replacement else without(q, place == child),
-                    children.at[child].set(False))
+            q = q if self.replacement else without(q, place == child)
+            return child, accepted, jnp.where(accepted, p, left), q, children.at[child].set(False)
 
         start = (jnp.argmax(children), jnp.zeros((), bool), p, q, children)
         child, accepted, left, _, _ = lax.while_loop(untried, attempt, start)
