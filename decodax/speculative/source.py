@@ -347,7 +347,8 @@ class Trimmed:
         if p.parents is not None or p.probes is not None:
             raise ValueError(f"shape: {type(self.draft).__name__} proposes trees or probes, which a chain cannot cut")
         log_q = None if p.log_q is None else p.log_q[:, :self.length]
-        return Proposal(tokens=p.tokens[:, :self.length], live=p.live[:, :self.length], log_q=log_q), state
+        tokens, live = p.tokens[:, :self.length], p.live[:, :self.length]
+        return Proposal(tokens=tokens, live=live, log_q=log_q, match=p.match), state
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         return self.draft.observe(s, window, out, decision, state)

@@ -52,6 +52,7 @@ class Proposal(Struct):
             from*; None says that drafts are deterministic. Nodes from J on have no children.
         probes: what else the forward is to score.
         begun: what drafting has computed of the forward over the newest token and the drafts; not beside probes.
+        match: `i32[B]`, how many of the text's last tokens the drafts were looked up by; None if they were not.
     """
 
     tokens: Array
@@ -60,6 +61,7 @@ class Proposal(Struct):
     log_q: Array | None = None
     probes: Probes | None = None
     begun: Begun | None = None
+    match: Array | None = None
 
     @property
     def count(self) -> Array:

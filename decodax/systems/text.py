@@ -18,8 +18,9 @@ def _autoregressive() -> Any:
 # drafts from text and tables
 
 @entry("prompt-lookup", "Prompt Lookup Decoding", "Saxena 2023", LINEAR, "what followed the last n-gram before")
-def _prompt_lookup(length: int = 10, max_ngram: int = 3, min_ngram: int = 1, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.PromptLookup(length, max_ngram, min_ngram), verify)
+def _prompt_lookup(length: int = 10, max_ngram: int = 3, min_ngram: int = 1, pick: Any = "latest",
+                   verify: Any = EXACT) -> Any:
+    return Speculative(drafts.PromptLookup(length, max_ngram, min_ngram, pick), verify)
 
 
 @entry("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
@@ -35,11 +36,12 @@ def _sam(length: int = 10, corpus: Any = (), verify: Any = EXACT) -> Any:
 
 
 @entry("sam-decoding-hybrid", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,
-       "suffix matches, and a draft model where the match is short", DRAFT)
-def _sam_hybrid(draft: Any, length: int = 10, model_length: int = 4, threshold: int = 5,
-                verify: Any = EXACT) -> Any:
-    text = drafts.SuffixAutomaton(length)
-    return Speculative(drafts.Fallback(text, drafts.DraftModel(draft), threshold, shapes.Chain(model_length)), verify)
+       "what followed a long suffix match; where the match is short, Token Recycling's tree or a draft model's chain")
+def _sam_hybrid(draft: Any = None, length: int = 39, threshold: int = 5, bias: int = 5, corpus: Any = (),
+                model_length: int = 4, verify: Any = EXACT) -> Any:
+    text = drafts.SuffixAutomaton(length, bias=bias, full=True, corpus=corpus)
+    other = drafts.TokenRecycling() if draft is None else drafts.DraftModel(draft)
+    return Speculative(drafts.Fallback(text, other, threshold, shapes.Chain(model_length)), verify)
 
 
 @entry("pain-lookahead", "Lookahead: An Inference Acceleration Framework for Large Language Model with Lossless "
