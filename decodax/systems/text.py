@@ -7,7 +7,7 @@ from typing import Any
 from decodax.autoregressive import Autoregressive
 from decodax.speculative import Speculative, drafts, shapes
 from decodax.speculative.drafts.recycling import template
-from decodax.systems.registry import CHAIN, DRAFT, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
+from decodax.systems.registry import CHAIN, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
 
 
 @entry("autoregressive", "Plain autoregressive decoding", "", "ar-sampling", "one token a forward")
