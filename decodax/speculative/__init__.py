@@ -6,6 +6,7 @@ from decodax.speculative.algorithm import Speculative
 from decodax.speculative.controllers import Automatic, Bandit, Bass
 from decodax.speculative.fit import fit_tree
 from decodax.speculative.measure import automatic, measure
+from decodax.speculative.predictor import Logistic, fit_predictor
 from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Probes, Proposal, Tree, chain
 from decodax.speculative.verify import (
@@ -24,6 +25,6 @@ from decodax.speculative.verify import (
 )
 
 __all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Distance", "Draft", "Greedy", "KSeq",
-           "LongestBranch", "Margin", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact", "Shape", "Source",
-           "Speculative", "TopK", "Tree", "Typical", "Verifier", "automatic", "chain", "drafts", "fit_tree", "measure",
-           "shapes"]
+           "Logistic", "LongestBranch", "Margin", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact",
+           "Shape", "Source", "Speculative", "TopK", "Tree", "Typical", "Verifier", "automatic", "chain", "drafts",
+           "fit_predictor", "fit_tree", "measure", "shapes"]

@@ -17,9 +17,10 @@ from decodax.speculative import (
     TopK,
     Typical,
     drafts,
+    fit_predictor,
     shapes,
 )
-from decodax.systems.registry import BLOCKWISE, BOTH, CHAIN, DRAFT, EXACT, LINEAR, THEORY, TREE, entry
+from decodax.systems.registry import BLOCKWISE, BOTH, CHAIN, DRAFT, EXACT, LINEAR, SAMPLED, THEORY, TREE, alias, entry
 
 # a draft model
 
@@ -30,10 +31,8 @@ def _leviathan(draft: Any, length: int = 4) -> Any:
     return Speculative(drafts.DraftModel(draft), Rejection(), shapes.Chain(length))
 
 
-@entry("speculative-sampling", "Accelerating Large Language Model Decoding with Speculative Sampling",
-       "Chen et al. 2023", LINEAR, "the same rule, found at the same time", DRAFT, "distribution-exact")
-def _chen(draft: Any, length: int = 4) -> Any:
-    return Speculative(drafts.DraftModel(draft), Rejection(), shapes.Chain(length))
+alias("speculative-sampling", "speculative-decoding", "Accelerating Large Language Model Decoding with Speculative "
+      "Sampling", "Chen et al. 2023", LINEAR, "the same rule, found at the same time")
 
 
 @entry("seed-exact", "Speculative sampling that keeps the seed's tokens", "", LINEAR,
@@ -77,10 +76,9 @@ def _improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), least:
     return Speculative(source, verify or LongestBranch(branching[0]), shape)
 
 
-@entry("rsd-c", "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
-       "Jeon et al. 2024", TREE, "Gumbel-top-k children, recursive rejection", DRAFT, "distribution-exact")
-def _rsd_c(draft: Any, branching: tuple[int, ...] = (2, 2, 2)) -> Any:
-    return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.Fixed.balanced(*branching))
+alias("rsd-c", "mcsd", "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
+      "Jeon et al. 2024", TREE, "its Gumbel-top-k children are draws without replacement, its recursive rejection is "
+      "multi-round rejection")
 
 
 @entry("rsd-s", "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
@@ -134,15 +132,29 @@ def _threshold(draft: Any, length: int = 12, least: float = 0.4) -> Any:
 
 
 @entry("disco", "Accelerating Speculative Decoding using Dynamic Speculation Length", "Mamou et al. 2024", LINEAR,
-       "drafting stops when a predictor of acceptance says so", DRAFT)
-def _disco(draft: Any, length: int = 12, least: float = 0.4, predictor: Any = shapes.probability) -> Any:
-    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.Threshold(length, least, predictor))
+       "drafting stops when a fitted predictor says that the draft is rejected", SAMPLED)
+def _disco(lm: Any, draft: Any, length: int = 12, least: float = 0.4, predictor: Any = None,
+           samples: Any = None) -> Any:
+    shape = shapes.Threshold(length, least, _predictor("disco", lm, draft, predictor, samples))
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shape)
 
 
 @entry("specdec++", "SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths", "Huang et al. 2024",
-       LINEAR, "drafting stops when some draft is likely rejected", DRAFT)
-def _specdec(draft: Any, length: int = 12, most: float = 0.3, predictor: Any = shapes.probability) -> Any:
-    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.RiskThreshold(length, most, predictor))
+       LINEAR, "drafting stops when by a fitted predictor some draft is likely rejected", SAMPLED)
+def _specdec(lm: Any, draft: Any, length: int = 12, most: float = 0.3, predictor: Any = None,
+             samples: Any = None) -> Any:
+    shape = shapes.RiskThreshold(length, most, _predictor("specdec++", lm, draft, predictor, samples, rejected=6.0))
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shape)
+
+
+def _predictor(name: str, lm: Any, draft: Any, predictor: Any, samples: Any, rejected: float = 1.0) -> Any:
+    """The predictor, given or fitted to samples."""
+    if (predictor is None) == (samples is None):
+        raise ValueError(f"system: {name!r} needs predictor=, from decodax.fit_predictor, or samples=, prompts as "
+                         "token ids to fit one to; takes one of the two")
+    if samples is None:
+        return predictor
+    return fit_predictor(lm, drafts.DraftModel(draft), samples, rejected=rejected)
 
 
 # a draft model with another tokenizer
