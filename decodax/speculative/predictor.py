@@ -133,7 +133,6 @@ def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, leng
     Raises:
         ValueError: no samples or an empty one, a number out of range, or drafts that all held or all failed.
 
-
         predictor = fit_predictor(lm, drafts.DraftModel(small), samples)
         out = generate(lm, prompts, algorithm=system("disco", lm, small, predictor=predictor))
     """

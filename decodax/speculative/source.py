@@ -20,7 +20,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import draw, first_argmax
 from decodax.speculative.tree import Drawn, Proposal
-from decodax.struct import Struct, struct
+from decodax.struct import Struct, static, struct
 
 
 class Draft(Protocol):
@@ -108,6 +108,7 @@ class Level(Struct):
         parents: `i32[B, w]`, the slot of each one's parent: 0 the newest token, `i` the `i`-th node expanded before.
         sees: `bool[B, w, room]`, which nodes expanded before are ancestors; entry 0 is the first.
         at: `i32[]`, how many nodes were expanded before.
+        chained: whether each node is the parent of the next one, which then sees those in front of it too.
     """
 
     tokens: Array
@@ -115,6 +116,13 @@ class Level(Struct):
     parents: Array
     sees: Array
     at: Array
+    chained: bool = static(False)
+
+    @property
+    def inside(self) -> Array:
+        """`bool[1, w, w]`: who sees whom in the level."""
+        w = self.tokens.shape[1]
+        return (jnp.tri(w, dtype=bool) if self.chained else jnp.eye(w, dtype=bool))[None]
 
 
 @struct
@@ -189,16 +197,22 @@ class Grower:
         g = Growth(tokens=tokens, sees=sees, filled=jnp.ones((), jnp.int32), source=state)
         return g, self._children(g, logits, jnp.zeros((B, 1), jnp.int32), children)
 
-    def expand(self, g: Growth, tokens: Array, parents: Array, children: int) -> tuple[Growth, Children]:
+    def expand(self, g: Growth, tokens: Array, parents: Array, children: int,
+               chained: bool = False) -> tuple[Growth, Children]:
         """Puts nodes (`tokens` `i32[B, w]` below the slots `parents` `i32[B or 1, w]`) into the tree and asks what
-        follows them."""
+        follows them. With `chained` only the first one's parent counts, and each is the next one's; not every source
+        can answer that."""
         B, w = tokens.shape
-        parents = jnp.broadcast_to(parents, (B, w)).astype(jnp.int32)
         slots = g.filled + jnp.arange(w, dtype=jnp.int32)
-        above = jnp.take_along_axis(g.sees, parents[:, :, None], 1)
-        own = above | (slots[:, None] == jnp.arange(g.tokens.shape[1]))
-        level = Level(tokens=tokens, positions=self.s.length[:, None] - 1 + above.sum(-1, dtype=jnp.int32),
-                      parents=parents, sees=above[:, :, 1:], at=g.filled - 1)
+        parents = jnp.broadcast_to(parents, (B, w)).astype(jnp.int32)
+        above = jnp.take_along_axis(g.sees, (parents[:, :1] if chained else parents)[:, :, None], 1)
+        here = slots[:, None] == jnp.arange(g.tokens.shape[1])
+        own = above | (jnp.cumsum(here, 0) > 0 if chained else here)
+        if chained:
+            parents = jnp.concatenate([parents[:, :1], jnp.broadcast_to(slots[:-1], (B, w - 1))], 1)
+        level = Level(tokens=tokens, positions=self.s.length[:, None] - 2 + own.sum(-1, dtype=jnp.int32),
+                      parents=parents, sees=jnp.broadcast_to(above, own.shape)[:, :, 1:], at=g.filled - 1,
+                      chained=chained)
         state, logits = self.source.extend(self.params, self.s, g.source, level)
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g.filled, 1)
         g = Growth(tokens=put(g.tokens, tokens), sees=put(g.sees, own), filled=g.filled + w, source=state)

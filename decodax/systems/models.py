@@ -120,9 +120,11 @@ def _cape(draft: Any, length: int = 5, nodes: int | None = 12) -> Any:
 
 
 @entry("staged", "Accelerating LLM Inference with Staged Speculative Decoding", "Spector, Re 2023", TREE,
-       "the draft model's own decoding is speculative", DRAFT)
-def _staged(draft: Any, length: int = 7, inner: int = 4) -> Any:
-    return Speculative(drafts.Staged(drafts.DraftModel(draft), Speculative(drafts.PromptLookup(inner)), length))
+       "a tree along the draft model's continuation, which n-grams draft for it", DRAFT)
+def _staged(draft: Any, length: int = 6, nodes: int = 16, width: int = 4, branches: int = 4, inner: int = 4,
+            order: int = 3) -> Any:
+    ngrams = drafts.NGram(inner, order)
+    return Speculative(drafts.Staged(drafts.DraftModel(draft), ngrams, length, nodes, width, branches))
 
 
 @entry("confidence-threshold", "Assisted generation with a confidence threshold", "Gante 2023; Joao et al. 2024",
@@ -141,7 +143,7 @@ def _disco(lm: Any, draft: Any, length: int = 12, least: float = 0.4, predictor:
 
 @entry("specdec++", "SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths", "Huang et al. 2024",
        LINEAR, "drafting stops when by a fitted predictor some draft is likely rejected", SAMPLED)
-def _specdec(lm: Any, draft: Any, length: int = 12, most: float = 0.3, predictor: Any = None,
+def _specdec(lm: Any, draft: Any, length: int = 12, most: float = 0.7, predictor: Any = None,
              samples: Any = None) -> Any:
     shape = shapes.RiskThreshold(length, most, _predictor("specdec++", lm, draft, predictor, samples, rejected=6.0))
     return Speculative(drafts.DraftModel(draft), SeedExact(), shape)

@@ -31,7 +31,7 @@ def _iad(length: int = 16, beta: int | None = None, tau: float | None = None, ve
         return Speculative(drafts.InputGuided(length), verify or EXACT)
     if verify is not None:
         raise ValueError(f"verify: got {verify} beside beta={beta} and tau={tau}, which are a verifier of their own")
-    return Speculative(drafts.InputGuided(length), Margin(beta or 3, 1.0 if tau is None else tau))
+    return Speculative(drafts.InputGuided(length), Margin(3 if beta is None else beta, 1.0 if tau is None else tau))
 
 
 @entry("sam-decoding", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,

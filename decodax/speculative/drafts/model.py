@@ -90,10 +90,9 @@ class DraftModel:
         return Drafting(cache=cache, scratch=scratch.replace(base=None)), out.logits(jnp.ones((s.batch, 1), int))
 
     def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Array]:
-        w = level.tokens.shape[1]
         assert state.scratch is not None
         scratch = state.scratch.replace(base=state.cache)
-        window = Window(tokens=level.tokens, positions=level.positions, mask=jnp.eye(w, dtype=bool)[None],
+        window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
         out = self.fitted.apply(params.draft, window, scratch.seen_by(level.sees))
         scratch = scratch.append(out.kv, level.positions, level.at).replace(base=None)
