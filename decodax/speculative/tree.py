@@ -50,6 +50,8 @@ class Proposal(Struct):
             the topology is fixed; None says a chain.
         log_q: `f32[B, J, V]` for the first J window nodes the log of the distribution that their children *were drawn
             from*; None says that drafts are deterministic. Nodes from J on have no children.
+        drawn_at: `i32[N]`, a NumPy array: the entry of `log_q` that each draft was drawn from, where that is not its
+            parent's, since several sources drew; such siblings are independent draws.
         probes: what else the forward is to score.
         begun: what drafting has computed of the forward over the newest token and the drafts; not beside probes.
         match: `i32[B]`, how many of the text's last tokens the drafts were looked up by; None if they were not.
@@ -62,6 +64,7 @@ class Proposal(Struct):
     probes: Probes | None = None
     begun: Begun | None = None
     match: Array | None = None
+    drawn_at: Any = None
 
     @property
     def count(self) -> Array:
@@ -84,7 +87,7 @@ class Tree:
         parents: `i32[B or 1, 1 + N]`, -1 above the newest token.
         sees: `bool[B or 1, 1 + N, 1 + N]`, node `i` has `j` among its ancestors or is it.
         depth: `i32[B or 1, 1 + N]`. longest: the most drafts that a path can have.
-        log_q: as in `Proposal`.
+        log_q, drawn_at: as in `Proposal`.
     """
 
     tokens: Array
@@ -95,6 +98,7 @@ class Tree:
     depth: Any
     longest: int
     log_q: Array | None
+    drawn_at: np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -117,7 +121,7 @@ def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
     tokens = jnp.concatenate([newest[:, None], proposal.tokens], 1)
     return Tree(tokens=jnp.where(live, tokens, 0).astype(jnp.int32), live=live, drawn=tokens.astype(jnp.int32),
                 parents=parents, sees=sees, depth=sees.sum(-1, dtype=xp.int32) - 1, longest=longest,
-                log_q=proposal.log_q)
+                log_q=proposal.log_q, drawn_at=proposal.drawn_at)
 
 
 def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: Begun | None = None) -> Window:

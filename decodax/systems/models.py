@@ -54,10 +54,14 @@ def _spectr(draft: Any, drafts_a_node: int = 3, length: int = 3) -> Any:
 
 
 @entry("specinfer", "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative Inference and "
-       "Verification", "Miao et al. 2024", TREE, "a tree by multi-round rejection with replacement", DRAFT,
-       "distribution-exact")
-def _specinfer(draft: Any, branching: tuple[int, ...] = (3, 2, 1)) -> Any:
-    return Speculative(drafts.DraftModel(draft), MultiRound(replacement=True), shapes.Fixed.balanced(*branching))
+       "Verification", "Miao et al. 2024", TREE, "the merged trees of one or several draft models (draft= takes a "
+       "tuple), by multi-round rejection with replacement", DRAFT, "distribution-exact")
+def _specinfer(draft: Any, branching: tuple[int, ...] = (3, 2, 1), verify: Any = None) -> Any:
+    models = tuple(map(drafts.DraftModel, draft if isinstance(draft, (tuple, list)) else (draft,)))
+    shape, rule = shapes.Fixed.balanced(*branching), verify or MultiRound(replacement=True)
+    if len(models) == 1:
+        return Speculative(models[0], rule, shape)
+    return Speculative(drafts.Merged(models, shape), rule)
 
 
 @entry("mcsd", "Multi-Candidate Speculative Decoding", "Yang et al. 2024", TREE,

@@ -12,6 +12,7 @@ from decodax.speculative.drafts.jacobi import HGJ, PGJ, PJ, Jacobi
 from decodax.speculative.drafts.knn_ssd import KNNSkip, fit_anchors
 from decodax.speculative.drafts.layer_skip import LayerSkip
 from decodax.speculative.drafts.lookahead import Lookahead
+from decodax.speculative.drafts.merged import Merged
 from decodax.speculative.drafts.model import DraftModel
 from decodax.speculative.drafts.ngram import NGram, NGramModel
 from decodax.speculative.drafts.prompt_lookup import PromptLookup
@@ -26,6 +27,6 @@ from decodax.speculative.drafts.target_rooted import TargetRooted
 from decodax.speculative.drafts.trie import Trie
 
 __all__ = ["ADED", "HGJ", "PGJ", "PJ", "SJD", "CLaSp", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
-           "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "NGram", "NGramModel",
-           "PromptLookup", "Realigned", "Staged", "Stand", "SuffixAutomaton", "SuffixTree", "TargetRooted",
-           "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
+           "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "Merged", "NGram",
+           "NGramModel", "PromptLookup", "Realigned", "Staged", "Stand", "SuffixAutomaton", "SuffixTree",
+           "TargetRooted", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
