@@ -16,12 +16,12 @@ from tests.laws.test_distribution import ALARM, PROMPT, chi_square, joint
 from tests.laws.test_systems import decode as batch
 from tests.laws.test_systems import lm, plain, system, texts
 
-ROWS = 100_000
+ROWS = 60_000
 SHAPE = Fixed.of([[0], [1], [0, 0]])
 
 
 def test_the_distribution_is_the_targets_though_the_sources_often_agree():
-    alg = Speculative(Merged((Table(1.5), Table(3.0)), SHAPE), MultiRound(replacement=True))
+    alg = Speculative(Merged((Table(2.0), Table(2.5)), SHAPE), MultiRound(replacement=True))
     s = decode(alg, "toy", [PROMPT] * ROWS, dict(temperature=1.0), new=3, size=16)
     made = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3]
     counts = np.bincount(made @ [VOCABULARY**2, VOCABULARY, 1], minlength=VOCABULARY**3)
