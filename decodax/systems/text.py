@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from decodax.autoregressive import Autoregressive
-from decodax.speculative import Margin, Speculative, drafts, shapes
+from decodax.speculative import Margin, Speculative, drafts, fit_tree, shapes
 from decodax.speculative.drafts.recycling import template
 from decodax.systems.registry import CHAIN, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
 
@@ -72,9 +72,17 @@ def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, verify: A
 
 
 @entry("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025", TREE,
-       "n-gram tables of the target's own probability vectors", TARGET)
-def _stand(lm: Any, order: int = 3, k: int = 10, shape: Any = None, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.Stand(lm.vocab_size, order, min(k, lm.vocab_size)), verify, shape)
+       "n-gram tables of the target's own probability vectors, shared among the samples of a prompt, in a fitted tree",
+       TARGET)
+def _stand(lm: Any, order: int = 3, k: int = 10, share: bool = True, warm: Any = None, shape: Any = None,
+           samples: Any = None, nodes: int = 15, verify: Any = EXACT) -> Any:
+    source = drafts.Stand(lm.vocab_size, order, min(k, lm.vocab_size), share=share, warm=warm)
+    if samples is not None:
+        if shape is not None:
+            raise ValueError("shape: got one beside samples, to which one is fitted; takes one of the two")
+        large = Speculative(source, verify, shapes.Fixed.balanced(6, 3, 2, 2, 1))
+        shape = fit_tree(lm, large, samples, nodes, temperature=0.8)
+    return Speculative(source, verify, shape)
 
 
 @entry("aded", "Adaptive Draft-Verification for Efficient Large Language Model Decoding", "Liu et al. 2024", TREE,
