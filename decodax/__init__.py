@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Typical,
         automatic,
         drafts,
+        fit_layers,
         fit_predictor,
         fit_tree,
         shapes,
@@ -59,17 +60,17 @@ _HOMES = {
     "decodax.result": ["LogProbs", "Result", "Statistics"],
     "decodax.sharding": ["lanes"],
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
-                            "Typical", "automatic", "drafts", "fit_predictor", "fit_tree", "shapes"],
+                            "Typical", "automatic", "drafts", "fit_layers", "fit_predictor", "fit_tree", "shapes"],
     "decodax.systems": ["system"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
-    "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "SeedExact",
-    "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic", "diffusion",
-    "drafts", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop",
-    "run", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
+    "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
+    "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic",
+    "diffusion", "drafts", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "lanes",
+    "load", "policy", "python_loop", "run", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
 ]
 
 

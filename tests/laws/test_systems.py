@@ -38,6 +38,7 @@ def lm(which: str) -> LM:
 
 SAMPLES = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
 OPTIONS = {"automatic": dict(lengths=(2, 4)), "knn-ssd": dict(domains=SAMPLES),
+           "self-speculative": dict(skip_mlp=(1,), gamma=0.3),
            "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
            "specdec++": dict(predictor=Logistic((3.0, 1.0, 0.2, -0.1, -0.2)))}
 
