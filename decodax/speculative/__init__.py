@@ -12,6 +12,7 @@ from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Probes, Proposal, Tree, chain
 from decodax.speculative.verify import (
     Block,
+    Cut,
     Distance,
     Greedy,
     KSeq,
@@ -25,7 +26,7 @@ from decodax.speculative.verify import (
     Verifier,
 )
 
-__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Distance", "Draft", "Greedy", "KSeq",
+__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Cut", "Distance", "Draft", "Greedy", "KSeq",
            "Logistic", "LongestBranch", "Margin", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact",
            "Shape", "Skips", "Source", "Speculative", "TopK", "Tree", "Typical", "Verifier", "automatic", "chain",
            "drafts", "fit_layers", "fit_predictor", "fit_tree", "measure", "shapes"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from decodax.autoregressive import Autoregressive
-from decodax.speculative import Margin, Speculative, drafts, fit_tree, shapes
+from decodax.speculative import Cut, Margin, Speculative, drafts, fit_tree, shapes
 from decodax.speculative.drafts.recycling import template
 from decodax.systems.registry import CHAIN, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
 
@@ -142,6 +142,11 @@ def _sjd(lm: Any, length: int = 16, top: int = 64, verify: Any = REJECTION) -> A
 
 
 @entry("fastcot", "Fast Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster",
-       "Zhang et al. 2023", JACOBI, "a Jacobi window whose width follows a schedule")
-def _fastcot(verify: Any = EXACT) -> Any:
-    return Speculative(drafts.FastCoT(), verify)
+       "Zhang et al. 2023", JACOBI, "a Jacobi window whose width follows a schedule; cut= and trigger= end the "
+       "rationale early, with approximate tokens")
+def _fastcot(schedule: tuple[tuple[int, int], ...] = ((0, 4), (16, 8), (64, 12)), cut: int | None = None,
+             trigger: tuple[int, ...] = (), verify: Any = None) -> Any:
+    if cut is not None and verify is not None:
+        raise ValueError(f"verify: got {verify} beside a cut, which is a verifier of its own")
+    draft = drafts.FastCoT(schedule, cut=cut, trigger=tuple(trigger))
+    return Speculative(draft, (verify or EXACT) if cut is None else Cut(cut))
