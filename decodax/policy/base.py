@@ -111,7 +111,7 @@ class Policy(Struct):
     transforms: tuple[Transform, ...]
     eos: Array
     stops: Any = None
-    vocab_size: int | None = static(None)
+    vocab_size: int | None = static(default=None)
 
     def init(self, tokens: Array, length: Array, prompt_length: Array, key: Array) -> PyTree:
         """Per-row states of the transforms after a prompt: `i32[B, N]`, `i32[B]`, `i32[B]`, `key[B]`."""

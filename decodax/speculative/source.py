@@ -116,7 +116,7 @@ class Level(Struct):
     parents: Array
     sees: Array
     at: Array
-    chained: bool = static(False)
+    chained: bool = static(default=False)
 
     @property
     def inside(self) -> Array:

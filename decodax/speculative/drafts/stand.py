@@ -42,10 +42,16 @@ from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.ngram import Paths
-from decodax.speculative.drafts.recycling import SMALL_TREE
 from decodax.speculative.drafts.text import best_places, known, matched
+from decodax.speculative.shapes.fixed import Fixed
 from decodax.speculative.source import Level, Shape, Stateless
 from decodax.struct import Struct, struct
+
+
+TREE = Fixed.of([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0],
+                 [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0, 0]])
+"""15 of the 110 positions of `Fixed.balanced(5, 3, 2, 1, 1)`, fitted to Python code: `pycode` at temperature 0.8, top-p
+0.95, three samples each of 12 held-out functions, 48 new tokens, with a shared table."""
 
 
 @struct
@@ -101,7 +107,7 @@ class Stand(Stateless):
     order: int = 3
     k: int = 10
     places: int = 16
-    shape: Shape = SMALL_TREE
+    shape: Shape = TREE
     share: bool = False
     warm: Memory | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -204,7 +210,7 @@ def remember(s: State, before: Memory | None = None, most: int = 1 << 15) -> Mem
         raise ValueError(f"s: got a state of {type(seen).__name__}, takes one of Speculative(Stand(...))")
     if most < 1:
         raise ValueError(f"most: got {most}, takes at least 1")
-    parts = [] if before is None else [(before.text, before.tokens, before.chances)]
+    parts: list[Any] = [] if before is None else [(before.text, before.tokens, before.chances)]
     for text, length, tokens, chances in zip(*map(np.asarray, (s.tokens, s.length, seen.tokens, seen.chances)),
                                              strict=True):
         parts.append((np.append(text[:length], -1), tokens[:length + 1], chances[:length + 1]))
