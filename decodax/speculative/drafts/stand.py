@@ -47,7 +47,6 @@ from decodax.speculative.shapes.fixed import Fixed
 from decodax.speculative.source import Level, Shape, Stateless
 from decodax.struct import Struct, struct
 
-
 TREE = Fixed.of([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0],
                  [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0, 0]])
 """15 of the 110 positions of `Fixed.balanced(5, 3, 2, 1, 1)`, fitted to Python code: `pycode` at temperature 0.8, top-p
