@@ -12,14 +12,16 @@ from decodax.systems.registry import SELF, TARGET, entry
        "Zhang et al. 2023", SELF, "the target without the halves of layers that a search leaves out, until a draft is "
        "in doubt by a threshold that follows the acceptance", "samples")
 def _self(lm: Any, samples: Any = None, skip: tuple[int, ...] = (), skip_attention: tuple[int, ...] = (),
-          skip_mlp: tuple[int, ...] = (), trials: int = 100, length: int = 8, gamma: float = 0.8) -> Any:
+          skip_mlp: tuple[int, ...] = (), trials: int = 100, length: int = 8, gamma: float = 0.8, alpha: float = 0.9,
+          epsilon: float = 0.01, beta1: float = 0.5, beta2: float = 0.9) -> Any:
     if (samples is None) != bool(skip or skip_attention or skip_mlp):
         raise ValueError("system: 'self-speculative' needs samples=, prompts as token ids to search the layers with, "
                          "or skip=, skip_attention=, skip_mlp=, what decodax.fit_layers found; takes one of the two")
     if samples is not None:
         found = fit_layers(lm, samples, trials=trials, length=length)
         skip_attention, skip_mlp = found.attention, found.mlp
-    return Speculative(drafts.DraftExit(drafts.LayerSkip(lm, skip, skip_attention, skip_mlp), length, gamma))
+    source = drafts.LayerSkip(lm, skip, skip_attention, skip_mlp)
+    return Speculative(drafts.DraftExit(source, length, gamma, alpha, epsilon, beta1, beta2))
 
 
 @entry("layerskip", "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "Elhoushi et al. 2024",

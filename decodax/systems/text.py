@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from decodax.autoregressive import Autoregressive
 from decodax.speculative import Cut, Margin, Speculative, drafts, fit_tree, shapes
 from decodax.speculative.drafts.recycling import template
@@ -64,11 +66,14 @@ def _suffix_decoding(alpha: float = 2.0, pattern: int = 16, nodes: int = 16, bra
 
 @entry("token-recycling", "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token "
        "Recycling", "Luo et al. 2024", TREE, "the latest candidates after each token, grown into a fixed tree")
-def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, verify: Any = EXACT) -> Any:
+def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, warm: Any = None, verify: Any = EXACT) -> Any:
     if tree is not None and nodes is not None:
         raise ValueError(f"nodes: got {nodes} beside a tree, takes one of the two")
     tree = tree or (shapes.RECYCLING_80 if nodes is None else template(nodes))
-    return Speculative(drafts.TokenRecycling(tree, k=k), verify)
+    if warm is None:
+        return Speculative(drafts.TokenRecycling(tree, k=k), verify)
+    table = np.asarray(warm, np.int32)
+    return Speculative(drafts.TokenRecycling(tree, k, len(table), table), verify)
 
 
 @entry("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025", TREE,
