@@ -71,8 +71,8 @@ def _mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 2)) -> Any:
 
 
 @entry("improved-mcsd", "Improving Multi-candidate Speculative Decoding", "Lu, Zeng, Ma, Yu, Levorato 2024", TREE,
-       "the target picks first tokens, the longest branch wins; drafting stops when rejection is likely", DRAFT,
-       "approximate")
+       "the target picks first tokens, the longest branch wins; drafting stops when rejection is likely, by the "
+       "draft's own probability or a fitted predictor", DRAFT, "approximate")
 def _improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), least: float = 0.3,
                    predictor: Any = shapes.probability, verify: Any = None) -> Any:
     shape = shapes.Sliced(shapes.Fixed.balanced(*branching), least, predictor)
