@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         Typical,
         automatic,
         drafts,
+        fit_layers,
+        fit_predictor,
         fit_tree,
         shapes,
     )
@@ -60,7 +62,7 @@ _HOMES = {
     "decodax.scoring": ["Scores", "score"],
     "decodax.sharding": ["lanes"],
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
-                            "Typical", "automatic", "drafts", "fit_tree", "shapes"],
+                            "Typical", "automatic", "drafts", "fit_layers", "fit_predictor", "fit_tree", "shapes"],
     "decodax.systems": ["system"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -69,8 +71,8 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
     "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
     "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic",
-    "diffusion", "drafts", "fit_tree", "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop",
-    "run", "score", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
+    "diffusion", "drafts", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "lanes",
+    "load", "policy", "python_loop", "run", "score", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
 ]
 
 

@@ -100,13 +100,14 @@ def systems(args: argparse.Namespace) -> None:
         raise UsageError(f"--family: got {args.family!r}, takes one of {', '.join(families)}")
     chosen = [entry for entry in SYSTEMS.values() if args.family in (None, entry.family)]
     if args.json:
-        fields = ("name", "title", "authors", "family", "guarantee", "needs", "summary")
+        fields = ("name", "title", "authors", "family", "guarantee", "needs", "summary", "alias_of")
         print(json.dumps([{**{field: getattr(entry, field) for field in fields},
                            "options": {name: repr(value) for name, value in entry.options.items()}}
                           for entry in chosen], indent=2))
         return
-    _table(("name", "paper", "guarantee", "needs"),
-           [(e.name, f"{e.title} ({e.authors})" if e.authors else e.title, e.guarantee, e.needs) for e in chosen])
+    paper = lambda e: (f"{e.title} ({e.authors})" if e.authors else e.title) + (
+        f"; another name for {e.alias_of}" if e.alias_of else "")
+    _table(("name", "paper", "guarantee", "needs"), [(e.name, paper(e), e.guarantee, e.needs) for e in chosen])
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -174,11 +175,13 @@ def _show(found: Comparison, args: argparse.Namespace) -> None:
 
 
 def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What each `NAME[:OPTION=VALUE,...]` asks for; "all" is every system that is measured against plain decoding."""
+    """What each `NAME[:OPTION=VALUE,...]` asks for; "all" is every system that is measured against plain decoding,
+    under one of its names."""
     from decodax.systems import SYSTEMS
 
     every = [name for name, entry in SYSTEMS.items()
-             if name != "autoregressive" and entry.needs != "samples" and "diffusion" not in entry.needs]
+             if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
+             and "diffusion" not in entry.needs]
     return {given: _system(given) for name in names for given in (every if name == "all" else [name])}
 
 

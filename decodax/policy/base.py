@@ -20,7 +20,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.types import Out
 from decodax.policy.draw import draw, first_argmax, race, winner
-from decodax.struct import Struct, struct
+from decodax.struct import Struct, static, struct
 
 PyTree = Any
 
@@ -105,11 +105,13 @@ class Policy(Struct):
         transforms: applied in order; every array leaf has a leading batch axis.
         eos: `i32[B, E]` tokens that end a row, padded with -1.
         stops: the automaton of stop strings (`decodax.core.stops.StopTable`), shared by all rows, or None.
+        vocab_size: entries of the logits that it is for, if that is known.
     """
 
     transforms: tuple[Transform, ...]
     eos: Array
     stops: Any = None
+    vocab_size: int | None = static(default=None)
 
     def init(self, tokens: Array, length: Array, prompt_length: Array, key: Array) -> PyTree:
         """Per-row states of the transforms after a prompt: `i32[B, N]`, `i32[B]`, `i32[B]`, `key[B]`."""

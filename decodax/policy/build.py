@@ -73,7 +73,8 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
         min_tokens_to_keep: for the truncations that have it in transformers; static.
         transforms: further ones, `[B, ...]` fields, in front of the temperature.
         eos, eos_token_id: tokens that end a row: an id, a list, or a list for each row.
-        vocab_size: checks ids against it; the watermark needs it.
+        vocab_size: entries of the model's logits: ids are checked against it, drafts of a model with another number are
+            brought to it, and the watermark needs it.
         stops: the automaton of stop strings, or None.
 
     Raises:
@@ -98,7 +99,7 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
     cold = next(t.temperature == 0 for t in samplers if isinstance(t, Temperature))
     chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *transforms, *_watermark(a, cold), *samplers,
              *_watermark(a, ~cold)]
-    return Policy(transforms=tuple(chain), eos=a.ids("eos"), stops=stops)
+    return Policy(transforms=tuple(chain), eos=a.ids("eos"), stops=stops, vocab_size=vocab_size)
 
 
 def unknown_argument(name: str) -> str:

@@ -5,11 +5,14 @@ from decodax.speculative.adaptive import NOTHING, Adaptive
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.controllers import Automatic, Bandit, Bass
 from decodax.speculative.fit import fit_tree
+from decodax.speculative.layer_search import Skips, fit_layers
 from decodax.speculative.measure import automatic, measure
+from decodax.speculative.predictor import Logistic, fit_predictor
 from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Probes, Proposal, Tree, chain
 from decodax.speculative.verify import (
     Block,
+    Cut,
     Distance,
     Greedy,
     KSeq,
@@ -23,7 +26,7 @@ from decodax.speculative.verify import (
     Verifier,
 )
 
-__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Distance", "Draft", "Greedy", "KSeq",
-           "LongestBranch", "Margin", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact", "Shape", "Source",
-           "Speculative", "TopK", "Tree", "Typical", "Verifier", "automatic", "chain", "drafts", "fit_tree", "measure",
-           "shapes"]
+__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Cut", "Distance", "Draft", "Greedy", "KSeq",
+           "Logistic", "LongestBranch", "Margin", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact",
+           "Shape", "Skips", "Source", "Speculative", "TopK", "Tree", "Typical", "Verifier", "automatic", "chain",
+           "drafts", "fit_layers", "fit_predictor", "fit_tree", "measure", "shapes"]

@@ -29,6 +29,13 @@ class Counted:
     def emits(self) -> int:
         return self.of.emits
 
+    @property
+    def weights(self) -> Any:
+        return self.of.weights
+
+    def bare(self) -> Counted:
+        return dataclasses.replace(self, of=self.of.bare())
+
     def init(self, params: Params, s: State) -> Any:
         return self.of.init(params, s), jnp.zeros((s.batch, len(tree_of(self.of).paths)), jnp.int32)
 
@@ -84,24 +91,34 @@ def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], 
         out = generate(lm, prompts, algorithm=system("stand", lm, shape=tree), temperature=0.8)
     """
     large = tree_of(algorithm)
+    from_acceptance(large, [0] * len(large.paths), nodes)       # says what is wrong with nodes before anything runs
+    s = continued(lm, Counted(algorithm), samples, max_new_tokens, seed, **sampling)
+    return from_acceptance(large, np.asarray(s.algo[1]).sum(0).tolist(), nodes)
+
+
+def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
+              **sampling: Any) -> State:
+    """The state after samples, token ids, were continued by an algorithm in one batch.
+
+    Raises:
+        ValueError: no samples or an empty one, or no tokens to make.
+    """
     if not samples or not all(map(len, samples)):
         raise ValueError(f"samples: got {len(samples)} prompts, the shortest of {min(map(len, samples), default=0)} "
                          "tokens, takes one or more, none empty")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, takes 1 or more")
-    from_acceptance(large, [0] * len(large.paths), nodes)       # says what is wrong with nodes before anything runs
     B, lengths = len(samples), np.array([len(ids) for ids in samples], np.int32)
     size = -(-(int(lengths.max()) + max_new_tokens) // 64) * 64
     tokens = np.zeros((B, size), np.int32)
     for row, given in zip(tokens, samples, strict=True):
         row[:len(given)] = given
-    alg, params = Counted(algorithm.bare()), Params(lm.params, algorithm.weights)
+    alg, params = algorithm.bare(), Params(lm.params, algorithm.weights)
     policy = build(B, vocab_size=lm.vocab_size, **sampling)
     s = drivers.begin(alg, lm.model, params, policy, jnp.asarray(tokens), lengths, size=size, seed=np.uint32(seed),
                       max_new=np.full(B, max_new_tokens, np.int32))
     s = drivers.prefill(alg, lm.model, params, s, width=min(64, size))
-    s = drivers.advance(alg, lm.model, params, policy, s, jnp.int32(max_new_tokens))
-    return from_acceptance(large, np.asarray(s.algo[1]).sum(0).tolist(), nodes)
+    return drivers.advance(alg, lm.model, params, policy, s, jnp.int32(max_new_tokens))
 
 
-__all__ = ["fit_tree"]
+__all__ = ["continued", "fit_tree"]

@@ -21,7 +21,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import draw, race, winner
 from decodax.speculative.tree import Drawn, Proposal
-from decodax.struct import Struct, struct
+from decodax.struct import Struct, static, struct
 
 
 class Draft(Protocol):
@@ -55,7 +55,8 @@ class Source(Protocol):
 
     A source that runs the target's own first layers may also have `begin(params, s, state, proposal, slots)`, which
     gives the target what it has of the forward over the newest token and the drafts (`Begun`), or None; `slots` as in
-    `place`.
+    `place`. One whose logits may have another number of entries than the target's has `for_vocabulary(size)`, which
+    gives the source with logits of so many.
     """
 
     @property
@@ -95,6 +96,10 @@ class Stateless:
         return state
 
 
+PLACES, RANKS = 1 << 16, 1 << 8
+"""Places in a tree, and children of a node, that the addresses of a shape's draws tell apart."""
+
+
 @struct
 class Level(Struct):
     """Tree nodes that a source is asked about together.
@@ -104,6 +109,7 @@ class Level(Struct):
         parents: `i32[B, w]`, the slot of each one's parent: 0 the newest token, `i` the `i`-th node expanded before.
         sees: `bool[B, w, room]`, which nodes expanded before are ancestors; entry 0 is the first.
         at: `i32[]`, how many nodes were expanded before.
+        chained: whether each node is the parent of the next one, which then sees those in front of it too.
     """
 
     tokens: Array
@@ -111,6 +117,13 @@ class Level(Struct):
     parents: Array
     sees: Array
     at: Array
+    chained: bool = static(default=False)
+
+    @property
+    def inside(self) -> Array:
+        """`bool[1, w, w]`: who sees whom in the level."""
+        w = self.tokens.shape[1]
+        return (jnp.tri(w, dtype=bool) if self.chained else jnp.eye(w, dtype=bool))[None]
 
 
 @struct
@@ -155,7 +168,8 @@ class Grower:
     Attributes:
         drawn: how children are chosen. Of sampled drafts, a shape may decide by what it has seen whether *another*
             child is drawn, never by a child's own probability whether to keep it: what is kept would not be drawn from
-            q. A shape that does so asks for `ranked` children, which no verifier takes for draws.
+            q. A shape that does so asks for "ranked" children, which no verifier takes for draws.
+        stream: tells apart the draws of several sources that draft in one round.
     """
 
     source: Source
@@ -163,6 +177,7 @@ class Grower:
     policy: Any
     s: State
     drawn: Drawn
+    stream: int = 0
 
     @property
     def ranked(self) -> Grower:
@@ -184,16 +199,22 @@ class Grower:
         g = Growth(tokens=tokens, sees=sees, filled=jnp.ones((), jnp.int32), source=state)
         return g, self._children(g, logits, jnp.zeros((B, 1), jnp.int32), children)
 
-    def expand(self, g: Growth, tokens: Array, parents: Array, children: int) -> tuple[Growth, Children]:
+    def expand(self, g: Growth, tokens: Array, parents: Array, children: int,
+               chained: bool = False) -> tuple[Growth, Children]:
         """Puts nodes (`tokens` `i32[B, w]` below the slots `parents` `i32[B or 1, w]`) into the tree and asks what
-        follows them."""
+        follows them. With `chained` only the first one's parent counts, and each is the next one's; not every source
+        can answer that."""
         B, w = tokens.shape
-        parents = jnp.broadcast_to(parents, (B, w)).astype(jnp.int32)
         slots = g.filled + jnp.arange(w, dtype=jnp.int32)
-        above = jnp.take_along_axis(g.sees, parents[:, :, None], 1)
-        own = above | (slots[:, None] == jnp.arange(g.tokens.shape[1]))
-        level = Level(tokens=tokens, positions=self.s.length[:, None] - 1 + above.sum(-1, dtype=jnp.int32),
-                      parents=parents, sees=above[:, :, 1:], at=g.filled - 1)
+        parents = jnp.broadcast_to(parents, (B, w)).astype(jnp.int32)
+        above = jnp.take_along_axis(g.sees, (parents[:, :1] if chained else parents)[:, :, None], 1)
+        here = slots[:, None] == jnp.arange(g.tokens.shape[1])
+        own = above | (jnp.cumsum(here, 0) > 0 if chained else here)
+        if chained:
+            parents = jnp.concatenate([parents[:, :1], jnp.broadcast_to(slots[:-1], (B, w - 1))], 1)
+        level = Level(tokens=tokens, positions=self.s.length[:, None] - 2 + own.sum(-1, dtype=jnp.int32),
+                      parents=parents, sees=jnp.broadcast_to(above, own.shape)[:, :, 1:], at=g.filled - 1,
+                      chained=chained)
         state, logits = self.source.extend(self.params, self.s, g.source, level)
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g.filled, 1)
         g = Growth(tokens=put(g.tokens, tokens), sees=put(g.sees, own), filled=g.filled + w, source=state)
@@ -248,13 +269,19 @@ class Grower:
         return self._each(g, nodes, count, purpose, lambda key: jax.random.uniform(key, (2,), jnp.float32))
 
     def _each(self, g: Growth, nodes: Array, count: int, purpose: Purpose, make: Callable[[Array], Array]) -> Array:
-        """`[B, w, count, ...]`: what `make` makes of the keys of `count` draws at tree slots `nodes` (`i32[B, w]`)."""
-        # of one position, nodes, their children and rounds (which see it at another depth) must not share their noise
+        """`[B, w, count, ...]`: what `make` makes of the keys of `count` draws at tree slots `nodes` (`i32[B, w]`).
+
+        No two draws at one position share noise: rounds see it at different depths, whatever tree each of them grows,
+        and of one round the place in the tree, the rank among the children and the stream differ.
+        """
+        if count > RANKS:
+            raise ValueError(f"children: got {count} draws at a node, takes at most {RANKS}")
         depth = jnp.take_along_axis(g.sees.sum(-1, dtype=jnp.int32), nodes, 1)
-        salt = ((depth * g.tokens.shape[1] + nodes) * count)[..., None] + jnp.arange(count, dtype=jnp.int32)
-        one = lambda key, position, salt: make(keys.at(key, position, purpose, salt))
-        each = jax.vmap(jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, 0)))
-        return each(self.s.key, jnp.take_along_axis(self._positions(g), nodes, 1) + 1, salt)
+        place = (self.stream * PLACES + nodes)[..., None] * RANKS + jnp.arange(count, dtype=jnp.int32)
+        one = lambda key, position, depth, place: make(
+            jax.random.fold_in(keys.at(key, position, purpose, depth), place))
+        each = jax.vmap(jax.vmap(jax.vmap(one, (None, None, None, 0)), (None, 0, 0, 0)))
+        return each(self.s.key, jnp.take_along_axis(self._positions(g), nodes, 1) + 1, depth, place)
 
 
 def likeliest(log_p: Array, count: int) -> Array:
@@ -266,6 +293,12 @@ def likeliest(log_p: Array, count: int) -> Array:
     tokens = jnp.where(best > -jnp.inf, tokens, -1).astype(jnp.int32)
     spare = count - tokens.shape[-1]
     return jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, spare)], constant_values=-1) if spare else tokens
+
+
+def fitted(source: Any, size: int | None) -> Any:
+    """A source with logits of `size` entries, the target's; None: whatever it has."""
+    fit = getattr(source, "for_vocabulary", None)
+    return source if fit is None or size is None else fit(size)
 
 
 class Shape(Protocol):
@@ -307,7 +340,8 @@ class Grown:
         return self.source.init(params, s)
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        proposal, state, nodes = self.form.grow(Grower(self.source, params, policy, s, drawn), state)
+        source = fitted(self.source, policy.vocab_size)
+        proposal, state, nodes = self.form.grow(Grower(source, params, policy, s, drawn), state)
         if begin := getattr(self.source, "begin", None):
             proposal = proposal.replace(begun=begin(params, s, state, proposal, nodes))
         return proposal, self.source.place(state, nodes)
@@ -338,7 +372,8 @@ class Trimmed:
         if p.parents is not None or p.probes is not None:
             raise ValueError(f"shape: {type(self.draft).__name__} proposes trees or probes, which a chain cannot cut")
         log_q = None if p.log_q is None else p.log_q[:, :self.length]
-        return Proposal(tokens=p.tokens[:, :self.length], live=p.live[:, :self.length], log_q=log_q), state
+        tokens, live = p.tokens[:, :self.length], p.live[:, :self.length]
+        return Proposal(tokens=tokens, live=live, log_q=log_q, match=p.match), state
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         return self.draft.observe(s, window, out, decision, state)

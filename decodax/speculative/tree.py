@@ -43,13 +43,19 @@ class Proposal(Struct):
 
     Attributes:
         tokens: `i32[B, N]`.
-        live: `bool[B, N]`, which of them are real; a node below a dead one is dead. Dead ones are never accepted.
+        live: `bool[B, N]`, which of them are real; a node below a dead one is dead. Dead ones are never accepted. What
+            makes a draft dead must not be its own value. Among siblings drawn without replacement a dead one in front
+            of a live one counts as drawn: its token is out of what the later ones were drawn from, unless it is
+            negative, which says that nothing was drawn.
         parents: `i32[B or 1, N]` window node above each (0: the newest token, `i`: draft `i - 1`); a NumPy array where
             the topology is fixed; None says a chain.
         log_q: `f32[B, J, V]` for the first J window nodes the log of the distribution that their children *were drawn
             from*; None says that drafts are deterministic. Nodes from J on have no children.
+        drawn_at: `i32[N]`, a NumPy array: the entry of `log_q` that each draft was drawn from, where that is not its
+            parent's, since several sources drew; such siblings are independent draws.
         probes: what else the forward is to score.
         begun: what drafting has computed of the forward over the newest token and the drafts; not beside probes.
+        match: `i32[B]`, how many of the text's last tokens the drafts were looked up by; None if they were not.
     """
 
     tokens: Array
@@ -58,6 +64,8 @@ class Proposal(Struct):
     log_q: Array | None = None
     probes: Probes | None = None
     begun: Begun | None = None
+    match: Array | None = None
+    drawn_at: Any = None
 
     @property
     def count(self) -> Array:
@@ -76,19 +84,22 @@ class Tree:
     """A proposal with its topology, over the newest token and the drafts. It lives inside one trace.
 
     Attributes:
-        tokens, live: `[B, 1 + N]`. parents: `i32[B or 1, 1 + N]`, -1 above the newest token.
+        tokens, live: `[B, 1 + N]`; dead nodes have token 0. drawn: `i32[B, 1 + N]`, dead nodes with their own.
+        parents: `i32[B or 1, 1 + N]`, -1 above the newest token.
         sees: `bool[B or 1, 1 + N, 1 + N]`, node `i` has `j` among its ancestors or is it.
         depth: `i32[B or 1, 1 + N]`. longest: the most drafts that a path can have.
-        log_q: as in `Proposal`.
+        log_q, drawn_at: as in `Proposal`.
     """
 
     tokens: Array
     live: Array
+    drawn: Array
     parents: Any
     sees: Any
     depth: Any
     longest: int
     log_q: Array | None
+    drawn_at: np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -109,8 +120,9 @@ def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
     live = jnp.concatenate([jnp.ones((newest.shape[0], 1), bool), proposal.live], 1)
     live = (live[:, None, :] | ~sees).all(-1)
     tokens = jnp.concatenate([newest[:, None], proposal.tokens], 1)
-    return Tree(tokens=jnp.where(live, tokens, 0).astype(jnp.int32), live=live, parents=parents, sees=sees,
-                depth=sees.sum(-1, dtype=xp.int32) - 1, longest=longest, log_q=proposal.log_q)
+    return Tree(tokens=jnp.where(live, tokens, 0).astype(jnp.int32), live=live, drawn=tokens.astype(jnp.int32),
+                parents=parents, sees=sees, depth=sees.sum(-1, dtype=xp.int32) - 1, longest=longest,
+                log_q=proposal.log_q, drawn_at=proposal.drawn_at)
 
 
 def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: Begun | None = None) -> Window:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from decodax.speculative import SeedExact, Speculative, drafts, shapes
+from decodax.speculative import SeedExact, Speculative, drafts, fit_layers, shapes
 from decodax.systems.registry import SELF, TARGET, entry
 
 
 @entry("self-speculative", "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding",
-       "Zhang et al. 2023", SELF, "the target without a fixed set of layers", TARGET)
-def _self(lm: Any, skip: tuple[int, ...] | None = None, length: int = 4, shape: Any = None) -> Any:
-    layers = len(lm.model.config.layers)
-    left_out = tuple(range(1, layers - 1, 2)) if skip is None else skip
-    return Speculative(drafts.LayerSkip(lm, left_out), SeedExact(), shape or shapes.Chain(length))
+       "Zhang et al. 2023", SELF, "the target without the halves of layers that a search leaves out, until a draft is "
+       "in doubt by a threshold that follows the acceptance", "samples")
+def _self(lm: Any, samples: Any = None, skip: tuple[int, ...] = (), skip_attention: tuple[int, ...] = (),
+          skip_mlp: tuple[int, ...] = (), trials: int = 100, length: int = 8, gamma: float = 0.8, alpha: float = 0.9,
+          epsilon: float = 0.01, beta1: float = 0.5, beta2: float = 0.9) -> Any:
+    if (samples is None) != bool(skip or skip_attention or skip_mlp):
+        raise ValueError("system: 'self-speculative' needs samples=, prompts as token ids to search the layers with, "
+                         "or skip=, skip_attention=, skip_mlp=, what decodax.fit_layers found; takes one of the two")
+    if samples is not None:
+        found = fit_layers(lm, samples, trials=trials, length=length)
+        skip_attention, skip_mlp = found.attention, found.mlp
+    source = drafts.LayerSkip(lm, skip, skip_attention, skip_mlp)
+    return Speculative(drafts.DraftExit(source, length, gamma, alpha, epsilon, beta1, beta2))
 
 
 @entry("layerskip", "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "Elhoushi et al. 2024",

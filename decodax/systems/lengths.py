@@ -7,7 +7,7 @@ from typing import Any
 from decodax.speculative import Adaptive, Bandit, Bass, SeedExact, Speculative, drafts, shapes
 from decodax.speculative.adaptive import NOTHING
 from decodax.speculative.measure import automatic
-from decodax.systems.registry import BATCH, DRAFT, TARGET, THEORY, entry, system
+from decodax.systems.registry import BATCH, DRAFT, TARGET, THEORY, alias, entry, system
 
 
 @entry("automatic", "Draft length by measured cost and acceptance", "", THEORY,
@@ -56,10 +56,8 @@ def _bass(draft: Any, lengths: tuple[int, ...] = (1, 2, 3, 5, 7)) -> Any:
     return Adaptive(_arms(draft, lengths), Bass())
 
 
-@entry("eqspec", "Batch Speculative Decoding Done Right", "Zhang et al. 2025", BATCH,
-       "rows accept different lengths and stay equal to plain decoding", DRAFT)
-def _eqspec(draft: Any, length: int = 4) -> Any:
-    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.Chain(length))
+alias("eqspec", "seed-exact", "Batch Speculative Decoding Done Right", "Zhang et al. 2025", BATCH,
+      "rows of a batch accept different lengths and stay equal to plain decoding, as everything here does")
 
 
 @entry("tetris", "TETRIS: Optimal Draft Token Selection for Batch Speculative Decoding", "Wu et al. 2025", BATCH,

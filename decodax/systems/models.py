@@ -17,9 +17,10 @@ from decodax.speculative import (
     TopK,
     Typical,
     drafts,
+    fit_predictor,
     shapes,
 )
-from decodax.systems.registry import BLOCKWISE, BOTH, CHAIN, DRAFT, EXACT, LINEAR, THEORY, TREE, entry
+from decodax.systems.registry import BLOCKWISE, BOTH, CHAIN, DRAFT, EXACT, LINEAR, SAMPLED, THEORY, TREE, alias, entry
 
 # a draft model
 
@@ -30,10 +31,8 @@ def _leviathan(draft: Any, length: int = 4) -> Any:
     return Speculative(drafts.DraftModel(draft), Rejection(), shapes.Chain(length))
 
 
-@entry("speculative-sampling", "Accelerating Large Language Model Decoding with Speculative Sampling",
-       "Chen et al. 2023", LINEAR, "the same rule, found at the same time", DRAFT, "distribution-exact")
-def _chen(draft: Any, length: int = 4) -> Any:
-    return Speculative(drafts.DraftModel(draft), Rejection(), shapes.Chain(length))
+alias("speculative-sampling", "speculative-decoding", "Accelerating Large Language Model Decoding with Speculative "
+      "Sampling", "Chen et al. 2023", LINEAR, "the same rule, found at the same time")
 
 
 @entry("seed-exact", "Speculative sampling that keeps the seed's tokens", "", LINEAR,
@@ -55,10 +54,14 @@ def _spectr(draft: Any, drafts_a_node: int = 3, length: int = 3) -> Any:
 
 
 @entry("specinfer", "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative Inference and "
-       "Verification", "Miao et al. 2024", TREE, "a tree by multi-round rejection with replacement", DRAFT,
-       "distribution-exact")
-def _specinfer(draft: Any, branching: tuple[int, ...] = (3, 2, 1)) -> Any:
-    return Speculative(drafts.DraftModel(draft), MultiRound(replacement=True), shapes.Fixed.balanced(*branching))
+       "Verification", "Miao et al. 2024", TREE, "the merged trees of one or several draft models (draft= takes a "
+       "tuple), by multi-round rejection with replacement", DRAFT, "distribution-exact")
+def _specinfer(draft: Any, branching: tuple[int, ...] = (3, 2, 1), verify: Any = None) -> Any:
+    models = tuple(map(drafts.DraftModel, draft if isinstance(draft, (tuple, list)) else (draft,)))
+    shape, rule = shapes.Fixed.balanced(*branching), verify or MultiRound(replacement=True)
+    if len(models) == 1:
+        return Speculative(models[0], rule, shape)
+    return Speculative(drafts.Merged(models, shape), rule)
 
 
 @entry("mcsd", "Multi-Candidate Speculative Decoding", "Yang et al. 2024", TREE,
@@ -68,8 +71,8 @@ def _mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 2)) -> Any:
 
 
 @entry("improved-mcsd", "Improving Multi-candidate Speculative Decoding", "Lu, Zeng, Ma, Yu, Levorato 2024", TREE,
-       "the target picks first tokens, the longest branch wins; drafting stops when rejection is likely", DRAFT,
-       "approximate")
+       "the target picks first tokens, the longest branch wins; drafting stops when rejection is likely, by the "
+       "draft's own probability or a fitted predictor", DRAFT, "approximate")
 def _improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), least: float = 0.3,
                    predictor: Any = shapes.probability, verify: Any = None) -> Any:
     shape = shapes.Sliced(shapes.Fixed.balanced(*branching), least, predictor)
@@ -77,10 +80,9 @@ def _improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), least:
     return Speculative(source, verify or LongestBranch(branching[0]), shape)
 
 
-@entry("rsd-c", "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
-       "Jeon et al. 2024", TREE, "Gumbel-top-k children, recursive rejection", DRAFT, "distribution-exact")
-def _rsd_c(draft: Any, branching: tuple[int, ...] = (2, 2, 2)) -> Any:
-    return Speculative(drafts.DraftModel(draft), MultiRound(), shapes.Fixed.balanced(*branching))
+alias("rsd-c", "mcsd", "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
+      "Jeon et al. 2024", TREE, "its Gumbel-top-k children are draws without replacement, its recursive rejection is "
+      "multi-round rejection")
 
 
 @entry("rsd-s", "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
@@ -122,9 +124,11 @@ def _cape(draft: Any, length: int = 5, nodes: int | None = 12) -> Any:
 
 
 @entry("staged", "Accelerating LLM Inference with Staged Speculative Decoding", "Spector, Re 2023", TREE,
-       "the draft model's own decoding is speculative", DRAFT)
-def _staged(draft: Any, length: int = 7, inner: int = 4) -> Any:
-    return Speculative(drafts.Staged(drafts.DraftModel(draft), Speculative(drafts.PromptLookup(inner)), length))
+       "a tree along the draft model's continuation, which n-grams draft for it", DRAFT)
+def _staged(draft: Any, length: int = 6, nodes: int = 16, width: int = 4, branches: int = 4, inner: int = 4,
+            order: int = 3) -> Any:
+    ngrams = drafts.NGram(inner, order)
+    return Speculative(drafts.Staged(drafts.DraftModel(draft), ngrams, length, nodes, width, branches))
 
 
 @entry("confidence-threshold", "Assisted generation with a confidence threshold", "Gante 2023; Joao et al. 2024",
@@ -134,15 +138,29 @@ def _threshold(draft: Any, length: int = 12, least: float = 0.4) -> Any:
 
 
 @entry("disco", "Accelerating Speculative Decoding using Dynamic Speculation Length", "Mamou et al. 2024", LINEAR,
-       "drafting stops when a predictor of acceptance says so", DRAFT)
-def _disco(draft: Any, length: int = 12, least: float = 0.4, predictor: Any = shapes.probability) -> Any:
-    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.Threshold(length, least, predictor))
+       "drafting stops when a fitted predictor says that the draft is rejected", SAMPLED)
+def _disco(lm: Any, draft: Any, length: int = 12, least: float = 0.4, predictor: Any = None,
+           samples: Any = None) -> Any:
+    shape = shapes.Threshold(length, least, _predictor("disco", lm, draft, predictor, samples))
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shape)
 
 
 @entry("specdec++", "SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths", "Huang et al. 2024",
-       LINEAR, "drafting stops when some draft is likely rejected", DRAFT)
-def _specdec(draft: Any, length: int = 12, most: float = 0.3, predictor: Any = shapes.probability) -> Any:
-    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.RiskThreshold(length, most, predictor))
+       LINEAR, "drafting stops when by a fitted predictor some draft is likely rejected", SAMPLED)
+def _specdec(lm: Any, draft: Any, length: int = 12, most: float = 0.7, predictor: Any = None,
+             samples: Any = None) -> Any:
+    shape = shapes.RiskThreshold(length, most, _predictor("specdec++", lm, draft, predictor, samples, rejected=6.0))
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shape)
+
+
+def _predictor(name: str, lm: Any, draft: Any, predictor: Any, samples: Any, rejected: float = 1.0) -> Any:
+    """The predictor, given or fitted to samples."""
+    if (predictor is None) == (samples is None):
+        raise ValueError(f"system: {name!r} needs predictor=, from decodax.fit_predictor, or samples=, prompts as "
+                         "token ids to fit one to; takes one of the two")
+    if samples is None:
+        return predictor
+    return fit_predictor(lm, drafts.DraftModel(draft), samples, rejected=rejected)
 
 
 # a draft model with another tokenizer

@@ -12,15 +12,16 @@ from decodax.core.types import Algorithm
 from decodax.speculative import Rejection, SeedExact, shapes
 from decodax.speculative.verify import Guarantee
 
-Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples", "a diffusion model",
-                "a diffusion model and a draft model"]
+Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples",
+                "a draft model and samples", "a diffusion model", "a diffusion model and a draft model"]
 """What a maker must be given: nothing, the target itself (`lm`), a smaller model with its tokenizer (`draft`), both,
-with a tokenizer each, or the target and samples of the texts to come (its options say how), or a
+with a tokenizer each, the target and samples of the texts to come (its options say how), those and a draft model, or a
 target that fills masks (`lm`), alone or with an autoregressive one (`draft`)."""
 
 DRAFT: Needs = "a draft model"
 TARGET: Needs = "a model"
 BOTH: Needs = "a model and a draft model"
+SAMPLED: Needs = "a draft model and samples"
 FILLING: Needs = "a diffusion model"
 DIFFUSION: Needs = "a diffusion model and a draft model"
 LINEAR, TREE, SELF, THEORY = "speculative-linear", "speculative-tree", "speculative-self", "speculative-theory"
@@ -37,6 +38,8 @@ class System:
         guarantee: of the output, as the verifier states it. needs: what `make` must be given.
         make: builds the algorithm from `lm`, `draft` and the options that its signature names.
         summary: one line.
+        alias_of: the name of the entry that this is another name for, or None. An alias builds what that entry builds;
+            its summary says what its own paper adds.
     """
 
     name: str
@@ -47,11 +50,12 @@ class System:
     needs: Needs
     make: Callable[..., Algorithm]
     summary: str
+    alias_of: str | None = None
 
     @property
     def drafts(self) -> bool:
         """Whether it needs a draft model."""
-        return self.needs in (DRAFT, BOTH, DIFFUSION)
+        return self.needs in (DRAFT, BOTH, SAMPLED, DIFFUSION)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -103,3 +107,10 @@ def entry(name: str, title: str, authors: str, family: str, summary: str, needs:
         return make
 
     return add
+
+
+def alias(name: str, of: str, title: str, authors: str, family: str, summary: str) -> None:
+    """Registers another paper's name for what stands under `of`."""
+    assert name not in SYSTEMS and SYSTEMS[of].alias_of is None
+    SYSTEMS[name] = dataclasses.replace(SYSTEMS[of], name=name, title=title, authors=authors, family=family,
+                                        summary=summary, alias_of=of)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from decodax.autoregressive import Autoregressive
-from decodax.speculative import Speculative, drafts, shapes
+from decodax.speculative import Cut, Margin, Speculative, drafts, fit_tree, shapes
 from decodax.speculative.drafts.recycling import template
-from decodax.systems.registry import CHAIN, DRAFT, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
+from decodax.systems.registry import CHAIN, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
 
 
 @entry("autoregressive", "Plain autoregressive decoding", "", "ar-sampling", "one token a forward")
@@ -18,14 +20,20 @@ def _autoregressive() -> Any:
 # drafts from text and tables
 
 @entry("prompt-lookup", "Prompt Lookup Decoding", "Saxena 2023", LINEAR, "what followed the last n-gram before")
-def _prompt_lookup(length: int = 10, max_ngram: int = 3, min_ngram: int = 1, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.PromptLookup(length, max_ngram, min_ngram), verify)
+def _prompt_lookup(length: int = 10, max_ngram: int = 3, min_ngram: int = 1, pick: Any = "latest",
+                   verify: Any = EXACT) -> Any:
+    return Speculative(drafts.PromptLookup(length, max_ngram, min_ngram, pick), verify)
 
 
 @entry("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
-       "Ge, Xia, Sun, Chen, Wei 2022", LINEAR, "IAD: copies the input on after the place that the output matches")
-def _iad(length: int = 16, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.InputGuided(length), verify)
+       "Ge, Xia, Sun, Chen, Wei 2022", LINEAR, "IAD: copies the input on after the place that the output matches; "
+       "beta= and tau= relax the check as GAD++ does")
+def _iad(length: int = 16, beta: int | None = None, tau: float | None = None, verify: Any = None) -> Any:
+    if beta is None and tau is None:
+        return Speculative(drafts.InputGuided(length), verify or EXACT)
+    if verify is not None:
+        raise ValueError(f"verify: got {verify} beside beta={beta} and tau={tau}, which are a verifier of their own")
+    return Speculative(drafts.InputGuided(length), Margin(3 if beta is None else beta, 1.0 if tau is None else tau))
 
 
 @entry("sam-decoding", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,
@@ -35,11 +43,12 @@ def _sam(length: int = 10, corpus: Any = (), verify: Any = EXACT) -> Any:
 
 
 @entry("sam-decoding-hybrid", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,
-       "suffix matches, and a draft model where the match is short", DRAFT)
-def _sam_hybrid(draft: Any, length: int = 10, model_length: int = 4, threshold: int = 5,
-                verify: Any = EXACT) -> Any:
-    text = drafts.SuffixAutomaton(length)
-    return Speculative(drafts.Fallback(text, drafts.DraftModel(draft), threshold, shapes.Chain(model_length)), verify)
+       "what followed a long suffix match; where the match is short, Token Recycling's tree or a draft model's chain")
+def _sam_hybrid(draft: Any = None, length: int = 39, threshold: int = 5, bias: int = 5, corpus: Any = (),
+                model_length: int = 4, verify: Any = EXACT) -> Any:
+    text = drafts.SuffixAutomaton(length, bias=bias, full=True, corpus=corpus)
+    other = drafts.TokenRecycling() if draft is None else drafts.DraftModel(draft)
+    return Speculative(drafts.Fallback(text, other, threshold, shapes.Chain(model_length)), verify)
 
 
 @entry("pain-lookahead", "Lookahead: An Inference Acceleration Framework for Large Language Model with Lossless "
@@ -57,16 +66,28 @@ def _suffix_decoding(alpha: float = 2.0, pattern: int = 16, nodes: int = 16, bra
 
 @entry("token-recycling", "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token "
        "Recycling", "Luo et al. 2024", TREE, "the latest candidates after each token, grown into a fixed tree")
-def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, verify: Any = EXACT) -> Any:
+def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, warm: Any = None, verify: Any = EXACT) -> Any:
     if tree is not None and nodes is not None:
-        raise ValueError(f"nodes: got {nodes} beside a tree, takes one of the two; nodes cuts the paper's own tree")
-    return Speculative(drafts.TokenRecycling(tree or template(80 if nodes is None else nodes), k=k), verify)
+        raise ValueError(f"nodes: got {nodes} beside a tree, takes one of the two")
+    tree = tree or (shapes.RECYCLING_80 if nodes is None else template(nodes))
+    if warm is None:
+        return Speculative(drafts.TokenRecycling(tree, k=k), verify)
+    table = np.asarray(warm, np.int32)
+    return Speculative(drafts.TokenRecycling(tree, k, len(table), table), verify)
 
 
 @entry("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025", TREE,
-       "n-gram tables of the target's own probability vectors", TARGET)
-def _stand(lm: Any, order: int = 3, k: int = 10, shape: Any = None, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.Stand(lm.vocab_size, order, min(k, lm.vocab_size)), verify, shape)
+       "n-gram tables of the target's own probability vectors, shared among the samples of a prompt, in a fitted tree",
+       TARGET)
+def _stand(lm: Any, order: int = 3, k: int = 10, share: bool = True, warm: Any = None, shape: Any = None,
+           samples: Any = None, nodes: int = 15, verify: Any = EXACT) -> Any:
+    source = drafts.Stand(lm.vocab_size, order, min(k, lm.vocab_size), share=share, warm=warm)
+    if samples is not None:
+        if shape is not None:
+            raise ValueError("shape: got one beside samples, to which one is fitted; takes one of the two")
+        large = Speculative(source, verify, shapes.Fixed.balanced(6, 3, 2, 2, 1))
+        shape = fit_tree(lm, large, samples, nodes, temperature=0.8)
+    return Speculative(source, verify, shape)
 
 
 @entry("aded", "Adaptive Draft-Verification for Efficient Large Language Model Decoding", "Liu et al. 2024", TREE,
@@ -126,6 +147,11 @@ def _sjd(lm: Any, length: int = 16, top: int = 64, verify: Any = REJECTION) -> A
 
 
 @entry("fastcot", "Fast Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster",
-       "Zhang et al. 2023", JACOBI, "a Jacobi window whose width follows a schedule")
-def _fastcot(verify: Any = EXACT) -> Any:
-    return Speculative(drafts.FastCoT(), verify)
+       "Zhang et al. 2023", JACOBI, "a Jacobi window whose width follows a schedule; cut= and trigger= end the "
+       "rationale early, with approximate tokens")
+def _fastcot(schedule: tuple[tuple[int, int], ...] = ((0, 4), (16, 8), (64, 12)), cut: int | None = None,
+             trigger: tuple[int, ...] = (), verify: Any = None) -> Any:
+    if cut is not None and verify is not None:
+        raise ValueError(f"verify: got {verify} beside a cut, which is a verifier of its own")
+    draft = drafts.FastCoT(schedule, cut=cut, trigger=tuple(trigger))
+    return Speculative(draft, (verify or EXACT) if cut is None else Cut(cut))

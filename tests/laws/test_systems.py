@@ -1,6 +1,7 @@
 """Every system of the registry keeps the guarantee that it states, with every policy at once, in one ragged batch."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,14 @@ from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.io.text import Tokenizer
 from decodax.policy import build
+from decodax.speculative import Logistic
 from decodax.systems import SYSTEMS, system
 from tests.laws.cases import POLICIES, VOCABULARY, model, prompts, texts
 from tests.small_tokenizers import of_words
 
 ROWS = 6
-NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs]     # those have laws of their own
+# aliases are other names for these, and systems of masked diffusion have laws of their own
+NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of]
 # rows by turns greedy and sampled, under a repetition penalty, a banned word, a bias, min-p and XTC
 POLICY = POLICIES["together"] | dict(temperature=[0.0, 0.7] * (ROWS // 2))
 
@@ -33,9 +36,15 @@ def lm(which: str) -> LM:
     return LM(model=network, params=weights, vocab_size=VOCABULARY, tokenizer=Tokenizer(of_words(WORDS[which], "</s>")))
 
 
-def made(name: str):
-    samples = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
-    options = {"automatic": dict(lengths=(2, 4)), "knn-ssd": dict(domains=samples)}.get(name, {})
+SAMPLES = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
+OPTIONS = {"automatic": dict(lengths=(2, 4)), "knn-ssd": dict(domains=SAMPLES),
+           "self-speculative": dict(skip_mlp=(1,), gamma=0.3),
+           "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
+           "specdec++": dict(predictor=Logistic((3.0, 1.0, 0.2, -0.1, -0.2)))}
+
+
+def made(name: str, **options):
+    options = OPTIONS.get(name, {}) | options
     return system(name, lm("llama"), lm("sliding") if SYSTEMS[name].drafts else None, **options)
 
 
@@ -83,9 +92,30 @@ def test_a_system_keeps_its_guarantee(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("name", [n for n, e in SYSTEMS.items()
-                                  if e.guarantee == "seed-exact" and "diffusion" not in e.needs])
+                                  if e.guarantee == "seed-exact" and n in NAMES])
 def test_batches_of_any_size_equal_plain_decoding(name, rows):
     assert texts(decode(made(name), rows)) == plain(rows)[0]
+
+
+def test_two_names_for_one_object_are_declared():
+    """Of the entries that build equal algorithms with their defaults all but one are aliases of it."""
+    slow = "automatic", "knn-ssd"       # these run the model to be made
+    algorithms = {n: made(n) for n in SYSTEMS if "diffusion" not in SYSTEMS[n].needs and n not in slow}
+    for name, alg in algorithms.items():
+        equal = {n for n, other in algorithms.items() if other == alg}
+        assert {SYSTEMS[n].alias_of or n for n in equal} == {SYSTEMS[name].alias_of or name}, equal
+    for entry in SYSTEMS.values():
+        if entry.alias_of:
+            target = SYSTEMS[entry.alias_of]
+            assert target.alias_of is None and target.title != entry.title
+            assert (entry.guarantee, entry.needs, entry.make) == (target.guarantee, target.needs, target.make)
+    assert SYSTEMS["eqspec"].alias_of == "seed-exact"
+
+
+def test_a_system_with_a_fitted_part_asks_for_it():
+    for name in ("disco", "specdec++"):
+        with pytest.raises(ValueError, match=f"'{re.escape(name)}' needs predictor=, from decodax.fit_predictor, or"):
+            system(name, lm("llama"), lm("sliding"))
 
 
 def test_an_unknown_name_lists_near_ones():

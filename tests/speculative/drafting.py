@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.cache import causal
+from decodax.core import keys
 from decodax.core.types import Params
 from decodax.struct import Struct, struct
 from tests.laws.cases import model
@@ -33,6 +34,7 @@ class Rows(Struct):
     newest: jax.Array
     prompt_length: jax.Array
     running: jax.Array
+    key: jax.Array
 
     @property
     def batch(self):
@@ -47,7 +49,7 @@ def rows(*given, size=40, prompt=None):
     length = jnp.asarray([len(ids) for ids in given], jnp.int32)
     return Rows(tokens=jnp.asarray(tokens), length=length, newest=jnp.asarray([ids[-1] for ids in given], jnp.int32),
                 prompt_length=length if prompt is None else jnp.asarray(prompt, jnp.int32),
-                running=jnp.ones(len(given), bool))
+                running=jnp.ones(len(given), bool), key=keys.row_keys(*np.zeros((3, len(given)), np.uint32)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

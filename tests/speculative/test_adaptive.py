@@ -2,13 +2,17 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from decodax.autoregressive import Autoregressive
+from decodax.core import keys
+from decodax.core.keys import Purpose
 from decodax.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, shapes
 from decodax.speculative.controllers import Seen
+from decodax.speculative.source import Grower, Growth
 from tests.laws.cases import decode, prompts, texts
 
 COSTS = (1.0, 1.4, 1.8)
@@ -93,3 +97,20 @@ def test_unrepeating_text_is_decoded_plainly():
     ids = prompts(4, seed=3)
     s = decode(Adaptive(lookups(2, 4), Automatic(COSTS)), "toy", ids, dict(temperature=5.0), new=48, eos=[])
     assert np.asarray(s.stats.drafted).sum() <= 8       # against up to 4 x 48 x 4
+
+
+def test_arms_of_any_size_never_share_noise():
+    """`Block` throws drafts away whose values decided what came before them: a position that is drafted again in
+    another round, at another depth and by another arm, must get other noise."""
+    told, key = {}, keys.row_keys(*np.zeros((3, 4), np.uint32))
+    lengths = np.arange(10, 14)                             # a row's rounds begin at different lengths
+    for room, children, stream in ((3, 1, 0), (7, 1, 0), (6, 2, 0), (6, 2, 1)):
+        def draws(length, room=room, children=children, stream=stream):
+            sees = jnp.broadcast_to(jnp.tri(1 + room, dtype=bool), (4, 1 + room, 1 + room))         # a chain
+            g = Growth(tokens=jnp.zeros((4, 1 + room), jnp.int32), sees=sees, filled=room, source=None)
+            grower = Grower(None, None, None, SimpleNamespace(batch=4, length=length, key=key), "distinct", stream)
+            return grower._uniforms(g, jnp.tile(jnp.arange(1 + room), (4, 1)), children, Purpose.DRAFT)
+
+        for (row, node, child), noise in np.ndenumerate(np.asarray(jax.jit(draws)(lengths))[..., 0]):
+            draw = lengths[row], node, child, stream
+            assert told.setdefault((lengths[row] + node, noise), draw) == draw

@@ -13,7 +13,7 @@ from decodax.autoregressive import Autoregressive
 from decodax.cache import Window, causal
 from decodax.core import drivers
 from decodax.core.types import Decision
-from decodax.speculative import Rejection, Speculative
+from decodax.speculative import Cut, Rejection, Speculative
 from decodax.speculative.drafts.fastcot import FastCoT
 from decodax.speculative.drafts.jacobi import HGJ, PGJ, PJ, Jacobi
 from decodax.speculative.drafts.lookahead import Lookahead, guesses, insert, layout
@@ -97,6 +97,27 @@ def test_a_schedule_sets_the_window_by_position():
     made = jnp.array([0, 1, 2, 5, 9])
     s = SimpleNamespace(length=7 + made, prompt_length=jnp.full(5, 7))
     assert FastCoT(((0, 2), (2, 3), (5, 0))).width(s).tolist() == [2, 2, 3, 0, 0]
+
+
+def test_a_rationale_is_cut_where_it_is_and_the_answer_goes_on_behind_the_trigger():
+    """Exact up to the cut, then what the window held, the trigger, and plain decoding of the text as it stands."""
+    alg = Speculative(FastCoT(((0, 4),), cut=3, trigger=(7, 8)), Cut(3))
+    network, params, chain, s = start(alg, "toy", IDS, POLICIES["sampled"], new=20)
+    s = drivers.advance(alg, network, params, chain, s, jnp.int32(3))
+    exact, held, length = texts(s), np.asarray(s.algo[0].tokens), np.asarray(s.length)
+    s = drivers.advance(alg, network, params, chain, s, jnp.int32(100))
+    assert alg.guarantee == "approximate" and set(np.asarray(s.length - s.prompt_length)) == {20}
+    cuts, long = [], texts(decode(Autoregressive(), "toy", IDS, POLICIES["sampled"], new=20))
+    for row, text in enumerate(texts(s)):
+        assert exact[row] == long[row][:len(exact[row])]
+        known = [x for x in held[row] if x >= 0]
+        cuts.append([*IDS[row], *exact[row], *known, 7, 8])
+        assert text[:len(cuts[-1]) - len(IDS[row])] == cuts[-1][len(IDS[row]):]
+    assert any(len(c) > n + 2 for c, n in zip(cuts, length, strict=True))
+    again = texts(decode(Autoregressive(), "toy", cuts, POLICIES["sampled"], new=8))
+    for row, text in enumerate(texts(s)):
+        left = text[len(cuts[row]) - len(IDS[row]):]
+        assert left[:8] == again[row][:len(left)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +282,7 @@ def test_lookahead_harvests_what_a_rerun_by_hand_harvests():
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: Jacobi(0), "length: got 0"), (lambda: Jacobi(fill="pad"), "fill: got 'pad'"), (lambda: PGJ(1), "block"),
     (lambda: HGJ(4, 0), "until"), (lambda: FastCoT(((1, 4),)), "schedule"), (lambda: FastCoT(((0, 0),)), "schedule"),
+    (lambda: FastCoT(trigger=(3,)), r"trigger: got \(3,\) with cut=None"), (lambda: Cut(0), "rounds: got 0"),
     (lambda: SJD(16, top=0), "top: got 0"), (lambda: Lookahead(ngram=1), "ngram: got 1, takes at least 2")])
 def test_impossible_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):

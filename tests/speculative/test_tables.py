@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
@@ -21,12 +22,13 @@ from decodax.speculative.drafts.aded import ADED
 from decodax.speculative.drafts.callable import UserDraft
 from decodax.speculative.drafts.input_guided import InputGuided
 from decodax.speculative.drafts.ngram import NGram, NGramModel
-from decodax.speculative.drafts.recycling import SMALL_TREE, TREE, TokenRecycling, template
+from decodax.speculative.drafts.recycling import SMALL_TREE, TokenRecycling, template
 from decodax.speculative.drafts.stand import Stand
 from decodax.speculative.drafts.suffix import SuffixAutomaton
 from decodax.speculative.drafts.suffix_tree import SuffixTree
 from decodax.speculative.drafts.trie import Trie
-from decodax.speculative.shapes import Chain, Fixed
+from decodax.speculative.shapes import RECYCLING_80, Chain, Fixed
+from decodax.systems import system
 from tests.laws.cases import POLICIES, VOCABULARY, decode, prompts, start, texts
 from tests.speculative.drafting import CORPUS, NONE, first, observe, paths, periodic, propose, rows, toys_logits
 
@@ -96,11 +98,12 @@ def test_a_sources_q_goes_with_the_verifiers_that_need_it(alg):
 
 # --- Token Recycling ----------------------------------------------------------------------------------------------
 
-def test_the_template_is_imbalanced_and_has_eighty_nodes():
-    sizes = Counter(map(len, TREE.paths))
-    assert len(TREE.paths) == 80 and sizes[1] == 8 and max(sizes) == 6
-    children = Counter(path[:-1] for path in TREE.paths)
-    assert children[(0,)] > children[(1,)] > children[(4,)]
+def test_the_tree_is_the_authors():
+    sizes = Counter(map(len, RECYCLING_80.paths))
+    assert [sizes[i] for i in range(1, 8)] == [8, 21, 25, 15, 8, 3, 0]
+    # of the list in the authors' code, sorted
+    assert hashlib.sha256(repr(sorted(RECYCLING_80.paths)).encode()).hexdigest()[:16] == "9a154c9c63b0822c"
+    assert system("token-recycling").draft.tree == TokenRecycling().tree == RECYCLING_80
 
 
 def test_recycling_searches_the_matrix_breadth_first():

@@ -3,6 +3,7 @@
 from decodax.speculative.drafts.aded import ADED
 from decodax.speculative.drafts.callable import UserDraft
 from decodax.speculative.drafts.clasp import CLaSp
+from decodax.speculative.drafts.draft_exit import DraftExit
 from decodax.speculative.drafts.dynamic_exit import DynamicExit
 from decodax.speculative.drafts.fallback import Fallback
 from decodax.speculative.drafts.fastcot import FastCoT
@@ -12,6 +13,7 @@ from decodax.speculative.drafts.jacobi import HGJ, PGJ, PJ, Jacobi
 from decodax.speculative.drafts.knn_ssd import KNNSkip, fit_anchors
 from decodax.speculative.drafts.layer_skip import LayerSkip
 from decodax.speculative.drafts.lookahead import Lookahead
+from decodax.speculative.drafts.merged import Merged
 from decodax.speculative.drafts.model import DraftModel
 from decodax.speculative.drafts.ngram import NGram, NGramModel
 from decodax.speculative.drafts.prompt_lookup import PromptLookup
@@ -25,7 +27,7 @@ from decodax.speculative.drafts.suffix_tree import SuffixTree
 from decodax.speculative.drafts.target_rooted import TargetRooted
 from decodax.speculative.drafts.trie import Trie
 
-__all__ = ["ADED", "HGJ", "PGJ", "PJ", "SJD", "CLaSp", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
-           "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "NGram", "NGramModel",
-           "PromptLookup", "Realigned", "Staged", "Stand", "SuffixAutomaton", "SuffixTree", "TargetRooted",
-           "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
+__all__ = ["ADED", "HGJ", "PGJ", "PJ", "SJD", "CLaSp", "DraftExit", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
+           "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "Merged", "NGram",
+           "NGramModel", "PromptLookup", "Realigned", "Staged", "Stand", "SuffixAutomaton", "SuffixTree",
+           "TargetRooted", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]

@@ -1,8 +1,9 @@
 """Two sources, chosen row by row and round by round: the second where the first has little to offer.
 
-The rule of SAM-Decoding (Hu et al. 2024): what the text repeats is drafted from the text, by its suffix automaton or
-any lookup, and what it does not by a draft model or table. `Adaptive` chooses for the batch, by cost; this chooses for
-each row, and both sources run.
+The rule of SAM-Decoding (Hu et al. 2024): where the end of the text was found before, and enough of it, what followed
+there is drafted; elsewhere another source drafts, such as Token Recycling's tree or a draft model. How long the match
+is says how likely its continuation is; how much follows it does not. `Adaptive` chooses for the batch, by cost; this
+chooses for each row, and both sources run.
 """
 
 from __future__ import annotations
@@ -18,22 +19,34 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.source import Drawn, Grown
 from decodax.speculative.tree import Proposal
+from decodax.struct import Struct, struct
+
+
+@struct
+class Both(Struct):
+    """The states of both sources, and `mine` `bool[B]`: rows whose drafts are the first one's this round."""
+
+    first: Any
+    second: Any
+    mine: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """Chains of `first` where they have at least `at_least` tokens, else those of `second`.
+    """Chains of `first` where its match is at least `at_least` tokens long, else what `second` drafts.
 
     Attributes:
-        first: a `Draft` of deterministic chains. second: a `Draft` or `Source` of chains, grown by `shape`.
+        first: a `Draft` of deterministic chains that says how long its matches are: `SuffixAutomaton`, `PromptLookup`.
+        second: a `Draft` or `Source` of chains or trees; `shape` grows the latter.
 
     Raises:
-        ValueError: at_least below 1.
+        ValueError: at_least below 1; while it is traced: a first one that says nothing of matches or makes trees, or a
+            second one with probes.
     """
 
     first: Any
     second: Any
-    at_least: int = 2
+    at_least: int = 5
     shape: Any = None
 
     def __post_init__(self) -> None:
@@ -56,38 +69,41 @@ class Fallback:
     def bare(self) -> Fallback:
         return dataclasses.replace(self, first=self.first.bare(), second=self.second.bare())
 
-    def init(self, params: Params, s: State) -> Any:
+    def init(self, params: Params, s: State) -> Both:
         one, two = _split(params)
-        return self.first.init(one, s), self.other.init(two, s)
+        return Both(self.first.init(one, s), self.other.init(two, s), jnp.zeros(s.batch, bool))
 
-    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+    def propose(self, params: Params, policy: Any, s: State, state: Both, drawn: Drawn) -> tuple[Proposal, Both]:
         one, two = _split(params)
-        a, first = self.first.propose(one, policy, s, state[0], drawn)
-        b, second = self.other.propose(two, policy, s, state[1], drawn)
-        for p, draft in ((a, self.first), (b, self.second)):
-            if p.parents is not None or p.probes is not None:
-                raise ValueError(f"Fallback takes chains, {type(draft).__name__} proposes trees or probes")
-        mine = a.count >= self.at_least
-        wide = lambda x, fill: jnp.pad(x, [(0, 0), (0, self.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2),
-                                       constant_values=fill)
-        pick = lambda x, y, fill: jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), wide(x, fill), wide(y, fill))
-        tokens = pick(a.tokens, b.tokens, 0)
-        log_q = None
-        if a.log_q is not None or b.log_q is not None:
-            V = (b.log_q if a.log_q is None else a.log_q).shape[-1]
-            log_q = pick(_log_q(a, V), _log_q(b, V), 0)
-        return Proposal(tokens=tokens, live=pick(a.live, b.live, False), log_q=log_q), (first, second)
+        a, first = self.first.propose(one, policy, s, state.first, drawn)
+        b, second = self.other.propose(two, policy, s, state.second, drawn)
+        if a.match is None or a.parents is not None or a.log_q is not None:
+            raise ValueError(f"first: got {type(self.first).__name__}, takes a Draft of deterministic chains that says "
+                             "how long its matches are, SuffixAutomaton or PromptLookup")
+        if b.probes is not None:
+            raise ValueError(f"second: got {type(self.second).__name__}, which proposes probes; takes chains and trees")
+        mine = a.match >= self.at_least
+        N = max(a.tokens.shape[1], b.tokens.shape[1])
+        wide = lambda x, size, fill: jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2),
+                                             constant_values=fill)
+        pick = lambda x, y, size, fill: jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), wide(x, size, fill),
+                                                  wide(y, size, fill))
+        parents = log_q = None
+        if b.parents is not None:
+            above = jnp.broadcast_to(b.parents, b.tokens.shape)
+            parents = jnp.where(mine[:, None], jnp.arange(N, dtype=jnp.int32), wide(above, N, 0))
+        if b.log_q is not None:
+            certain = jnp.where(a.tokens[..., None] == jnp.arange(b.log_q.shape[-1]), 0.0, -jnp.inf)
+            log_q = pick(certain, b.log_q, max(certain.shape[1], b.log_q.shape[1]), 0)
+        proposal = Proposal(tokens=pick(a.tokens, b.tokens, N, 0), live=pick(a.live, b.live, N, False),
+                            parents=parents, log_q=log_q)
+        return proposal, Both(first, second, mine)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return (self.first.observe(s, window, out, decision, state[0]),
-                self.other.observe(s, window, out, decision, state[1]))
-
-
-def _log_q(p: Proposal, vocabulary: int) -> Array:
-    """What a chain was drawn from; a deterministic one from point masses."""
-    if p.log_q is not None:
-        return p.log_q
-    return jnp.where(p.tokens[..., None] == jnp.arange(vocabulary), 0.0, -jnp.inf)
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Both) -> Both:
+        first = self.first.observe(s, window, out, decision, state.first)
+        if decision is not None:        # the second's own nodes are not those that stand in the window of such a row
+            decision = decision.replace(slots=jnp.where(state.mine[:, None], -1, decision.slots))
+        return Both(first, self.other.observe(s, window, out, decision, state.second), state.mine)
 
 
 def _split(params: Params) -> tuple[Params, Params]:

@@ -37,14 +37,18 @@ class DraftModel:
 
     Attributes:
         weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
-        vocab_size: entries of the target's logits, where the draft's are padded to another number; default the same.
+        vocab_size: entries of the target's logits; default what the policy is built for, or the draft model's own.
         chunk: tokens a forward while it catches up.
+        reads: ids that the model reads; default those of what decodax.load gave, or any.
+
+    The vocabularies may be padded to different sizes, as those of small and large Qwen 2.5 are; see `Resized`.
     """
 
     model: Any
     weights: Any = dataclasses.field(default=None, compare=False, repr=False)
     vocab_size: int | None = None
     chunk: int = 64
+    reads: int | None = None
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
@@ -53,11 +57,21 @@ class DraftModel:
             lm = self.model
             object.__setattr__(self, "model", lm.model)
             object.__setattr__(self, "weights", lm.params)
+            object.__setattr__(self, "reads", self.reads or lm.vocab_size)
         if not hasattr(self.model, "apply"):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Model or what decodax.load gave")
 
     def bare(self) -> DraftModel:
         return dataclasses.replace(self, weights=None)
+
+    def for_vocabulary(self, size: int) -> DraftModel:
+        """With logits of `size` entries, unless `vocab_size` is set."""
+        return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
+
+    @property
+    def fitted(self) -> Resized:
+        """The model with the target's vocabulary."""
+        return Resized(self.model, self.reads, self.vocab_size)
 
     def init(self, params: Params, s: State) -> Drafting:
         if params.draft is None:
@@ -66,24 +80,23 @@ class DraftModel:
         return Drafting(cache=constrain(cache, heads(cache)))
 
     def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Array]:
-        cache = catch_up(self.model, params.draft, s, state.cache, self.chunk)
+        cache = catch_up(self.fitted, params.draft, s, state.cache, self.chunk)
         positions = s.length[:, None] - 2 + jnp.arange(2, dtype=jnp.int32)
         live = (positions >= cache.length[:, None]) & (positions >= 0) & s.running[:, None]
         tokens = jnp.take_along_axis(s.tokens, jnp.maximum(positions, 0), 1)
-        out = self.model.apply(params.draft, causal(tokens, s.length - 2, live), cache)
+        out = self.fitted.apply(params.draft, causal(tokens, s.length - 2, live), cache)
         cache = cache.commit(out.kv, _verified(live, out, positions))
         scratch = Scratch.empty(cache, out.kv, room)
-        return Drafting(cache=cache, scratch=scratch.replace(base=None)), self._logits(out, jnp.ones((s.batch, 1), int))
+        return Drafting(cache=cache, scratch=scratch.replace(base=None)), out.logits(jnp.ones((s.batch, 1), int))
 
     def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Array]:
-        w = level.tokens.shape[1]
         assert state.scratch is not None
         scratch = state.scratch.replace(base=state.cache)
-        window = Window(tokens=level.tokens, positions=level.positions, mask=jnp.eye(w, dtype=bool)[None],
+        window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
-        out = self.model.apply(params.draft, window, scratch.seen_by(level.sees))
+        out = self.fitted.apply(params.draft, window, scratch.seen_by(level.sees))
         scratch = scratch.append(out.kv, level.positions, level.at).replace(base=None)
-        return state.replace(scratch=scratch), self._logits(out)
+        return state.replace(scratch=scratch), out.logits()
 
     def place(self, state: Drafting, slots: Array) -> Drafting:
         return state.replace(nodes=slots)
@@ -95,11 +108,36 @@ class DraftModel:
         slots = jnp.where(nodes >= 0, jnp.take_along_axis(decision.slots, jnp.maximum(nodes, 0), 1), -1)
         return Drafting(cache=state.scratch.replace(base=state.cache).commit(slots) if nodes.shape[1] else state.cache)
 
-    def _logits(self, out: Out, select: Array | None = None) -> Array:
-        logits = out.logits(select)
-        wanted = self.vocab_size or logits.shape[-1]
-        spare = [(0, 0)] * (logits.ndim - 1) + [(0, max(wanted - logits.shape[-1], 0))]
-        return jnp.pad(logits, spare, constant_values=-jnp.inf)[..., :wanted]
+
+@dataclasses.dataclass(frozen=True)
+class Resized:
+    """A model over another one's vocabulary, where the ids that both have are the same tokens.
+
+    What it predicts is limited to the `entries` ids of the other's logits: ids that the other lacks are left out before
+    anything is drawn, so that q is the model's distribution given that the token is one of the other's, and ids that
+    it lacks itself have probability 0. Of a text it reads ids from `reads` on as its last one: any token will do, since
+    any q keeps the verifiers exact. None leaves logits or ids as they are.
+    """
+
+    base: Model
+    reads: int | None = None
+    entries: int | None = None
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        return self.base.init_cache(batch, capacity)
+
+    def apply(self, params: Any, window: Window, cache: Any) -> Out:
+        if self.reads is not None:
+            window = window.replace(tokens=jnp.minimum(window.tokens, self.reads - 1))
+        out = self.base.apply(params, window, cache)
+
+        def head(hidden: Array) -> Array:
+            logits = out.head(hidden)
+            entries = self.entries or logits.shape[-1]
+            spare = [(0, 0)] * (logits.ndim - 1) + [(0, max(entries - logits.shape[-1], 0))]
+            return jnp.pad(logits, spare, constant_values=-jnp.inf)[..., :entries]
+
+        return dataclasses.replace(out, head=head)
 
 
 def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newest: int = 2) -> Any:

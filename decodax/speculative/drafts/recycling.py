@@ -3,8 +3,11 @@
 Row `t` of the matrix holds the `k` likeliest tokens that the target saw after `t` when it last scored that token, in
 the prompt, in the output or on a draft that was rejected. Drafts are a fixed imbalanced tree under the newest token:
 node `(2, 0)` is the likeliest successor of its third likeliest successor. After each round all scored nodes overwrite
-their tokens' rows; where a token stands at several nodes the last of them in the window counts. The matrix begins with
-the prompt's own prefill, or with one that an earlier generation left (`warm`).
+their tokens' rows; where a token stands at several nodes the last of them in the window counts.
+
+The matrix begins with the prompt's own prefill, on top of one that an earlier generation left (`warm`) or of nothing,
+where no draft is made. The authors' code does not read the prefill; its one matrix, at first full of token 0, goes on
+from prompt to prompt.
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.shapes.fixed import Fixed
+from decodax.speculative.shapes.published import RECYCLING_80
 from decodax.speculative.source import Drawn
 from decodax.speculative.tree import Proposal
 
 RANKS = (0.52, 0.18, 0.09, 0.06, 0.05, 0.04, 0.03, 0.03)
-"""Assumed chances that the target's token is the successor of each rank; they shape the templates."""
+"""Assumed chances that the target's token is the successor of each rank; they shape trees of other sizes."""
 
 
 def template(nodes: int, ranks: tuple[float, ...] = RANKS, depth: int = 6) -> Fixed:
-    """The tree of the `nodes` paths that are likeliest if each rank holds with its own chance.
+    """The tree of the `nodes` paths that are likeliest if each rank holds with its own chance: for sizes other than the
+    published one's, where nothing is fitted (`fit_tree`).
 
     >>> template(4, (0.6, 0.3)).order
     ((0,), (1,), (0, 0), (0, 0, 0))
@@ -48,9 +53,6 @@ def template(nodes: int, ranks: tuple[float, ...] = RANKS, depth: int = 6) -> Fi
     return Fixed(tuple(paths))
 
 
-TREE = template(80)
-"""80 nodes, 6 deep, 8 children at the root, as wide as the paper's."""
-
 SMALL_TREE = template(15)
 """For hardware on which a wide window costs: a CPU, or a large batch."""
 
@@ -60,7 +62,7 @@ class TokenRecycling:
     """Drafts a tree from what the target thought likely before. With `SeedExact` the output is plain decoding's.
 
     Attributes:
-        tree: the template.
+        tree: the template; default the authors'.
         k: successors kept for each token; at least as many as the template has ranks.
         rows: rows of the matrix, `i32[B, rows, 1 + k]`. With at least the vocabulary's size it is the paper's; with
             fewer, tokens of one remainder share a row, in which the latest stays.
@@ -70,7 +72,7 @@ class TokenRecycling:
         ValueError: `k` smaller than the template's ranks, or less than one row.
     """
 
-    tree: Fixed = TREE
+    tree: Fixed = RECYCLING_80
     k: int = 8
     rows: int = 32_768
     warm: Any = dataclasses.field(default=None, compare=False, repr=False)

@@ -1,8 +1,13 @@
-"""Staged speculation (Spector and Ré, 2023): the draft model's own decoding is speculative.
+"""Staged speculation (Spector and Ré, 2023): the draft is a tree, and its model's own decoding is speculative.
 
-The inner source drafts for the draft model, which verifies it by the round that everything here runs on; what comes
-out is the draft model's chain, in fewer of its forwards. The published system also makes the outer draft a tree; here
-it is a chain, as long as `length`.
+First the trunk, the draft model's own continuation, `length` tokens. A forward of the draft model runs the last of them
+together with what `inner`, an n-gram model in the paper, guesses behind it, and the guesses that are what the draft
+model says itself are the trunk's next tokens: the same chain in fewer forwards.
+
+Every node of the trunk also gives the next likeliest tokens, which are siblings of the trunk's own. The likeliest
+`branches` of them, by the product of draft probabilities down to each, are run in one forward, and what may follow them
+joins the candidates. The `nodes - length` likeliest of all candidates are verified beside the trunk. So the depth of
+the tree costs few steps of the draft model and its width hardly any.
 """
 
 from __future__ import annotations
@@ -10,51 +15,83 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import Array
 
-from decodax.cache import Window
-from decodax.core.mesh import constrain, heads
-from decodax.core.round import run
-from decodax.core.state import State, Stats
+from decodax.cache import Window, take
+from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.drafts.model import DraftModel, catch_up
-from decodax.speculative.source import Drawn
-from decodax.speculative.tree import Proposal, chain
+from decodax.speculative.drafts.model import DraftModel
+from decodax.speculative.shapes.layers import at_least
+from decodax.speculative.source import Children, Drawn, Grower, Growth
+from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
 
 @struct
-class Stage(Struct):
-    """`cache`: the draft model's, verified tokens only. `algo`: the state of its own speculation."""
+class Trunk(Struct):
+    """The trunk in the making.
 
-    cache: Any
-    algo: Any
+    Attributes:
+        tokens, live, log_p: `[B, K, R]` candidates at each depth, the trunk's own first.
+        slots: `i32[B, K]` place of each of its nodes in the growth, -1 while it has none; of the last one there is
+            none. count: `i32[B]` tokens of the trunk so far.
+    """
+
+    tokens: Array
+    live: Array
+    log_p: Array
+    slots: Array
+    count: Array
+
+    def add(self, c: Children, held: Array) -> Trunk:
+        """With the children of a chain's first `1 + held` nodes (`i32[B]`)."""
+        at = self.count[:, None] + jnp.arange(c.tokens.shape[1])
+        at = jnp.where(at <= (self.count + held)[:, None], at, self.tokens.shape[1])
+        put = jax.vmap(lambda x, at, new: x.at[at].set(new, mode="drop"))
+        return self.replace(tokens=put(self.tokens, at, c.tokens), live=put(self.live, at, c.live),
+                            log_p=put(self.log_p, at, c.log_p),
+                            count=jnp.minimum(self.count + 1 + held, self.tokens.shape[1]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A chain of `length` tokens that `draft` decodes with drafts of `inner`.
+    """Trees of `nodes` drafts whose trunk `draft` decodes with guesses of `inner`.
 
     Attributes:
-        draft: a `DraftModel`. inner: a `Speculative` algorithm with a seed-exact verifier.
+        draft: a `DraftModel`. inner: a `Draft` of deterministic chains that is made from the text alone (`NGram`,
+            `PromptLookup`). length: of the trunk.
+        nodes: drafts to verify; default the trunk alone. width: candidates of a node.
+        branches: siblings of the trunk that are run; 0 for none.
 
     Raises:
-        ValueError: a length below 1, an inner algorithm that is not seed-exact or whose window is wider than the outer.
+        ValueError: a number out of range; while it is traced: an inner draft with a state or of trees, or a verifier
+            that wants drafts drawn from q.
     """
 
     draft: DraftModel
     inner: Any
     length: int = 7
+    nodes: int | None = None
+    width: int = 4
+    branches: int = 0
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"length: got {self.length}, takes at least 1")
-        if self.inner.guarantee != "seed-exact":
-            raise ValueError(f"inner: keeps {self.inner.guarantee}, takes a seed-exact verifier: the chain must be the "
-                             "draft model's own")
-        if self.inner.emits > self.length + 1:
-            raise ValueError(f"inner: drafts {self.inner.emits - 1} tokens for a chain of {self.length}, takes at most "
-                             "as many")
+        at_least(length=self.length, width=self.width, branches=self.branches + 1)
+        if self.nodes is not None and self.nodes < self.length:
+            raise ValueError(f"nodes: got {self.nodes}, takes at least the length, {self.length}")
+
+    @property
+    def spare(self) -> int:
+        """How many drafts stand beside the trunk."""
+        return min((self.nodes or self.length) - self.length,
+                   self.length * (self.width - 1) + self.run * self.width)
+
+    @property
+    def run(self) -> int:
+        """How many siblings are run; no path gets longer than the trunk."""
+        return min(self.branches, (self.length - 1) * (self.width - 1), (self.nodes or self.length) - self.length)
 
     @property
     def weights(self) -> Any:
@@ -63,34 +100,107 @@ class Staged:
     def bare(self) -> Staged:
         return dataclasses.replace(self, draft=self.draft.bare(), inner=self.inner.bare())
 
-    def init(self, params: Params, s: State) -> Stage:
-        model, inner = _own(params)
-        cache = self.draft.model.init_cache(s.batch, s.cache.capacity)
-        return Stage(cache=constrain(cache, heads(cache)), algo=self.inner.init(Params(model, inner), s))
+    def init(self, params: Params, s: State) -> Any:
+        if params.draft is None:
+            raise ValueError("params: Staged needs (draft model's weights, inner draft's weights) in Params.draft")
+        if jax.tree.leaves(self.inner.init(params.replace(draft=params.draft[1]), s)):
+            raise ValueError(f"inner: got {type(self.inner).__name__}, which carries a state from round to round; "
+                             "takes a Draft that is made from the text alone")
+        return self.draft.init(params.replace(draft=params.draft[0]), s)
 
-    def propose(self, params: Params, policy: Any, s: State, state: Stage, drawn: Drawn) -> tuple[Proposal, Stage]:
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         if drawn not in ("coupled", "ranked"):
-            raise ValueError("verify: Staged drafts with the target's noise and knows no q; takes SeedExact")
-        model, inner = _own(params)
-        cache = catch_up(self.draft.model, model, s, state.cache, self.draft.chunk, newest=1)
-        zero = lambda: jnp.zeros_like(s.length)
-        decided = jnp.zeros((s.batch, self.inner.emits + 1), jnp.int32)
-        mine = s.replace(cache=cache, algo=state.algo, record=None, max_length=s.length + self.length,
-                         stats=Stats(zero(), zero(), zero(), decided, zero()))
-        done = run(self.inner, self.draft.model, Params(model, inner), policy, mine, self.length)
-        index = s.length[:, None] + jnp.arange(self.length)
-        tokens = jnp.take_along_axis(done.tokens, jnp.minimum(index, s.tokens.shape[1] - 1), 1)
-        return chain(tokens, jnp.where(s.running, done.length - s.length, 0)), Stage(done.cache, done.algo)
+            raise ValueError("verify: Staged drafts with the target's uniforms and knows no q; takes SeedExact")
+        model, inner = (params.replace(draft=x) for x in params.draft)
+        source = self.draft if policy.vocab_size is None else self.draft.for_vocabulary(policy.vocab_size)
+        grower = Grower(source, model, policy, s, drawn)
+        B, K, R = s.batch, self.length, self.width
+        wide = 1 + min(self.inner.length, K - 1)            # nodes of a forward: the last token and its guesses
+        g, children = grower.start(state, (K - 1) * wide + self.run, R)
+        zero = lambda dtype: jnp.zeros((B, K, R), dtype)
+        trunk = Trunk(tokens=zero(jnp.int32), live=zero(bool), log_p=zero(jnp.float32),
+                      slots=jnp.full((B, K), -1, jnp.int32), count=jnp.zeros(B, jnp.int32))
+        trunk = trunk.add(children, trunk.count)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Stage) -> Stage:
-        if decision is None:
-            return state.replace(algo=self.inner.observe(s, window, out, state.algo))
-        # what the target did not accept is forgotten: entries beyond the length are not read, and written over
-        known = s.length + decision.count - 1
-        return state.replace(cache=state.cache.replace(length=jnp.minimum(state.cache.length, known)))
+        def unfinished(carry: tuple[Growth, Trunk]) -> Array:
+            return (s.running & (carry[1].count < K)).any()
 
+        def visit(carry: tuple[Growth, Trunk]) -> tuple[Growth, Trunk]:
+            g, trunk = carry
+            guesses, count = self._guess(inner, policy, s, trunk, wide - 1)
+            last = trunk.count - 1
+            parent = jnp.where(last > 0, take(trunk.slots, jnp.maximum(last - 1, 0)), 0)
+            nodes = jnp.concatenate([take(trunk.tokens[:, :, 0], last)[:, None], guesses], 1)
+            slots = g.filled + jnp.arange(wide, dtype=jnp.int32)
+            g, children = grower.expand(g, nodes, parent[:, None], R, chained=True)
+            same = (children.tokens[:, :-1, 0] == guesses) & (jnp.arange(wide - 1) < count[:, None])
+            held = jnp.cumprod(same & children.live[:, :-1, 0], 1).sum(1, dtype=jnp.int32)
+            held = jnp.where(trunk.count < K, held, -1)     # a trunk that is done stays as it is
+            at = last[:, None] + jnp.arange(wide)
+            at = jnp.where(jnp.arange(wide) <= held[:, None], at, K)
+            placed = jax.vmap(lambda x, at: x.at[at].set(slots, mode="drop"))(trunk.slots, at)
+            return g, trunk.replace(slots=placed).add(children, held)
 
-def _own(params: Params) -> tuple[Any, Any]:
-    if params.draft is None:
-        raise ValueError("params: Staged needs (draft model's weights, inner draft's weights) in Params.draft")
-    return params.draft
+        if K > 1:
+            g, trunk = jax.lax.while_loop(unfinished, visit, (g, trunk))
+        return self._tree(grower, g, trunk)
+
+    def _guess(self, params: Params, policy: Any, s: State, trunk: Trunk, most: int) -> tuple[Array, Array]:
+        """What the inner draft says follows the trunk: `i32[B, most]` and how many count."""
+        if not most:
+            return jnp.zeros((s.batch, 0), jnp.int32), jnp.zeros(s.batch, jnp.int32)
+        place = s.length[:, None] + jnp.arange(self.length)
+        place = jnp.where(jnp.arange(self.length) < trunk.count[:, None], place, s.tokens.shape[1])
+        text = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(s.tokens, place, trunk.tokens[:, :, 0])
+        p, _ = self.inner.propose(params, policy, s.replace(tokens=text, length=s.length + trunk.count), None,
+                                  "coupled")
+        if p.parents is not None or p.log_q is not None or p.probes is not None:
+            raise ValueError(f"inner: got {type(self.inner).__name__}, takes a Draft of deterministic chains")
+        return p.tokens[:, :most], jnp.minimum(p.count, most)
+
+    def _tree(self, grower: Grower, g: Growth, trunk: Trunk) -> tuple[Proposal, Any]:
+        """The trunk and the likeliest of what stands beside it."""
+        B, K, R = trunk.tokens.shape
+        live = jnp.cumprod(trunk.live[:, :, 0], 1) > 0
+        above = jnp.cumsum(jnp.where(live, trunk.log_p[:, :, 0], 0), 1)
+        above = jnp.pad(above, ((0, 0), (1, 0)))[:, :-1]                    # of the node over each depth
+        up = jnp.pad(live, ((0, 0), (1, 0)), constant_values=True)[:, :-1]
+        flat = lambda x: x[:, :, 1:].reshape(B, -1)
+        score = flat(jnp.where(trunk.live & up[:, :, None], above[:, :, None] + trunk.log_p, -jnp.inf))
+        tokens, parents = flat(trunk.tokens), jnp.repeat(jnp.arange(K, dtype=jnp.int32), R - 1)[None]
+        parents = jnp.broadcast_to(parents, tokens.shape)
+        ran = jnp.zeros((B, 0), jnp.int32)
+        if self.run:
+            best, ran = jax.lax.top_k(jnp.where(parents < K - 1, score, -jnp.inf), self.run)
+            ran = ran.astype(jnp.int32)
+            depth = take(parents, ran)
+            slot = jnp.where(depth > 0, take(trunk.slots, jnp.maximum(depth - 1, 0)), 0)
+            g, c = grower.expand(g, take(tokens, ran), jnp.maximum(slot, 0), R)
+            more = jnp.where(c.live, best[:, :, None] + jnp.minimum(c.log_p, 0), -jnp.inf).reshape(B, -1)
+            # a child's parent is named by its place among the candidates until that has a node
+            parents = jnp.concatenate([parents, jnp.repeat(-1 - ran, R, 1)], 1)
+            tokens, score = jnp.concatenate([tokens, c.tokens.reshape(B, -1)], 1), jnp.concatenate([score, more], 1)
+        best, at = jax.lax.top_k(score, self.spare)         # of equal ones the first, so parents before their children
+        at = jnp.sort(jnp.where(best > -jnp.inf, at, score.shape[1]), 1)
+        kept, index = at < score.shape[1], jnp.minimum(at, score.shape[1] - 1)
+        node = jnp.full((B, score.shape[1] + 1), -1, jnp.int32)
+        node = jax.vmap(lambda x, i: x.at[i].set(K + 1 + jnp.arange(self.spare, dtype=jnp.int32)))(node, at)[:, :-1]
+        over = take(parents, index)
+        over = jnp.where(over < 0, take(node, jnp.maximum(-1 - over, 0)), over)
+        chain = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (B, K))
+        proposal = Proposal(tokens=jnp.concatenate([trunk.tokens[:, :, 0], take(tokens, index)], 1),
+                            live=jnp.concatenate([live, kept], 1),
+                            parents=jnp.concatenate([chain, jnp.where(kept, over, 0)], 1) if self.spare else None)
+        # the window node of each slot: the trunk's, then the branches'; guesses that failed have none
+        room = g.tokens.shape[1] - 1
+        nodes = jnp.full((B, 1 + room), -1, jnp.int32)
+        put = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))
+        slots = jnp.where(trunk.slots >= 0, trunk.slots, 1 + room)
+        nodes = put(nodes, slots, chain + 1)
+        if self.run:
+            last = jnp.broadcast_to(g.filled - self.run + jnp.arange(self.run), ran.shape)
+            nodes = put(nodes, last, take(node, ran))
+        return proposal, self.draft.place(g.source, nodes[:, 1:])
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return self.draft.observe(s, window, out, decision, state)

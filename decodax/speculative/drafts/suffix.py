@@ -6,9 +6,16 @@ fixed size give the same match exactly. For a row's own text: the length of the 
 forward by each decided token (one more than at the place before, or 0). For the corpus: a suffix array of its
 documents read backwards, built on the host and searched by bisection.
 
-As in SAM-Decoding the earliest of several longest matches in the row's own text counts, which leaves the most to copy,
-and the corpus only where its match is more than `bias` tokens longer. As in SuffixDecoding (Oliaro et al. 2024; whole
-in `SuffixTree`) the draft has at most `factor` times the match's tokens.
+As in the authors' code the earliest of several longest matches in the row's own text counts, which leaves the most to
+copy, and the corpus only where its match is more than `bias` tokens longer. How much is drafted differs there by
+whether another source stands behind it (`Fallback`):
+
+- alone, at most `factor` times the match's tokens, 4 in the code;
+- with another source, which drafts where the match is short, always a full draft (`full`): where the earliest longest
+  match is not followed by so many tokens, the longest shorter one that is takes its place.
+
+Of several places in the corpus any counts. The code takes the first, and alone it grows a tree of the commonest
+continuations there; `SuffixTree` (Oliaro et al. 2024) grows trees.
 """
 
 from __future__ import annotations
@@ -34,7 +41,9 @@ class SuffixAutomaton(FromText):
     """Drafts up to `length` tokens. With `SeedExact` the output is plain decoding's.
 
     Attributes:
-        factor: most drafts for each token of the match (SuffixDecoding's `max_spec_factor`).
+        factor: most drafts for each token of the match.
+        full: whether a shorter match that is followed by a full draft goes before a longer one that is not, and no
+            factor bounds the draft.
         min_match: shorter matches draft nothing.
         bias: by how many tokens a match in the corpus must be longer than that in the text itself.
         longest: corpus matches are compared up to this many tokens; those in the text itself have no bound.
@@ -49,6 +58,7 @@ class SuffixAutomaton(FromText):
     min_match: int = 1
     bias: int = 5
     longest: int = 32
+    full: bool = False
     free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -78,25 +88,32 @@ class SuffixAutomaton(FromText):
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         N = s.tokens.shape[1]
-        length = jnp.where(jnp.arange(N) < s.length[:, None] - 1, state, 0)
-        place = jnp.argmax(length, 1).astype(jnp.int32)                   # the first of the longest
-        match = length.max(1)
-        text = known(s)
-        corpus = self.weights if params.draft is None else params.draft
+        at = jnp.arange(N)
+        length = jnp.where(at < s.length[:, None] - 1, state, 0)
+        match = wanted = length.max(1)
+        text, end = known(s), s.length
+        if self.full:       # as in the code the text ends in front of the newest token, and one token more must follow
+            end = s.length - 1
+            wanted = jnp.max(jnp.where(at < end[:, None] - self.length - 1, length, 0), 1)
+            wanted = jnp.maximum(wanted, 1)
+        place = jnp.argmax(length >= wanted[:, None], 1).astype(jnp.int32)          # the first that is long enough
+        corpus, certain = self.weights if params.draft is None else params.draft, match
         if corpus is not None:
             found, lasting = jax.vmap(lambda row, end: self._bisect(corpus, row, end))(text, s.length)
             ours = match >= lasting - self.bias
             place = jnp.where(ours, place, N + found)
             match = jnp.where(ours, match, lasting)
+            certain = jnp.where(ours, match, lasting - self.bias)
             text = jnp.concatenate([text, jnp.broadcast_to(corpus["text"], (s.batch, corpus["text"].shape[0]))], 1)
         index = place[:, None] + 1 + jnp.arange(self.length)
         tokens = take(text, jnp.minimum(index, text.shape[1] - 1))
         # a draft from the text itself ends where the text does, before the corpus that lies behind it
-        inside = (tokens >= 0) & (index < jnp.where(place < N, N, text.shape[1])[:, None])
+        inside = (tokens >= 0) & (index < jnp.where(place < N, end, text.shape[1])[:, None])
         count = jnp.cumprod(inside, 1).sum(1)
-        allowed = jnp.clip(jnp.floor(self.factor * match), 1, self.length)
-        count = jnp.where(match >= self.min_match, jnp.minimum(count, allowed), 0)
-        return chain(jnp.maximum(tokens, 0), count.astype(jnp.int32)), state
+        if not self.full:
+            count = jnp.minimum(count, jnp.clip(jnp.floor(self.factor * match), 1, self.length))
+        count = jnp.where(match >= self.min_match, count, 0)
+        return chain(jnp.maximum(tokens, 0), count.astype(jnp.int32)).replace(match=certain), state
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         if decision is None:

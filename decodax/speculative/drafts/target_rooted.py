@@ -24,7 +24,7 @@ from jax import Array, lax
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Level
+from decodax.speculative.source import Level, fitted
 from decodax.struct import Struct, struct
 
 
@@ -70,6 +70,9 @@ class TargetRooted:
 
     def bare(self) -> TargetRooted:
         return dataclasses.replace(self, source=self.source.bare())
+
+    def for_vocabulary(self, size: int) -> TargetRooted:
+        return dataclasses.replace(self, source=fitted(self.source, size))
 
     def init(self, params: Params, s: State) -> Rooted:
         return self._nothing(s, self.source.init(params, s))

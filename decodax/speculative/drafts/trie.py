@@ -59,7 +59,7 @@ class Trie(FromText):
         fresh = (jnp.argmax(alike, 1) == jnp.arange(paths.shape[1])[:, None]) & (paths >= 0)
         size = jnp.cumsum(fresh.sum(-1), 1)       # nodes below the suffix that this place is the last to match
         last = match != jnp.pad(match[:, 1:], ((0, 0), (0, 1)))
-        enough = last & (size >= min(self.branch, self.nodes)) & (match > 0)
+        enough = last & (size + 1 >= min(self.branch, self.nodes)) & (match > 0)        # the last token counts too
         chosen = jnp.take_along_axis(match, jnp.argmax(enough, 1)[:, None], 1)
         least = jnp.where(enough.any(1, keepdims=True), chosen, 1)
         weight = ((match >= least) & (match > 0)).astype(jnp.int32)

@@ -3,10 +3,11 @@
 from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.block import Block
 from decodax.speculative.verify.branch import LongestBranch
+from decodax.speculative.verify.cut import Cut
 from decodax.speculative.verify.kseq import KSeq
 from decodax.speculative.verify.multiround import MultiRound
 from decodax.speculative.verify.pointwise import Distance, Greedy, Margin, SeedExact, TopK, Typical
 from decodax.speculative.verify.rejection import Rejection
 
-__all__ = ["Block", "Distance", "Greedy", "Guarantee", "KSeq", "LongestBranch", "Margin", "MultiRound", "Rejection",
-           "SeedExact", "TopK", "Typical", "Verifier"]
+__all__ = ["Block", "Cut", "Distance", "Greedy", "Guarantee", "KSeq", "LongestBranch", "Margin", "MultiRound",
+           "Rejection", "SeedExact", "TopK", "Typical", "Verifier"]

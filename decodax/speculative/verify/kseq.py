@@ -53,11 +53,13 @@ class KSeq:
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         return walk(self.siblings, policy, s, tree)
 
-    def siblings(self, p: Array, q: Array | None, tokens: Array, children: Array,
+    def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
         """See `decodax.speculative.verify.walk.Siblings`."""
         if q is None:
             return certain(p, tokens, children, u)
+        if callable(q):
+            raise ValueError("verify: KSeq takes draws of one source; takes MultiRound(replacement=True) for several")
         k = children.sum()
         rho = smallest(p, q, k)
         if self.rho != "auto":

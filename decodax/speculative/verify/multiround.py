@@ -29,7 +29,9 @@ class MultiRound:
         replacement: whether siblings are independent draws from q. Without (the default) they are distinct, and no
             chance is wasted on a token that was rejected before.
 
-    Deterministic drafts are tried against what is left of p: each is accepted with its probability there.
+    Deterministic drafts are tried against what is left of p: each is accepted with its probability there. A dead child
+    is not tried. Without replacement it still has had its part in what the children behind it were drawn from: its
+    token leaves q.
     """
 
     replacement: bool = False
@@ -42,27 +44,33 @@ class MultiRound:
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         return walk(self.siblings, policy, s, tree)
 
-    def siblings(self, p: Array, q: Array | None, tokens: Array, children: Array,
+    def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
         """See `decodax.speculative.verify.walk.Siblings`."""
         if q is None:
             return certain(p, tokens, children, u)
+        if callable(q) and not self.replacement:
+            raise ValueError("verify: these drafts are draws of several sources; takes MultiRound(replacement=True)")
+        place, drawn = jnp.arange(tokens.shape[0]), (children | dead) & (tokens >= 0)
 
         def untried(carry: Any) -> Array:
-            _, accepted, _, _, children = carry
+            _, accepted, _, children = carry
             return ~accepted & children.any()
 
         def attempt(carry: Any) -> Any:
-            _, _, p, q, children = carry
+            _, _, p, children = carry
             child = jnp.argmax(children)
             token = tokens[child]
+            here = q(child) if callable(q) else q
+            if not self.replacement:        # what was drawn before it, tried or dead, had left q
+                gone = jnp.where(drawn & (place < child), tokens, here.shape[0])
+                here = here.at[gone].set(0, mode="drop")
             # p and q are kept unnormalised: what is left of them sums to less than 1
-            P, Q = p.sum(), q.sum()
-            accepted = u[child] * q[token] * P < p[token] * Q
-            left = residual(p / jnp.where(P > 0, P, 1) - q / jnp.where(Q > 0, Q, 1), p)
-            return (child, accepted, jnp.where(accepted, p, left), q if self.replacement else q.at[token].set(0),
-                    children.at[child].set(False))
+            P, Q = p.sum(), here.sum()
+            accepted = u[child] * here[token] * P < p[token] * Q
+            left = residual(p / jnp.where(P > 0, P, 1) - here / jnp.where(Q > 0, Q, 1), p)
+            return child, accepted, jnp.where(accepted, p, left), children.at[child].set(False)
 
-        start = (jnp.argmax(children), jnp.zeros((), bool), p, q, children)
-        child, accepted, left, _, _ = lax.while_loop(untried, attempt, start)
+        start = (jnp.argmax(children), jnp.zeros((), bool), p, children)
+        child, accepted, left, _ = lax.while_loop(untried, attempt, start)
         return child, accepted, left

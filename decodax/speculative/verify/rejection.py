@@ -55,10 +55,14 @@ def chain_drafts(rule: Any, tree: Tree, vocabulary: int) -> tuple[Array, Array, 
     Raises:
         ValueError: the tree is not a chain.
     """
-    chain = np.arange(-1, tree.size - 1)
-    if not (isinstance(tree.parents, np.ndarray) and (tree.parents == chain).all()):
+    if not is_chain(tree):
         raise ValueError(f"verify: {type(rule).__name__} takes chains, got a tree of {tree.size - 1} drafts, "
                          f"{tree.longest} deep; MultiRound and SeedExact take trees")
     drafts, log_q = tree.tokens[:, 1:], tree.log_q
     certain = jax.nn.one_hot(drafts, vocabulary, dtype=jnp.float32)
     return drafts, tree.live[:, 1:], certain if log_q is None else jnp.exp(log_q[:, :drafts.shape[1]])
+
+
+def is_chain(tree: Tree) -> bool:
+    """Whether every node is the parent of the next one, in all rows."""
+    return isinstance(tree.parents, np.ndarray) and bool((tree.parents == np.arange(-1, tree.size - 1)).all())

@@ -16,9 +16,10 @@ from decodax.policy.draw import draw
 from decodax.speculative.tree import Tree, path_to
 from decodax.speculative.verify.pointwise import at_parents
 
-Siblings = Callable[[Array, Array | None, Array, Array, Array], tuple[Array, Array, Array]]
-"""What becomes of one node's children. Takes p `f32[V]`, q `f32[V]` (None: drafts are deterministic), and of the tree's
-nodes their tokens `i32[1 + N]`, which of them are the children `bool[1 + N]`, and a uniform for each `f32[1 + N]`.
+Siblings = Callable[[Array, Any, Array, Array, Array, Array], tuple[Array, Array, Array]]
+"""What becomes of one node's children. Takes p `f32[V]`, q `f32[V]` (None: drafts are deterministic; a function of a
+child's node `i32[]`: each was drawn from its own), and of the tree's nodes their tokens `i32[1 + N]`, which of them are
+the live children `bool[1 + N]` and the dead ones `bool[1 + N]`, and a uniform for each `f32[1 + N]`.
 Gives the accepted child `i32[]`, whether there is one `bool[]`, and what the token is drawn from if there is none:
 `f32[V]`, unnormalised."""
 
@@ -40,15 +41,20 @@ def walk(siblings: Siblings, policy: Any, s: State, tree: Tree) -> tuple[Array, 
             u: Array) -> tuple[Array, Array]:
         def visit(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             node = carry[0]
-            q = None if log_q is None else jnp.exp(log_q[jnp.minimum(node, log_q.shape[0] - 1)])
-            child, accepted, left = siblings(jnp.exp(log_p[node]), q, tokens, (parents == node) & live, u)
+            q: Any = None
+            if log_q is not None and tree.drawn_at is not None:
+                q = lambda child: jnp.exp(log_q[jnp.asarray(tree.drawn_at)[child - 1]])
+            elif log_q is not None:
+                q = jnp.exp(log_q[jnp.minimum(node, log_q.shape[0] - 1)])
+            own = parents == node
+            child, accepted, left = siblings(jnp.exp(log_p[node]), q, tokens, own & live, own & ~live, u)
             return jnp.where(accepted, child, node).astype(jnp.int32), accepted, left
 
         start = (jnp.zeros((), jnp.int32), jnp.ones((), bool), jnp.zeros(log_p.shape[1]))
         node, _, left = lax.while_loop(lambda carry: carry[1], visit, start)
         return node, left
 
-    node, left = jax.vmap(row)(log_p, tree.log_q, tree.tokens, parents, tree.live, u)
+    node, left = jax.vmap(row)(log_p, tree.log_q, tree.drawn, parents, tree.live, u)
     predicts = jnp.take_along_axis(policy.predicts, node[:, None], 1)
     own = draw(jnp.log(left)[:, None], keys.addresses(s.key, predicts, Purpose.RESIDUAL))[:, 0]
     depth = jnp.take_along_axis(jnp.broadcast_to(tree.depth, tree.tokens.shape), node[:, None], 1)[:, 0]

@@ -1,0 +1,44 @@
+"""Predictors of acceptance, fitted to what held."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax.io.load import LM
+from decodax.speculative import Logistic, fit_predictor
+from decodax.speculative.drafts import NGramModel
+from decodax.speculative.predictor import examples, logistic
+from tests.laws.cases import VOCABULARY, model, prompts
+
+NETWORK, WEIGHTS = model("toy")
+TOY = LM(model=NETWORK, params=WEIGHTS, vocab_size=VOCABULARY)
+GIVEN = dict(lm=TOY, draft=NGramModel(VOCABULARY, order=3), samples=prompts(8), length=4, max_new_tokens=32)
+
+
+def test_the_regression_finds_the_weights_that_made_the_data():
+    draw = np.random.default_rng(0)
+    x = np.concatenate([np.ones((20_000, 1)), draw.normal(size=(20_000, 2))], 1)
+    w = np.array([-0.5, 2.0, -1.0])
+    y = draw.random(20_000) < 1 / (1 + np.exp(-x @ w))
+    assert np.allclose(logistic(x, y, np.ones(20_000)), w, atol=0.1)
+
+
+def test_a_fitted_predictor_tells_drafts_that_hold_from_others():
+    fitted = fit_predictor(**GIVEN)
+    x, held = examples(verify=None, **GIVEN)
+    assert 0.05 < held.mean() < 0.95 and len(held) > 100
+    chance = np.asarray(fitted(jnp.asarray(x[:, 2]), jnp.asarray(x[:, 3]), jnp.expm1(jnp.asarray(x[:, 4]))))
+    assert abs(chance.mean() - held.mean()) < 0.01                  # calibrated over all
+    assert chance[held].mean() > chance[~held].mean() + 0.1
+    careful = fit_predictor(**GIVEN, rejected=6.0)
+    assert float(careful(jnp.float32(-0.5), jnp.float32(1), jnp.int32(1))) \
+        < float(fitted(jnp.float32(-0.5), jnp.float32(1), jnp.int32(1)))
+
+
+def test_what_cannot_be_fitted_is_named():
+    with pytest.raises(ValueError, match="samples: got 0 prompts"):
+        fit_predictor(TOY, NGramModel(VOCABULARY), [])
+    with pytest.raises(ValueError, match="rejected: got 0"):
+        fit_predictor(TOY, NGramModel(VOCABULARY), [[1]], rejected=0)
+    with pytest.raises(ValueError, match="weights: got 2, takes 5"):
+        Logistic((1.0, 2.0))
