@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from decodax.diffusion import MaskedDiffusion
     from decodax.io.load import LM, load, zoo
     from decodax.policy import Policy
+    from decodax.programs import cache_programs
     from decodax.result import LogProbs, Result, Statistics
     from decodax.sharding import lanes
     from decodax.speculative import (
@@ -55,6 +56,7 @@ _HOMES = {
     "decodax.diffusion": ["MaskedDiffusion"],
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.policy": ["Policy"],
+    "decodax.programs": ["cache_programs"],
     "decodax.result": ["LogProbs", "Result", "Statistics"],
     "decodax.sharding": ["lanes"],
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
@@ -66,9 +68,9 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
     "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "SeedExact",
-    "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic", "diffusion",
-    "drafts", "fit_tree", "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop", "run", "shapes",
-    "step", "stream", "system", "systems", "watch", "zoo",
+    "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic",
+    "cache_programs", "diffusion", "drafts", "fit_tree", "generate", "infill", "init_state", "lanes", "load", "policy",
+    "python_loop", "run", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
 ]
 
 

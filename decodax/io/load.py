@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax.sharding import Mesh
 import decodax.models
 from decodax.core.types import Model
 from decodax.io.checkpoint import load_diffusion, load_model
-from decodax.io.text import Tokenizer
+from decodax.io.text import Tokenizer, read_object
 from decodax.models.diffusion import Diffusion
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
@@ -106,8 +105,12 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         dtype = "float32"      # bfloat16 matrix products take almost twice as long there
     diffusion = load_diffusion(path)
     model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)
-    config = path / "generation_config.json"
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
+    # where generation_config.json is silent on special tokens, config.json speaks
+    config = read_object(path / "config.json")
+    inner = config.get("text_config")
+    ids = {name: found[name] for found in (inner if isinstance(inner, dict) else {}, config)
+           for name in ("bos_token_id", "eos_token_id", "pad_token_id") if found.get(name) is not None}
     return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
-              generation_config=json.loads(config.read_text()) if config.is_file() else {},
+              generation_config={**ids, **read_object(path / "generation_config.json")},
               name=path.name, mesh=mesh, diffusion=diffusion)
