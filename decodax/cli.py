@@ -295,12 +295,12 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
         name, equals, value = item.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--set: got {item!r}, takes NAME=VALUE")
-        if name in vars(args) or name == "skip_special_tokens":
-            own = flag("special_tokens" if name == "skip_special_tokens" else name)
-            raise UsageError(f"--set: got {item!r}; it has an argument of its own, {own}")
+        own = "special_tokens" if name == "skip_special_tokens" else name
+        if name in options or own in vars(args).keys() - {name for name, *_ in SAMPLING}:
+            raise UsageError(f"--set: got {item!r}; {flag(own)} is where that goes, once")
         try:
             options[name] = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"--set {name}: got {value!r}, takes a JSON value ({error})") from error
     return options
 

@@ -96,8 +96,9 @@ class Request:
         if one and count != 1:
             raise ValueError(f"{where}: takes one prompt, got {count}")
         with blaming(origin, () if num_samples is not None else ("num_return_sequences",)):
-            samples = 1 if where != "generate" else whole("num_samples", num_samples, 1) if num_samples is not None \
-                else whole("num_return_sequences", config.get("num_return_sequences") or 1, 1)
+            given, own = config.get("num_return_sequences"), num_samples is not None
+            samples = 1 if where != "generate" or (given is None and not own) else \
+                whole("num_samples", num_samples, 1) if own else whole("num_return_sequences", given, 1)
         if batch_size is not None:
             batch_size = min(whole("batch_size", batch_size, 1), count)
         at_once = (batch_size or count) * samples
@@ -114,8 +115,8 @@ class Request:
         if seed is None:
             raise wrong("seed", seed, "a whole number from 0 to 2**64 - 1, or one for each prompt")
         seeds = whole_rows("seed", seed, count, high=2 ** 64 - 1)
-        own = list(range(count)) if request_ids is None else whole_rows("request_ids", request_ids, count,
-                                                                        high=2 ** 32 - 1)
+        addresses = list(range(count)) if request_ids is None else \
+            whole_rows("request_ids", request_ids, count, high=2 ** 32 - 1)
         if logprobs is not None:
             logprobs = whole("logprobs", logprobs, 0, lm.vocab_size)
         with blaming(origin, () if max_time is not None else ("max_time",)):
@@ -136,7 +137,7 @@ class Request:
         return cls(lm=lm, algorithm=method, prompts=ids, behind=behind, max_new=budget.astype(np.int32),
                    min_new=np.array(least, np.int32),
                    seeds=np.array([divmod(s, 1 << 32) for s in seeds], np.uint32),
-                   request_ids=np.array(own, np.uint32), guidance=guidance, negative=negative, policy=policy,
+                   request_ids=np.array(addresses, np.uint32), guidance=guidance, negative=negative, policy=policy,
                    samples=samples, stop=strings, logprobs=logprobs, chunk=whole("chunk", chunk, 1),
                    batch_size=batch_size, max_time=limit, skip_special_tokens=skip,
                    include_stop=flag("include_stop", include_stop))
