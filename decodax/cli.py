@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import reprlib
 import shlex
 import sys
 import traceback
@@ -294,14 +295,14 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     for item in args.set:
         name, equals, value = item.partition("=")
         if not equals or not name.isidentifier():
-            raise UsageError(f"--set: got {item!r}, takes NAME=VALUE")
+            raise UsageError(f"--set: got {reprlib.repr(item)}, takes NAME=VALUE")
         own = "special_tokens" if name == "skip_special_tokens" else name
         if name in options or own in vars(args).keys() - {name for name, *_ in SAMPLING}:
-            raise UsageError(f"--set: got {item!r}; {flag(own)} is where that goes, once")
+            raise UsageError(f"--set: got {reprlib.repr(item)}; {flag(own)} is where that goes, once")
         try:
             options[name] = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"--set {name}: got {value!r}, takes a JSON value ({error})") from error
+            raise UsageError(f"--set {name}: got {reprlib.repr(value)}, takes a JSON value ({error})") from error
     return options
 
 

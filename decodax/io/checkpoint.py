@@ -247,7 +247,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read ({e.strerror})") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: not JSON ({e})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: got {type(value).__name__}, takes a JSON object")

@@ -113,7 +113,9 @@ def _rows(prompts: Any, name: str) -> list[tuple[Any, str]]:
             raise wrong(name, dict(prompts), f"{TAKES}; a chat is a list of messages")
         rows: list[Any] = _encoding(prompts, name)
     elif hasattr(prompts, "ndim"):
-        rows = _of_array(host(name, prompts, TAKES), prompts, name)
+        array = host(name, prompts, TAKES)
+        texts = array.dtype.kind in "UOT" and array.ndim == 1
+        rows = array.tolist() if texts else _of_array(array, name, "iu")
     else:
         if isinstance(prompts, range) and len(prompts) > MOST:
             raise wrong(name, prompts, TAKES)
@@ -126,14 +128,13 @@ def _rows(prompts: Any, name: str) -> list[tuple[Any, str]]:
     return [(row, f"{name}[{i}]") for i, row in enumerate(rows)]
 
 
-def _of_array(array: np.ndarray, given: Any, name: str) -> list[Any]:
-    if array.dtype.kind in "UOT" and array.ndim == 1:       # texts
-        return array.tolist()
+def _of_array(array: np.ndarray, name: str, kinds: str) -> list[Any]:
+    """The rows of an array."""
     if array.ndim not in (1, 2):
         raise ValueError(f"{name}: got an array of shape {array.shape}, takes one or two dimensions of token ids")
     if not array.size:
         return [[]] * len(array) if array.ndim == 2 else []
-    if array.dtype.kind not in "iu":
+    if array.dtype.kind not in kinds:
         raise ValueError(f"{name}: got an array of {array.dtype}, takes whole numbers")
     return [array] if array.ndim == 1 else list(array)
 
@@ -146,7 +147,7 @@ def _encoding(given: Mapping[str, Any], name: str) -> list[Any]:
     ids, mask = _nested(given["input_ids"], f"{name}['input_ids']"), given.get("attention_mask")
     if mask is None:
         return ids
-    masks = _nested(mask, f"{name}['attention_mask']")
+    masks = _nested(mask, f"{name}['attention_mask']", "biuf")
     if [len(row) for row in masks] != [len(row) for row in ids]:
         raise ValueError(f"{name}['attention_mask']: has another shape than input_ids")
     out = []
@@ -162,10 +163,10 @@ def _encoding(given: Mapping[str, Any], name: str) -> list[Any]:
     return out
 
 
-def _nested(value: Any, name: str) -> list[Any]:
+def _nested(value: Any, name: str, kinds: str = "iu") -> list[Any]:
     """Rows of ids from one row or several."""
     if hasattr(value, "ndim"):
-        return _of_array(host(name, value, "token ids"), value, name)
+        return _of_array(host(name, value, "token ids"), name, kinds)
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise wrong(name, value, "token ids, or a list of them for each prompt")
     if not value or _is_number(value[0]):

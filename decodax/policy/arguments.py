@@ -165,6 +165,9 @@ def per_row(name: str, value: Any, batch: int, dtype: Any, neutral: Any, takes: 
     takes = f"{takes}, or one for {_each(batch, samples)}"
     absent = np.array([v is None for v in value]) if isinstance(value, (list, tuple)) else np.array(False)
     filled = [neutral if v is None else v for v in value] if isinstance(value, (list, tuple)) else value
+    if np.issubdtype(dtype, np.integer):        # beyond i64 is as good as its end
+        cut = lambda v: max(min(v, 2 ** 62), -2 ** 62) if type(v) is int else v
+        filled = [cut(v) for v in filled] if isinstance(filled, (list, tuple)) else cut(filled)
     array = host(name, filled, takes)
     mixed = isinstance(filled, list) and any(isinstance(v, bool) for v in filled)
     if array.dtype.kind not in ("biuf" if dtype is np.bool_ else "iuf") or (mixed and dtype is not np.bool_):
@@ -180,7 +183,7 @@ def per_row(name: str, value: Any, batch: int, dtype: Any, neutral: Any, takes: 
             good &= np.isfinite(array.astype(np.float32))
     if not (absent | good).all():
         raise wrong(name, value, takes)
-    if np.issubdtype(dtype, np.integer):        # beyond i64 is as good as its end
+    if np.issubdtype(dtype, np.integer):
         array = np.array([max(min(int(v), 2 ** 62), -2 ** 62) for v in array.reshape(-1)]).reshape(array.shape)
     array = array.astype(dtype)
     return np.broadcast_to(array, (batch,)) if entries is None else array[entries]

@@ -249,7 +249,7 @@ def _ends(a: _Arguments) -> list[Transform]:
     asked = [name for name, rows in least.items() if (rows > 0).any()]
     if asked:
         chain.append(MinLength(a.eos(asked[0]), *least.values()))
-    if a.asks("forced_bos_token_id"):
+    if a.given["forced_bos_token_id"] is not None:
         first = a.count("forced_bos_token_id", -1, neutral=-1)
         if a.given["vocab_size"] is not None and (first >= a.given["vocab_size"]).any():
             raise wrong("forced_bos_token_id", a.given["forced_bos_token_id"],
@@ -260,7 +260,7 @@ def _ends(a: _Arguments) -> list[Transform]:
             raise ValueError("forced_eos_token_id: got no max_length and no max_new_tokens, the end that it stands at")
         chain.append(ForcedEOS(a.ids("forced_eos_token_id"), a.count("max_length", 1, neutral=UNBOUNDED),
                                a.count("max_new_tokens", 1, neutral=UNBOUNDED)))
-    if a.asks("exponential_decay_length_penalty"):
+    if a.given["exponential_decay_length_penalty"] is not None:
         pair = a.given["exponential_decay_length_penalty"]
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise wrong("exponential_decay_length_penalty", pair, "(start, factor)")
@@ -273,7 +273,7 @@ def _ends(a: _Arguments) -> list[Transform]:
         chain.append(SuppressTokens(a.ids("suppress_tokens", bounded=False)))
     if a.asks("begin_suppress_tokens"):
         chain.append(BeginSuppress(a.ids("begin_suppress_tokens", bounded=False),
-                                   _array(np.full(a.batch, a.asks("forced_bos_token_id")))))
+                                   _array(np.full(a.batch, a.given["forced_bos_token_id"] is not None))))
     return chain
 
 
@@ -330,7 +330,7 @@ def _samplers(a: _Arguments) -> list[Transform]:
                                                  else temperature))]
     if a.asks("top_n_sigma", 0):
         chain.append(TopNSigma(a.number("top_n_sigma")))
-    if a.asks("top_h"):
+    if a.given["top_h"] is not None:
         chain.append(TopH(a.number("top_h", 0, 1, open_low=True, neutral=2)))     # above 1 a row is left alone
     if a.asks("top_k", 0) and a.asks("top_k", -1):
         k = a.count("top_k", -1)
@@ -353,7 +353,7 @@ def _samplers(a: _Arguments) -> list[Transform]:
     if dynamic:
         chain.append(DynamicTemperature(_array(np.where(temperature > 0, temperature, 1).astype(np.float32)),
                                         a.number("dynatemp_range", 0), exponent))
-    if a.asks("mirostat_tau"):
+    if a.given["mirostat_tau"] is not None:
         chain.append(Mirostat2(a.number("mirostat_tau", 0, open_low=True), eta))
     return chain
 
