@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -89,57 +89,43 @@ class Request:
         """
         lm = model(lm)
         check_names(where, sampling)
-        config = dict(lm.generation_config or {})
-        origin = f"generation config of {lm.name!r}"
+        said = _Config(lm)
         ids = prompts if behind is not None else read_prompts(lm, prompts)
-        count, one = len(ids), where not in ("generate", "infill")
-        if one and count != 1:
+        count = len(ids)
+        if where not in ("generate", "infill") and count != 1:
             raise ValueError(f"{where}: takes one prompt, got {count}")
-        with blaming(origin, () if num_samples is not None else ("num_return_sequences",)):
-            given, own = config.get("num_return_sequences"), num_samples is not None
-            samples = 1 if where != "generate" or (given is None and not own) else \
-                whole("num_samples", num_samples, 1) if own else whole("num_return_sequences", given, 1)
+        samples = 1 if where != "generate" else said.or_given(
+            "num_return_sequences", num_samples, lambda name, x: whole(name, x, 1), 1, "num_samples")
         if batch_size is not None:
             batch_size = min(whole("batch_size", batch_size, 1), count)
         at_once = (batch_size or count) * samples
         method = chosen(lm, algorithm, at_once)
         lengths = np.array([len(row) for row in ids], np.int64)
-        budget, counted = _budget(lengths, max_new_tokens, max_length, config, origin)
-        longest = int((lengths + budget).max())
-        afford(method, lm.model, lm.mesh, at_once, longest, counted)
-        _room(lm, longest, counted)
+        budget, counted = _budget(lengths, max_new_tokens, max_length, said)
+        afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
+        _room(lm, int((lengths + budget).max()), counted)
 
-        with blaming(origin, () if min_new_tokens is not None else ("min_new_tokens",)):
-            least = whole_rows("min_new_tokens", config.get("min_new_tokens") if min_new_tokens is None
-                               else min_new_tokens, count)
+        least = said.or_given("min_new_tokens", min_new_tokens, lambda name, x: whole_rows(name, x, count), [0] * count)
         if seed is None:
             raise wrong("seed", seed, "a whole number from 0 to 2**64 - 1, or one for each prompt")
         seeds = whole_rows("seed", seed, count, high=2 ** 64 - 1)
         addresses = list(range(count)) if request_ids is None else \
             whole_rows("request_ids", request_ids, count, high=2 ** 32 - 1)
-        if logprobs is not None:
-            logprobs = whole("logprobs", logprobs, 0, lm.vocab_size)
-        with blaming(origin, () if max_time is not None else ("max_time",)):
-            limit = config.get("max_time") if max_time is None else max_time
-            limit = None if limit is None else positive("max_time", limit)
-        guidance, negative = _guidance(lm, method, count, guidance_scale, negative_prompts, config, origin)
-        if negative is not None:
-            _room(lm, max(len(row) + int(new) for row, new in zip(negative, budget, strict=True)), "negative_prompts")
-        with blaming(origin, () if stop is not None else ("stop",)):
-            strings = stop_strings(config.get("stop_strings") if stop is None else stop)
+        strings = said.or_given("stop_strings", stop, lambda name, x: stop_strings(x), (), "stop")
+        if strings and lm.tokenizer is None:
+            raise ValueError("stop: stop strings need a tokenizer, and this model has none")
+        guidance, negative = _guidance(lm, method, budget, guidance_scale, negative_prompts, said)
         skip = flag("skip_special_tokens", skip_special_tokens)
-        policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, config,
-                         origin)
+        policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said)
         if strings:
-            if lm.tokenizer is None:
-                raise ValueError("stop: stop strings need a tokenizer, and this model has none")
+            assert lm.tokenizer is not None
             policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(skip), strings, lm.vocab_size))
         return cls(lm=lm, algorithm=method, prompts=ids, behind=behind, max_new=budget.astype(np.int32),
-                   min_new=np.array(least, np.int32),
-                   seeds=np.array([divmod(s, 1 << 32) for s in seeds], np.uint32),
+                   min_new=np.array(least, np.int32), seeds=np.array([divmod(s, 1 << 32) for s in seeds], np.uint32),
                    request_ids=np.array(addresses, np.uint32), guidance=guidance, negative=negative, policy=policy,
-                   samples=samples, stop=strings, logprobs=logprobs, chunk=whole("chunk", chunk, 1),
-                   batch_size=batch_size, max_time=limit, skip_special_tokens=skip,
+                   samples=samples, stop=strings, chunk=whole("chunk", chunk, 1), batch_size=batch_size,
+                   logprobs=None if logprobs is None else whole("logprobs", logprobs, 0, lm.vocab_size),
+                   max_time=said.or_given("max_time", max_time, positive), skip_special_tokens=skip,
                    include_stop=flag("include_stop", include_stop))
 
     def __len__(self) -> int:
@@ -286,32 +272,48 @@ def _named(lm: _Same, text: str, rows: int) -> Algorithm:
         raise ValueError(f"algorithm: {error}") from error
 
 
-def _budget(lengths: np.ndarray, max_new: Any, max_length: Any, config: Mapping[str, Any], origin: str
-            ) -> tuple[np.ndarray, str]:
+class _Config:
+    """What the model's generation config says."""
+
+    def __init__(self, lm: LM):
+        self.entries, self.origin = dict(lm.generation_config or {}), f"generation config of {lm.name!r}"
+
+    def or_given(self, key: str, given: Any, read: Callable[[str, Any], Any], default: Any = None,
+                 name: str | None = None) -> Any:
+        """The argument `name` (default `key`) as `read` reads it, or, where it is None, the config's entry `key`."""
+        if given is not None:
+            return read(name or key, given)
+        found = self.entries.get(key)
+        if found is None:
+            return default
+        with blaming(self.origin, (key, name or key)):
+            return read(key, found)
+
+
+def _budget(lengths: np.ndarray, max_new: Any, max_length: Any, said: _Config) -> tuple[np.ndarray, str]:
     """New tokens of each prompt, `i64[B]`, and which argument says so."""
     if max_new is not None and max_length is not None:
         raise ValueError("max_length and max_new_tokens: got both, takes one of them")
-    names = ("max_new_tokens", "max_length")
-    if max_new is None and max_length is None:
-        default = next((name for name in names if config.get(name) is not None), None)
-        if default is None:
-            return np.full(len(lengths), NEW), "max_new_tokens"
-        with blaming(origin, names):
-            value = whole(default, config[default], 0)
-            if default == "max_length" and (lengths > value).any():
-                raise ValueError(f"max_length: got {value} for a prompt of {lengths.max()} tokens; give max_new_tokens")
-        return np.full(len(lengths), value) - (lengths if default == "max_length" else 0), default
     if max_length is not None:
-        total = np.array(whole_rows("max_length", max_length, len(lengths), 1, default=-1), np.int64)
-        total = np.where(total < 0, lengths + NEW, total)
-        if (short := np.flatnonzero(total < lengths)).size:
-            raise ValueError(f"max_length: got {total[short[0]]} for a prompt of {lengths[short[0]]} tokens; it counts "
-                             "the prompt, max_new_tokens does not")
-        return total - lengths, "max_length"
-    new = np.array(whole_rows("max_new_tokens", max_new, len(lengths), default=-1), np.int64)
-    if (new < 0).any():      # None for some
-        new = np.where(new < 0, _budget(lengths, None, None, config, origin)[0], new)
-    return new, "max_new_tokens"
+        return _within(lengths, "max_length", max_length), "max_length"
+    if max_new is not None:
+        new = np.array(whole_rows("max_new_tokens", max_new, len(lengths), default=-1), np.int64)
+        return (np.where(new < 0, _budget(lengths, None, None, said)[0], new) if (new < 0).any() else new,
+                "max_new_tokens")
+    own = said.or_given("max_new_tokens", None, whole)
+    if own is None and said.entries.get("max_length") is not None:
+        return said.or_given("max_length", None, lambda name, x: _within(lengths, name, whole(name, x))), "max_length"
+    return np.full(len(lengths), NEW if own is None else own), "max_new_tokens"
+
+
+def _within(lengths: np.ndarray, name: str, limit: Any) -> np.ndarray:
+    """What a length with the prompt leaves for new tokens."""
+    total = np.array(whole_rows(name, limit, len(lengths), 1, default=-1), np.int64)
+    total = np.where(total < 0, lengths + NEW, total)
+    if (short := np.flatnonzero(total < lengths)).size:
+        raise ValueError(f"{name}: got {total[short[0]]} for a prompt of {lengths[short[0]]} tokens; it counts the "
+                         "prompt, max_new_tokens does not")
+    return total - lengths
 
 
 def _room(lm: LM, longest: int, name: str) -> None:
@@ -325,12 +327,12 @@ def _room(lm: LM, longest: int, name: str) -> None:
                       stacklevel=outside())
 
 
-def _guidance(lm: LM, method: Algorithm, count: int, scale: Any, negative: Any, config: Mapping[str, Any], origin: str
+def _guidance(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: _Config
               ) -> tuple[np.ndarray | None, list[list[int]] | None]:
-    with blaming(origin, () if scale is not None else ("guidance_scale",)):
-        found = config.get("guidance_scale") if scale is None else scale
-        scales = None if found is None else per_row("guidance_scale", found, count, np.float32, 1, "a number",
-                                                    np.isfinite)
+    """Scales and negative prompts."""
+    count = len(budget)
+    scales = said.or_given("guidance_scale", scale, lambda name, x: per_row(name, x, count, np.float32, 1, "a number",
+                                                                            np.isfinite))
     if scales is not None and (scales == 1).all():
         scales = None
     if negative is None:
@@ -342,12 +344,15 @@ def _guidance(lm: LM, method: Algorithm, count: int, scale: Any, negative: Any, 
     ids = read_prompts(lm, negative, "negative_prompts")
     if len(ids) not in (1, count):
         raise ValueError(f"negative_prompts: got {len(ids)} for {count} prompts")
-    return scales, ids * (count // len(ids))
+    ids = ids * (count // len(ids))
+    _room(lm, max(len(row) + int(new) for row, new in zip(ids, budget, strict=True)), "negative_prompts")
+    return scales, ids
 
 
 def _policy(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, sampling: dict[str, Any],
-            config: dict[str, Any], origin: str) -> Policy:
+            said: _Config) -> Policy:
     """The policy of all rows."""
+    config = dict(said.entries)
     for name in ("guidance_scale", "max_length", "max_new_tokens", "min_new_tokens"):
         config.pop(name, None)
     given = dict(sampling)
@@ -356,7 +361,7 @@ def _policy(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, sampli
     named = [name for name in ("eos", "eos_token_id") if name in given]
     values = [given.pop(name) for name in named]
     ends: Any = next((e for e in values if e is not None), []) if named else lm.eos
-    with blaming(origin, () if named else ("eos_token_id",)):
+    with blaming(said.origin, () if named else ("eos_token_id",)):
         some = (id_rows("eos_token_id", ends, len(lengths), lm.vocab_size, samples) >= 0).any()
     if not some:      # there is no end that a least length could forbid
         for source in (given, config):
@@ -365,7 +370,7 @@ def _policy(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, sampli
                         lambda x: x >= 0, samples)
         least = np.zeros_like(least)
     config.pop("eos_token_id", None)
-    settings = merge(config, origin, {"vocab_size": lm.vocab_size, "max_length": lengths, "min_new_tokens": least,
+    settings = merge(config, said.origin, {"vocab_size": lm.vocab_size, "max_length": lengths, "min_new_tokens": least,
                                       "eos_token_id": ends, **given})
-    with blaming(origin, config.keys() - given.keys()):
+    with blaming(said.origin, config.keys() - given.keys()):
         return assemble(len(lengths), settings, samples)
