@@ -81,9 +81,9 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
     g.add_argument("-n", "--max-new-tokens", type=int, metavar="N", help="default: the model's own, or 64")
     g.add_argument("--min-new-tokens", type=int, metavar="N",
                    help="no end of text or stop string before it; default: the model's own, or 0")
-    g.add_argument("--max-time", type=float, metavar="SECONDS", help="end after about so long")
+    g.add_argument("--max-time", type=float, metavar="SECONDS", help="end after about this many seconds")
     g.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    g.add_argument("--include-stop", action="store_true", help="end behind it")
+    g.add_argument("--include-stop", action="store_true", help="let the text end behind the stop string, not before it")
     g.add_argument("--special-tokens", action="store_true", help="show special tokens, such as the end of text")
     g.add_argument("--num-samples", type=int, metavar="N",
                    help="continuations of the prompt; default: the model's own, or 1")

@@ -25,7 +25,18 @@ from decodax.io.load import LM, find, load
 from decodax.io.prompts import read_prompts
 from decodax.memory import afford
 from decodax.policy import Policy
-from decodax.policy.arguments import flag, id_rows, outside, per_row, positive, shown, whole, whole_rows, wrong
+from decodax.policy.arguments import (
+    flag,
+    id_rows,
+    is_whole,
+    outside,
+    per_row,
+    positive,
+    shown,
+    whole,
+    whole_rows,
+    wrong,
+)
 from decodax.policy.build import DEFAULTS, assemble, unknown_argument
 from decodax.policy.config import NEUTRAL, blaming, merge
 
@@ -90,6 +101,8 @@ class Request:
         lm = model(lm)
         check_names(where, sampling)
         said = _Config(lm)
+        if not is_whole(lm.pad):
+            raise ValueError(f"{said.origin}: pad_token_id: got {shown(lm.pad)}, takes a token id")
         ids = prompts if behind is not None else read_prompts(lm, prompts)
         count = len(ids)
         if where not in ("generate", "infill") and count != 1:
