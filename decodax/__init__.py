@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from decodax.diffusion import MaskedDiffusion
     from decodax.io.load import LM, load, zoo
     from decodax.policy import Policy
+    from decodax.programs import cache_programs
     from decodax.result import LogProbs, Result, Statistics
     from decodax.scoring import Scores, score
     from decodax.sharding import lanes
@@ -58,6 +59,7 @@ _HOMES = {
     "decodax.diffusion": ["MaskedDiffusion"],
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.policy": ["Policy"],
+    "decodax.programs": ["cache_programs"],
     "decodax.result": ["LogProbs", "Result", "Statistics"],
     "decodax.scoring": ["Scores", "score"],
     "decodax.sharding": ["lanes"],
@@ -71,8 +73,9 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
     "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
     "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic",
-    "diffusion", "drafts", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "lanes",
-    "load", "policy", "python_loop", "run", "score", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
+    "cache_programs", "diffusion", "drafts", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill",
+    "init_state", "lanes", "load", "policy", "python_loop", "run", "score", "shapes", "step", "stream", "system",
+    "systems", "watch", "zoo",
 ]
 
 

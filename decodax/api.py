@@ -3,88 +3,115 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
+from decodax.io.prompts import Prompt
 from decodax.job import Job
+from decodax.policy.arguments import flag
+from decodax.request import CHUNK, Request
 from decodax.result import Result, Statistics
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""A text, token ids, or a chat (messages with `role` and `content`)."""
-
-CHUNK = 256
-"""Prompt tokens a prefill round."""
 
 BURST_SECONDS = 0.05
 """How long a stream lets the device run before it looks: a host visit then costs little and text still flows."""
 
 
-def generate(lm: LM, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int | Sequence[int] | None = None,
-             min_new_tokens: int | Sequence[int] = 0, algorithm: Algorithm | None = None, seed: int | Sequence[int] = 0,
-             num_samples: int = 1, stop: str | Sequence[str] | None = None, logprobs: int | None = None,
-             request_ids: Sequence[int] | None = None, guidance_scale: float | None = None,
-             negative_prompts: Prompt | Sequence[Prompt] | None = None, chunk: int = CHUNK,
-             batch_size: int | None = None, progress: bool = False, **sampling: Any) -> Result:
+def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], *,
+             max_new_tokens: int | Sequence[int] | None = None, max_length: int | Sequence[int] | None = None,
+             min_new_tokens: int | Sequence[int] | None = None, algorithm: Algorithm | str | None = None,
+             seed: int | Sequence[int] = 0, num_samples: int | None = None, stop: str | Sequence[str] | None = None,
+             include_stop: bool = False, logprobs: int | None = None, request_ids: Sequence[int] | None = None,
+             guidance_scale: float | Sequence[float] | None = None,
+             negative_prompts: Prompt | Sequence[Prompt] | None = None, skip_special_tokens: bool = True,
+             max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None, progress: bool = False,
+             **sampling: Any) -> Result:
     """Continues prompts.
 
+    Numbers are one for all or one for each prompt. What is left out comes from the model's generation config, if it
+    says something: `max_new_tokens` or `max_length`, `min_new_tokens`, `num_return_sequences` (as `num_samples`),
+    `stop_strings` (as `stop`), `max_time`, `guidance_scale`, and the sampling arguments.
+
     Args:
-        lm: what `load` gave.
-        prompts: a text, a list of texts, a list of id lists, a chat or a list of chats.
-        max_new_tokens: tokens to make at most; default the model's generation config, or 64. One for all rows or one
-            for each prompt, as `min_new_tokens` (an end of sequence does not count before it) and `seed`.
-        algorithm: the decoding method; default plain autoregressive decoding, and for a model that fills masks one
+        lm: what `load` gave; or what `load` takes, and then the model is loaded once and kept.
+        prompts: a text, token ids or a chat, or several; a list or an array of numbers is one prompt, an array of two
+            dimensions has one in each row. Also what a tokenizer of transformers gives: `input_ids`, of which those
+            count that the `attention_mask` lets through. An iterator of prompts is read to its end first.
+        max_new_tokens: tokens to make at most; default 64. max_length: the same, with the prompt's; give one of them.
+        min_new_tokens: neither an end of sequence nor a stop string counts before it.
+        algorithm: the decoding method, or the name of a published system with options, as
+            `"prompt-lookup:length=5"`; default plain autoregressive decoding, and for a model that fills masks one
             position a round, the surest first.
-        seed: addresses every draw, together with the request's id and the token's position.
+        seed: addresses every draw, together with the request's id and the token's position; from 0 to 2**64 - 1, and
+            all 64 bits count.
         num_samples: continuations of each prompt; the prompt is prefilled once.
-        stop: strings that end a row, found also across token borders; the text returned ends before them.
+        stop: strings that end a row, found also across token borders; the text returned ends before them, or with
+            `include_stop` behind them. The tokens hold them in any case.
         logprobs: record log-probabilities of the chosen tokens and of this many most likely ones.
-        request_ids: what a row's randomness is addressed by; default its place in `prompts`.
-        guidance_scale: classifier-free guidance of this scale against `negative_prompts` (default: the last prompt
-            token alone, as transformers does); masked diffusion guides against a prompt of masks, and LLaDA's
-            `cfg_scale` is this less 1.
+        request_ids: what a row's randomness is addressed by, from 0 to 2**32 - 1; default its place in `prompts`.
+        guidance_scale: classifier-free guidance of this scale against `negative_prompts` (one for all or one for each;
+            default: the last prompt token alone, as transformers does); masked diffusion guides against a prompt of
+            masks, and LLaDA's `cfg_scale` is this less 1. 1 is no guidance.
+        skip_special_tokens: leaves special tokens out of texts; stop strings look at the text as it is returned.
+        max_time: seconds that the call may take, compiling included. Looked at between bursts of rounds, so a little
+            more; a row that has not ended by then does so with `Status.TIME` and what it has. Each batch makes one
+            burst.
         chunk: prompt tokens a prefill round.
-        batch_size: prompts a batch; default all at once. Batches are made of prompts of similar length.
+        batch_size: prompts a batch; default all at once. Batches are made of prompts of similar length; results come
+            in the order of the prompts, and no row depends on it.
         progress: shows a progress bar.
         sampling: what the policy is built from, by the names of Hugging Face's GenerationConfig: temperature, top_k,
             top_p, min_p, repetition_penalty, bad_words_ids, ... See `decodax.policy.build`. They override the model's
-            generation config; without any the decoding is greedy.
+            generation config; without any the decoding is greedy. Each is one for all, one for each prompt, or one for
+            each row of the result: `num_samples=3, temperature=[0.2, 0.7, 1.0]` samples one prompt at three
+            temperatures. What the config asks for and is not here is an error, and passing the value that asks for
+            nothing (`num_beams=1`) goes on without it.
 
     Raises:
-        ValueError: an empty prompt, a prompt beyond the model's positions, or an argument out of its range, by name.
+        ValueError: an empty prompt, one beyond the model's vocabulary or positions, more than the machine's memory
+            holds, an algorithm that does not fit the model, or an argument out of its range, by name.
+        TypeError: an argument of the wrong kind, or an unknown one, by name.
         RuntimeError: the algorithm stopped making progress.
     """
-    ids = _ids(lm, prompts)
-    options: dict[str, Any] = {"algorithm": algorithm, "num_samples": num_samples, "stop": stop, "logprobs": logprobs,
-                               "chunk": chunk, "guidance_scale": guidance_scale, "sampling": sampling}
-    given = dict(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, seed=seed,
-                 request_ids=range(len(ids)) if request_ids is None else request_ids)
-    each: dict[str, Any] = {name: _each(value, len(ids), name) for name, value in given.items()}
-    each["negative"] = None if negative_prompts is None else _each(_ids(lm, negative_prompts), len(ids),
-                                                                   "negative_prompts")
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i])) if batch_size else list(range(len(ids)))
-    size = batch_size or len(ids)
+    clock = time.monotonic()
+    request = Request.read(
+        lm, prompts, max_new_tokens=max_new_tokens, max_length=max_length, min_new_tokens=min_new_tokens,
+        algorithm=algorithm, seed=seed, num_samples=num_samples, stop=stop, include_stop=include_stop,
+        logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale, negative_prompts=negative_prompts,
+        skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size, **sampling)
+    return run(request, clock, flag("progress", progress))
+
+
+def run(request: Request, clock: float, progress: bool = False) -> Result:
+    """Runs a request batch by batch. `clock` is when its time began, by `time.monotonic`."""
+    count, size = len(request), request.batch_size
+    order = sorted(range(count), key=lambda i: len(request.prompts[i])) if size else list(range(count))
+    end = None if request.max_time is None else clock + request.max_time
     parts: list[Result] = []
-    with _bar(progress, len(ids) * num_samples) as report:
-        for start in range(0, len(ids), size):
-            rows = order[start:start + size]
-            own: dict[str, Any] = {name: values and [values[i] for i in rows] for name, values in each.items()}
-            job = Job.begin(lm, [ids[i] for i in rows], **own, **options)
+    with _bar(progress, count * request.samples) as report:
+        for start in range(0, count, size or count):
+            job = Job.begin(request.select(order[start:start + size]) if size else request)
             while job.running:
-                job.advance(None if not progress else BURST_SECONDS * 4)
+                job.advance(None if end is None and not progress else BURST_SECONDS * (1 if end else 4))
                 report(sum(len(p) for p in parts) + job.finished)
+                if end is not None and time.monotonic() > end:
+                    job.expire()
             parts.append(job.result())
-    return parts[0] if len(parts) == 1 and not batch_size else _merge(parts, order, num_samples, lm.pad)
+    return _merge(parts, order, request.samples, request.lm.pad) if size else parts[0]
 
 
-def stream(lm: LM, prompt: Prompt, **options: Any) -> Stream:
-    """Continues one prompt piece by piece. Takes the arguments of `generate` but for those that need many rows.
+def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any) -> Stream:
+    """Continues one prompt piece by piece. Takes the arguments of `generate` but for those that need many rows:
+    `num_samples`, `batch_size` and `progress`.
 
     Pieces never hold half a character, nor the beginning of what may turn out to be a stop string; together they are
     the text that `generate` returns, and the tokens are the same. After the last piece `.result` holds the result.
+    `max_time` counts from this call, with the time that the reader takes.
     """
     return Stream(lm, prompt, **options)
 
@@ -92,29 +119,24 @@ def stream(lm: LM, prompt: Prompt, **options: Any) -> Stream:
 class Stream(Iterator[str]):
     """Pieces of text as they come; `.result` after the last."""
 
-    def __init__(self, lm: LM, prompt: Prompt, **options: Any):
-        if lm.tokenizer is None:
+    def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any):
+        clock = time.monotonic()
+        request = one_row("stream", lm, prompt, options)
+        if request.lm.tokenizer is None:
             raise ValueError("stream: this model has no tokenizer, so it makes no text; use generate")
-        ids = _ids(lm, prompt)
-        if len(ids) != 1:
-            raise ValueError(f"stream: takes one prompt, got {len(ids)}")
-        if many := [name for name in ("num_samples", "batch_size", "progress") if options.pop(name, None)]:
-            raise ValueError(f"stream: {', '.join(many)}: for generate only; a stream is one row")
-        own = {k: options.pop(k) for k in _STREAM & options.keys()}
-        negative = own.pop("negative_prompts", None)
         self.result: Result | None = None
-        self._job = Job.begin(
-            lm, ids, max_new_tokens=[own.pop("max_new_tokens", None)], seed=[own.pop("seed", 0)],
-            min_new_tokens=[own.get("min_new_tokens", 0)], request_ids=own.pop("request_ids", [0]),
-            negative=None if negative is None else _ids(lm, negative), num_samples=1, sampling=options,
-            **{"algorithm": None, "stop": None, "logprobs": None, "chunk": CHUNK, "guidance_scale": None,
-               **{k: v for k, v in own.items() if k != "min_new_tokens"}})
-        self._text = lm.tokenizer.detokenizer(ids[0], stop=own.get("stop"), min_new=own.get("min_new_tokens", 0))
+        self._end = None if request.max_time is None else clock + request.max_time
+        self._job = Job.begin(request)
+        self._text = request.lm.tokenizer.detokenizer(
+            request.prompts[0], stop=request.stop, min_new=int(request.min_new[0]), include_stop=request.include_stop,
+            skip_special_tokens=request.skip_special_tokens)
         self._read = 0
 
     def __next__(self) -> str:
         while self._job.running:
             self._job.advance(BURST_SECONDS)
+            if self._end is not None and time.monotonic() > self._end:
+                self._job.expire()
             if piece := self._text.feed(self._fresh()):
                 return piece
         if self.result is None:
@@ -130,43 +152,17 @@ class Stream(Iterator[str]):
         return np.asarray(s.tokens)[0, start:end].tolist()
 
 
-_STREAM = {"max_new_tokens", "min_new_tokens", "algorithm", "seed", "stop", "logprobs", "request_ids",
-           "guidance_scale", "negative_prompts", "chunk"}
+def one_row(where: str, lm: Any, prompt: Any, options: dict[str, Any]) -> Request:
+    """The request of a front end that takes one prompt.
 
-
-def _ids(lm: LM, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of prompts in any of the accepted forms."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer, Mapping)))
-    rows: list[Any] = [prompts] if single else list(prompts)
-    if not rows:
-        raise ValueError("prompts: got none")
-    out = []
-    for i, row in enumerate(rows):
-        if not isinstance(row, str) and len(row) and not isinstance(row[0], Mapping):
-            ids = [int(t) for t in np.asarray(row).reshape(-1)]
-            if bad := [t for t in ids if not 0 <= t < lm.vocab_size]:
-                raise ValueError(f"prompts[{i}]: token id {bad[0]} is outside the vocabulary of {lm.vocab_size}")
-        elif not len(row):
-            ids = []
-        elif lm.tokenizer is None:
-            raise ValueError(f"prompts[{i}]: got text, but this model has no tokenizer; give token ids")
-        else:
-            ids = lm.tokenizer.encode(row) if isinstance(row, str) else lm.tokenizer.encode_chat(row)
-        if not ids and lm.bos is not None:
-            ids = [lm.bos]
-        if not ids:
-            raise ValueError(f"prompts[{i}]: is empty, and the model has no BOS token to begin with")
-        out.append(ids)
-    return out
-
-
-def _each(value: Any, count: int, name: str) -> list[Any]:
-    if value is None or isinstance(value, (int, np.integer)):
-        return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise ValueError(f"{name}: got {len(values)} values for {count} prompts")
-    return values
+    Raises:
+        TypeError, ValueError: as `Request.read`; also for arguments that need many rows.
+    """
+    for name, none in (("num_samples", 1), ("batch_size", 1), ("progress", False)):
+        given = options.pop(name, None)
+        if given is not None and (type(given) is not type(none) or given != none):
+            raise ValueError(f"{name}: got {given!r}; for generate only, a {where} is one row")
+    return Request.read(lm, prompt, where, **options)
 
 
 def _merge(parts: list[Result], order: list[int], samples: int, pad: int) -> Result:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from decodax.api import CHUNK, Prompt, _each, _ids
+from decodax.api import one_row, run
 from decodax.core.types import Algorithm
 from decodax.diffusion import MaskedDiffusion, Template
-from decodax.diffusion.entries import default
 from decodax.io.load import LM
+from decodax.io.prompts import Prompt, collected, read_prompt, spell
 from decodax.job import Job
+from decodax.policy.arguments import flag, id_rows, is_whole, whole
+from decodax.request import CHUNK, Request, check_names, chosen, model
 from decodax.result import Result
+
+LARGEST_GAP = 1 << 24
 
 Piece = str | int | Sequence[int]
 """Given text, a gap of so many tokens, or given token ids."""
@@ -40,9 +46,12 @@ class Infilled:
         return len(self.tokens)
 
 
-def infill(lm: LM, pieces: Sequence[Piece] | Sequence[Sequence[Piece]], *, algorithm: Algorithm | None = None,
-           seed: int | Sequence[int] = 0, ends: bool = False, logprobs: int | None = None, chunk: int = CHUNK,
-           guidance_scale: float | None = None, **sampling: Any) -> Infilled:
+def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[Sequence[Piece]], *,
+           algorithm: Algorithm | str | None = None, seed: int | Sequence[int] = 0, ends: bool = False,
+           logprobs: int | None = None, request_ids: Sequence[int] | None = None,
+           guidance_scale: float | Sequence[float] | None = None, skip_special_tokens: bool = True,
+           max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None,
+           **sampling: Any) -> Infilled:
     """Fills gaps between pieces of text that stay as they are.
 
     >>> dx.infill(lm, ["def add(a, b):", 12, "return c"]).text[0]                 # doctest: +SKIP
@@ -57,72 +66,99 @@ def infill(lm: LM, pieces: Sequence[Piece] | Sequence[Sequence[Piece]], *, algor
             the pieces is encoded by itself.
         algorithm: a sampler of masked diffusion; default one position a step in blocks as the model has them.
         seed: addresses every draw; one or one a text.
-        ends: whether a gap may hold an end of sequence, which cuts it short there. Without it none is drawn.
-        logprobs, chunk, guidance_scale, sampling: as in `generate`.
+        ends: whether a gap may hold an end of sequence (`eos_token_id`, default the model's), which cuts it short
+            there. Without it none is drawn.
+        logprobs, request_ids, guidance_scale, skip_special_tokens, max_time, chunk, batch_size, sampling: as in
+            `generate`.
 
     Raises:
         ValueError: a model or an algorithm that does not fill masks, a text without a gap, or without anything before
             its first gap where the model has no BOS token.
     """
-    algorithm = algorithm or default(lm)
-    mask = algorithm.adapter.mask if isinstance(algorithm, MaskedDiffusion) else None
-    if not isinstance(algorithm, MaskedDiffusion) or mask is None:
-        raise ValueError(f"algorithm: got {algorithm}, takes a sampler of masked diffusion")
-    algorithm = dataclasses.replace(algorithm, adapter=dataclasses.replace(algorithm.adapter, canvas=Template()))
-    single = any(isinstance(p, (str, int, np.integer)) for p in pieces)
-    rows: list[Any] = [pieces] if single else list(pieces)
-    if not rows:
-        raise ValueError("pieces: got none")
-    ids = [_template(lm, row, i) for i, row in enumerate(rows)]
-    if not ends:
+    clock, lm = time.monotonic(), model(lm)
+    check_names("infill", sampling)
+    method = filling(lm, algorithm)
+    mask = method.adapter.mask
+    if mask is None:
+        raise ValueError(f"algorithm: got {method}, which has no mask token to put into gaps")
+    method = dataclasses.replace(method, adapter=dataclasses.replace(method.adapter, canvas=Template()))
+    ids = [_template(lm, mask, row, i) for i, row in enumerate(_texts(pieces))]
+    named = [sampling.pop(name) for name in ("eos", "eos_token_id") if name in sampling]
+    eos = id_rows("eos_token_id", next((e for e in named if e is not None), []) if named else lm.eos, len(ids),
+                  lm.vocab_size)
+    if not flag("ends", ends):
         given = sampling.get("suppress_tokens")
-        sampling = {**sampling, "suppress_tokens": [*(given or []), *lm.eos]} if lm.eos else sampling
+        banned = id_rows("suppress_tokens", [] if given is None else given, len(ids))
+        rows = [[t for t in (*a, *b) if t >= 0] for a, b in zip(banned.tolist(), eos.tolist(), strict=True)]
+        sampling = {**sampling, "suppress_tokens": rows} if any(rows) else sampling
     before = [row[:row.index(mask)] for row in ids]
     behind = [row[len(start):] for row, start in zip(ids, before, strict=True)]
-    job = Job.begin(
-        lm, before, given=behind, max_new_tokens=[len(row) for row in behind], min_new_tokens=[0] * len(ids),
-        seed=_each(seed, len(ids), "seed"), request_ids=list(range(len(ids))), negative=None, algorithm=algorithm,
-        num_samples=1, stop=None, logprobs=logprobs, chunk=chunk, guidance_scale=guidance_scale,
-        sampling={**sampling, "eos_token_id": None})
-    job.advance(None)
-    result = job.result()
-    read = [_read(lm, row, [*start, *result.row(i).tolist()], mask)
+    request = Request.read(
+        lm, before, "infill", behind, max_new_tokens=[len(row) for row in behind], min_new_tokens=0, algorithm=method,
+        seed=seed, stop=(), logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale,
+        skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size,
+        **{**sampling, "eos_token_id": None})
+    result = run(request, clock)
+    read = [_read(request, row, [*start, *result.row(i).tolist()], mask, frozenset(eos[i].tolist()))
             for i, (row, start) in enumerate(zip(ids, before, strict=True))]
     text, gaps, tokens = (list(x) for x in zip(*read, strict=True))
     written = lm.tokenizer is not None
     return Infilled(text=text if written else None, gaps=gaps if written else None, tokens=tokens, result=result)
 
 
-def _template(lm: LM, pieces: Sequence[Piece], row: int) -> list[int]:
+def filling(lm: LM, algorithm: Any) -> MaskedDiffusion:
+    """The sampler of masked diffusion that is given, or the model's default.
+
+    Raises:
+        ValueError: another algorithm, or a model that does not fill masks.
+    """
+    if lm.diffusion is None:
+        raise ValueError(f"lm: got {lm.name}, which is autoregressive, takes a diffusion model")
+    method = chosen(lm, algorithm, 1)
+    if not isinstance(method, MaskedDiffusion):
+        raise ValueError(f"algorithm: got {method}, takes a sampler of masked diffusion")
+    return method
+
+
+def _texts(pieces: Any) -> list[Any]:
+    """The pieces of each text."""
+    rows = collected(pieces, "pieces", "a list of strings, gaps and token ids, or several")
+    if not rows:
+        raise ValueError("pieces: got none")
+    return [rows] if any(isinstance(p, (str, int, float, np.generic)) for p in rows) else rows
+
+
+def _template(lm: LM, mask: int, pieces: Any, row: int) -> list[int]:
     """The ids of a text, with the mask token in its gaps."""
-    assert lm.diffusion is not None
-    mask, out = lm.diffusion.mask, []
-    for piece in pieces:
-        if isinstance(piece, (int, np.integer)):
-            if piece < 1:
-                raise ValueError(f"pieces[{row}]: got a gap of {piece} tokens, takes 1 or more")
+    name, out = f"pieces[{row}]", []
+    for i, piece in enumerate(collected(pieces, name, "a list of strings, gaps and token ids")):
+        if isinstance(piece, (int, float, np.integer, np.floating)):
+            if not is_whole(piece) or not 1 <= piece <= LARGEST_GAP:
+                raise ValueError(f"{name}: got a gap of {piece} tokens, takes a whole number from 1 to {LARGEST_GAP}")
             out += [mask] * int(piece)
         elif isinstance(piece, str) and lm.tokenizer is not None:
-            out += lm.tokenizer.encode(piece, add_special_tokens=not out)
-        else:
-            out += _ids(lm, [piece])[0] if len(piece) else []
+            out += spell(lm, piece, f"{name}[{i}]", special=not out)
+        elif not hasattr(piece, "__len__") or len(piece):
+            out += read_prompt(lm, piece, f"{name}[{i}]")
     if mask not in out:
-        raise ValueError(f"pieces[{row}]: has no gap; a number among the pieces is a gap of so many tokens")
+        raise ValueError(f"{name}: has no gap; a number among the pieces is a gap of so many tokens")
     if out[0] == mask and lm.bos is not None:
         out = [lm.bos, *out]
     if out[0] == mask:
-        raise ValueError(f"pieces[{row}]: begins with a gap, and the model has no BOS token to stand before it")
+        raise ValueError(f"{name}: begins with a gap, and the model has no BOS token to stand before it")
     return out
 
 
-def _read(lm: LM, before: list[int], after: list[int], mask: int) -> tuple[str, list[str], list[list[int]]]:
+def _read(request: Request, before: list[int], after: list[int], mask: int, eos: frozenset[int]
+          ) -> tuple[str, list[str], list[list[int]]]:
     """The text, and text and ids of its gaps, cut at an end of sequence."""
-    feed = lm.tokenizer.detokenizer().feed if lm.tokenizer else lambda ids: ""
+    tokenizer = request.lm.tokenizer
+    feed = tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens).feed if tokenizer else lambda ids: ""
     text, filled, gaps = "", [], []
-    for gap, run in itertools.groupby(zip(before, after, strict=True), key=lambda pair: pair[0] == mask):
-        ids = [token for _, token in run]
+    for gap, pairs in itertools.groupby(zip(before, after, strict=False), key=lambda pair: pair[0] == mask):
+        ids = [token for _, token in pairs]
         if gap:
-            end = next((i + 1 for i, token in enumerate(ids) if token in lm.eos), len(ids))
+            end = next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))
             ids = ids[:end]
         piece = feed(ids)
         text += piece
@@ -144,20 +180,21 @@ class Frame:
     tokens: np.ndarray
     open: np.ndarray
     round: int
-    _lm: LM = dataclasses.field(repr=False)
+    _request: Request = dataclasses.field(repr=False)
 
     def text(self, hole: str = "_") -> str:
         """The text with `hole` for each token that is not decided."""
-        if self._lm.tokenizer is None:
+        tokenizer = self._request.lm.tokenizer
+        if tokenizer is None:
             raise ValueError("text: this model has no tokenizer")
-        pieces = self._lm.tokenizer.detokenizer()
+        pieces = tokenizer.detokenizer(skip_special_tokens=self._request.skip_special_tokens)
         parts = [pieces.finish() + hole if open else pieces.feed([token])
                  for token, open in zip(self.tokens.tolist(), self.open, strict=True)]
         return "".join(parts) + pieces.finish()
 
 
-def watch(lm: LM, prompt: Prompt, *, algorithm: MaskedDiffusion | None = None, every: int = 1,
-          **options: Any) -> Watch:
+def watch(lm: LM | str | os.PathLike[str], prompt: Prompt, *, algorithm: MaskedDiffusion | str | None = None,
+          every: int = 1, **options: Any) -> Watch:
     """A text as it clears up: the canvas before the first round and after each `every` rounds (`Frame`).
 
     >>> for frame in dx.watch(lm, "def fib(n):"): print(frame.text())             # doctest: +SKIP
@@ -170,30 +207,22 @@ def watch(lm: LM, prompt: Prompt, *, algorithm: MaskedDiffusion | None = None, e
 class Watch(Iterator[Frame]):
     """Frames as they come; `.result` after the last."""
 
-    def __init__(self, lm: LM, prompt: Prompt, *, algorithm: MaskedDiffusion | None = None, every: int = 1,
-                 max_new_tokens: int | None = None, min_new_tokens: int = 0, seed: int = 0, stop: Any = None,
-                 logprobs: int | None = None, request_ids: Sequence[int] = (0,), guidance_scale: float | None = None,
-                 chunk: int = CHUNK, **sampling: Any):
-        if every < 1:
-            raise ValueError(f"every: got {every}, takes 1 or more")
-        algorithm = algorithm or default(lm)
-        if not isinstance(algorithm, MaskedDiffusion):
-            raise ValueError(f"algorithm: got {algorithm}, takes a sampler of masked diffusion")
-        ids = _ids(lm, prompt)
-        if len(ids) != 1:
-            raise ValueError(f"watch: takes one prompt, got {len(ids)}")
+    def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, *,
+                 algorithm: MaskedDiffusion | str | None = None, every: int = 1, **options: Any):
+        clock, lm = time.monotonic(), model(lm)
+        self._every = whole("every", every, 1)
+        request = one_row("watch", lm, prompt, {**options, "algorithm": filling(lm, algorithm)})
         self.result: Result | None = None
-        self._lm, self._every, self._begun = lm, every, False
-        self._job = Job.begin(lm, ids, max_new_tokens=[max_new_tokens], min_new_tokens=[min_new_tokens], seed=[seed],
-                              request_ids=list(request_ids), negative=None, algorithm=algorithm, num_samples=1,
-                              stop=stop, logprobs=logprobs, chunk=chunk, guidance_scale=guidance_scale,
-                              sampling=sampling)
+        self._begun, self._job = False, Job.begin(request)
+        self._end = None if request.max_time is None else clock + request.max_time
 
     def __next__(self) -> Frame:
         if self._begun:
             if not self._job.running:
                 raise StopIteration
             self._job.advance(None, self._every)
+            if self._end is not None and time.monotonic() > self._end:
+                self._job.expire()
         self._begun = True
         if not self._job.running:
             self.result = self._job.result()
@@ -205,4 +234,5 @@ class Watch(Iterator[Frame]):
         begin = int(s.prompt_length[0])
         end = min(int(canvas.end[0]), int(s.max_length[0])) if self._job.running else int(s.length[0])
         tokens, open = np.asarray(canvas.tokens)[0, begin:end], np.asarray(canvas.open)[0, begin:end]
-        return Frame(tokens=tokens.copy(), open=open.copy(), round=self._job.forwards, _lm=self._lm)
+        return Frame(tokens=tokens.copy(), open=open.copy(), round=self._job.forwards,
+                     _request=self._job.request)

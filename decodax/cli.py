@@ -7,11 +7,11 @@ JAX is imported by the commands that need it, so that help and usage errors come
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import functools
 import json
 import os
+import reprlib
 import shlex
 import sys
 import traceback
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decodax import __version__
-from decodax.cli_arguments import SAMPLING, TASKS, parser
+from decodax.cli_arguments import SAMPLING, TASKS, flag, parser
 
 if TYPE_CHECKING:
     from decodax.compare import Comparison, Contender
@@ -60,11 +60,11 @@ def generate(args: argparse.Namespace) -> None:
     """Continues one prompt."""
     prompt = _prompt(args)
     options = _sampling(args)
-    _prepare_jax()
+    _keep_programs()
     import decodax as dx
 
     with _naming_the_argument():
-        named = _system(args.algorithm) if args.algorithm else None
+        named = dx.systems.parse(args.algorithm) if args.algorithm else None
     lm = dx.load(args.model, dtype=args.dtype)
     if named:
         name, choices = named
@@ -76,15 +76,17 @@ def generate(args: argparse.Namespace) -> None:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         given = [*system, {"role": "user", "content": prompt}]
     options |= {"seed": args.seed, "stop": args.stop, "max_new_tokens": args.max_new_tokens,
-                "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs}
+                "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs, "max_time": args.max_time,
+                "include_stop": args.include_stop, "skip_special_tokens": not args.special_tokens}
+    samples = lm.generation_config.get("num_return_sequences") or 1 if args.num_samples is None else args.num_samples
     with _naming_the_argument():
-        if args.json or args.num_samples != 1:
+        if args.json or samples != 1:
             result = dx.generate(lm, given, num_samples=args.num_samples, **options)
         else:
             result = _stream(dx.stream(lm, given, **options), prompt if args.echo else "")
     if args.json:
         print(json.dumps(_as_json(result, args, prompt)))
-    elif args.num_samples > 1:
+    elif len(result) > 1:
         for i, text in enumerate(result.text or ()):
             print(f"=== sample {i + 1}: {result.status[i].name.lower()} ===\n{prompt if args.echo else ''}{text}")
     if not args.quiet:
@@ -120,7 +122,7 @@ def compare(args: argparse.Namespace) -> None:
     for path in (args.plot, args.json):
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"{path}: there is no such directory")
-    _prepare_jax()
+    _keep_programs()
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -177,32 +179,12 @@ def _show(found: Comparison, args: argparse.Namespace) -> None:
 def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """What each `NAME[:OPTION=VALUE,...]` asks for; "all" is every system that is measured against plain decoding,
     under one of its names."""
-    from decodax.systems import SYSTEMS
+    from decodax.systems import SYSTEMS, parse
 
     every = [name for name, entry in SYSTEMS.items()
              if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
              and "diffusion" not in entry.needs]
-    return {given: _system(given) for name in names for given in (every if name == "all" else [name])}
-
-
-def _system(given: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options of `NAME[:OPTION=VALUE,...]`."""
-    from decodax.systems import SYSTEMS, system
-
-    name, _, text = given.partition(":")
-    if name not in SYSTEMS:
-        system(name)                                    # raises, and lists near ones
-    try:
-        call: Any = ast.parse(f"dict({text})", mode="eval").body
-        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        if call.args or None in options:
-            raise ValueError("a value without a name")
-    except (SyntaxError, ValueError, AttributeError) as error:
-        raise ValueError(f"{given}: takes NAME:OPTION=VALUE,... with numbers or tuples of them") from error
-    if unknown := sorted(options.keys() - SYSTEMS[name].options.keys()):
-        raise ValueError(f"{given}: takes no option {unknown[0]}; takes "
-                         f"{', '.join(SYSTEMS[name].options) or 'none'}")
-    return name, options
+    return {given: parse(given) for name in names for given in (every if name == "all" else [name])}
 
 
 def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
@@ -232,7 +214,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequenc
 
 def info(args: argparse.Namespace) -> None:
     """Prints versions, devices, shipped models and cache directories."""
-    programs = _prepare_jax()
+    programs = _keep_programs()
     import importlib.metadata
 
     import jax
@@ -316,24 +298,25 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     for item in args.set:
         name, equals, value = item.partition("=")
         if not equals or not name.isidentifier():
-            raise UsageError(f"--set: got {item!r}, takes NAME=VALUE")
+            raise UsageError(f"--set: got {reprlib.repr(item)}, takes NAME=VALUE")
+        own = "special_tokens" if name == "skip_special_tokens" else name
+        if name in options or own in vars(args).keys() - {name for name, *_ in SAMPLING}:
+            raise UsageError(f"--set: got {reprlib.repr(item)}; {flag(own)} is where that goes, once")
         try:
             options[name] = json.loads(value)
-        except ValueError as error:
-            raise UsageError(f"--set {name}: got {value!r}, takes a JSON value ({error})") from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--set {name}: got {reprlib.repr(value)}, takes a JSON value ({error})") from error
     return options
 
 
-def _prepare_jax() -> str:
-    """Keeps compiled programs between calls, in JAX's own cache directory if it is set; returns where."""
-    import jax
+def _keep_programs() -> str:
+    """Keeps compiled programs between calls, where that is possible; returns where, or why not."""
+    from decodax.programs import cache_programs
 
-    settings: Any = jax.config
-    if settings.jax_compilation_cache_dir is None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        settings.update("jax_compilation_cache_dir", str(root / "decodax" / "xla"))
-        settings.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    return settings.jax_compilation_cache_dir
+    try:
+        return cache_programs()
+    except OSError as error:
+        return f"nowhere: {error}"
 
 
 def _stream(pieces: Any, prefix: str) -> Result:

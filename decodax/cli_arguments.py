@@ -79,10 +79,16 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
 
     g = p.add_argument_group("length and number")
     g.add_argument("-n", "--max-new-tokens", type=int, metavar="N", help="default: the model's own, or 64")
-    g.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="no end of text or stop string before it")
+    g.add_argument("--min-new-tokens", type=int, metavar="N",
+                   help="no end of text or stop string before it; default: the model's own, or 0")
+    g.add_argument("--max-time", type=float, metavar="SECONDS", help="end after about this many seconds")
     g.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    g.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of the prompt (default: 1)")
-    g.add_argument("--seed", type=int, default=0, metavar="N", help="addresses every draw (default: 0)")
+    g.add_argument("--include-stop", action="store_true", help="let the text end behind the stop string, not before it")
+    g.add_argument("--special-tokens", action="store_true", help="show special tokens, such as the end of text")
+    g.add_argument("--num-samples", type=int, metavar="N",
+                   help="continuations of the prompt; default: the model's own, or 1")
+    g.add_argument("--seed", type=int, default=0, metavar="N",
+                   help="addresses every draw, from 0 to 2**64 - 1 (default: 0)")
     g.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, with the top N")
 
     g = p.add_argument_group("sampling", "Named as in Hugging Face's GenerationConfig. Without any of them: the\n"
@@ -90,7 +96,7 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
     for name, kind, text in SAMPLING:
         g.add_argument(flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
     g.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
-                   help="any other sampling argument of decodax.generate, as JSON; may be given several times")
+                   help="any other argument of decodax.generate, as JSON; may be given several times")
 
     g = p.add_argument_group("algorithm")
     g.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]",

@@ -39,12 +39,12 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
 
 def run(args: argparse.Namespace) -> None:
     """Prints the figures of each text and of all together."""
-    from decodax.cli import UsageError, _prepare_jax, _table
+    from decodax.cli import UsageError, _keep_programs, _table
 
     named = [text for file in args.files for text in _read(file, args.lines)]
     if not named:
         raise UsageError("FILE: there is no text in it")
-    _prepare_jax()
+    _keep_programs()
     import decodax as dx
 
     lm = dx.load(args.model, dtype=args.dtype)

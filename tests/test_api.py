@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 
 import decodax as dx
 from decodax.core.state import Status
+from decodax.models.diffusion import Diffusion
 
 PROMPTS = ["def fib(n):\n", "import os\nclass A:\n    def", "x"]
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
@@ -94,7 +95,8 @@ def test_rows_have_budgets_and_seeds_of_their_own(lm):
 def test_a_masked_diffusion_sampler_runs_from_the_front_door(lm):
     alg = dx.MaskedDiffusion(dx.diffusion.Adapter(mask=lm.vocab_size - 1), dx.diffusion.Fixed(8),
                              commit=dx.diffusion.Quota(2))
-    out = dx.generate(lm, PROMPTS[:2], max_new_tokens=16, algorithm=alg)
+    filling = dataclasses.replace(lm, diffusion=Diffusion(mask=lm.vocab_size - 1))
+    out = dx.generate(filling, PROMPTS[:2], max_new_tokens=16, algorithm=alg)
     assert out.lengths.tolist() == [16, 16] and out.stats.forwards == 4 and out.stats.prefill_forwards == 0
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,30 @@ def test_text_ends_before_a_stop_string(generate: Run) -> None:
     assert generate("def f(", "--stop", stop, "--quiet")[1].rstrip("\n") == text[:text.index(stop)].rstrip("\n")
 
 
+def test_ends_of_texts_are_shown_on_request(generate: Run) -> None:
+    text = as_json(generate, "def f(")["text"][0]
+    stop = text[3:5]
+    kept = as_json(generate, "def f(", "--stop", stop, "--include-stop")
+    assert kept["text"] == [text[:text.index(stop) + len(stop)]] and kept["status"] == ["stop"]
+    force = ["def f(", "--set", 'logit_bias={"1": 1000}']
+    assert as_json(generate, *force)["text"] == [""]
+    assert as_json(generate, *force, "--special-tokens")["text"] == ["<|im_start|>" * 12]
+
+
+def test_a_limit_on_time_ends_a_text(generate: Run) -> None:
+    report = as_json(generate, "def f(", "--max-new-tokens", "60", "--max-time", "0.000001")
+    assert report["status"] == ["time"] and 0 < len(report["tokens"][0]) < 60
+
+
+def test_the_models_own_number_of_samples_is_made(tiny_model: Path, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    path = shutil.copytree(tiny_model, tmp_path / "several")
+    (path / "generation_config.json").write_text(json.dumps({"num_return_sequences": 3, "max_new_tokens": 12}))
+    for args, count in ([], 3), (["--num-samples", "2"], 2):
+        assert main(["generate", "x", "--model", str(path), "--temperature", "1", *args]) == 0
+        assert capsys.readouterr().out.count("=== sample") == count
+
+
 def test_set_passes_any_other_argument(generate: Run) -> None:
     free = as_json(generate, "x")["tokens"][0]
     others = as_json(generate, "x", "--set", f"suppress_tokens={free[:2]}", "--set", "min_length=5")["tokens"][0]
@@ -113,6 +138,10 @@ def test_a_chat_goes_through_the_template(generate: Run) -> None:
     (["x", "--set", "top_k"], "takes NAME=VALUE"),
     (["x", "--set", "top_k=many"], "takes a JSON value"),
     (["x", "--set", "nonsense=1"], "nonsense"),
+    (["x", "--set", "seed=3"], "--seed is where that goes"),
+    (["x", "--top-p", "0.5", "--set", "top_p=0.6"], "--top-p is where that goes"),
+    (["x", "--seed", "-1"], "seed: got -1"),
+    (["x", "--max-new-tokens", "1000000000"], "of memory"),
     (["x", "--top-p", "3"], "top_p"),
     (["x", "--stop", ""], "stop: got an empty string"),
     (["x", "--num-samples", "0"], "num_samples: got 0"),

@@ -48,8 +48,9 @@ def advance(alg: Algorithm, model: Model, params: Params, policy: Any, s: State,
     return run(alg, model, params, policy, s, max_rounds)
 
 
-@functools.partial(jax.jit, static_argnames=("samples",))
-def fan_out(s: State, policy: Any, keys: Array, *, samples: int) -> tuple[State, Any]:
-    """Each prefilled row `samples` times, with the keys `key[B * samples]` of its samples."""
-    rows = jnp.repeat(jnp.arange(s.batch), samples)
-    return s.select(rows).replace(key=keys), policy.select(rows)
+@jax.jit
+def fan_out(s: State, policy: Any, keys: Array) -> State:
+    """Each prefilled row several times, side by side: with the keys `key[B * n]` and the policy of its samples."""
+    rows = jnp.repeat(jnp.arange(s.batch), keys.shape[0] // s.batch)
+    s = s.select(rows).replace(key=keys)
+    return s.replace(policy=policy.init(s.tokens, s.length, s.prompt_length, keys))

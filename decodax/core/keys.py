@@ -29,15 +29,19 @@ class Purpose(enum.IntEnum):
 
 
 def row_keys(seed: Array, request: Array, sample: Array) -> Array:
-    """Keys `key[B]` of requests: `seed`, `request` and `sample` are `u32[B]`.
+    """Keys `key[B]` of requests: `seed`, `request` and `sample` are `u32[B]`; a seed of 64 bits is a row of
+    `u32[B, 2]`, high word first, and the same key as its low word alone where the high one is 0.
 
     The generator is threefry whatever JAX's default is: `rbg` under `vmap` depends on the batch.
     """
-    def one(seed: Array, request: Array, sample: Array) -> Array:
-        key = jax.random.key(seed, impl="threefry2x32")
+    seed = jnp.asarray(seed)
+    words = seed if seed.ndim == 2 else jnp.stack([jnp.zeros_like(seed), seed], -1)
+
+    def one(words: Array, request: Array, sample: Array) -> Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
         return jax.random.fold_in(jax.random.fold_in(key, request), sample)
 
-    return jax.vmap(one)(seed, request, sample)
+    return jax.vmap(one)(words, request, sample)
 
 
 def at(key: Array, position: Array, purpose: Purpose, salt: Array | None = None) -> Array:

@@ -29,6 +29,7 @@ class Status(enum.IntEnum):
     CAPACITY = 4     # the token buffer or the cache is full
     INVALID = 5      # the model's logits held a NaN or +inf
     DEAD_END = 6     # the policy forbids every token
+    TIME = 7         # the caller's time ran out; set by the host, between rounds
 
 
 @struct
@@ -113,7 +114,8 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         size: slots `N` of the token buffer and of the cache, static; at least T. A row that reaches it finishes with
             `Status.CAPACITY`, so make it at least prompt + max_new.
         max_new, min_new: `i32[B]` or scalars, traced.
-        seed, request, sample: `u32[B]` or scalars that address the row's randomness; `request` defaults to the row.
+        seed, request, sample: `u32[B]` or scalars that address the row's randomness; `request` defaults to the row. A
+            seed of 64 bits is a row of `u32[B, 2]`, high word first.
         top_logprobs: record log-probabilities of the tokens and of this many most likely ones; None records nothing.
 
     Raises:
@@ -123,7 +125,9 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
     if size < T:
         raise ValueError(f"size: got {size} slots for a prompt buffer of {T} tokens")
     row = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), (B,))
-    bounds = (row(prompt_length, jnp.int32), row(max_new, jnp.int32), row(min_new, jnp.int32), row(seed, jnp.uint32),
+    seed = jnp.asarray(seed, jnp.uint32)
+    bounds = (row(prompt_length, jnp.int32), row(max_new, jnp.int32), row(min_new, jnp.int32),
+              seed if seed.ndim == 2 else row(seed, jnp.uint32),
               row(jnp.arange(B) if request is None else request, jnp.uint32),
               row(0 if sample is None else sample, jnp.uint32))
 

@@ -10,7 +10,9 @@ Tokens with the same map share a column, so a table for 150,000 tokens has a few
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import AnyStr
 
 import jax.numpy as jnp
@@ -92,19 +94,32 @@ class StopTable(Struct):
         return (code & ((1 << top) - 1)).astype(jnp.int32), (code >> top).astype(bool)
 
 
-def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+LONGEST = 1 << 16
+"""Bytes of all stop strings together. The automaton has a state for each, of 1 KiB while it is built."""
+
+
+def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     """The stop strings as a tuple, checked; none for None.
 
     Raises:
-        ValueError: one of them is empty.
+        ValueError: one of them is empty or is no text (a lone surrogate), or together they are longer than `LONGEST`.
         TypeError: one of them is not a string.
     """
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if isinstance(stop, (bytes, bytearray, Mapping)) or not isinstance(stop, (str, Iterable, type(None))):
+        raise TypeError(f"stop: got {reprlib.repr(stop)}, takes a string or several")
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(itertools.islice(stop, LONGEST + 1))
+    total = 0
     for s in strings:
         if not isinstance(s, str):
-            raise TypeError(f"stop: got {s!r}, takes a string or several")
+            raise TypeError(f"stop: got {reprlib.repr(s)}, takes a string or several")
         if not s:
             raise ValueError("stop: got an empty string, which would match everywhere")
+        try:
+            total += len(s.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(f"stop: got {reprlib.repr(s)}, which is no Unicode text ({error.reason})") from None
+        if total > LONGEST:
+            raise ValueError(f"stop: got strings of more than {LONGEST} bytes together, takes at most so many")
     return strings
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from decodax.io.sandbox import BoundedEnvironment, render
 
 Message = Mapping[str, Any]
 """At least {"role": ..., "content": ...}."""
 
 
 class ChatTemplateError(ValueError):
-    """The template is broken, or it refuses the messages."""
+    """The template is broken, refuses the messages, or takes too long or makes too much (`decodax.io.sandbox`)."""
 
 
 def render_chat(template: str, messages: Sequence[Message], *, add_generation_prompt: bool = True,
@@ -26,14 +27,15 @@ def render_chat(template: str, messages: Sequence[Message], *, add_generation_pr
     """The prompt for a chat.
 
     Args:
-        template: Jinja source. It runs in a sandbox without access to Python's internals or to files.
+        template: Jinja source. It runs in a sandbox without access to Python's internals or to files, and with limits
+            on its time and on what it makes.
         messages: the conversation so far.
         add_generation_prompt: end with what opens the assistant's answer.
         tools: JSON schemas of functions that the model may call.
         variables: anything else the template reads (bos_token, enable_thinking, documents, ...).
 
     Raises:
-        ChatTemplateError: the template does not compile, or raises for these messages.
+        ChatTemplateError: the template does not compile, raises for these messages, or is beyond a limit.
         TypeError: a message is not a mapping.
 
     >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -46,12 +48,14 @@ def render_chat(template: str, messages: Sequence[Message], *, add_generation_pr
     # as transformers does: a field that is None is as good as absent
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     try:
-        return _compiled(template).render(messages=messages, tools=tools, **{"documents": None, **variables},
-                                          add_generation_prompt=add_generation_prompt)
+        return render(_compiled(template), **{"documents": None, **variables}, messages=messages, tools=tools,
+                      add_generation_prompt=add_generation_prompt)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"chat template: {error}") from error
+    except Exception as error:        # a template may fail as any program
+        raise ChatTemplateError(f"chat template: {type(error).__name__}: {error}") from error
 
 
 class _Generation(Extension):
@@ -66,11 +70,11 @@ class _Generation(Extension):
 
 @functools.lru_cache(maxsize=64)
 def _compiled(template: str) -> jinja2.Template:
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    env.filters["tojson"] = _to_json          # jinja's own escapes HTML
+    env = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    env.add_filter("tojson", _to_json)        # jinja's own escapes HTML
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return env.from_string(template)
+    return env.compiled(template)
 
 
 def _to_json(x: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,

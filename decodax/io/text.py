@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import tokenizers
 
 from decodax.core.stops import first_match, held, stop_strings
-from decodax.io.chat import Message, render_chat
-from decodax.io.pieces import Pieces, pieces
+from decodax.io.chat import ChatTemplateError, Message, render_chat
+from decodax.io.files import read_json
+from decodax.io.pieces import Pieces, byte_of_char, pieces
 
 
 class Tokenizer:
@@ -29,16 +31,19 @@ class Tokenizer:
         eos_ids: ids that end a sequence; several for many chat models, none if the files name none.
         special_tokens: "bos_token", "eos_token", ... as text, for chat templates.
         chat_templates: Jinja source by name; "default" is the usual one.
+        template_files: the file that each of them was read from, for errors.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, bos_id: int | None = None, eos_ids: Sequence[int] = (),
                  pad_id: int | None = None, special_tokens: Mapping[str, str] | None = None,
-                 chat_templates: Mapping[str, str] | None = None):
+                 chat_templates: Mapping[str, str] | None = None, template_files: Mapping[str, str] | None = None):
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.bos_id, self.eos_ids, self.pad_id = bos_id, tuple(eos_ids), pad_id
         self.special_tokens, self.chat_templates = dict(special_tokens or {}), dict(chat_templates or {})
+        self.template_files = dict(template_files or {})
+        self._pieces: dict[bool, Pieces] = {}
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -47,7 +52,7 @@ class Tokenizer:
 
         Raises:
             FileNotFoundError: there is no tokenizer.json.
-            ValueError: a file is not valid JSON, or tokenizer.json is not a tokenizer.
+            ValueError: a file is not what it should be; the message names it.
         """
         path = Path(path)
         file = path / "tokenizer.json"
@@ -56,34 +61,85 @@ class Tokenizer:
             raise FileNotFoundError(f"{path}: takes a tokenizer.json, has {seen}")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:       # the binding raises a bare Exception
+        except BaseException as error:       # the binding raises a bare Exception, or panics beside Exception
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             raise ValueError(f"{file}: {error}") from error
 
-        config = _read_json(path / "tokenizer_config.json")
-        tokens = {**_read_json(path / "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
-        special = {k: v["content"] if isinstance(v, dict) else v for k, v in tokens.items() if k.endswith("_token")}
-        special = {k: v for k, v in special.items() if isinstance(v, str)}
-        model = _read_json(path / "config.json")
+        config = read_object(path / "tokenizer_config.json")
+        special = _special_tokens(path, config)
+        model = read_object(path / "config.json")
         inner = model.get("text_config")
-        ids = {**(inner if isinstance(inner, dict) else {}), **model, **_read_json(path / "generation_config.json")}
+        ids = {**(inner if isinstance(inner, dict) else {}), **model, **read_object(path / "generation_config.json")}
 
         def find(name: str) -> list[int]:
             found = ids.get(f"{name}_token_id")
             if found is None:
                 found = backend.token_to_id(special.get(f"{name}_token", ""))
-            return [] if found is None else list(found) if isinstance(found, list) else [found]
+            found = [] if found is None else list(found) if isinstance(found, list) else [found]
+            if not all(isinstance(i, int) and not isinstance(i, bool) for i in found):
+                raise ValueError(f"{path}: {name}_token_id: got {found} in generation_config.json or config.json, "
+                                 "takes a token id or a list of them")
+            return found
 
         one = lambda name: next(iter(find(name)), None)
+        templates = _chat_templates(path, config)
         return cls(backend, bos_id=one("bos"), eos_ids=find("eos"), pad_id=one("pad"), special_tokens=special,
-                   chat_templates=_chat_templates(path, config))
+                   chat_templates={name: source for name, (source, _) in templates.items()},
+                   template_files={name: str(file) for name, (_, file) in templates.items()})
 
     def __len__(self) -> int:
         """Entries of the vocabulary, added tokens included; a model's may be padded beyond it."""
         return len(self.pieces().rest)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the BOS and others that the tokenizer's post-processor adds."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids, with the BOS and others that the tokenizer's post-processor adds.
+
+        Raises:
+            ValueError: characters that the tokenizer has no token for and would drop, or that are no Unicode text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text: got {text[error.start:error.end]!r} at place {error.start}, which is no Unicode "
+                             "character (half of a surrogate pair)") from None
+        try:
+            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:       # the binding raises a bare Exception
+            raise ValueError(f"text: the tokenizer cannot take it ({error})") from error
+        if self._alphabet is not None and self._drops(text):
+            lost = [c for c in dict.fromkeys(text) if self._drops(c)] or [text]
+            raise ValueError(f"text: the tokenizer has no token for {', '.join(map(repr, lost[:5]))} and would drop "
+                             f"{'it' if len(lost) == 1 else 'them'}")
+        return ids
+
+    @functools.cached_property
+    def _alphabet(self) -> frozenset[str] | None:
+        """The characters that a tokenizer that drops others has tokens for; None if it drops none.
+
+        A BPE without an unknown token and without bytes to fall back on drops what is not in its vocabulary. The usual
+        ones, which spell all bytes, have all of them there.
+        """
+        file = json.loads(self.backend.to_str())
+        model = file["model"]
+        if model.get("type") != "BPE" or model.get("unk_token") is not None or model.get("byte_fallback"):
+            return None
+        ends = (model.get("continuing_subword_prefix") or "", model.get("end_of_word_suffix") or "")
+        bare = {token.removeprefix(ends[0]).removesuffix(ends[1]) for token in model["vocab"]} | set(model["vocab"])
+        known = frozenset(token for token in bare if len(token) == 1)
+        bytewise = '"ByteLevel"' in json.dumps([file["normalizer"], file["pre_tokenizer"]])
+        return None if bytewise and known >= byte_of_char().keys() else known
+
+    def _drops(self, text: str) -> bool:
+        """Whether the tokenizer, which has tokens for `_alphabet` alone, would drop a character of `text`."""
+        assert self._alphabet is not None
+        added = sorted({t.content for t in self.backend.get_added_tokens_decoder().values()}, key=len, reverse=True)
+        parts = re.split("|".join(map(re.escape, filter(None, added))) or r"\Z", text)
+        if self.backend.normalizer is not None:
+            parts = [self.backend.normalizer.normalize_str(part) for part in parts]
+        if self.backend.pre_tokenizer is not None:
+            parts = [piece for part in parts for piece, _ in self.backend.pre_tokenizer.pre_tokenize_str(part)]
+        return any(not self._alphabet.issuperset(part) for part in parts)
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Token ids of `chat_text`; the template writes the special tokens itself."""
@@ -106,37 +162,46 @@ class Tokenizer:
                 named = ", ".join(self.chat_templates) or "none"
                 raise ValueError(f"messages: the model has no default chat template (it has {named}); pass template=")
         source = self.chat_templates.get(template, template)
-        return render_chat(source, messages, **{**self.special_tokens, **variables})
+        try:
+            return render_chat(source, messages, **{**self.special_tokens, **variables})
+        except ChatTemplateError as error:
+            if template not in self.template_files:
+                raise
+            raise ChatTemplateError(f"{self.template_files[template]}: {error}") from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no character become U+FFFD."""
         return self.pieces(skip_special_tokens).join(ids)[0].decode(errors="replace")
 
     def continuation(self, prompt_ids: Sequence[int], new_ids: Iterable[int], *,
-                     stop: str | Sequence[str] | None = None, min_new: int = 0) -> str:
+                     stop: str | Sequence[str] | None = None, min_new: int = 0, skip_special_tokens: bool = True,
+                     include_stop: bool = False) -> str:
         """What `new_ids` add to the text of `prompt_ids`, up to a stop string; equal to what a stream shows.
 
         A character that the prompt began and `new_ids` complete belongs to the continuation.
         """
-        detokenizer = self.detokenizer(prompt_ids, stop=stop, min_new=min_new)
+        detokenizer = self.detokenizer(prompt_ids, stop=stop, min_new=min_new, include_stop=include_stop,
+                                       skip_special_tokens=skip_special_tokens)
         return detokenizer.feed(new_ids) + detokenizer.finish()
 
     def detokenizer(self, prompt_ids: Iterable[int] = (), *, stop: str | Sequence[str] | None = None,
-                    min_new: int = 0) -> Detokenizer:
+                    min_new: int = 0, skip_special_tokens: bool = True, include_stop: bool = False) -> Detokenizer:
         """For the tokens that follow `prompt_ids`, one by one or in batches."""
-        return Detokenizer(self.pieces(), prompt_ids, stop=stop, min_new=min_new)
+        return Detokenizer(self.pieces(skip_special_tokens), prompt_ids, stop=stop, min_new=min_new,
+                           include_stop=include_stop)
 
     def token_bytes(self, skip_special_tokens: bool = True) -> list[bytes]:
         """The bytes that each token adds to a text that has begun; b"" for special tokens (or their literal)."""
         return list(self.pieces(skip_special_tokens).rest)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019  (two entries a tokenizer, which lives as long as its model)
     def pieces(self, skip_special_tokens: bool = True) -> Pieces:
-        """The table behind `decode`."""
-        added = self.backend.get_added_tokens_decoder()
-        skipped = frozenset(i for i, token in added.items() if token.special) if skip_special_tokens else frozenset()
-        tokens = {i: token for token, i in self.backend.get_vocab(with_added_tokens=True).items()}
-        return pieces(tokens, json.loads(self.backend.to_str())["decoder"], skipped)
+        """The table behind `decode`, made once."""
+        if skip_special_tokens not in self._pieces:
+            added = self.backend.get_added_tokens_decoder()
+            skipped = frozenset(i for i, token in added.items() if token.special and skip_special_tokens)
+            tokens = {i: token for token, i in self.backend.get_vocab(with_added_tokens=True).items()}
+            self._pieces[skip_special_tokens] = pieces(tokens, json.loads(self.backend.to_str())["decoder"], skipped)
+        return self._pieces[skip_special_tokens]
 
 
 class Detokenizer:
@@ -144,7 +209,7 @@ class Detokenizer:
 
     The pieces that `feed` and `finish` return, joined, are the row's text. A piece never ends inside a character; bytes
     that are no character show as U+FFFD, at the end of the text only by `finish`. A beginning of a stop string is held
-    back until it is clear that it is none; nothing follows a stop string, and it is left out itself.
+    back until it is clear that it is none; nothing follows a stop string, and by default it is left out itself.
 
     Args:
         pieces: the tokenizer's table.
@@ -152,11 +217,12 @@ class Detokenizer:
             not count towards stop strings.
         stop: one stop string or several.
         min_new: a stop string counts only if it ends after this many tokens, as the decoding loop has it.
+        include_stop: whether the text ends with the stop string.
     """
 
     def __init__(self, pieces: Pieces, prompt_ids: Iterable[int] = (), *, stop: str | Sequence[str] | None = None,
-                 min_new: int = 0):
-        self._pieces = pieces
+                 min_new: int = 0, include_stop: bool = False):
+        self._pieces, self._include = pieces, include_stop
         self._stops = [s.encode() for s in stop_strings(stop)]
         self._min_new, self._count = min_new, 0
         self._decode = codecs.getincrementaldecoder("utf-8")("replace")
@@ -183,7 +249,7 @@ class Detokenizer:
         self._count += 1
         match = first_match(self._pending, self._stops, after=old) if self._count > self._min_new else None
         if match is not None:
-            self.stopped, keep = True, len(self._pending) - match[0]
+            self.stopped, keep = True, len(self._pending) - match[1 if self._include else 0]
         else:
             keep = held(self._pending, self._stops)
         ready = len(self._pending) - keep
@@ -191,28 +257,47 @@ class Detokenizer:
         return self._decode.decode(out)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, or {} without the file."""
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: got {type(found).__name__}, takes a JSON object")
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object, or {} without the file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    return read_json(file) if file.is_file() else {}
+
+
+def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of "bos_token" and others, from tokenizer_config.json and, behind it, special_tokens_map.json."""
+    tokens = {**read_object(path / "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
+    found = {}
+    for name, value in tokens.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):       # add_bos_token and the like are switches
+            found[name] = text
+        elif name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None:
+            raise ValueError(f"{path}: {name}: got {value!r} in tokenizer_config.json or special_tokens_map.json, "
+                             "takes a text")
     return found
 
 
-def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: from tokenizer_config.json (one, or a list of named ones) and, before it, *.jinja files."""
-    found = config.get("chat_template") or {}
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}
-    elif isinstance(found, str):
-        found = {"default": found}
+def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:
+    """Templates and their files by name: from tokenizer_config.json (one, or a list of named ones) and, before it,
+    *.jinja files."""
+    given, where = config.get("chat_template") or {}, path / "tokenizer_config.json"
+    try:
+        named = {"default": given} if isinstance(given, str) else \
+            {entry["name"]: entry["template"] for entry in given} if isinstance(given, list) else dict(given)
+        if not all(isinstance(text, str) for pair in named.items() for text in pair):
+            raise TypeError
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"{where}: chat_template: got {given!r}, takes a text, or a list of objects with name and "
+                         "template") from None
+    found = {name: (source, where) for name, source in named.items()}
     for file in [path / "chat_template.jinja", *sorted((path / "additional_chat_templates").glob("*.jinja"))]:
         if file.is_file():
-            name = "default" if file.stem == "chat_template" else file.stem
-            found[name] = file.read_text(encoding="utf-8")
+            try:
+                source = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}: not UTF-8 text ({error})") from error
+            found["default" if file.stem == "chat_template" else file.stem] = source, file
     return found

@@ -2,15 +2,44 @@
 
 Host code in NumPy; nothing here is traced. Lists are padded to a few lengths, so that one a little longer than the
 last does not compile anew.
+
+Rows may be samples: `samples` of a prompt side by side. A list then has an entry for each prompt or for each row.
 """
 
 from __future__ import annotations
 
+import itertools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+MOST = 2 ** 31 - 1
+"""The largest id and length: both are i32 on the device."""
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 120
+_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 8
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, long ones cut.
+
+    >>> shown(list(range(100)))
+    '[0, 1, 2, 3, 4, 5, 6, 7, ...]'
+    """
+    return _short.repr(value)
+
+
+def outside() -> int:
+    """The stack level, for a warning, of who called the library, seen from who calls this function."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] == "decodax":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def bucket(count: int) -> int:
@@ -24,11 +53,106 @@ def bucket(count: int) -> int:
 
 def wrong(name: str, got: Any, takes: str) -> ValueError:
     """The error for an argument of the wrong value."""
-    return ValueError(f"{name}: got {got!r}, takes {takes}")
+    return ValueError(f"{name}: got {shown(got)}, takes {takes}")
+
+
+def host(name: str, value: Any, takes: str) -> np.ndarray:
+    """An array of any library, or nested lists, as a NumPy array.
+
+    Raises:
+        ValueError: no array can be made of it: a ragged list, an array that is being traced, or on another device.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise wrong(name, value, f"{takes}; no masked array")
+    if hasattr(value, "detach"):        # torch: off the device, and out of the graph
+        value = value.detach().cpu()
+    try:
+        return np.asarray(value)
+    except Exception:       # each library has errors of its own
+        raise wrong(name, value, takes) from None
+
+
+def is_whole(value: Any) -> bool:
+    """Whether `value` is a whole number by its type: 3.0 and True are not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_id(value: Any) -> bool:
+    """Whether `value` is a whole number that may be a token's id."""
+    return is_whole(value) and 0 <= int(value) <= MOST
+
+
+def whole(name: str, value: Any, low: int = 0, high: int = MOST) -> int:
+    """A whole number within the bounds.
+
+    Raises:
+        ValueError: something else; 3.0 and True are something else.
+    """
+    if getattr(value, "ndim", None) == 0:
+        value = host(name, value, "a whole number").item()
+    if not is_whole(value) or not low <= value <= high:
+        most = "on" if high == MOST else f"to {high}" if high < 10 ** 9 else f"to 2**{high.bit_length()} - 1"
+        raise wrong(name, value, f"a whole number from {low} {most}")
+    return int(value)
+
+
+def whole_rows(name: str, value: Any, count: int, low: int = 0, high: int = MOST, default: int = 0,
+               of: str = "prompts") -> list[int]:
+    """A whole number for all rows, or one for each of the `count` prompts; None means `default`.
+
+    Raises:
+        ValueError: something else, or another number of them.
+    """
+    if value is None or is_whole(value) or getattr(value, "ndim", None) == 0:
+        return [default if value is None else whole(name, value, low, high)] * count
+    if isinstance(value, (str, bytes, Mapping, set, frozenset)) or not isinstance(value, Iterable):
+        whole(name, value, low, high)      # raises
+    given = host(name, value, "whole numbers").tolist() if hasattr(value, "ndim") else value
+    values = list(itertools.islice(given, count + 1))       # an iterator may have no end
+    if len(values) != count:
+        raise ValueError(f"{name}: got {len(values)} values for {count} {of}")
+    return [default if v is None else whole(f"{name}[{i}]", v, low, high) for i, v in enumerate(values)]
+
+
+def positive(name: str, value: Any) -> float:
+    """A number above 0.
+
+    Raises:
+        ValueError: something else, or one that is not finite.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < float(value) < float("inf"):
+        raise wrong(name, value, "a number above 0")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise wrong(name, value, "True or False")
+    return bool(value)
+
+
+def spread(values: Sequence[Any], batch: int, samples: int = 1) -> list[Any] | None:
+    """An entry for each row, from one for each row or for each prompt; None if there are neither so many."""
+    if len(values) == batch:
+        return list(values)
+    if len(values) * samples == batch:
+        return [v for v in values for _ in range(samples)]
+    return None
+
+
+def _each(batch: int, samples: int) -> str:
+    if samples == 1:
+        return f"each of the {batch} rows"
+    return f"each of the {batch // samples} prompts, or each of their {batch} samples"
 
 
 def per_row(name: str, value: Any, batch: int, dtype: Any, neutral: Any, takes: str,
-            valid: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+            valid: Callable[[np.ndarray], np.ndarray], samples: int = 1) -> np.ndarray:
     """A number, or one for each row: `dtype[batch]`. None in a list means `neutral`.
 
     Args:
@@ -36,37 +160,51 @@ def per_row(name: str, value: Any, batch: int, dtype: Any, neutral: Any, takes: 
         valid: checks them all.
 
     Raises:
-        ValueError: not a number or `batch` of them, or a number that is not valid.
+        ValueError: not a number or `batch` of them, or a number that is not valid or that `dtype` does not hold.
     """
-    takes = f"{takes}, or one for each of the {batch} rows"
+    takes = f"{takes}, or one for {_each(batch, samples)}"
     absent = np.array([v is None for v in value]) if isinstance(value, (list, tuple)) else np.array(False)
     filled = [neutral if v is None else v for v in value] if isinstance(value, (list, tuple)) else value
-    try:
-        array = np.asarray(filled)
-    except ValueError:      # a ragged list
-        raise wrong(name, value, takes) from None
-    if array.dtype.kind not in "biuf" or array.ndim > 1 or (array.ndim == 1 and array.shape[0] != batch):
+    if np.issubdtype(dtype, np.integer):        # beyond i64 is as good as its end
+        cut = lambda v: max(min(v, 2 ** 62), -2 ** 62) if type(v) is int else v
+        filled = [cut(v) for v in filled] if isinstance(filled, (list, tuple)) else cut(filled)
+    array = host(name, filled, takes)
+    mixed = isinstance(filled, list) and any(isinstance(v, bool) for v in filled)
+    if array.dtype.kind not in ("biuf" if dtype is np.bool_ else "iuf") or (mixed and dtype is not np.bool_):
         raise wrong(name, value, takes)
-    array = array.astype(np.float64)
-    whole = not np.issubdtype(dtype, np.integer) or (array == np.round(array))
-    if not (absent | (np.isfinite(array) & whole & valid(array))).all():
+    entries = None if array.ndim != 1 else spread(range(len(array)), batch, samples)
+    if array.ndim > 1 or (array.ndim == 1 and entries is None):
         raise wrong(name, value, takes)
-    return np.array(np.broadcast_to(array, (batch,)), dtype)
+    good = np.isfinite(array) & valid(array)
+    if np.issubdtype(dtype, np.integer) and array.dtype.kind == "f":
+        good &= array == np.round(array)
+    if dtype is np.float32:
+        with np.errstate(over="ignore"):
+            good &= np.isfinite(array.astype(np.float32))
+    if not (absent | good).all():
+        raise wrong(name, value, takes)
+    if np.issubdtype(dtype, np.integer):
+        array = np.array([max(min(int(v), 2 ** 62), -2 ** 62) for v in array.reshape(-1)]).reshape(array.shape)
+    array = array.astype(dtype)
+    return np.broadcast_to(array, (batch,)) if entries is None else array[entries]
 
 
 def is_neutral(value: Any, neutral: Any) -> bool:
-    """Whether an argument asks for nothing: None, an empty list, or one number that changes nothing.
+    """Whether an argument asks for nothing: None, or one number that changes nothing; without such a number (`neutral`
+    None) also an empty list.
 
     A number for each row always asks for something, so that other numbers do not compile anew.
     """
-    if isinstance(value, (list, tuple, Mapping)):
-        return not value
-    return value is None or (np.ndim(value) == 0 and bool(value == neutral))
-
-
-def is_id(value: Any) -> bool:
-    """Whether `value` is a whole number that is not negative."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0
+    if value is None:
+        return True
+    if neutral is None:
+        return isinstance(value, (list, tuple, set, frozenset, Mapping)) and not value
+    if isinstance(value, (bool, list, tuple, Mapping)):
+        return False
+    try:
+        return np.ndim(value) == 0 and bool(value == neutral)
+    except Exception:       # not a number, whatever it is
+        return False
 
 
 def _checked(name: str, value: Any, ids: Sequence[int], vocab_size: int | None) -> None:
@@ -77,66 +215,86 @@ def _checked(name: str, value: Any, ids: Sequence[int], vocab_size: int | None) 
             raise ValueError(f"{name}: got token {token}, takes ids below the vocabulary's size, {vocab_size}")
 
 
-def _plain(value: Any) -> Any:
-    """Arrays, tuples, sets and ranges as nested lists."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple, set, frozenset, range)) else value
+def plain(name: str, value: Any, takes: str) -> Any:
+    """Arrays, tuples, sets and ranges as nested lists.
+
+    Raises:
+        ValueError: a list that holds itself, or a range that no memory holds.
+    """
+    def lists(value: Any) -> Any:
+        if hasattr(value, "tolist") and not isinstance(value, np.ma.MaskedArray):
+            value = value.tolist()
+        if isinstance(value, range) and len(value) > 1 << 24:
+            raise wrong(name, value, takes)
+        return [lists(v) for v in value] if isinstance(value, (list, tuple, set, frozenset, range)) else value
+
+    try:
+        return lists(value)
+    except RecursionError:
+        raise wrong(name, value, takes) from None
 
 
-def id_rows(name: str, value: Any, batch: int, vocab_size: int | None = None) -> np.ndarray:
+def id_rows(name: str, value: Any, batch: int, vocab_size: int | None = None, samples: int = 1) -> np.ndarray:
     """Token ids for all rows (an id or a list) or a list for each (None: none): `i32[batch, E]`, padded with -1.
 
     Raises:
         ValueError: something is not a token id, or there is not one list for each row.
     """
-    rows = _plain(value)
+    takes = f"token ids, or a list of them for {_each(batch, samples)}"
+    rows = plain(name, value, takes)
     rows = [rows] if not isinstance(rows, list) else rows
-    if any(isinstance(r, list) or r is None for r in rows):
-        if len(rows) != batch or not all(r is None or isinstance(r, list) for r in rows):
-            raise wrong(name, value, f"token ids, or a list of them for each of the {batch} rows")
+    each = any(isinstance(r, list) or r is None for r in rows)
+    if each:
+        if not all(r is None or isinstance(r, list) for r in rows):
+            raise wrong(name, value, takes)
         rows = [[t for t in (r or []) if t != -1] for r in rows]
     else:
-        rows = [rows] * batch
+        rows = [rows]
     for row in rows:
         _checked(name, value, row, vocab_size)
-    out = np.full((batch, bucket(max(map(len, rows), default=0))), -1, np.int32)
+    out = np.full((len(rows), bucket(max(map(len, rows), default=0))), -1, np.int32)
     for i, row in enumerate(rows):
         out[i, :len(row)] = row
-    return out
+    if not each:
+        return np.broadcast_to(out, (batch, out.shape[1]))
+    entries = spread(range(len(rows)), batch, samples)
+    if entries is None:
+        raise wrong(name, value, takes)
+    return out[entries]
 
 
-def sequence_rows(name: str, value: Any, batch: int, vocab_size: int | None = None, *, front: bool = True
-                  ) -> np.ndarray:
+def sequence_rows(name: str, value: Any, batch: int, vocab_size: int | None = None, *, front: bool = True,
+                  samples: int = 1) -> np.ndarray:
     """Token sequences for all rows, or a list of them for each: `i32[batch, S, L]`, padded with -1, `front` or back.
 
     Raises:
         ValueError: not a list of sequences, an empty sequence, or something that is not a token id.
     """
-    takes = f"a list of token sequences, or such a list for each of the {batch} rows"
-    lists = _plain(value)
+    takes = f"a list of token sequences, or such a list for {_each(batch, samples)}"
+    lists = plain(name, value, takes)
     if not isinstance(lists, list) or not all(isinstance(s, list) or s is None for s in lists):
         raise wrong(name, value, takes)
-    if any(s is None or any(isinstance(t, list) for t in s) for s in lists):
-        if len(lists) != batch:
-            raise wrong(name, value, takes)
-        lists = [s or [] for s in lists]
-    else:
-        lists = [lists] * batch
+    each = any(s is None or any(isinstance(t, list) for t in s) for s in lists)
+    lists = [s or [] for s in lists] if each else [lists]
     for rows in lists:
         if not all(isinstance(s, list) and s for s in rows):
             raise wrong(name, value, takes + "; no sequence is empty")
         for s in rows:
             _checked(name, value, s, vocab_size)
     longest = bucket(max((len(s) for rows in lists for s in rows), default=0))
-    out = np.full((batch, bucket(max(map(len, lists), default=0)), longest), -1, np.int32)
+    out = np.full((len(lists), bucket(max(map(len, lists), default=0)), longest), -1, np.int32)
     for i, rows in enumerate(lists):
         for j, s in enumerate(rows):
             out[i, j, slice(longest - len(s), None) if front else slice(len(s))] = s
-    return out
+    if not each:
+        return np.broadcast_to(out, (batch, *out.shape[1:]))
+    entries = spread(range(len(lists)), batch, samples)
+    if entries is None:
+        raise wrong(name, value, takes)
+    return out[entries]
 
 
-def bias_rows(name: str, value: Any, batch: int) -> list[list[tuple[list[int], float]]]:
+def bias_rows(name: str, value: Any, batch: int, samples: int = 1) -> list[list[tuple[list[int], float]]]:
     """Biases by token or sequence, for all rows or for each: pairs of a sequence and its bias, a list for each row.
 
     Takes `{id: bias}`, `{(id, ...): bias}`, `[[[id, ...], bias], ...]`, or a list of such dictionaries, one a row.
@@ -145,17 +303,17 @@ def bias_rows(name: str, value: Any, batch: int) -> list[list[tuple[list[int], f
         ValueError: none of these.
     """
     takes = (f"a dictionary from a token or a tuple of tokens to a bias, a list of [[tokens], bias], or a dictionary "
-             f"for each of the {batch} rows")
+             f"for {_each(batch, samples)}")
 
     def pairs(entry: Any) -> list[tuple[list[int], float]]:
         items = list(entry.items()) if isinstance(entry, Mapping) else [tuple(pair) for pair in entry or ()]
         found = []
         for tokens, bias in items:
-            tokens = _plain(tokens)
+            tokens = plain(name, tokens, takes)
             # JSON has no keys but strings
             tokens = int(tokens) if isinstance(tokens, str) and tokens.isdecimal() else tokens
             sequence = tokens if isinstance(tokens, list) else [tokens]
-            if not sequence or not isinstance(bias, numbers.Real) or not float(bias) < np.inf:
+            if not sequence or not isinstance(bias, numbers.Real) or isinstance(bias, bool) or not bias < np.inf:
                 raise wrong(name, value, takes)
             _checked(name, value, sequence, None)
             found.append((sequence, float(bias)))
@@ -163,11 +321,12 @@ def bias_rows(name: str, value: Any, batch: int) -> list[list[tuple[list[int], f
 
     each = isinstance(value, (list, tuple)) and any(isinstance(v, Mapping) for v in value)
     try:
-        rows = [pairs(v) for v in value] if each else [pairs(value)] * batch
+        found = [pairs(v) for v in value] if each else [pairs(value)] * batch
     except (TypeError, AttributeError):
         raise wrong(name, value, takes) from None
     except ValueError as error:
         raise error if str(error).startswith(name) else wrong(name, value, takes) from None
-    if len(rows) != batch:
+    rows = spread(found, batch, samples)
+    if rows is None:
         raise wrong(name, value, takes)
     return rows

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from decodax.policy.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
-from decodax.policy.arguments import bias_rows, id_rows, is_neutral, per_row, sequence_rows, wrong
+from decodax.policy.arguments import bias_rows, id_rows, is_neutral, per_row, sequence_rows, whole, wrong
 from decodax.policy.bans import AllowedTokens, BadWords, BeginSuppress, LogitBias, SequenceBias, SuppressTokens
 from decodax.policy.base import Policy, Temperature, Transform
 from decodax.policy.length import UNBOUNDED, ExponentialDecayLength, ForcedBOS, ForcedEOS, MinLength
@@ -31,6 +31,12 @@ LARGEST_SORTED_K = 128
 SAMPLING = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "top_n_sigma",
             "xtc_probability", "mirostat_tau", "dynatemp_range")
 """What only shapes sampling: greedy decoding does not change by it."""
+
+COMPANIONS = {
+    "dry_base": "dry_multiplier", "dry_allowed_length": "dry_multiplier", "dry_penalty_last_n": "dry_multiplier",
+    "dry_sequence_breakers": "dry_multiplier", "xtc_threshold": "xtc_probability", "mirostat_eta": "mirostat_tau",
+    "dynatemp_exponent": "dynatemp_range"}
+"""What has no effect without another argument."""
 
 
 def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: Any = None, top_p: Any = None,
@@ -85,93 +91,120 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
     >>> [type(t).__name__ for t in build(2, temperature=[0.7, 0.0], top_p=0.9, top_k=0).transforms]
     ['Temperature', 'TopP']
     """
-    if unknown:
-        raise TypeError("; ".join(map(unknown_argument, unknown)))
     given = {name: value for name, value in locals().items() if name not in ("batch", "unknown")}
-    a = _Arguments(batch, given)
-    if batch < 1:
-        raise wrong("batch", batch, "a whole number from 1 on")
-    if eos is not None and eos_token_id is not None:
+    return jax.tree.map(jnp.asarray, assemble(batch, {**given, **unknown}))
+
+
+def assemble(batch: int, arguments: Mapping[str, Any], samples: int = 1) -> Policy:
+    """The policy of `build` as host arrays, for rows that are `samples` of a prompt side by side (`batch` is all of
+    them): what there is one of for each row may then also be one for each prompt. What is one for all rows takes no
+    room for each; `Policy.select` copies what it takes.
+
+    Raises:
+        TypeError, ValueError: as `build` does.
+    """
+    if unknown := sorted(arguments.keys() - DEFAULTS.keys()):
+        raise TypeError("; ".join(map(unknown_argument, unknown)))
+    given = {**DEFAULTS, **arguments}
+    batch = whole("batch", batch, 1)
+    if given["vocab_size"] is not None:
+        given["vocab_size"] = whole("vocab_size", given["vocab_size"], 1)
+    a = _Arguments(batch, given, samples)
+    if given["eos"] is not None and given["eos_token_id"] is not None:
         raise ValueError("eos and eos_token_id: got both, takes one of them")
-    given["eos"] = eos_token_id if eos is None else eos
+    ends = "eos" if given["eos_token_id"] is None else "eos_token_id"
+    eos = a.ids(ends)
+    given["eos"] = eos
+    for name, needs in COMPANIONS.items():
+        if given[needs] is None and given[name] is not DEFAULTS[name]:
+            raise ValueError(f"{name}: got {given[name]!r} without {needs}")
     # transformers marks last; a greedy row has its one token left there, so it is marked in front of the temperature
     samplers = _samplers(a)
     cold = next(t.temperature == 0 for t in samplers if isinstance(t, Temperature))
-    chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *transforms, *_watermark(a, cold), *samplers,
+    chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *_own(a), *_watermark(a, cold), *samplers,
              *_watermark(a, ~cold)]
-    return Policy(transforms=tuple(chain), eos=a.ids("eos"), stops=stops, vocab_size=vocab_size)
+    return Policy(transforms=tuple(chain), eos=eos, stops=given["stops"], vocab_size=given["vocab_size"])
+
+
+DEFAULTS = {p.name: p.default for p in inspect.signature(build).parameters.values()
+            if p.name not in ("batch", "unknown")}
+"""The arguments of `build` that say what policy it is."""
 
 
 def unknown_argument(name: str) -> str:
     """The message for an argument that `build` does not have."""
-    known = [p for p in inspect.signature(build).parameters if p not in ("batch", "unknown")]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, DEFAULTS, n=3, cutoff=0.5)
     return f"{name}: unknown argument" + (f"; did you mean {' or '.join(near)}?" if near else
-                                          f"; known are {', '.join(sorted(known))}")
+                                          f"; known are {', '.join(sorted(DEFAULTS))}")
 
 
 class _Arguments:
-    """The arguments of one call, read as arrays by name."""
+    """The arguments of one call, read as host arrays by name."""
 
-    def __init__(self, batch: int, given: dict[str, Any]):
-        self.batch, self.given = batch, given
+    def __init__(self, batch: int, given: dict[str, Any], samples: int):
+        self.batch, self.given, self.samples = batch, given, samples
 
     def asks(self, name: str, neutral: Any = None) -> bool:
         return not is_neutral(self.given[name], neutral)
 
     def number(self, name: str, low: float = -np.inf, high: float = np.inf, *, neutral: float = 0.0,
-               open_low: bool = False, open_high: bool = False) -> Array:
+               open_low: bool = False, open_high: bool = False) -> Any:
         """`f32[B]` within the bounds."""
         left, right = "(" if open_low or low == -np.inf else "[", ")" if open_high or high == np.inf else "]"
         inside = lambda x: ((x > low) if open_low else (x >= low)) & ((x < high) if open_high else (x <= high))
         value = neutral if self.given[name] is None else self.given[name]
-        return jnp.asarray(per_row(name, value, self.batch, np.float32, neutral,
-                                   f"a number in {left}{low:g}, {high:g}{right}", inside))
+        return per_row(name, value, self.batch, np.float32, neutral, f"a number in {left}{low:g}, {high:g}{right}",
+                       inside, self.samples)
 
-    def count(self, name: str, low: int = 0, *, neutral: int = 0) -> Array:
+    def count(self, name: str, low: int = 0, *, neutral: int = 0) -> Any:
         """`i32[B]` of at least `low`; beyond `UNBOUNDED` it is cut to it."""
         value = neutral if self.given[name] is None else self.given[name]
-        rows = per_row(name, value, self.batch, np.int64, neutral, f"a whole number from {low} on", lambda x: x >= low)
-        return jnp.asarray(np.minimum(rows, UNBOUNDED), jnp.int32)
+        rows = per_row(name, value, self.batch, np.int64, neutral, f"a whole number from {low} on", lambda x: x >= low,
+                       self.samples)
+        return np.minimum(rows, UNBOUNDED).astype(np.int32)
 
-    def ids(self, name: str, bounded: bool = True) -> Array:
+    def ids(self, name: str, bounded: bool = True) -> Any:
         """`i32[B, E]`."""
         value = self.given[name]
-        return jnp.asarray(id_rows(name, [] if value is None else value, self.batch,
-                                   self.given["vocab_size"] if bounded else None))
+        return id_rows(name, [] if value is None else value, self.batch, self.given["vocab_size"] if bounded else None,
+                       self.samples)
 
-    def sequences(self, name: str, *, front: bool = True) -> Array:
+    def sequences(self, name: str, *, front: bool = True) -> Any:
         """`i32[B, S, L]`."""
-        return jnp.asarray(sequence_rows(name, self.given[name], self.batch, self.given["vocab_size"], front=front))
+        return sequence_rows(name, self.given[name], self.batch, self.given["vocab_size"], front=front,
+                             samples=self.samples)
 
-    def eos(self, name: str) -> Array:
+    def eos(self, name: str) -> Any:
         """The end-of-sequence tokens, for an argument that needs them."""
-        ids = self.ids("eos")
-        if not (np.asarray(ids) >= 0).any():
+        if not (self.given["eos"] >= 0).any():
             raise ValueError(f"{name}: got {self.given[name]!r} without eos, the tokens that end a row")
-        return ids
+        return self.given["eos"]
 
 
 def _biases(a: _Arguments) -> list[Transform]:
     chain: list[Transform] = []
     if a.asks("sequence_bias"):
-        rows = bias_rows("sequence_bias", a.given["sequence_bias"], a.batch)
-        sequences = sequence_rows("sequence_bias", [[s for s, _ in row] or None for row in rows], a.batch,
-                                  a.given["vocab_size"])
-        values = np.zeros(sequences.shape[:2], np.float32)
-        for i, row in enumerate(rows):
-            values[i, :len(row)] = [bias for _, bias in row]
-        chain.append(SequenceBias(jnp.asarray(sequences), jnp.asarray(values)))
+        rows = bias_rows("sequence_bias", a.given["sequence_bias"], a.batch, a.samples)
+        chain.append(SequenceBias(*_by_row(rows, a.batch, lambda rows: sequence_rows(
+            "sequence_bias", [[s for s, _ in row] or None for row in rows], len(rows), a.given["vocab_size"]))))
     if a.asks("logit_bias"):
-        rows = bias_rows("logit_bias", a.given["logit_bias"], a.batch)
+        rows = bias_rows("logit_bias", a.given["logit_bias"], a.batch, a.samples)
         if any(len(s) != 1 for row in rows for s, _ in row):
             raise wrong("logit_bias", a.given["logit_bias"], "single tokens; biases on sequences go into sequence_bias")
-        ids = id_rows("logit_bias", [[s[0] for s, _ in row] for row in rows], a.batch, a.given["vocab_size"])
-        values = np.zeros(ids.shape, np.float32)
-        for i, row in enumerate(rows):
-            values[i, :len(row)] = [bias for _, bias in row]
-        chain.append(LogitBias(jnp.asarray(ids), jnp.asarray(values)))
+        chain.append(LogitBias(*_by_row(rows, a.batch, lambda rows: id_rows(
+            "logit_bias", [[s[0] for s, _ in row] for row in rows], len(rows), a.given["vocab_size"]))))
     return chain
+
+
+def _by_row(rows: list[Any], batch: int, read: Callable[[list[Any]], np.ndarray]) -> tuple[Any, Any]:
+    """What `read` makes of the tokens of biases, and the biases, with an entry a row."""
+    if all(row is rows[0] for row in rows):     # the same for all
+        rows = rows[:1]
+    tokens = read(rows)
+    values: np.ndarray = np.zeros(tokens.shape[:2], np.float32)
+    for i, row in enumerate(rows):
+        values[i, :len(row)] = [bias for _, bias in row]
+    return np.broadcast_to(tokens, (batch, *tokens.shape[1:])), np.broadcast_to(values, (batch, values.shape[1]))
 
 
 def _penalties(a: _Arguments) -> list[Transform]:
@@ -181,15 +214,17 @@ def _penalties(a: _Arguments) -> list[Transform]:
         chain.append(EncoderRepetition(a.number("encoder_repetition_penalty", 0, open_low=True, neutral=1)))
     if a.asks("repetition_penalty", 1):
         penalty = a.number("repetition_penalty", 0, open_low=True, neutral=1)
-        chain.append(Repetition(penalty, jnp.zeros(a.batch, jnp.int32), last_n))
+        chain.append(Repetition(penalty, _array(np.zeros(a.batch, np.int32)), last_n))
+    presence, frequency = a.number("presence_penalty"), a.number("frequency_penalty")
     if a.asks("presence_penalty", 0) or a.asks("frequency_penalty", 0):
-        chain.append(PresenceFrequency(a.number("presence_penalty"), a.number("frequency_penalty"), last_n,
-                                       jnp.full(a.batch, a.given["penalty_last_n"] is not None)))
+        chain.append(PresenceFrequency(presence, frequency, last_n,
+                                       _array(np.full(a.batch, a.given["penalty_last_n"] is not None))))
+    if a.given["dry_sequence_breakers"] is None:
+        a.given["dry_sequence_breakers"] = []
+    dry = (a.number("dry_base", 1, neutral=1.75), a.count("dry_allowed_length", neutral=2),
+           a.count("dry_penalty_last_n", -1, neutral=-1), a.sequences("dry_sequence_breakers", front=False))
     if a.asks("dry_multiplier", 0):
-        a.given["dry_sequence_breakers"] = a.given["dry_sequence_breakers"] or []
-        chain.append(Dry(a.number("dry_multiplier", 0), a.number("dry_base", 1, neutral=1.75),
-                         a.count("dry_allowed_length", neutral=2), a.count("dry_penalty_last_n", -1, neutral=-1),
-                         a.sequences("dry_sequence_breakers", front=False)))
+        chain.append(Dry(a.number("dry_multiplier", 0), *dry))
     if a.asks("no_repeat_ngram_size", 0):
         chain.append(NoRepeatNgram(a.count("no_repeat_ngram_size")))
     if a.asks("encoder_no_repeat_ngram_size", 0):
@@ -201,9 +236,9 @@ def _bans(a: _Arguments) -> list[Transform]:
     chain: list[Transform] = []
     if a.asks("bad_words_ids"):
         sequences = np.array(a.sequences("bad_words_ids"))
-        alone = (sequences[:, :, -2] < 0) & (sequences[:, :, -1:] == np.asarray(a.ids("eos"))[:, None]).any(-1)
+        alone = (sequences[:, :, -2] < 0) & (sequences[:, :, -1:] == a.given["eos"][:, None]).any(-1)
         sequences[alone] = -1
-        chain.append(BadWords(jnp.asarray(sequences)))
+        chain.append(BadWords(_array(sequences)))
     if a.asks("allowed_token_ids"):
         chain.append(AllowedTokens(a.ids("allowed_token_ids")))
     return chain
@@ -212,22 +247,26 @@ def _bans(a: _Arguments) -> list[Transform]:
 def _ends(a: _Arguments) -> list[Transform]:
     chain: list[Transform] = []
     least = {name: a.count(name) for name in ("min_length", "min_new_tokens")}
-    asked = [name for name, rows in least.items() if (np.asarray(rows) > 0).any()]
+    asked = [name for name, rows in least.items() if (rows > 0).any()]
     if asked:
         chain.append(MinLength(a.eos(asked[0]), *least.values()))
-    if a.asks("forced_bos_token_id"):
-        chain.append(ForcedBOS(a.count("forced_bos_token_id", -1, neutral=-1)))
+    if a.given["forced_bos_token_id"] is not None:
+        first = a.count("forced_bos_token_id", -1, neutral=-1)
+        if a.given["vocab_size"] is not None and (first >= a.given["vocab_size"]).any():
+            raise wrong("forced_bos_token_id", a.given["forced_bos_token_id"],
+                        f"ids below the vocabulary's size, {a.given['vocab_size']}")
+        chain.append(ForcedBOS(first))
     if a.asks("forced_eos_token_id"):
         if a.given["max_length"] is None and a.given["max_new_tokens"] is None:
             raise ValueError("forced_eos_token_id: got no max_length and no max_new_tokens, the end that it stands at")
         chain.append(ForcedEOS(a.ids("forced_eos_token_id"), a.count("max_length", 1, neutral=UNBOUNDED),
                                a.count("max_new_tokens", 1, neutral=UNBOUNDED)))
-    if a.asks("exponential_decay_length_penalty"):
+    if a.given["exponential_decay_length_penalty"] is not None:
         pair = a.given["exponential_decay_length_penalty"]
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise wrong("exponential_decay_length_penalty", pair, "(start, factor)")
         parts = _Arguments(a.batch, {"exponential_decay_length_penalty[0]": pair[0],
-                                     "exponential_decay_length_penalty[1]": pair[1]})
+                                     "exponential_decay_length_penalty[1]": pair[1]}, a.samples)
         chain.append(ExponentialDecayLength(a.eos("exponential_decay_length_penalty"),
                                             parts.count("exponential_decay_length_penalty[0]"),
                                             parts.number("exponential_decay_length_penalty[1]", 0, open_low=True)))
@@ -235,8 +274,26 @@ def _ends(a: _Arguments) -> list[Transform]:
         chain.append(SuppressTokens(a.ids("suppress_tokens", bounded=False)))
     if a.asks("begin_suppress_tokens"):
         chain.append(BeginSuppress(a.ids("begin_suppress_tokens", bounded=False),
-                                   jnp.full(a.batch, a.asks("forced_bos_token_id"))))
+                                   _array(np.full(a.batch, a.given["forced_bos_token_id"] is not None))))
     return chain
+
+
+def _own(a: _Arguments) -> list[Transform]:
+    """The caller's transforms, whose arrays have an entry for each row, or for each prompt."""
+    given = a.given["transforms"]
+    if not isinstance(given, (list, tuple)) or not all(isinstance(t, Transform) for t in given):
+        raise wrong("transforms", given, "decodax.policy.Transform objects")
+    prompts = a.batch // a.samples
+    for leaf in jax.tree.leaves(given):
+        if not np.ndim(leaf) or leaf.shape[0] not in (a.batch, prompts):
+            raise ValueError(f"transforms: got an array of shape {np.shape(leaf)} in one of them, takes arrays with an "
+                             f"entry for each of the {a.batch} rows")
+    each = lambda x: x if x.shape[0] == a.batch else x[np.repeat(np.arange(prompts), a.samples)]
+    return list(jax.tree.map(each, tuple(given)))
+
+
+LEAST_TEMPERATURE = 1e-30
+"""Below it a logit over the temperature is beyond float32."""
 
 
 def _temperature(a: _Arguments) -> np.ndarray:
@@ -249,26 +306,32 @@ def _temperature(a: _Arguments) -> np.ndarray:
                              "is greedy; give temperature, or do_sample=True for a temperature of 1")
     if given is None:
         a.given["temperature"] = 0.0 if sample is None else 1.0
-    temperature = np.asarray(a.number("temperature", 0, neutral=1))
+    temperature = a.number("temperature", 0, neutral=1)
+    if ((temperature > 0) & (temperature < LEAST_TEMPERATURE)).any():
+        raise wrong("temperature", given, f"0, which is greedy, or a number from {LEAST_TEMPERATURE} on")
     if sample is None:
         return temperature
-    drawn = per_row("do_sample", sample, a.batch, np.bool_, True, "True or False", lambda x: (x == 0) | (x == 1))
+    drawn = per_row("do_sample", sample, a.batch, np.bool_, True, "True or False", lambda x: (x == 0) | (x == 1),
+                    a.samples)
     if ((temperature == 0) & drawn).any():
         raise wrong("temperature", given, "a number above 0 with do_sample=True")
     return np.where(drawn, temperature, 0).astype(np.float32)
 
 
+def _array(x: np.ndarray) -> Any:
+    """A host array where a transform's field takes one; `build` puts it on the device."""
+    return x
+
+
 def _samplers(a: _Arguments) -> list[Transform]:
-    temperature, keep = _temperature(a), a.given["min_tokens_to_keep"]
-    if not isinstance(keep, int) or keep < 1:
-        raise wrong("min_tokens_to_keep", keep, "a whole number from 1 on")
+    temperature, keep = _temperature(a), whole("min_tokens_to_keep", a.given["min_tokens_to_keep"], 1)
     dynamic = a.asks("dynatemp_range", 0)
     # a dynamic temperature acts behind truncation; greedy rows are greedy from here on all the same
-    chain: list[Transform] = [Temperature(jnp.asarray(np.where(temperature > 0, 1, 0), jnp.float32) if dynamic
-                                          else jnp.asarray(temperature))]
+    chain: list[Transform] = [Temperature(_array(np.where(temperature > 0, 1, 0).astype(np.float32) if dynamic
+                                                 else temperature))]
     if a.asks("top_n_sigma", 0):
         chain.append(TopNSigma(a.number("top_n_sigma")))
-    if a.asks("top_h"):
+    if a.given["top_h"] is not None:
         chain.append(TopH(a.number("top_h", 0, 1, open_low=True, neutral=2)))     # above 1 a row is left alone
     if a.asks("top_k", 0) and a.asks("top_k", -1):
         k = a.count("top_k", -1)
@@ -284,17 +347,19 @@ def _samplers(a: _Arguments) -> list[Transform]:
         chain.append(Epsilon(a.number("epsilon_cutoff", 0, 1, open_high=True), keep))
     if a.asks("eta_cutoff", 0):
         chain.append(Eta(a.number("eta_cutoff", 0, 1, open_high=True), keep))
+    threshold = a.number("xtc_threshold", 0, 1, neutral=0.1)
     if a.asks("xtc_probability", 0):
-        chain.append(XTC(a.number("xtc_probability", 0, 1), a.number("xtc_threshold", 0, 1, neutral=0.1)))
+        chain.append(XTC(a.number("xtc_probability", 0, 1), threshold))
+    exponent, eta = a.number("dynatemp_exponent", 0, neutral=1), a.number("mirostat_eta", 0, neutral=0.1)
     if dynamic:
-        chain.append(DynamicTemperature(jnp.asarray(np.where(temperature > 0, temperature, 1)),
-                                        a.number("dynatemp_range", 0), a.number("dynatemp_exponent", 0, neutral=1)))
-    if a.asks("mirostat_tau"):
-        chain.append(Mirostat2(a.number("mirostat_tau", 0, open_low=True), a.number("mirostat_eta", 0, neutral=0.1)))
+        chain.append(DynamicTemperature(_array(np.where(temperature > 0, temperature, 1).astype(np.float32)),
+                                        a.number("dynatemp_range", 0), exponent))
+    if a.given["mirostat_tau"] is not None:
+        chain.append(Mirostat2(a.number("mirostat_tau", 0, open_low=True), eta))
     return chain
 
 
-def _watermark(a: _Arguments, rows: Array) -> list[Transform]:
+def _watermark(a: _Arguments, rows: Any) -> list[Transform]:
     """The watermark on the given rows (`bool[B]`), without a bias on the others."""
     config = a.given["watermarking_config"]
     if config is None:
@@ -308,15 +373,15 @@ def _watermark(a: _Arguments, rows: Array) -> list[Transform]:
     size = a.given["vocab_size"]
     if size is None:
         raise ValueError("watermarking_config: got no vocab_size, of which the green list is a share")
-    parts = _Arguments(a.batch, {**defaults, **config})
+    parts = _Arguments(a.batch, {**defaults, **config}, a.samples)
     if parts.given["seeding_scheme"] not in SCHEMES:
-        raise wrong("seeding_scheme", parts.given["seeding_scheme"], " or ".join(SCHEMES))
-    width = parts.given["context_width"]
-    if not isinstance(width, int) or width < 1:
-        raise wrong("context_width", width, "a whole number from 1 on")
-    ratio = per_row("greenlist_ratio", parts.given["greenlist_ratio"], a.batch, np.float64, 0.25, "a number in (0, 1)",
-                    lambda x: (x > 0) & (x < 1))
-    key = per_row("hashing_key", parts.given["hashing_key"], a.batch, np.int64, 0, "a whole number from 0 on",
-                  lambda x: x >= 0)
-    return [GreenList(jnp.where(rows, parts.number("bias"), 0), jnp.asarray((ratio * size).astype(np.int32)),
-                      jnp.asarray(key % (1 << 32), jnp.uint32), width, parts.given["seeding_scheme"])]
+        raise wrong("watermarking_config: seeding_scheme", parts.given["seeding_scheme"], " or ".join(SCHEMES))
+    width = whole("watermarking_config: context_width", parts.given["context_width"], 1)
+    ratio = per_row("watermarking_config: greenlist_ratio", parts.given["greenlist_ratio"], a.batch, np.float64, 0.25,
+                    "a number in (0, 1)", lambda x: (x > 0) & (x < 1), a.samples)
+    key = per_row("watermarking_config: hashing_key", parts.given["hashing_key"], a.batch, np.int64, 0,
+                  "a whole number from 0 on", lambda x: x >= 0, a.samples)
+    bias = per_row("watermarking_config: bias", parts.given["bias"], a.batch, np.float32, 0, "a number", np.isfinite,
+                   a.samples)
+    return [GreenList(_array(np.where(rows, bias, np.float32(0))), _array((ratio * size).astype(np.int32)),
+                      _array((key % (1 << 32)).astype(np.uint32)), width, parts.given["seeding_scheme"])]

@@ -9,7 +9,7 @@ Speculative(draft=PromptLookup(length=5, max_ngram=3, min_ngram=1), verify=SeedE
 """
 
 from decodax.diffusion.systems import ENTRIES
-from decodax.systems.registry import DIFFUSION, FILLING, SYSTEMS, Needs, System, alias, entry, system
+from decodax.systems.registry import DIFFUSION, FILLING, SYSTEMS, Needs, System, alias, entry, parse, system
 
 # The order of these is the order of the table.
 # isort: off
@@ -20,4 +20,4 @@ for _name, _entry in ENTRIES.items():
     entry(_name, _entry.title, _entry.authors, _entry.family, _entry.summary,
           DIFFUSION if _entry.draft else FILLING, _entry.guarantee)(_entry.make)
 
-__all__ = ["SYSTEMS", "Needs", "System", "alias", "entry", "system"]
+__all__ = ["SYSTEMS", "Needs", "System", "alias", "entry", "parse", "system"]

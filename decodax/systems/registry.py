@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import inspect
@@ -96,6 +97,32 @@ def system(name: str, lm: Any = None, draft: Any = None, **options: Any) -> Algo
     given = {"lm": lm, "draft": draft}
     takes = inspect.signature(found.make).parameters
     return found.make(**{k: v for k, v in given.items() if k in takes}, **options)
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of `NAME[:OPTION=VALUE,...]`, as the command line writes a system.
+
+    Raises:
+        ValueError: an unknown name (near ones are listed), an option that the system does not take, or a value that is
+            no number, text, or tuple of them.
+
+    >>> parse("prompt-lookup:length=5,max_ngram=2")
+    ('prompt-lookup', {'length': 5, 'max_ngram': 2})
+    """
+    name, _, given = text.partition(":")
+    if name not in SYSTEMS:
+        system(name)                                    # raises, and lists near ones
+    try:
+        call: Any = ast.parse(f"dict({given})", mode="eval").body
+        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or None in options:
+            raise ValueError("a value without a name")
+    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text}: takes NAME:OPTION=VALUE,... with numbers or tuples of them") from error
+    if unknown := sorted(options.keys() - SYSTEMS[name].options.keys()):
+        raise ValueError(f"{text}: takes no option {unknown[0]}; takes "
+                         f"{', '.join(SYSTEMS[name].options) or 'none'}")
+    return name, options
 
 
 def entry(name: str, title: str, authors: str, family: str, summary: str, needs: Needs = "nothing",

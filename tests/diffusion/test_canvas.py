@@ -94,6 +94,17 @@ def test_an_end_of_sequence_cuts_a_gap_only_if_it_may():
     assert end not in dx.infill(model, [PROMPTS[0], 5, [2]], algorithm=LLADA).tokens[0][0]
 
 
+def test_an_infilling_takes_its_arguments_text_by_text():
+    rows = [[PROMPTS[0], 4, [2]], [PROMPTS[1], 2, [3]]]
+    options = dict(temperature=[0.0, 1.0], seed=[1, 2], suppress_tokens=[[5, 6], None])
+    whole = dx.infill(lm(), rows, **options)
+    assert dx.infill(lm(), rows, batch_size=1, **options).tokens == whole.tokens
+    free = dx.infill(lm(), rows, ends=True).tokens[0][0]
+    cut = dx.infill(lm(), rows, ends=True, eos_token_id=[free[1]]).tokens[0][0]      # in place of the model's
+    assert cut == free[:free.index(free[1]) + 1]
+    assert free[1] not in dx.infill(lm(), rows, eos_token_id=[free[1]]).tokens[0][0]
+
+
 def test_what_cannot_be_infilled_is_named():
     for model, pieces, message in ((lm(), [[[1, 2]]], r"pieces\[0\]: has no gap"), (lm(), [[[1], 0]], "got a gap of 0"),
                                    (lm(), [[3, [1]]], "begins with a gap"), (lm(), [], "pieces: got none"),

@@ -20,6 +20,7 @@ from decodax.core.state import init_state
 from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.models.config import llama
+from decodax.models.diffusion import Diffusion
 from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.sharding import lanes, place
@@ -163,7 +164,8 @@ def test_no_round_hands_a_vocabulary_to_the_next(algorithm):
 @pytest.mark.parametrize("algorithm", ["autoregressive", "lookup", "lookup-rejection", "llada"])
 def test_a_second_call_traces_nothing(algorithm):
     network, weights = cases.model("llama")
-    lm = LM(model=network, params=weights, vocab_size=cases.VOCABULARY)
+    lm = LM(model=network, params=weights, vocab_size=cases.VOCABULARY,
+            diffusion=Diffusion(cases.MASK) if algorithm == "llada" else None)
     options = dict(algorithm=cases.ALGORITHMS[algorithm], top_p=0.9, repetition_penalty=1.1)
     dx.generate(lm, [[1, 2, 3, 4, 5, 6], [7, 8, 7, 8]], temperature=0.7, seed=1, eos_token_id=[0], max_new_tokens=12,
                 **options)

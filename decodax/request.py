@@ -1,0 +1,389 @@
+"""What a caller asks for, read once: every front end makes a `Request` of its arguments, and a `Job` runs one.
+
+All that may differ from prompt to prompt lies here side by side, so there is one place where it is checked and one,
+`select`, where it is cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from decodax.autoregressive import Autoregressive
+from decodax.core.stops import StopTable, stop_strings
+from decodax.core.types import Algorithm
+from decodax.diffusion.entries import default as fills
+from decodax.io.load import LM, find, load
+from decodax.io.prompts import read_prompts
+from decodax.memory import afford
+from decodax.policy import Policy
+from decodax.policy.arguments import (
+    flag,
+    id_rows,
+    is_whole,
+    outside,
+    per_row,
+    positive,
+    shown,
+    whole,
+    whole_rows,
+    wrong,
+)
+from decodax.policy.build import DEFAULTS, assemble, unknown_argument
+from decodax.policy.config import NEUTRAL, blaming, merge
+
+CHUNK = 256
+"""Prompt tokens a prefill round."""
+
+NEW = 64
+"""New tokens where neither the call nor the model says how many."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """A checked request. B prompts of `samples` rows each; rows of a prompt stand side by side.
+
+    Attributes:
+        lm, algorithm: with what.
+        prompts: ids of each prompt. behind: ids that stand behind them in the buffer, for canvases that read it.
+        max_new, min_new: `i32[B]`. seeds: `u32[B, 2]`, high and low word. request_ids: `u32[B]`.
+        guidance: `f32[B]` scales, or None. negative: ids of each negative prompt, or None.
+        policy: of all rows, `[B * samples, ...]`, on the host.
+        samples: rows of a prompt. stop: stop strings. logprobs: most likely tokens to record, or None.
+        chunk: prompt tokens a prefill round. batch_size: prompts at once, or None: all. max_time: seconds, or None.
+        skip_special_tokens, include_stop: of the texts.
+    """
+
+    lm: LM
+    algorithm: Algorithm
+    prompts: list[list[int]]
+    behind: list[list[int]] | None
+    max_new: np.ndarray
+    min_new: np.ndarray
+    seeds: np.ndarray
+    request_ids: np.ndarray
+    guidance: np.ndarray | None
+    negative: list[list[int]] | None
+    policy: Policy
+    samples: int
+    stop: tuple[str, ...]
+    logprobs: int | None
+    chunk: int
+    batch_size: int | None
+    max_time: float | None
+    skip_special_tokens: bool
+    include_stop: bool
+
+    @classmethod
+    def read(cls, lm: Any, prompts: Any, where: str = "generate", behind: list[list[int]] | None = None, /, *,
+             max_new_tokens: Any = None, max_length: Any = None, min_new_tokens: Any = None, algorithm: Any = None,
+             seed: Any = 0, num_samples: Any = None, stop: Any = None, include_stop: Any = False, logprobs: Any = None,
+             request_ids: Any = None, guidance_scale: Any = None, negative_prompts: Any = None,
+             skip_special_tokens: Any = True, max_time: Any = None, chunk: Any = CHUNK, batch_size: Any = None,
+             **sampling: Any) -> Self:
+        """Reads the arguments of `decodax.generate`, and of the front ends that share them.
+
+        Args:
+            where: the front end, for errors; those but `generate` and `infill` take one prompt.
+            behind: ids behind each prompt; the prompts are ids then.
+
+        Raises:
+            ValueError, TypeError: by name what is out of its range, of the wrong kind, or does not fit the model.
+        """
+        lm = model(lm)
+        check_names(where, sampling)
+        said = _Config(lm)
+        if not is_whole(lm.pad):
+            raise ValueError(f"{said.origin}: pad_token_id: got {shown(lm.pad)}, takes a token id")
+        ids = prompts if behind is not None else read_prompts(lm, prompts)
+        count = len(ids)
+        if where not in ("generate", "infill") and count != 1:
+            raise ValueError(f"{where}: takes one prompt, got {count}")
+        samples = 1 if where != "generate" else said.or_given(
+            "num_return_sequences", num_samples, lambda name, x: whole(name, x, 1), 1, "num_samples")
+        if batch_size is not None:
+            batch_size = min(whole("batch_size", batch_size, 1), count)
+        at_once = (batch_size or count) * samples
+        method = chosen(lm, algorithm, at_once)
+        lengths = np.array([len(row) for row in ids], np.int64)
+        budget, counted = _budget(lengths, max_new_tokens, max_length, said)
+        afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
+        _room(lm, int((lengths + budget).max()), counted)
+
+        least = said.or_given("min_new_tokens", min_new_tokens, lambda name, x: whole_rows(name, x, count), [0] * count)
+        if seed is None:
+            raise wrong("seed", seed, "a whole number from 0 to 2**64 - 1, or one for each prompt")
+        seeds = whole_rows("seed", seed, count, high=2 ** 64 - 1)
+        addresses = list(range(count)) if request_ids is None else \
+            whole_rows("request_ids", request_ids, count, high=2 ** 32 - 1)
+        strings = said.or_given("stop_strings", stop, lambda name, x: stop_strings(x), (), "stop")
+        if strings and lm.tokenizer is None:
+            raise ValueError("stop: stop strings need a tokenizer, and this model has none")
+        guidance, negative = _guidance(lm, method, budget, guidance_scale, negative_prompts, said)
+        skip = flag("skip_special_tokens", skip_special_tokens)
+        policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said)
+        if strings:
+            assert lm.tokenizer is not None
+            policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(skip), strings, lm.vocab_size))
+        return cls(lm=lm, algorithm=method, prompts=ids, behind=behind, max_new=budget.astype(np.int32),
+                   min_new=np.array(least, np.int32), seeds=np.array([divmod(s, 1 << 32) for s in seeds], np.uint32),
+                   request_ids=np.array(addresses, np.uint32), guidance=guidance, negative=negative, policy=policy,
+                   samples=samples, stop=strings, chunk=whole("chunk", chunk, 1), batch_size=batch_size,
+                   logprobs=None if logprobs is None else whole("logprobs", logprobs, 0, lm.vocab_size),
+                   max_time=said.or_given("max_time", max_time, positive), skip_special_tokens=skip,
+                   include_stop=flag("include_stop", include_stop))
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, prompt and new ones."""
+        return max(len(row) + int(new) for row, new in zip(self.prompts, self.max_new, strict=True))
+
+    @property
+    def firsts(self) -> Policy:
+        """The policy of each prompt's first row."""
+        rows: Any = np.arange(len(self)) * self.samples
+        return self.policy if self.samples == 1 else self.policy.select(rows)
+
+    def select(self, prompts: Sequence[int]) -> Request:
+        """The request of these prompts alone, in this order."""
+        index: Any = np.asarray(prompts)
+        some = lambda values: None if values is None else [values[i] for i in index]
+        each = (index[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
+        return dataclasses.replace(
+            self, prompts=[self.prompts[i] for i in index], behind=some(self.behind), negative=some(self.negative),
+            max_new=self.max_new[index], min_new=self.min_new[index], seeds=self.seeds[index],
+            request_ids=self.request_ids[index], guidance=None if self.guidance is None else self.guidance[index],
+            policy=self.policy.select(each))
+
+
+def model(lm: Any) -> LM:
+    """The model itself, or by what `load` calls it; a model that is named is loaded once.
+
+    Raises:
+        TypeError: neither.
+    """
+    if isinstance(lm, (str, os.PathLike)):
+        return _loaded(str(find(os.fspath(lm)).resolve()))
+    if not isinstance(lm, LM):
+        raise TypeError(f"lm: got {shown(lm)}, takes what decodax.load gives, or a model's name or directory")
+    return lm
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(path: str) -> LM:
+    return load(path)
+
+
+ELSEWHERE = {
+    "batch": "batch_size= splits prompts into batches", "vocab_size": "it is the model's own",
+    "stops": "stop= takes the strings", "num_return_sequences": "it is num_samples= here",
+    "n": "it is num_samples= here", "max_tokens": "it is max_new_tokens= here", "stop_strings": "it is stop= here",
+    "stop_token_ids": "it is eos_token_id= here", "streamer": "decodax.stream gives pieces of text as they come",
+    "assistant_model": "algorithm=decodax.system('seed-exact', draft=decodax.load(...)) drafts with a model",
+    "prompt_lookup_num_tokens": "algorithm='prompt-lookup:length=10' drafts from the text",
+    "logits_processor": "transforms= takes decodax.policy.Transform objects",
+    "stopping_criteria": "stop=, eos_token_id=, max_time= and max_new_tokens= end a text",
+    "generation_config": "give its entries as arguments", "attention_mask": "give prompts with input_ids and "
+    "attention_mask", "input_ids": "prompts take ids", "inputs": "prompts take them", "pad_token_id":
+    "the model's own fills the tokens of shorter rows", "return_dict_in_generate": "a Result has all there is",
+    "output_scores": "logprobs= records log-probabilities"}
+"""Arguments that callers know from elsewhere, or from below, and what there is here."""
+
+
+FRONT = [p.name for p in inspect.signature(Request.read).parameters.values() if p.kind is p.KEYWORD_ONLY]
+FRONT += ["progress", "every", "ends"]
+"""Arguments of front ends, which no policy is made of."""
+
+
+def check_names(where: str, sampling: Mapping[str, Any]) -> None:
+    """Checks the names of sampling arguments.
+
+    Raises:
+        TypeError: one is none, or one of another front end; says what may have been meant.
+    """
+    for name in sampling:
+        if name in ELSEWHERE:
+            raise TypeError(f"{name}: {where} takes no such argument; {ELSEWHERE[name]}")
+        if name in FRONT:
+            raise TypeError(f"{name}: {where} takes no such argument")
+        if name not in DEFAULTS and name not in NEUTRAL:
+            near = difflib.get_close_matches(name, [*FRONT, *DEFAULTS], n=3, cutoff=0.6)
+            raise TypeError(f"{name}: unknown argument; did you mean {' or '.join(near)}?" if near else
+                            unknown_argument(name))
+
+
+def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
+    """The decoding method: given, named, or the default.
+
+    Args:
+        rows: of a batch, for systems that are measured at its size.
+
+    Raises:
+        TypeError, ValueError: it is none, or it does not fit the model.
+    """
+    if isinstance(given, str):
+        method = _named(_Same(lm), given, rows)
+    elif given is None:
+        method = Autoregressive() if lm.diffusion is None else fills(lm)
+    elif isinstance(given, type):
+        raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
+    elif not all(hasattr(given, name) for name in ("emits", "caches", "init", "propose", "decide")):
+        raise TypeError(f"algorithm: got {shown(given)}, takes a decoding method, such as decodax.Speculative(...), or "
+                        "the name of a system, such as 'prompt-lookup:length=5'")
+    else:
+        method = given
+    canvas, what = hasattr(method, "adapter"), type(method).__name__
+    if canvas and lm.diffusion is None:
+        raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "
+                         "autoregressive; takes a sampler of autoregressive models. A model of your own that fills "
+                         "masks says so by LM(diffusion=...)")
+    # behind a causal prefix such a model writes like any other, if its logits predict the next token
+    if not canvas and lm.diffusion is not None and not (lm.diffusion.attention == "causal-prefix"
+                                                        and lm.diffusion.shift):
+        raise ValueError(f"algorithm: got {what} for {lm.name!r}, which fills masks and sees both sides of them; takes "
+                         "a sampler of masked diffusion, such as system('llada', lm)")
+    return method
+
+
+class _Same:
+    """A model compared by identity: what was made for it is kept while it is the same."""
+
+    def __init__(self, lm: LM):
+        self.lm = lm
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.lm is self.lm
+
+    def __hash__(self) -> int:
+        return id(self.lm)
+
+
+@functools.lru_cache(maxsize=2)        # some are measured on the model when they are made
+def _named(lm: _Same, text: str, rows: int) -> Algorithm:
+    from decodax.systems import SYSTEMS, parse, system
+
+    try:
+        name, options = parse(text)
+        if SYSTEMS[name].drafts:
+            raise ValueError(f"{name!r} needs {SYSTEMS[name].needs}; give decodax.system({name!r}, lm, "
+                             "decodax.load(...))")
+        if "batch" in SYSTEMS[name].options:
+            options = {"batch": rows, **options}
+        return system(name, lm.lm, **options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"algorithm: {error}") from error
+
+
+class _Config:
+    """What the model's generation config says."""
+
+    def __init__(self, lm: LM):
+        self.entries, self.origin = dict(lm.generation_config or {}), f"generation config of {lm.name!r}"
+
+    def or_given(self, key: str, given: Any, read: Callable[[str, Any], Any], default: Any = None,
+                 name: str | None = None) -> Any:
+        """The argument `name` (default `key`) as `read` reads it, or, where it is None, the config's entry `key`."""
+        if given is not None:
+            return read(name or key, given)
+        found = self.entries.get(key)
+        if found is None:
+            return default
+        with blaming(self.origin, (key, name or key)):
+            return read(key, found)
+
+
+def _budget(lengths: np.ndarray, max_new: Any, max_length: Any, said: _Config) -> tuple[np.ndarray, str]:
+    """New tokens of each prompt, `i64[B]`, and which argument says so."""
+    if max_new is not None and max_length is not None:
+        raise ValueError("max_length and max_new_tokens: got both, takes one of them")
+    if max_length is not None:
+        return _within(lengths, "max_length", max_length), "max_length"
+    if max_new is not None:
+        new = np.array(whole_rows("max_new_tokens", max_new, len(lengths), default=-1), np.int64)
+        return (np.where(new < 0, _budget(lengths, None, None, said)[0], new) if (new < 0).any() else new,
+                "max_new_tokens")
+    own = said.or_given("max_new_tokens", None, whole)
+    if own is None and said.entries.get("max_length") is not None:
+        return said.or_given("max_length", None, lambda name, x: _within(lengths, name, whole(name, x))), "max_length"
+    return np.full(len(lengths), NEW if own is None else own), "max_new_tokens"
+
+
+def _within(lengths: np.ndarray, name: str, limit: Any) -> np.ndarray:
+    """What a length with the prompt leaves for new tokens."""
+    total = np.array(whole_rows(name, limit, len(lengths), 1, default=-1), np.int64)
+    total = np.where(total < 0, lengths + NEW, total)
+    if (short := np.flatnonzero(total < lengths)).size:
+        raise ValueError(f"{name}: got {total[short[0]]} for a prompt of {lengths[short[0]]} tokens; it counts the "
+                         "prompt, max_new_tokens does not")
+    return total - lengths
+
+
+def _room(lm: LM, longest: int, name: str) -> None:
+    """Checks a length against the model's positions, and warns beyond the length that it was made for."""
+    limit = getattr(lm.model, "max_positions", None)
+    if limit is not None and longest > limit:
+        raise ValueError(f"{name}: prompt and new tokens are {longest}, the model has {limit} positions")
+    trained = getattr(getattr(lm.model, "config", None), "context", longest)
+    if longest > trained:
+        warnings.warn(f"{name}: prompt and new tokens are {longest}, the model was made for {trained}",
+                      stacklevel=outside())
+
+
+def _guidance(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: _Config
+              ) -> tuple[np.ndarray | None, list[list[int]] | None]:
+    """Scales and negative prompts."""
+    count = len(budget)
+    scales = said.or_given("guidance_scale", scale, lambda name, x: per_row(name, x, count, np.float32, 1, "a number",
+                                                                            np.isfinite))
+    if scales is not None and (scales == 1).all():
+        scales = None
+    if negative is None:
+        return scales, None
+    if hasattr(method, "adapter"):
+        raise ValueError("negative_prompts: a canvas is guided against masks in the prompt's place, without them")
+    if scales is None:
+        raise ValueError("negative_prompts: got some without a guidance_scale other than 1")
+    ids = read_prompts(lm, negative, "negative_prompts")
+    if len(ids) not in (1, count):
+        raise ValueError(f"negative_prompts: got {len(ids)} for {count} prompts")
+    ids = ids * (count // len(ids))
+    _room(lm, max(len(row) + int(new) for row, new in zip(ids, budget, strict=True)), "negative_prompts")
+    return scales, ids
+
+
+def _policy(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, sampling: dict[str, Any],
+            said: _Config) -> Policy:
+    """The policy of all rows."""
+    config = dict(said.entries)
+    for name in ("guidance_scale", "max_length", "max_new_tokens", "min_new_tokens"):
+        config.pop(name, None)
+    given = dict(sampling)
+    if given.get("eos") is not None and given.get("eos_token_id") is not None:
+        raise ValueError("eos and eos_token_id: got both, takes one of them")
+    named = [name for name in ("eos", "eos_token_id") if name in given]
+    values = [given.pop(name) for name in named]
+    ends: Any = next((e for e in values if e is not None), []) if named else lm.eos
+    with blaming(said.origin, () if named else ("eos_token_id",)):
+        some = (id_rows("eos_token_id", ends, len(lengths), lm.vocab_size, samples) >= 0).any()
+    if not some:      # there is no end that a least length could forbid
+        for source in (given, config):
+            if source.get("min_length") is not None:
+                per_row("min_length", source.pop("min_length"), len(lengths), np.int64, 0, "a whole number from 0 on",
+                        lambda x: x >= 0, samples)
+        least = np.zeros_like(least)
+    config.pop("eos_token_id", None)
+    settings = merge(config, said.origin, {"vocab_size": lm.vocab_size, "max_length": lengths, "min_new_tokens": least,
+                                      "eos_token_id": ends, **given})
+    with blaming(said.origin, config.keys() - given.keys()):
+        return assemble(len(lengths), settings, samples)
