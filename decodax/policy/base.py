@@ -82,7 +82,7 @@ class Temperature(Transform):
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         greedy = self.temperature == 0
-        # the maximum of logits with a NaN is that NaN, so it stays visible
+        # of logits with a NaN that one is taken, so it stays visible
         best = jnp.where(jnp.arange(logits.shape[-1]) == first_argmax(logits), logits, -jnp.inf)
         return jnp.where(greedy, best, logits / jnp.where(greedy, 1, self.temperature))
 
@@ -212,7 +212,8 @@ class Lifted:
     def log_probs(self, nodes: Array | None = None) -> Array:
         """Normalised log-probabilities `f32[B, W', V]`; all -inf where the policy allows nothing."""
         logits = self.processed(nodes)
-        return jnp.where(logits.max(-1, keepdims=True) == -jnp.inf, -jnp.inf, jax.nn.log_softmax(logits, axis=-1))
+        dead = (logits == -jnp.inf).all(-1, keepdims=True)
+        return jnp.where(dead, -jnp.inf, jax.nn.log_softmax(logits, axis=-1))
 
     def draw(self, nodes: Array | None = None, purpose: Purpose = Purpose.TOKEN, salt: Array | None = None) -> Array:
         """One keyed token a node: `i32[B, W']`; INVALID where logits hold a NaN, DEAD_END where none is allowed."""

@@ -159,4 +159,4 @@ class TopH(Transform):
         spent = jnp.cumsum(jnp.where(p == 0, 0, -p * log_p))
         keep = ((spent <= entropy * self.h) & (p > 0)).at[0].set(True)
         kept = jnp.full_like(logits, -jnp.inf).at[ids].set(jnp.where(keep, best, -jnp.inf))
-        return jnp.where((self.h > 1) | jnp.isnan(logits.max()), logits, kept)
+        return jnp.where((self.h > 1) | jnp.isnan(logits).any(), logits, kept)

@@ -88,8 +88,9 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     dict(temperature=0.8, mirostat_tau=3.0), dict(temperature=1.0, dynatemp_range=0.4, xtc_probability=0.5),
     dict(repetition_penalty=1.2, presence_penalty=0.4, dry_multiplier=1.0, no_repeat_ngram_size=2),
 ], ids=lambda s: " ".join(s) or "greedy")
-def test_broken_logits_and_dead_ends_are_named(settings: dict) -> None:
-    logits = np.random.default_rng(3).normal(size=(4, 20)).astype(np.float32)
+@pytest.mark.parametrize("size", [20, 5000])        # XLA's maximum on CPU passes over a NaN among more than a few
+def test_broken_logits_and_dead_ends_are_named(settings: dict, size: int) -> None:
+    logits = np.random.default_rng(3).normal(size=(4, size)).astype(np.float32)
     logits[1, 13] = np.nan
     logits[2] = -np.inf
     logits[3, 5] = np.inf
