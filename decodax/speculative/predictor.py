@@ -104,7 +104,7 @@ class Watched:
         joined = lambda get: jnp.concatenate([get(c) for c in children], 1)
         log_q = None if child.log_q is None else joined(lambda c: c.log_q)
         live = joined(lambda c: c.live[:, :, 0]).astype(jnp.int32).cumprod(1).astype(bool)
-        now = jnp.stack([joined(lambda c: c.log_p[:, :, 0]), joined(lambda c: entropy(c.log_all))], -1)
+        now = jnp.stack([joined(lambda c: c.own[:, :, 0]), joined(lambda c: entropy(c.log_own))], -1)
         source = self.source.place(g.source, jnp.arange(1, K, dtype=jnp.int32)[None])
         return (Proposal(tokens=joined(lambda c: c.tokens[:, :, 0]), live=live, log_q=log_q),
                 state.replace(now=now, source=source))

@@ -136,7 +136,8 @@ class Children(Struct):
         log_q: `f32[B, w, V]` what they were drawn from, or None where nobody asks.
         log_all: `f32[B, w, V]` such chances of all tokens: the source's log-probabilities at temperature 1, or, where
             the noise of the target's own draw is known ("coupled"), each token's share of the race, which foretells
-            that draw better. Loops carry what they need of it.
+            that draw better.
+        log_own: `f32[B, w, V]` the source's log-probabilities at temperature 1. Loops carry what they need of these.
     """
 
     tokens: Array
@@ -144,6 +145,12 @@ class Children(Struct):
     log_p: Array
     log_q: Array | None
     log_all: Array
+    log_own: Array
+
+    @property
+    def own(self) -> Array:
+        """`f32[B, w, R]`: the source's log-probability of each candidate at temperature 1."""
+        return jnp.take_along_axis(self.log_own, self.tokens, -1)
 
 
 @struct
@@ -256,7 +263,7 @@ class Grower:
         # what a transform of the draft forbids may still be drawn first: the target decides
         live = (tokens >= 0) & ((jnp.arange(count) == 0) | jnp.isfinite(of(log_p)))
         return Children(tokens=jnp.maximum(tokens, 0), live=live, log_p=jnp.where(live, of(log_all), -jnp.inf),
-                        log_q=log_q, log_all=log_all)
+                        log_q=log_q, log_all=log_all, log_own=log_p)
 
     def _positions(self, g: Growth) -> Array:
         return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)

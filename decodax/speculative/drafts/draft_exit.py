@@ -23,7 +23,7 @@ from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.shapes.layers import at_least
-from decodax.speculative.shapes.threshold import check_chance, grow_chain, probability
+from decodax.speculative.shapes.threshold import chances, check_chance, grow_chain, probability
 from decodax.speculative.source import Grower, Level, fitted
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
@@ -123,4 +123,4 @@ class DoubtfulEnd:
     length: int
 
     def grow(self, grower: Grower, state: Exit) -> tuple[Proposal, Any, Array]:
-        return grow_chain(grower, state, self.length, probability, lambda f, all_of_them: f >= state.gamma)
+        return grow_chain(grower, state, self.length, chances(probability), lambda f, all_of_them: f >= state.gamma)

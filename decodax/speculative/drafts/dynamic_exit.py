@@ -171,5 +171,5 @@ class ChosenLength:
     length: int
 
     def grow(self, grower: Grower, state: Exits) -> tuple[Proposal, Any, Array]:
-        chance = lambda log_p, entropy, i: jnp.where(i + 1 < state.length, jnp.exp(log_p), -1.0)
+        chance = lambda child, i: jnp.where(i + 1 < state.length, jnp.exp(child.own[:, 0, 0]), -1.0)
         return grow_chain(grower, state, self.length, chance, lambda f, all_of_them: f >= state.least)

@@ -53,7 +53,7 @@ class Sliced:
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         plan = Plan(self.tree)
         above, rank, real = jnp.asarray(plan.above), jnp.asarray(plan.rank), jnp.asarray(plan.real)
-        of = lambda c: (c.tokens, c.live, c.log_q, c.log_p, entropy(c.log_all))
+        of = lambda c: (c.tokens, c.live, c.log_q, c.own, entropy(c.log_own))
         g, first = grower.start(state, plan.room, plan.fanout)
         found = plan.wide(of(first))
         B = g.tokens.shape[0]

@@ -25,8 +25,8 @@ from decodax.speculative.source import Children, Grower
 from decodax.speculative.tree import Proposal
 
 Predictor = Callable[[Array, Array, Array], Array]
-"""The chance that a draft is accepted, `f32[B]`, from the log of its chance as the source sees it `f32[B]`, the entropy
-in nats of all tokens' chances `f32[B]` (see `Children`), and its place in the chain `i32[]`, 0 the first. It is static
+"""The chance that a draft is accepted, `f32[B]`, from its log-probability by the source at temperature 1 `f32[B]`, the
+entropy in nats of the source's distribution `f32[B]`, and its place in the chain `i32[]`, 0 the first. It is static
 under jit: a module's function, or an instance of a frozen dataclass with `__call__`."""
 
 
@@ -52,7 +52,7 @@ class Threshold:
         check_chance("least", self.least)
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        return grow_chain(grower, state, self.length, self.predictor, lambda f, all_of_them: f >= self.least)
+        return grow_chain(grower, state, self.length, chances(self.predictor), lambda f, all_of_them: f >= self.least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,34 +72,42 @@ class RiskThreshold:
         check_chance("most", self.most)
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        return grow_chain(grower, state, self.length, self.predictor,
+        return grow_chain(grower, state, self.length, chances(self.predictor),
                           lambda f, all_of_them: 1 - all_of_them <= self.most)
 
 
-def grow_chain(grower: Grower, state: Any, length: int, predictor: Predictor,
+def chances(predictor: Predictor) -> Callable[[Children, Array], Array]:
+    """What a predictor says of a chain's next draft."""
+    return lambda child, i: predictor(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i)
+
+
+def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Children, Array], Array],
                goes_on: Callable[[Array, Array], Array]) -> tuple[Proposal, Any, Array]:
-    """A chain that grows while `goes_on` says so of the newest draft's chance and the product of all, `f32[B]` each."""
+    """A chain that grows while `goes_on` says so of the newest draft's chance and the product of all, `f32[B]` each.
+
+    Args:
+        chance: `f32[B]`, of the draft at place `i32[]`.
+    """
     g, first = grower.start(state, length - 1, 1)
     B = g.tokens.shape[0]
     log_q = None if first.log_q is None else jnp.zeros((B, length, first.log_q.shape[-1]))
     chain = (jnp.zeros((B, length), jnp.int32), jnp.zeros((B, length), bool), log_q)
 
-    def add(chain: Any, i: Array, child: Children, grows: Array, chance: Array) -> tuple[Any, Array, Array]:
+    def add(chain: Any, i: Array, child: Children, grows: Array, product: Array) -> tuple[Any, Array, Array]:
         live = child.live[:, :, 0] & grows[:, None]
         new = (child.tokens[:, :, 0], live, child.log_q)
         chain = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 1), chain, new)
-        f = predictor(child.log_p[:, 0, 0], entropy(child.log_all[:, 0]), i)
-        chance = chance * f
-        return chain, live[:, 0] & goes_on(f, chance), chance
+        f = chance(child, i)
+        return chain, live[:, 0] & goes_on(f, product * f), product * f
 
     def unfinished(carry: Any) -> Array:
         return (carry[0] < length) & carry[-2].any()
 
     def visit(carry: Any) -> Any:
-        i, g, chain, grows, chance = carry
+        i, g, chain, grows, product = carry
         newest = jax.lax.dynamic_slice_in_dim(chain[0], i - 1, 1, 1)
         g, child = grower.expand(g, newest, g.filled[None, None] - 1, 1)
-        return (i + 1, g, *add(chain, i, child, grows, chance))
+        return (i + 1, g, *add(chain, i, child, grows, product))
 
     start = add(chain, jnp.zeros((), jnp.int32), first, grower.s.running, jnp.ones(B))
     carry = (jnp.ones((), jnp.int32), g, *start)
