@@ -129,6 +129,7 @@ def compare(args: argparse.Namespace) -> None:
     import decodax as dx
     from decodax.compare import compare as run
     from decodax.systems import SYSTEMS
+    from decodax.tasks import sampled
 
     with _naming_the_argument():
         chosen = _systems(args.names)
@@ -142,9 +143,11 @@ def compare(args: argparse.Namespace) -> None:
         with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
             runs = bar.add_task("", total=None)
             report = lambda done, total, what: bar.update(runs, completed=done, total=total, description=what)
-            found = run(lm, contenders, tasks=TASKS if "all" in args.task else tuple(dict.fromkeys(args.task)),
-                        batch=args.batch, prompts=args.prompts, new_tokens=args.new_tokens, repeats=args.repeats,
-                        seed=args.seed, draft=draft.name if draft else None, report=report)
+            names = TASKS if "all" in args.task else tuple(dict.fromkeys(args.task))
+            tasks = [sampled(args.temperature, args.top_p) if name == "sampled" else name for name in names]
+            found = run(lm, contenders, tasks=tasks, batch=args.batch, prompts=args.prompts,
+                        new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
+                        draft=draft.name if draft else None, report=report)
     _show(found, args)
 
 

@@ -123,6 +123,8 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
     p.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
                    help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "
                         "greedy; sampled: the same, sampled (default: all)")
+    p.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the task sampled (default: 0.8)")
+    p.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of the task sampled (default: 0.95)")
     p.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")
     p.add_argument("--prompts", type=int, default=8, metavar="N",
                    help="prompts for each batch size, in whole batches (default: 8)")

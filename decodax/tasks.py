@@ -168,12 +168,17 @@ def copied(prompt: list[int], new: list[int], own: bool = False) -> float:
     return hits / max(len(new), 1)
 
 
+def sampled(temperature: float = 0.8, top_p: float = 0.95) -> Task:
+    """Held-out functions, sampled."""
+    return Task("sampled", f"the prompts of completion at temperature {temperature:g}, top-p {top_p:g}",
+                completion, {"temperature": temperature, "top_p": top_p})
+
+
 TASKS = {task.name: task for task in (
     Task("copy-edit", "greedy; a function, then its first half again under another name: the rest is a copy",
          copy_edit, {"temperature": 0.0}),
     Task("completion", "greedy; the first half of a function that the shipped models were not trained on",
          completion, {"temperature": 0.0}),
-    Task("sampled", "the same prompts at temperature 0.8, top-p 0.95",
-         completion, {"temperature": 0.8, "top_p": 0.95}),
+    sampled(),
 )}
 """By name."""

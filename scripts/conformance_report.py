@@ -1,0 +1,150 @@
+#!/usr/bin/env python
+"""Writes docs/conformance.md: for every registry entry, how it compares with its authors' code.
+
+    python scripts/conformance_report.py
+
+The figures are those of the committed cases in tests/conformance, the words of tests/conformance/remarks.toml.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+CASES = ROOT / "tests" / "conformance"
+PAGE = ROOT / "docs" / "conformance.md"
+
+RESULTS = ("equal", "deviates", "reference at fault", "not compared", "no public code")
+"""What a remark may say of an entry. "equal" is for what other tests compare; of cases it is known from themselves."""
+
+FAMILIES = {
+    "ar-sampling": "Sampling",
+    "speculative-linear": "Speculation with chains", "speculative-tree": "Speculation with trees",
+    "speculative-self": "Self-speculation", "speculative-theory": "Verification and draft lengths",
+    "batching-scheduling": "Batches", "parallel-jacobi": "Jacobi and lookahead decoding",
+    "blockwise-parallel": "Blockwise decoding", "masked-diffusion": "Masked diffusion",
+    "diffusion-cache": "Caches of masked diffusion",
+}
+
+HEAD = """\
+# Held against the authors' code
+
+For each system whose authors published code, that code was run on tiny checkpoints with fixed weights, and what it gave
+is committed as numbers under `tests/conformance`, with repository, commit and settings. The tests decode the same
+prompts here and compare the tokens and the number of model calls. Of draft trees, draft lookups and verifiers, which
+need no model, they compare proposals and verdicts for given texts and distributions. The first case of each file runs
+in the default suite, the others with `pytest -m slow tests/conformance`.
+
+- **equal**: the same tokens in every case, in as many forwards unless the line says otherwise.
+- **deviates**: differs in the way that the line says, and why.
+- **reference at fault**: the published code does not do what its paper says; the line says how.
+- **not compared**: code is public, but no case could be made, or none is yet.
+- **no public code**: none was found.
+
+An entry that is another name of the same algorithm is listed with it. `scripts/conformance_report.py` writes this page.
+"""
+
+
+def page(root: Path = CASES) -> str:
+    """The text of docs/conformance.md."""
+    from decodax.systems import SYSTEMS
+
+    remarks = tomllib.loads((root / "remarks.toml").read_text())
+    found = references(root)
+    if strange := sorted((remarks.keys() | found.keys()) - SYSTEMS.keys()):
+        raise ValueError(f"tests/conformance: {', '.join(strange)}: no registry entry of this name")
+    rows = defaultdict(list)
+    for name, entry in SYSTEMS.items():
+        if entry.alias_of:
+            rows[entry.family].append((name, f"as `{entry.alias_of}`", ""))
+        else:
+            rows[entry.family].append((name, *line(name, found.get(name, []), remarks.get(name, {}))))
+    counts = defaultdict(int)
+    for lines in rows.values():
+        for _, result, _ in lines:
+            counts[result.split(":")[0].split(" (")[0]] += 1
+    named = ", ".join(f"{counts[result]} {result}" for result in RESULTS if counts[result])
+    compared = sum(not SYSTEMS[name].alias_of for name in found)
+    total = sum(not entry.alias_of for entry in SYSTEMS.values())
+    text = [HEAD, f"Of {total} systems: {named}. {compared} have committed cases.\n"]
+    for family, title in FAMILIES.items():
+        text += [f"## {title}\n", "| system | result | compared with, and what differs |", "|---|---|---|"]
+        text += [f"| `{name}` | {result} | {what} |" for name, result, what in rows.pop(family, [])]
+        text.append("")
+    assert not rows, f"families without a title: {list(rows)}"
+    return "\n".join(text)
+
+
+def references(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """By registry entry, what was compared: `source`, `count` and `what` of it, and `notes`."""
+    out = defaultdict(list)
+    for file in sorted((root / "cases").glob("*.json")):
+        data = json.loads(file.read_text())
+        cases = data["cases"]
+        counted = sum("forwards" in case for case in cases)
+        what = ["tokens"] if not counted else ["tokens and forwards"]
+        notes = []
+        if 0 < counted < len(cases):
+            notes.append(f"forwards in {counted} of {len(cases)}, the others end with their budget inside a block")
+        other = defaultdict(int)
+        for case in cases:
+            if "forwards_here" in case:
+                other[case["why"]] += 1
+        notes += [f"other forwards in {n} of {len(cases)}: {sentence(why)}" for why, n in other.items()]
+        prompts = sum(len(case["prompts"]) for case in cases)
+        out[data["system"]].append({"source": source(data["reference"]), "count": len(cases), "what": what,
+                                    "unit": f"cases, {prompts} texts", "notes": notes})
+    for folder in ("drafts", "trees", "verify"):
+        for file in sorted((root / folder).glob("*.json")):
+            data = json.loads(file.read_text())
+            groups = data.get("groups", [])
+            notes = [f"{len(g['differs'])} of {len(data['histories'])} differ: {sentence(g['why'])}"
+                     for g in groups if g.get("differs")]
+            count = len(data["histories"]) * len(groups) if "histories" in data else len(data["cases"])
+            out[data["system"]].append({
+                "source": source(data["reference"]), "count": count,
+                "what": ["verdicts" if folder == "verify" else "proposals"],
+                "unit": "texts" if "histories" in data else "cases", "notes": notes})
+    return out
+
+
+def sentence(text: str) -> str:
+    """The text as part of another sentence."""
+    text = text.rstrip(".")
+    return text[0].lower() + text[1:]
+
+
+def source(reference: dict[str, Any]) -> str:
+    """The repository and commit as a link."""
+    name = reference["repository"].removeprefix("https://github.com/").strip("/")
+    commit = reference["commit"]
+    short = commit if commit.startswith("v") else commit[:7]
+    return f"[{name}](https://github.com/{name}/tree/{commit}) at {short}"
+
+
+def line(name: str, found: Iterable[dict[str, Any]], remark: dict[str, str]) -> tuple[str, str]:
+    """The result of an entry, and what to say of it."""
+    found = list(found)
+    if unknown := remark.keys() - {"result", "text"}:
+        raise ValueError(f"remarks.toml: {name}: unknown {', '.join(unknown)}")
+    result = remark.get("result", "equal" if found else "")
+    if result not in RESULTS:
+        raise ValueError(f"remarks.toml: {name}: has no cases and no result, takes one of {', '.join(RESULTS)}"
+                         if not result else f"remarks.toml: {name}: result: got {result!r}")
+    if found:
+        counts = "; ".join(f"{' and '.join(f['what'])}, {f['count']} {f['unit']}" for f in found)
+        result = f"{result}: {counts}"
+    sources = list(dict.fromkeys(f["source"] for f in found))
+    notes = [note for f in found for note in f["notes"]]
+    said = [". ".join(part[0].upper() + part[1:] for part in notes)] if notes else []
+    return result, ". ".join(filter(None, [", ".join(sources), *said, remark.get("text", "").rstrip(".")]))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(PAGE.relative_to(ROOT))
