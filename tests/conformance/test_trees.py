@@ -59,7 +59,8 @@ def grown(data: dict[str, Any], group: dict[str, Any]) -> Any:
     """The proposal of a group's shape, a row for each of the newest tokens."""
     s = rows(*([5, token] for token in data["newest"]), size=8)
     s = Ends(**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)})
-    return _grown(getattr(shapes, data["shape"])(**group["options"]), Table(**group["table"]), s)
+    options = {k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in group["options"].items()}
+    return _grown(getattr(shapes, data["shape"])(**options), Table(**group["table"]), s)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
