@@ -111,26 +111,26 @@ def _ngram_model(lm: Any, order: int = 4, shape: Any = CHAIN, verify: Any = EXAC
 
 @entry("jacobi", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
        JACOBI, "a window of guesses iterated to its fixed point, moving with the text")
-def _jacobi(length: int = 8, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.Jacobi(length), verify)
+def _jacobi(length: int = 8, fill: Any = "repeat", verify: Any = EXACT) -> Any:
+    return Speculative(drafts.Jacobi(length, fill), verify)
 
 
 @entry("pj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
        JACOBI, "Jacobi iteration over the whole output at once")
-def _pj(size: int = 64, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.PJ(size), verify)
+def _pj(size: int = 64, fill: Any = "repeat", verify: Any = EXACT) -> Any:
+    return Speculative(drafts.PJ(size, fill), verify)
 
 
 @entry("pgj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
        JACOBI, "Gauss-Seidel over blocks, Jacobi inside")
-def _pgj(block: int = 5, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.PGJ(block), verify)
+def _pgj(block: int = 5, fill: Any = "repeat", verify: Any = EXACT) -> Any:
+    return Speculative(drafts.PGJ(block, fill), verify)
 
 
 @entry("hgj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
        JACOBI, "PGJ up to a length, plain decoding after it")
-def _hgj(block: int = 5, until: int = 48, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.HGJ(block, until), verify)
+def _hgj(block: int = 5, until: int = 48, fill: Any = "repeat", verify: Any = EXACT) -> Any:
+    return Speculative(drafts.HGJ(block, until, fill), verify)
 
 
 @entry("lookahead", "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", "Fu et al. 2024",
