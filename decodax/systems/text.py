@@ -28,12 +28,14 @@ def _prompt_lookup(length: int = 10, max_ngram: int = 3, min_ngram: int = 1, pic
 @entry("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
        "Ge, Xia, Sun, Chen, Wei 2022", LINEAR, "IAD: copies the input on after the place that the output matches; "
        "beta= and tau= relax the check as GAD++ does")
-def _iad(length: int = 16, beta: int | None = None, tau: float | None = None, verify: Any = None) -> Any:
+def _iad(length: int = 16, max_match: int | None = None, beta: int | None = None, tau: float | None = None,
+         verify: Any = None) -> Any:
+    draft = drafts.InputGuided(length, max_match=max_match)
     if beta is None and tau is None:
-        return Speculative(drafts.InputGuided(length), verify or EXACT)
+        return Speculative(draft, verify or EXACT)
     if verify is not None:
         raise ValueError(f"verify: got {verify} beside beta={beta} and tau={tau}, which are a verifier of their own")
-    return Speculative(drafts.InputGuided(length), Margin(3 if beta is None else beta, 1.0 if tau is None else tau))
+    return Speculative(draft, Margin(3 if beta is None else beta, 1.0 if tau is None else tau))
 
 
 @entry("sam-decoding", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,
