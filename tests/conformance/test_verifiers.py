@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax.core import keys
 from decodax.speculative import verify
-from decodax.speculative.shapes import Fixed
-from tests.speculative.test_verify import judge
+from decodax.speculative.shapes import Chain, Fixed
+from tests.speculative.test_verify import LENGTH, judge
 
 FILES = {f.stem: json.loads(f.read_text()) for f in sorted((Path(__file__).parent / "verify").glob("*.json"))}
 
@@ -54,6 +55,20 @@ def tree_drawn(seed: int, trials: int, vocabulary: int, branching: list[int],
     return paths, tokens, logits
 
 
+def chain_drawn(seed: int, trials: int, vocabulary: int, length: int, power: float) -> tuple[np.ndarray, ...]:
+    """Chains' tokens `[trials, 1 + K]`, the log of what they are drawn from `f32[trials, K, V]`, logits
+    `f32[trials, 1 + K, V]`, and the uniforms that decodax has for them `f32[trials, K]`."""
+    draw = np.random.RandomState(seed)
+    logits = (power * draw.standard_normal((trials, 1 + length, vocabulary))).astype(np.float32)
+    q = softmax(logits[:, :-1] + power * draw.standard_normal((trials, length, vocabulary))).astype(np.float32)
+    at = draw.random_sample((trials, length, 1)) * q.sum(-1, keepdims=True)
+    tokens = np.pad((at > np.cumsum(q, -1)[..., :-1]).sum(-1), ((0, 0), (1, 0)))
+    row, none = np.arange(trials, dtype=np.uint32), np.zeros(trials, np.uint32)
+    positions = np.broadcast_to(LENGTH + np.arange(length, dtype=np.int32), (trials, length))
+    u = keys.uniforms(keys.row_keys(none, row, none), positions, keys.Purpose.ACCEPT)[..., 0]
+    return tokens, np.log(q), logits, np.asarray(u)
+
+
 def groups(kind: str) -> list[Any]:
     return [pytest.param(data["rule"], group, id=f"{name}-{i}", marks=[pytest.mark.slow] if i else [])
             for name, data in FILES.items() for i, group in enumerate(data["groups"]) if kind in group]
@@ -78,3 +93,14 @@ def test_trees_are_accepted_as_by_the_authors(rule: str, group: dict[str, Any]) 
                               tokens, logits, temperature=group["temperature"])
     assert accepted.tolist() == group["accepted"]
     assert [row[:n + 1].tolist() for row, n in zip(decided, accepted, strict=True)] == group["tokens"]
+
+
+@pytest.mark.parametrize(("rule", "group"), groups("residual"))
+def test_chains_are_accepted_as_by_the_authors(rule: str, group: dict[str, Any]) -> None:
+    tokens, log_q, logits, _ = chain_drawn(**group["drawn"])
+    verifier = getattr(verify, rule)(**group["options"])
+    decided, accepted = judge(verifier, Chain(tokens.shape[1] - 1), tokens, logits, log_q)
+    assert accepted.tolist() == group["accepted"]
+    # the next token is drawn from what they draw it from: it has a chance there
+    own = np.take_along_axis(decided, accepted[:, None], 1)
+    assert (np.take_along_axis(np.array(group["residual"]), own, 1) > 0).all()
