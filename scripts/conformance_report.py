@@ -58,6 +58,11 @@ def page(root: Path = CASES) -> str:
     found = references(root)
     if strange := sorted((remarks.keys() | found.keys()) - SYSTEMS.keys()):
         raise ValueError(f"tests/conformance: {', '.join(strange)}: no registry entry of this name")
+    for name, remark in remarks.items():
+        if unknown := remark.keys() - {"result", "text"}:
+            raise ValueError(f"remarks.toml: {name}: unknown {', '.join(unknown)}")
+        if remark.get("result", "equal") not in RESULTS:
+            raise ValueError(f"remarks.toml: {name}: result: got {remark['result']!r}, takes {', '.join(RESULTS)}")
     rows = defaultdict(list)
     for name, entry in SYSTEMS.items():
         if entry.alias_of:
@@ -149,12 +154,9 @@ def source(reference: dict[str, Any]) -> str:
 def line(name: str, found: Iterable[dict[str, Any]], remark: dict[str, str]) -> tuple[str, str]:
     """The result of an entry, and what to say of it."""
     found = list(found)
-    if unknown := remark.keys() - {"result", "text"}:
-        raise ValueError(f"remarks.toml: {name}: unknown {', '.join(unknown)}")
     result = remark.get("result", "equal" if found else "")
-    if result not in RESULTS:
-        raise ValueError(f"remarks.toml: {name}: has no cases and no result, takes one of {', '.join(RESULTS)}"
-                         if not result else f"remarks.toml: {name}: result: got {result!r}")
+    if not result:
+        raise ValueError(f"remarks.toml: {name}: has no cases and no result, takes one of {', '.join(RESULTS)}")
     if found:
         result = f"{result}: {'; '.join(f['count'] for f in found)}"
     sources = list(dict.fromkeys(f["source"] for f in found))
