@@ -238,7 +238,7 @@ def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
         method = Autoregressive() if lm.diffusion is None else fills(lm)
     elif isinstance(given, type):
         raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
-    elif not all(callable(getattr(type(given), name, None)) for name in ("init", "propose", "decide")):
+    elif not all(callable(getattr(type(given), name, None)) for name in ("init", "observe")):
         raise TypeError(f"algorithm: got {shown(given)}, takes a decoding method, such as decodax.Speculative(...), or "
                         "the name of a system, such as 'prompt-lookup:length=5'")
     else:
