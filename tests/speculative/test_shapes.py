@@ -303,7 +303,7 @@ def test_a_threshold_ends_the_chain_after_the_first_doubtful_draft():
         assert (nodes[0] >= 0).sum() == max(counts) - 1         # drafting ended with the longest row
 
 
-@pytest.mark.parametrize(("least", "predictor", "depths"), [(0.0, probability, {4}), (0.15, probability, {2, 3}),
+@pytest.mark.parametrize(("least", "predictor", "depths"), [(0.0, probability, {4}), (0.15, probability, {1, 2, 3}),
                                                             (0.3, ByEntropy(0.5), {2, 3}), (1.0, probability, {1})])
 def test_a_sliced_tree_is_the_trees_first_levels(least, predictor, depths):
     tree = Fixed.of(UNEVEN)
