@@ -101,6 +101,9 @@ class Request:
         lm = model(lm)
         check_names(where, sampling)
         said = _Config(lm)
+        if not all(map(is_whole, lm.eos)):
+            raise ValueError(f"{said.origin}: eos_token_id: got {shown(lm.generation_config.get('eos_token_id'))}, "
+                             "takes a token id or a list of them")
         if not is_whole(lm.pad):
             raise ValueError(f"{said.origin}: pad_token_id: got {shown(lm.pad)}, takes a token id")
         ids = prompts if behind is not None else read_prompts(lm, prompts)

@@ -5,7 +5,7 @@ come to the same algorithm are one entry and an alias of it. The makers lie in `
 those of masked diffusion in `decodax.diffusion`.
 
 >>> system("prompt-lookup", length=5)
-Speculative(draft=PromptLookup(length=5, max_ngram=3, min_ngram=1), verify=SeedExact(), shape=None)
+Speculative(draft=PromptLookup(length=5, max_ngram=3, min_ngram=1, pick='latest'), verify=SeedExact(), shape=None)
 """
 
 from decodax.diffusion.systems import ENTRIES
