@@ -19,7 +19,7 @@ from decodax.cache import Window, parents, take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.types import Out
-from decodax.policy.draw import draw, first_argmax, race, winner
+from decodax.policy.draw import draw, first_argmax, winner
 from decodax.struct import Struct, static, struct
 
 PyTree = Any
@@ -229,7 +229,7 @@ class Lifted:
             # greedy rows are decided by the logits in front of the temperature: nothing behind it can change the choice
             # among one token. Their race is run at temperature 1, for nothing, which costs less than another argmax
             hot = self._map(self.policy.warm.transforms[cut:], self.s.policy[cut:], logits, nodes)
-            return winner(jnp.where(cold[:, None, None], logits, race(hot, address())))
+            return draw(hot, address(), (jnp.broadcast_to(cold[:, None], predicts.shape), logits))
 
         cold = self.policy.greedy
         return lax.cond(cold.all(), lambda: winner(logits), warm)

@@ -246,8 +246,9 @@ class Grower:
                 # draft, which it may allow the target
                 arrival = race(warm(), keys.addresses(self.s.key, predicts, Purpose.TOKEN))
                 tokens = likeliest(jnp.where(cold[..., None] | (arrival == -jnp.inf), log_p - 1, arrival), count)
-                share = jnp.maximum(arrival, 0) / jnp.maximum(arrival, 0).sum(-1, keepdims=True)
-                return tokens, jnp.where(cold[..., None], log_p, jnp.log(share))
+                # by its time so far each token's share of what may come first
+                share = jax.nn.log_softmax(-jnp.log(-arrival))
+                return tokens, jnp.where(cold[..., None], log_p, share)
 
             log_q = None
             tokens, log_all = lax.cond(cold.all(), lambda: (likeliest(log_p, count), log_p), couple)
