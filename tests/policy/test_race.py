@@ -146,4 +146,4 @@ def test_the_accelerators_way_to_the_first_maximum_is_the_cpus(size: int) -> Non
     np.testing.assert_array_equal(cpu[0], other[0])
     np.testing.assert_array_equal(other[0], np.where(np.isnan(x).any(1), np.isnan(x).argmax(1), x.argmax(1)))
     np.testing.assert_array_equal(cpu[1], other[1])
-    assert np.isinf(cpu[1][[1, 2, 3, 4]]).all()
+    assert np.isinf(np.asarray(cpu[1])[1:5]).all()
