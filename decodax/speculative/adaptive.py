@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from decodax.cache import Window, take
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.controllers import Controller, Seen
 from decodax.speculative.source import Drawn, Stateless
@@ -62,7 +62,7 @@ EVERY = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive:
+class Adaptive(Algorithm):
     """Rounds of several kinds on one state.
 
     Attributes:
@@ -76,7 +76,6 @@ class Adaptive:
 
     arms: tuple[Speculative, ...]
     controller: Controller
-    caches = True
 
     def __post_init__(self) -> None:
         if not self.arms:
@@ -128,6 +127,12 @@ class Adaptive:
     def choose(self, params: Params, policy: Any, s: State) -> Array:
         return self.controller.choose(self, s.algo[0], s)
 
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        return self.variants[0].propose(params, policy, s)
+
+    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        return self.variants[0].decide(policy, s, window, out, algo)
+
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
 
@@ -153,12 +158,11 @@ class Adaptive:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arm:
+class _Arm(Algorithm):
     """The rounds of one arm, told to all."""
 
     adaptive: Adaptive
     index: int
-    caches = True
 
     @property
     def arm(self) -> Speculative:

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 
 from decodax.cache import Window, take
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.speculative.source import Draft, Grown, Shape, Source, Trimmed
 from decodax.speculative.tree import Proposal, Tree, tree, window
 from decodax.speculative.verify import SeedExact, Verifier
 
 
 @dataclasses.dataclass(frozen=True)
-class Speculative:
+class Speculative(Algorithm):
     """Decoding with drafts from `draft`, accepted by `verify`.
 
     The guarantee is the verifier's: `SeedExact`, the default, gives the tokens of plain sampling with the same seed.
@@ -39,7 +39,6 @@ class Speculative:
     draft: Draft | Source
     verify: Verifier = SeedExact()
     shape: Shape | None = None
-    caches = True
 
     def __post_init__(self) -> None:
         if self.shape is not None and hasattr(self.draft, "propose") and not getattr(self.shape, "is_chain", False):
