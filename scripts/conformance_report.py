@@ -58,6 +58,11 @@ def page(root: Path = CASES) -> str:
     found = references(root)
     if strange := sorted((remarks.keys() | found.keys()) - SYSTEMS.keys()):
         raise ValueError(f"tests/conformance: {', '.join(strange)}: no registry entry of this name")
+    for name, remark in remarks.items():
+        if unknown := remark.keys() - {"result", "text"}:
+            raise ValueError(f"remarks.toml: {name}: unknown {', '.join(unknown)}")
+        if remark.get("result", "equal") not in RESULTS:
+            raise ValueError(f"remarks.toml: {name}: result: got {remark['result']!r}, takes {', '.join(RESULTS)}")
     rows = defaultdict(list)
     for name, entry in SYSTEMS.items():
         if entry.alias_of:
@@ -68,7 +73,7 @@ def page(root: Path = CASES) -> str:
     for lines in rows.values():
         for _, result, _ in lines:
             counts[result.split(":")[0].split(" (")[0]] += 1
-    named = ", ".join(f"{counts[result]} {result}" for result in RESULTS if counts[result])
+    named = ", ".join(f"{result} {counts[result]}" for result in RESULTS if counts[result])
     compared = sum(not SYSTEMS[name].alias_of for name in found)
     total = sum(not entry.alias_of for entry in SYSTEMS.values())
     text = [HEAD, f"Of {total} systems: {named}. {compared} have committed cases.\n"]
@@ -83,34 +88,53 @@ def page(root: Path = CASES) -> str:
 def references(root: Path) -> dict[str, list[dict[str, Any]]]:
     """By registry entry, what was compared: `source`, `count` and `what` of it, and `notes`."""
     out = defaultdict(list)
-    for file in sorted((root / "cases").glob("*.json")):
-        data = json.loads(file.read_text())
-        cases = data["cases"]
-        counted = sum("forwards" in case for case in cases)
-        what = ["tokens"] if not counted else ["tokens and forwards"]
-        notes = []
-        if 0 < counted < len(cases):
-            notes.append(f"forwards in {counted} of {len(cases)}, the others end with their budget inside a block")
-        other = defaultdict(int)
-        for case in cases:
-            if "forwards_here" in case:
-                other[case["why"]] += 1
-        notes += [f"other forwards in {n} of {len(cases)}: {sentence(why)}" for why, n in other.items()]
-        prompts = sum(len(case["prompts"]) for case in cases)
-        out[data["system"]].append({"source": source(data["reference"]), "count": len(cases), "what": what,
-                                    "unit": f"cases, {prompts} texts", "notes": notes})
-    for folder in ("drafts", "trees", "verify"):
+    for folder, describe in {"cases": loops, "vocabularies": loops, "drafts": proposals, "trees": trees,
+                             "verify": verdicts}.items():
         for file in sorted((root / folder).glob("*.json")):
             data = json.loads(file.read_text())
-            groups = data.get("groups", [])
-            notes = [f"{len(g['differs'])} of {len(data['histories'])} differ: {sentence(g['why'])}"
-                     for g in groups if g.get("differs")]
-            count = len(data["histories"]) * len(groups) if "histories" in data else len(data["cases"])
-            out[data["system"]].append({
-                "source": source(data["reference"]), "count": count,
-                "what": ["verdicts" if folder == "verify" else "proposals"],
-                "unit": "texts" if "histories" in data else "cases", "notes": notes})
+            count, notes = describe(data)
+            out[data["system"]].append({"source": source(data["reference"]), "count": count, "notes": notes})
     return out
+
+
+def loops(data: dict[str, Any]) -> tuple[str, list[str]]:
+    """Whole runs: how much was compared, and what to note."""
+    cases = data["cases"]
+    counted = [case for case in cases if "forwards" in case]
+    other: dict[str, int] = defaultdict(int)
+    for case in cases:
+        if "forwards_here" in case:
+            other[case["why"]] += 1
+    notes = [f"other forwards in {n} of {len(cases)}: {sentence(why)}" for why, n in other.items()]
+    if 0 < len(counted) < len(cases):
+        notes.append(f"forwards in {len(counted)} of {len(cases)}; the others end with their budget inside a block")
+    texts = sum(len(case["prompts"]) for case in cases)
+    return f"tokens{' and forwards' * bool(counted)}, {len(cases)} cases, {texts} texts", notes
+
+
+def proposals(data: dict[str, Any]) -> tuple[str, list[str]]:
+    """Drafts for given texts."""
+    if "copies" in data:
+        return f"drafts, {len(data['outputs'])} texts", []
+    total = len(data["histories"]) * len(data["groups"])
+    other: dict[str, int] = defaultdict(int)
+    for group in data["groups"]:
+        if group.get("differs"):
+            other[group["why"]] += len(group["differs"])
+    notes = [f"{n} of {total} differ: {sentence(why)}" for why, n in other.items()]
+    return f"drafts, {total} in {len(data['groups'])} settings", notes
+
+
+def trees(data: dict[str, Any]) -> tuple[str, list[str]]:
+    """Trees for given chances."""
+    if "cases" in data:
+        return f"trees, {len(data['cases'])} settings", []
+    return f"trees, {sum(len(group['trees']) for group in data['groups'])} in {len(data['groups'])} settings", []
+
+
+def verdicts(data: dict[str, Any]) -> tuple[str, list[str]]:
+    """What holds of given drafts."""
+    return f"verdicts, {sum(len(g['accepted']) for g in data['groups'])} in {len(data['groups'])} settings", []
 
 
 def sentence(text: str) -> str:
@@ -130,18 +154,14 @@ def source(reference: dict[str, Any]) -> str:
 def line(name: str, found: Iterable[dict[str, Any]], remark: dict[str, str]) -> tuple[str, str]:
     """The result of an entry, and what to say of it."""
     found = list(found)
-    if unknown := remark.keys() - {"result", "text"}:
-        raise ValueError(f"remarks.toml: {name}: unknown {', '.join(unknown)}")
     result = remark.get("result", "equal" if found else "")
-    if result not in RESULTS:
-        raise ValueError(f"remarks.toml: {name}: has no cases and no result, takes one of {', '.join(RESULTS)}"
-                         if not result else f"remarks.toml: {name}: result: got {result!r}")
+    if not result:
+        raise ValueError(f"remarks.toml: {name}: has no cases and no result, takes one of {', '.join(RESULTS)}")
     if found:
-        counts = "; ".join(f"{' and '.join(f['what'])}, {f['count']} {f['unit']}" for f in found)
-        result = f"{result}: {counts}"
+        result = f"{result}: {'; '.join(f['count'] for f in found)}"
     sources = list(dict.fromkeys(f["source"] for f in found))
-    notes = [note for f in found for note in f["notes"]]
-    said = [". ".join(part[0].upper() + part[1:] for part in notes)] if notes else []
+    notes = list(dict.fromkeys(note for f in found for note in f["notes"]))
+    said = [note[0].upper() + note[1:] for note in notes]
     return result, ". ".join(filter(None, [", ".join(sources), *said, remark.get("text", "").rstrip(".")]))
 
 

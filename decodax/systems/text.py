@@ -28,12 +28,14 @@ def _prompt_lookup(length: int = 10, max_ngram: int = 3, min_ngram: int = 1, pic
 @entry("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
        "Ge, Xia, Sun, Chen, Wei 2022", LINEAR, "IAD: copies the input on after the place that the output matches; "
        "beta= and tau= relax the check as GAD++ does")
-def _iad(length: int = 16, beta: int | None = None, tau: float | None = None, verify: Any = None) -> Any:
+def _iad(length: int = 16, max_match: int | None = None, beta: int | None = None, tau: float | None = None,
+         verify: Any = None) -> Any:
+    draft = drafts.InputGuided(length, max_match=max_match)
     if beta is None and tau is None:
-        return Speculative(drafts.InputGuided(length), verify or EXACT)
+        return Speculative(draft, verify or EXACT)
     if verify is not None:
         raise ValueError(f"verify: got {verify} beside beta={beta} and tau={tau}, which are a verifier of their own")
-    return Speculative(drafts.InputGuided(length), Margin(3 if beta is None else beta, 1.0 if tau is None else tau))
+    return Speculative(draft, Margin(3 if beta is None else beta, 1.0 if tau is None else tau))
 
 
 @entry("sam-decoding", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,
@@ -111,26 +113,26 @@ def _ngram_model(lm: Any, order: int = 4, shape: Any = CHAIN, verify: Any = EXAC
 
 @entry("jacobi", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
        JACOBI, "a window of guesses iterated to its fixed point, moving with the text")
-def _jacobi(length: int = 8, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.Jacobi(length), verify)
+def _jacobi(length: int = 8, fill: Any = "repeat", verify: Any = EXACT) -> Any:
+    return Speculative(drafts.Jacobi(length, fill), verify)
 
 
 @entry("pj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
        JACOBI, "Jacobi iteration over the whole output at once")
-def _pj(size: int = 64, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.PJ(size), verify)
+def _pj(size: int = 64, fill: Any = "repeat", verify: Any = EXACT) -> Any:
+    return Speculative(drafts.PJ(size, fill), verify)
 
 
 @entry("pgj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
        JACOBI, "Gauss-Seidel over blocks, Jacobi inside")
-def _pgj(block: int = 5, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.PGJ(block), verify)
+def _pgj(block: int = 5, fill: Any = "repeat", verify: Any = EXACT) -> Any:
+    return Speculative(drafts.PGJ(block, fill), verify)
 
 
 @entry("hgj", "Accelerating Transformer Inference for Translation via Parallel Decoding", "Santilli et al. 2023",
        JACOBI, "PGJ up to a length, plain decoding after it")
-def _hgj(block: int = 5, until: int = 48, verify: Any = EXACT) -> Any:
-    return Speculative(drafts.HGJ(block, until), verify)
+def _hgj(block: int = 5, until: int = 48, fill: Any = "repeat", verify: Any = EXACT) -> Any:
+    return Speculative(drafts.HGJ(block, until, fill), verify)
 
 
 @entry("lookahead", "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", "Fu et al. 2024",

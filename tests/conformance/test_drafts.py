@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from decodax.speculative import drafts
-from tests.speculative.drafting import chains, paths, propose, rows
+from tests.speculative.drafting import chains, first, observe, paths, propose, rows
 
-FILES = sorted((Path(__file__).parent / "drafts").glob("*.json"))
+FOLDER = Path(__file__).parent / "drafts"
+FILES = sorted(f for f in FOLDER.glob("*.json") if f.stem != "aggressive-decoding")
 
 
 def wanted(group: dict[str, Any]) -> list[Any]:
@@ -45,3 +46,22 @@ def test_proposals_are_the_authors(file: Path) -> None:
         assert differ == group.get("differs", []), (histories[differ[0]], ours[differ[0]], wanted(group)[differ[0]])
         if "match" in group:
             assert np.asarray(made.match).tolist() == group["match"]
+
+
+def test_copies_of_the_input_resume_where_the_authors_do() -> None:
+    """At each forward: how many tokens of the output there are, and where in the input the copy begins, -1 nowhere."""
+    data: dict[str, Any] = json.loads((FOLDER / "aggressive-decoding.json").read_text())
+    draft = getattr(drafts, data["draft"])(length=32, **data["options"])
+    for source, output, copies in zip(data["sources"], data["outputs"], data["copies"], strict=True):
+        s, made, found = rows(source, size=64), 0, []
+        state = first(draft, s)
+        while made < len(output):
+            at = int(state.at[0])
+            found.append([made, at if at < len(source) else -1])
+            drafted = chains(propose(draft, s, state))[0]
+            assert drafted == (source[at:] if at >= 0 else [])
+            held = next((n for n, (a, b) in enumerate(zip(drafted, output[made:], strict=False)) if a != b), None)
+            held = min(len(drafted), len(output) - made) if held is None else held
+            decided = output[made:made + held + 1]
+            state, made = observe(draft, s, state, decided, most=33), made + len(decided)
+        assert found == copies, (source, output)

@@ -83,7 +83,8 @@ def chains(proposal):
 def paths(proposal, row=0):
     """The drafts of a row as paths of tokens, in window order."""
     found = {0: ()}
-    parents = np.broadcast_to(proposal.parents, proposal.tokens.shape)[row]
+    parents = np.arange(proposal.tokens.shape[1]) if proposal.parents is None else proposal.parents
+    parents = np.broadcast_to(parents, proposal.tokens.shape)[row]
     for i, (token, live, above) in enumerate(zip(proposal.tokens[row], proposal.live[row], parents, strict=True)):
         if live:
             assert above <= i

@@ -142,7 +142,7 @@ def test_the_trie_retrieves_the_most_frequent_branches_of_the_first_suffix_with_
 
 def test_a_longer_suffix_with_too_few_nodes_yields_to_a_shorter():
     # "1 2" was followed by 5 alone at the text's end of a sample; "2" by more
-    draft = Trie(nodes=4, branch=2, corpus=((1, 2, 5), (8, 2, 6, 6), (2, 6, 3)))
+    draft = Trie(nodes=4, branch=3, corpus=((1, 2, 5), (8, 2, 6, 6), (2, 6, 3)))
     assert paths(propose(draft, rows([1, 2])))[0] == (6,)
     assert paths(propose(dataclasses.replace(draft, branch=1), rows([1, 2]))) == [(5,)]
 

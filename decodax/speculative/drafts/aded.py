@@ -10,8 +10,11 @@ until it meets one that is not in the tree yet, adds it, and returns its chance 
 its path) to all nodes above, whose mean Q is. So likely branches grow deep, and rarely visited siblings get their turn.
 
 The matrix is a hashed table with `rows` rows of `k` counted successors a batch row; two pairs of one hash displace each
-other, and in a full row a new successor takes the place of the least counted one. The paper's choice of reward and of
-constants is not known to us in detail; this is the plain rule of that name (Rosin 2011).
+other, and in a full row a new successor takes the place of the least counted one.
+
+The rule is the plain one of that name (Rosin 2011). The authors' code (liuxukun2000/Adaptix) is random: a simulation
+opens all children of a node, goes on at random for four tokens and returns 1 plus the sum of their chances, with 32 or
+more for `explore`; the drafts are the 24 paths that were visited most.
 """
 
 from __future__ import annotations

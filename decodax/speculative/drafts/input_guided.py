@@ -43,23 +43,28 @@ class InputGuided(Stateless):
         skip: tokens of the prompt before the input (a template's opening, an instruction).
         leave: tokens of the prompt after the input.
         min_match: the shortest suffix that resumes a copy.
+        max_match: the longest suffix that is looked up, 3 in the authors' code; None sets no bound.
 
     The paper verifies the whole rest of the input at once; `length` bounds the window instead.
 
     Raises:
-        ValueError: a length or match below 1, or a negative number to skip or leave.
+        ValueError: a length or match below 1, a longest match below the shortest, or a negative number to skip or
+            leave.
     """
 
     length: int = 16
     skip: int = 0
     leave: int = 0
     min_match: int = 1
+    max_match: int | None = None
     free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, least in (("length", 1), ("skip", 0), ("leave", 0), ("min_match", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
+        if self.max_match is not None and self.max_match < self.min_match:
+            raise ValueError(f"max_match: got {self.max_match}, takes at least min_match, {self.min_match}")
 
     def init(self, params: Params, s: State) -> Copying:
         return Copying(match=jnp.zeros(s.tokens.shape, jnp.int32), at=jnp.full(s.batch, self.skip, jnp.int32))
@@ -89,6 +94,8 @@ class InputGuided(Stateless):
             longer = jnp.where(given & (text == token), jnp.pad(match, (1, 0))[:-1] + 1, 0)
             copied = (at >= 0) & given[jnp.maximum(at, 0)] & (text[jnp.maximum(at, 0)] == token)
             # some suffix occurs once exactly if the longest match does
+            if self.max_match is not None:
+                longer = jnp.minimum(longer, self.max_match)
             best = longer.max()
             unique = (best >= self.min_match) & ((longer == best).sum() == 1)
             found = jnp.where(unique, jnp.argmax(longer).astype(jnp.int32) + 1, -1)

@@ -1,10 +1,10 @@
 """Lookahead with a trie (PAIN; Zhao et al. 2023): the most frequent branches of what followed the last tokens.
 
 The paper keeps a trie of all n-grams of prompts and outputs with their frequencies. A retrieval descends from the last
-tokens, the longest suffix first; the first suffix with at least a branch's worth of nodes below it gives the draft, or
-else the one with the most; its most frequent nodes are the draft tree. Here the trie below a suffix is made when it is
-asked for, from the places where the suffix occurred: the same nodes and the same frequencies, with nothing to insert,
-prune or evict. The `places` with the longest matches and, among those, the most recent take part.
+tokens, the longest suffix first; the first suffix with at least a branch's worth of nodes, its last token counted,
+gives the draft, or else the one with the most; its most frequent nodes are the draft tree. Here the trie below a suffix
+is made when it is asked for, from the places where the suffix occurred: the same nodes and the same frequencies, with
+nothing to insert, prune or evict. The `places` with the longest matches and, among those, the most recent take part.
 """
 
 from __future__ import annotations

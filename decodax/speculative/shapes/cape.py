@@ -1,8 +1,8 @@
 """CaPE, confidence-aware proposal expansion (Du et al. 2024, GliDe with a CaPE): a chain with spare candidates.
 
 At each position of a drafted chain, the less the draft trusts its best token the more candidates stand beside the
-chain's own: 7 in all where the greatest probability is at most 0.3, then 5 up to 0.6, 3 up to 0.8, and the chain's
-token alone above. The tree is a comb; if a candidate beside the chain is accepted the round ends there.
+chain's own: 7 where the greatest probability is at most 0.3, 5 up to 0.6, 3 up to 0.8 and 1 above, which are the
+authors' 8, 6, 4 and 2 in all. The tree is a comb; if a candidate beside the chain is accepted the round ends there.
 
 How many candidates a position gets depends on its distribution and not on what is drawn from it, so draws stay draws,
 and every verifier of trees keeps its guarantee.
@@ -27,7 +27,8 @@ class CaPE:
     """A chain of `length` drafts, widened by confidence.
 
     Attributes:
-        bins: pairs of an upper bound of confidence, ascending to 1, and of how many candidates stand up to it.
+        bins: pairs of an upper bound of confidence, ascending to 1, and of how many candidates stand up to it, the
+            chain's own token among them.
         nodes: the most drafts in all, which is what the target's forward is as wide as; the chain comes first, then
             spare candidates from the first position on. None takes every candidate of every bin.
 
@@ -36,7 +37,7 @@ class CaPE:
     """
 
     length: int = 5
-    bins: tuple[tuple[float, int], ...] = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
+    bins: tuple[tuple[float, int], ...] = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
     nodes: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,89 @@
+"""Trees against the authors' code: the same nodes for the same draft distributions or acceptance rates.
+
+Each file in `trees/` holds what one repository's code built, as numbers; see README.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax.core.types import Params
+from decodax.policy import build
+from decodax.speculative import shapes
+from decodax.speculative.source import Grower, Level, Stateless
+from decodax.struct import struct
+from tests.speculative.drafting import Rows, paths, rows
+
+FILES = {f.stem: json.loads(f.read_text()) for f in sorted((Path(__file__).parent / "trees").glob("*.json"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table(Stateless):
+    """A draft whose logits depend on a node's depth and token: `logits[depth, token]`."""
+
+    seed: int
+    spread: float
+    vocabulary: int
+    depth: int
+
+    @functools.cached_property
+    def logits(self) -> np.ndarray:
+        shape = (self.depth, self.vocabulary, self.vocabulary)
+        return (np.random.RandomState(self.seed).standard_normal(shape) * self.spread).astype(np.float32)
+
+    def start(self, params: Params, s: Any, state: Any, room: int) -> tuple[Any, jax.Array]:
+        return state, jnp.asarray(self.logits[0])[s.newest][:, None]
+
+    def extend(self, params: Params, s: Any, state: Any, level: Level) -> tuple[Any, jax.Array]:
+        return state, jnp.asarray(self.logits)[level.positions - s.length[:, None] + 1, level.tokens]
+
+
+@struct
+class Ends(Rows):
+    """Rows with the state of a policy without one."""
+
+    policy: tuple[Any, ...] = ((),)
+
+
+def grown(data: dict[str, Any], group: dict[str, Any]) -> Any:
+    """The proposal of a group's shape, a row for each of the newest tokens."""
+    s = rows(*([5, token] for token in data["newest"]), size=8)
+    s = Ends(**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)})
+    options = {k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in group["options"].items()}
+    return _grown(getattr(shapes, data["shape"])(**options), Table(**group["table"]), s)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _grown(shape: Any, source: Table, s: Any) -> Any:
+    return shape.grow(Grower(source, Params(None), build(s.batch), s, "ranked"), None)[0]
+
+
+@pytest.mark.parametrize(("name", "group"), [
+    pytest.param(name, group, id=f"{name}-{i}", marks=[pytest.mark.slow] if i else [])
+    for name, data in FILES.items() if "groups" in data for i, group in enumerate(data["groups"])])
+def test_trees_of_drafts_are_the_authors(name: str, group: dict[str, Any]) -> None:
+    proposal = grown(FILES[name], group)
+    for row, wanted in enumerate(group["trees"]):
+        assert set(paths(proposal, row)) == set(map(tuple, wanted))
+
+
+@pytest.mark.parametrize("case", FILES["sequoia"]["cases"])
+def test_trees_of_acceptance_rates_are_the_authors(case: dict[str, Any]) -> None:
+    """Of trees that are equally good one is taken: paths of the same ranks in another order are worth the same."""
+    o = case["options"]
+    tree = shapes.sequoia_for(o["accept"], {int(n): t for n, t in o["verify"]}, o["draft"], o["length"]) \
+        if "verify" in o else shapes.sequoia(**o)
+    ranks = lambda paths: sorted(tuple(sorted(path)) for path in paths)
+    assert ranks(tree.paths) == ranks(case["paths"])
+    worth = sum(math.prod(o["accept"][i] for i in path) for path in case["paths"])
+    assert shapes.expected(o["accept"], tree) == pytest.approx(1 + worth)
