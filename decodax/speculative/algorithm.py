@@ -41,15 +41,15 @@ class Speculative(Algorithm):
     shape: Shape | None = None
 
     def __post_init__(self) -> None:
-        if self.shape is not None and hasattr(self.draft, "propose") and not getattr(self.shape, "is_chain", False):
+        if self.shape is not None and isinstance(self.draft, Draft) and not self.shape.is_chain:
             raise ValueError(f"shape: {type(self.draft).__name__} makes its own trees and takes at most a Chain, got "
                              f"{type(self.shape).__name__}")
 
     @property
     def drafter(self) -> Draft:
         """The draft, grown into trees if it is a `Source`."""
-        draft: Any = self.draft
-        if not hasattr(draft, "propose"):
+        draft = self.draft
+        if isinstance(draft, Source):
             return Grown(draft, self.shape)
         return draft if self.shape is None else Trimmed(draft, min(self.shape.length, draft.length))
 

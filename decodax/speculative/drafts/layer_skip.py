@@ -36,7 +36,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.models.decoder import Keep
 from decodax.policy.guidance import GuidedCache
-from decodax.speculative.source import Level, Stateless
+from decodax.speculative.source import Level, Source
 from decodax.speculative.tree import Proposal, tree
 from decodax.struct import Struct, struct
 
@@ -51,7 +51,7 @@ class Shared(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSkip(Stateless):
+class LayerSkip(Source):
     """Drafts from the target without some of its layers.
 
     Attributes:
@@ -132,7 +132,7 @@ class LayerSkip(Stateless):
         return None
 
 
-class OwnLayers(Stateless):
+class OwnLayers(Source):
     """What the sources share that choose which layers of the target draft: their states have a `scratch` of the round's
     nodes, None between rounds."""
 
