@@ -8,16 +8,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from jax import Array
 
 from decodax.cache import Cache, Window, WindowKV, take
+from decodax.core.record import Record
+from decodax.core.state import State
 from decodax.struct import Struct, struct
-
-if TYPE_CHECKING:
-    from decodax.core.record import Record
-    from decodax.core.state import State
 
 PyTree = Any
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
-from decodax.speculative.source import Draft, Grown, Shape, Source, Trimmed
+from decodax.speculative.grown import Grown, Trimmed
+from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Proposal, Tree, tree, window
 from decodax.speculative.verify import SeedExact, Verifier
 

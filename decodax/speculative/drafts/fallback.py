@@ -17,7 +17,8 @@ from jax import Array
 from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Draft, Drawn, Grown
+from decodax.speculative.grown import Grown
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 

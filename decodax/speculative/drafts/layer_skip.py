@@ -34,11 +34,13 @@ from jax import Array, lax
 from decodax.cache import Begun, Scratch, Window, causal
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.models.decoder import Keep
 from decodax.policy.guidance import GuidedCache
 from decodax.speculative.source import Level, Source
 from decodax.speculative.tree import Proposal, tree
 from decodax.struct import Struct, struct
+
+Keep = Sequence[tuple[bool, bool]] | Array
+"""Which halves of each layer run, attention and MLP, static; or which layers, `bool[L]` or `bool[B, L]`, traced."""
 
 
 @struct
