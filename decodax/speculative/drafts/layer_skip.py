@@ -25,6 +25,7 @@ verification is whole.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ from decodax.speculative.tree import Proposal, tree
 from decodax.struct import Struct, struct
 
 Keep = Sequence[tuple[bool, bool]] | Array
-"""Which halves of each layer run, attention and MLP, static; or which layers, `bool[L]` or `bool[B, L]`, traced."""
+"""Which halves of each layer run, attention and MLP, static; or which layers each row runs, `bool[B, L]`, traced."""
 
 
 @struct
