@@ -19,6 +19,21 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+SPREAD = ("laws/test_distribution.py", "laws/test_systems.py", "laws/test_families.py", "laws/test_diffusion.py",
+          "conformance/test_conformance.py", "test_malformed.py")
+"""Modules whose tests share no programs."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sends the tests of a module to one process, where they share what is compiled.
+
+    It is marked here rather than asked for with `--dist loadfile`, so that the modules above can be spread.
+    """
+    for item in items:
+        if not item.path.as_posix().endswith(SPREAD) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(autouse=True)
 def room_for_programs() -> Iterator[None]:
     """Drops compiled programs before the process runs out of memory maps.

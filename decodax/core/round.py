@@ -36,6 +36,9 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     out = alg.through(model).apply(params.target, window, s.cache)
     lifted = policy.over(s, window, out)
     d = alg.decide(lifted, s, window, out, algo)
+    if d.rows is not None:
+        s, window, out = s.succeed(d.rows), window.select(d.rows), out.rows(d.rows)
+        lifted = policy.over(s, window, out)
     count, status, stop = clip(d, s, policy)
     last = jnp.maximum(count - 1, 0)[:, None]
     moved = lifted.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])

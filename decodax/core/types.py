@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
 from jax import Array
 
 from decodax.cache import Cache, Window, WindowKV, take
@@ -44,6 +45,11 @@ class Out:
     head: Callable[[Array], Array]
     layers: tuple[Array, ...] | None = None
     norm: Callable[[Array], Array] | None = None
+
+    def rows(self, rows: Array) -> Out:
+        """That of rows `rows` (`i32[B']`)."""
+        parts = jax.tree.map(lambda x: x[rows], (self.hidden, self.kv, self.layers))
+        return dataclasses.replace(self, hidden=parts[0], kv=parts[1], layers=parts[2])
 
     def logits(self, select: Array | None = None) -> Array:
         """`f32[B, W', V]`: the head's output at window nodes `select` (`i32[B, W']`), or at all of them."""
@@ -92,6 +98,10 @@ class Decision(Struct):
         early: `bool[B, W]` entries that are written though their tokens are not emitted yet, for algorithms that keep
             approximate entries; None: the cache holds what has been emitted, and nothing else.
         idle: `bool[B]` rows that sat this round out, for the statistics; None: none did.
+        rows: `i32[B]`: row `i` goes on from what row `rows[i]` was (beams, particles); None: each from itself. All else
+            here is of the rows after that move: tokens that follow the chosen row's text, slots and sources in its
+            window. What a row is by its place does not move: its key, so that two copies of a row draw different
+            tokens, its bounds and the constants of its policy.
     """
 
     tokens: Array
@@ -104,6 +114,7 @@ class Decision(Struct):
     record: Record | None = None
     early: Array | None = None
     idle: Array | None = None
+    rows: Array | None = None
 
 
 class Algorithm(abc.ABC):
