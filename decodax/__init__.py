@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from decodax.cache import Cache, Window
     from decodax.canvas import Frame, Infilled, Watch, infill, watch
     from decodax.core.round import python_loop, run, step
-    from decodax.core.state import State, Status, init_state
+    from decodax.core.start import init_state
+    from decodax.core.state import State, Status
     from decodax.core.types import Algorithm, Decision, Model, Out, Params
     from decodax.diffusion import MaskedDiffusion
     from decodax.io.load import LM, load, zoo

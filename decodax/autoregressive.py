@@ -9,15 +9,15 @@ import jax.numpy as jnp
 
 from decodax.cache import Window, causal
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Algorithm, Decision, Out, Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Autoregressive:
+class Autoregressive(Algorithm):
     """Scores the newest token and draws the next one from the policy: greedy at temperature 0, else sampling."""
 
     emits = 1
-    caches = True
+    guarantee = "seed-exact"
 
     def init(self, params: Params, s: State) -> Any:
         return None
@@ -29,6 +29,3 @@ class Autoregressive:
         token = policy.draw()
         return Decision(tokens=token, count=jnp.ones(s.batch, jnp.int32), source=jnp.zeros_like(token), algo=algo,
                         slots=jnp.where(token >= 0, window.positions, -1))
-
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        return algo

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from decodax import __version__
 from decodax.cli_arguments import SAMPLING, TASKS, flag, parser
+from decodax.cli_common import UsageError, keep_programs, table
 
 if TYPE_CHECKING:
     from decodax.compare import Comparison, Contender
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
     from decodax.result import Result
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
-
-
-class UsageError(Exception):
-    """The arguments do not fit together, or one is out of its range."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +57,7 @@ def generate(args: argparse.Namespace) -> None:
     """Continues one prompt."""
     prompt = _prompt(args)
     options = _sampling(args)
-    _keep_programs()
+    keep_programs()
     import decodax as dx
 
     with _naming_the_argument():
@@ -109,7 +106,7 @@ def systems(args: argparse.Namespace) -> None:
         return
     paper = lambda e: (f"{e.title} ({e.authors})" if e.authors else e.title) + (
         f"; another name for {e.alias_of}" if e.alias_of else "")
-    _table(("name", "paper", "guarantee", "needs"), [(e.name, paper(e), e.guarantee, e.needs) for e in chosen])
+    table(("name", "paper", "guarantee", "needs"), [(e.name, paper(e), e.guarantee, e.needs) for e in chosen])
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -122,7 +119,7 @@ def compare(args: argparse.Namespace) -> None:
     for path in (args.plot, args.json):
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"{path}: there is no such directory")
-    _keep_programs()
+    keep_programs()
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -160,7 +157,7 @@ def _show(found: Comparison, args: argparse.Namespace) -> None:
     else:
         for (task, batch), rows in found.cells.items():
             print(found.title(task, batch))
-            _table(COLUMNS, [row.cells() for row in rows], right=range(1, len(COLUMNS)))
+            table(COLUMNS, [row.cells() for row in rows], right=range(1, len(COLUMNS)))
             print()
         print(found.setting())
     if args.json:
@@ -199,25 +196,9 @@ def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> 
     return (lambda batch: build(batch=batch)) if "batch" in entry.options.keys() - options.keys() else build()
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Prints a table; to a file or a pipe each row in one line."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=1000)
-    table = Table(box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i in right else "left", no_wrap=i == 0)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
 def info(args: argparse.Namespace) -> None:
     """Prints versions, devices, shipped models and cache directories."""
-    programs = _keep_programs()
+    programs = keep_programs()
     import importlib.metadata
 
     import jax
@@ -311,15 +292,6 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"--set {name}: got {reprlib.repr(value)}, takes a JSON value ({error})") from error
     return options
 
-
-def _keep_programs() -> str:
-    """Keeps compiled programs between calls, where that is possible; returns where, or why not."""
-    from decodax.programs import cache_programs
-
-    try:
-        return cache_programs()
-    except OSError as error:
-        return f"nowhere: {error}"
 
 
 def _stream(pieces: Any, prefix: str) -> Result:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from decodax.cli_common import UsageError, keep_programs, table
+
 EXAMPLES = """\
 examples:
   decodax score *.py
@@ -39,12 +41,10 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
 
 def run(args: argparse.Namespace) -> None:
     """Prints the figures of each text and of all together."""
-    from decodax.cli import UsageError, _keep_programs, _table
-
     named = [text for file in args.files for text in _read(file, args.lines)]
     if not named:
         raise UsageError("FILE: there is no text in it")
-    _keep_programs()
+    keep_programs()
     import decodax as dx
 
     lm = dx.load(args.model, dtype=args.dtype)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
                "bits_per_byte": "{:.4f}"}
     cells = [[row["name"], *("" if row[key] is None else form.format(row[key]) for key, form in columns.items())]
              for row in [*rows, {"name": "all", **total}]]
-    _table(("text", "tokens", "bytes", "log-probability", "perplexity", "bits/byte"), cells, right=range(1, 6))
+    table(("text", "tokens", "bytes", "log-probability", "perplexity", "bits/byte"), cells, right=range(1, 6))
 
 
 def _read(file: str, lines: bool) -> list[tuple[str, str]]:

@@ -44,8 +44,7 @@ class Job:
     def begin(cls, request: Request) -> Job:
         """Prefills the prompts and fans out their samples."""
         lm, algorithm, count, samples = request.lm, request.algorithm, len(request), request.samples
-        if hasattr(algorithm, "fit"):       # a window as long as the text
-            algorithm = algorithm.fit(int(request.max_new.max()))
+        algorithm = algorithm.fit(int(request.max_new.max()))
         lengths = np.array([len(row) for row in request.prompts], np.int32)
         size = bucket(request.longest)
         tokens = np.zeros((count, size), np.int32)
@@ -54,8 +53,8 @@ class Job:
 
         clock = time.perf_counter()
         # a draft's weights travel as data; the programs are compiled for the method alone
-        model, params = lm.model, Params(target=lm.params, draft=getattr(algorithm, "weights", None))
-        algorithm = algorithm.bare() if hasattr(algorithm, "bare") else algorithm
+        model, params = lm.model, Params(target=lm.params, draft=algorithm.weights)
+        algorithm = algorithm.bare()
         on_device = lambda policy: place(lm.mesh, jax.tree.map(jnp.asarray, policy))
         with on_mesh(lm.mesh):
             policy = on_device(request.firsts)
@@ -64,7 +63,7 @@ class Job:
                               request=request.request_ids, sample=np.zeros(count, np.uint32),
                               top_logprobs=request.logprobs)
             forwards = 0
-            if getattr(algorithm, "prefills", algorithm.caches) and lengths.max() > 1:
+            if algorithm.prefills and lengths.max() > 1:
                 # few widths, few programs
                 width = min(max(power(int(lengths.max()) - 1), 16), request.chunk, size)
                 forwards = -(-(int(lengths.max()) - 1) // width)
@@ -96,10 +95,7 @@ class Job:
         """Runs to the end, or for about this long, or so many rounds."""
         clock = time.perf_counter()
         budget = int(np.asarray(self.state.max_length - self.state.length).max())
-        # each round of a running row makes progress, at least one position in `emits` of a canvas
-        bound = 2 * (budget + self.algorithm.emits) + 8
-        if hasattr(self.algorithm, "most_rounds"):
-            bound = self.algorithm.most_rounds(budget, len(self.status))
+        bound = self.algorithm.most_rounds(budget, len(self.status))
         whole = seconds is None and rounds is None
         rounds = bound if whole else min(self.burst if rounds is None else rounds, bound)
         with on_mesh(self.request.lm.mesh):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from decodax.core.types import Algorithm, Model, through
+from decodax.core.types import Algorithm, Model
 
 BESIDE = 16
 """Bytes of a position beside its keys and values: token, log-probabilities, what a canvas keeps."""
@@ -42,7 +42,7 @@ def afford(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, lon
         ValueError: it does not; says what it would take.
     """
     size = bucket(longest)
-    bare: Any = algorithm.bare() if hasattr(algorithm, "bare") else algorithm
+    bare: Any = algorithm.bare()
     network: Any = model
     needs = _bytes(bare, network, rows, size if algorithm.caches else 0) + rows * size * BESIDE
     has = _machine(mesh)
@@ -59,7 +59,7 @@ def _bytes(algorithm: Any, model: Any, rows: int, capacity: int) -> int:
     """What the cache of a batch takes."""
     if not capacity:
         return 0
-    cache = jax.eval_shape(lambda: through(algorithm, model).init_cache(rows, capacity))
+    cache = jax.eval_shape(lambda: algorithm.through(model).init_cache(rows, capacity))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 

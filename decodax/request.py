@@ -241,12 +241,12 @@ def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
         method = Autoregressive() if lm.diffusion is None else fills(lm)
     elif isinstance(given, type):
         raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
-    elif not all(callable(getattr(type(given), name, None)) for name in ("init", "observe")):
+    elif not isinstance(given, Algorithm):
         raise TypeError(f"algorithm: got {shown(given)}, takes a decoding method, such as decodax.Speculative(...), or "
                         "the name of a system, such as 'prompt-lookup:length=5'")
     else:
         method = given
-    canvas, what = hasattr(method, "adapter"), type(method).__name__
+    canvas, what = method.canvas, type(method).__name__
     if canvas and lm.diffusion is None:
         raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "
                          "autoregressive; takes a sampler of autoregressive models. A model of your own that fills "
@@ -353,7 +353,7 @@ def _guidance(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negativ
         scales = None
     if negative is None:
         return scales, None
-    if hasattr(method, "adapter"):
+    if method.canvas:
         raise ValueError("negative_prompts: a canvas is guided against masks in the prompt's place, without them")
     if scales is None:
         raise ValueError("negative_prompts: got some without a guidance_scale other than 1")

@@ -57,7 +57,7 @@ def compile_step(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from decodax.autoregressive import Autoregressive
     from decodax.core.mesh import DATA, MODEL, heads
     from decodax.core.round import step
-    from decodax.core.state import init_state
+    from decodax.core.start import init_state
     from decodax.core.types import Params
     from decodax.models.config import llama
     from decodax.models.transformer import Transformer

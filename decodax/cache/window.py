@@ -60,6 +60,11 @@ class Window(Struct):
     def width(self) -> int:
         return self.tokens.shape[1]
 
+    def select(self, rows: Array) -> Window:
+        """The window whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
+        one = lambda x: x if x.shape[0] == 1 else x[rows]       # a mask may be one for all rows
+        return jax.tree.map(one, self)
+
     @property
     def key_positions(self) -> Array:
         """`i32[B, K]`: positions of the keys that `visible` is about."""

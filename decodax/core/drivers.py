@@ -15,7 +15,8 @@ from jax import Array
 
 from decodax.core.prefill import Prefill, Silent, prefill_rounds
 from decodax.core.round import run
-from decodax.core.state import State, init_state
+from decodax.core.start import init_state
+from decodax.core.state import State
 from decodax.core.types import Algorithm, Model, Params
 
 begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top_logprobs"))
@@ -27,7 +28,7 @@ def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: in
 
     The program does not see the policy: it is shared by all of them.
     """
-    if not getattr(alg, "prefills", alg.caches):
+    if not alg.prefills:
         return s
     done = commit_prompts(alg, model, params, s.replace(policy=None, record=None), width=width)
     return done.replace(policy=s.policy, record=s.record)

@@ -19,14 +19,13 @@ from decodax.struct import Struct, struct
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefill:
+class Prefill(Algorithm):
     """Commits the prompts of `inner`'s state in chunks of `width` tokens."""
 
     inner: Algorithm
     width: int
 
     emits = 1
-    caches = True
 
     def init(self, params: Params, s: State) -> Any:
         return s.algo, jnp.zeros((), jnp.int32)
@@ -48,9 +47,6 @@ class Prefill:
         none = jnp.zeros((s.batch, 1), jnp.int32)
         return Decision(tokens=none - 1, count=broken.astype(jnp.int32), slots=slots, source=none,
                         algo=(self.inner.observe(s, window, out, inner), start + self.width))
-
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        raise NotImplementedError("a prefill is not prefilled")
 
 
 @struct

@@ -19,7 +19,7 @@ from decodax.core.clip import clip
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
 from decodax.core.state import State, Stats
-from decodax.core.types import Algorithm, Decision, Model, Params, through
+from decodax.core.types import Algorithm, Decision, Model, Params
 
 
 def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) -> State:
@@ -27,15 +27,18 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 
     An algorithm with `variants` has rounds of several shapes; `alg.choose` picks one of them for the whole batch.
     """
-    if variants := getattr(alg, "variants", ()):
-        index = alg.choose(params, policy, s)      # type: ignore[attr-defined]
+    if variants := alg.variants:
+        index = alg.choose(params, policy, s)
         for i, variant in enumerate(variants):
             s = _if(index == i, functools.partial(step, variant, model, params, policy), s)
         return s
     window, algo = alg.propose(params, policy, s)
-    out = through(alg, model).apply(params.target, window, s.cache)
+    out = alg.through(model).apply(params.target, window, s.cache)
     lifted = policy.over(s, window, out)
     d = alg.decide(lifted, s, window, out, algo)
+    if d.rows is not None:
+        s, window, out = s.succeed(d.rows), window.select(d.rows), out.rows(d.rows)
+        lifted = policy.over(s, window, out)
     count, status, stop = clip(d, s, policy)
     last = jnp.maximum(count - 1, 0)[:, None]
     moved = lifted.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])

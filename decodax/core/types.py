@@ -5,18 +5,18 @@ Letters: B batch, N token buffer, S cache slots, W window, M most tokens a round
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import jax
 from jax import Array
 
 from decodax.cache import Cache, Window, WindowKV, take
+from decodax.core.record import Record
+from decodax.core.state import State
 from decodax.struct import Struct, struct
-
-if TYPE_CHECKING:
-    from decodax.core.record import Record
-    from decodax.core.state import State
 
 PyTree = Any
 
@@ -45,6 +45,11 @@ class Out:
     head: Callable[[Array], Array]
     layers: tuple[Array, ...] | None = None
     norm: Callable[[Array], Array] | None = None
+
+    def rows(self, rows: Array) -> Out:
+        """That of rows `rows` (`i32[B']`)."""
+        parts = jax.tree.map(lambda x: x[rows], (self.hidden, self.kv, self.layers))
+        return dataclasses.replace(self, hidden=parts[0], kv=parts[1], layers=parts[2])
 
     def logits(self, select: Array | None = None) -> Array:
         """`f32[B, W', V]`: the head's output at window nodes `select` (`i32[B, W']`), or at all of them."""
@@ -93,6 +98,10 @@ class Decision(Struct):
         early: `bool[B, W]` entries that are written though their tokens are not emitted yet, for algorithms that keep
             approximate entries; None: the cache holds what has been emitted, and nothing else.
         idle: `bool[B]` rows that sat this round out, for the statistics; None: none did.
+        rows: `i32[B]`: row `i` goes on from what row `rows[i]` was (beams, particles); None: each from itself. All else
+            here is of the rows after that move: tokens that follow the chosen row's text, slots and sources in its
+            window. What a row is by its place does not move: its key, so that two copies of a row draw different
+            tokens, its bounds and the constants of its policy.
     """
 
     tokens: Array
@@ -105,45 +114,97 @@ class Decision(Struct):
     record: Record | None = None
     early: Array | None = None
     idle: Array | None = None
+    rows: Array | None = None
 
 
-class Algorithm(Protocol):
-    """A decoding method: a frozen dataclass, compared by value, static under jit.
+class Algorithm(abc.ABC):
+    """A decoding method: derive a frozen dataclass from this. It is compared by value, and static under jit.
+
+    Only `emits`, `init`, `propose` and `decide` must be defined; the rest has defaults that suit a method which reads
+    the cache, has rounds of one shape, and no weights of its own.
 
     Numbers that a user may change between calls without a retrace belong in the policy or the state, not here.
-
-    A method whose rounds have several shapes (a draft length that adapts, a refresh now and then) also has
-    `variants`, a tuple of algorithms on the same state, and `choose(params, policy, s) -> i32[]`, which says whose
-    round comes next. Only `emits`, `caches`, `init` and `observe` of the method itself are then used.
-
-    A method that runs the model's layers in a way of its own has `through(model) -> Model`: what it gives, a model that
-    wraps the given one and may keep more than keys and values in its cache, then takes that one's place.
-
-    A method that writes the prompt into its cache by its own rounds has `prefills = False`; without that attribute a
-    method that `caches` gets its prompt prefilled.
     """
 
     @property
+    @abc.abstractmethod
     def emits(self) -> int:
         """`M`, the most tokens that a round can append."""
 
     @property
+    def guarantee(self) -> str:
+        """What holds of the output: "seed-exact" (the tokens of plain decoding with the same seed),
+        "distribution-exact" (others of the same distribution) or "approximate"."""
+        return "approximate"
+
+    @property
+    def canvas(self) -> bool:
+        """Whether it fills masks, in any order, with a model that was trained for it."""
+        return False
+
+    @property
     def caches(self) -> bool:
         """Whether it reads a cache; without one the prompt is not prefilled and the cache has capacity 0."""
+        return True
 
+    @property
+    def prefills(self) -> bool:
+        """Whether the core writes the prompt into the cache before the first round. A method that caches and does this
+        by its own rounds says False."""
+        return self.caches
+
+    @property
+    def weights(self) -> PyTree:
+        """Weights that it was made with, for `Params.draft`; None without any."""
+        return None
+
+    def bare(self) -> Algorithm:
+        """This method without those weights, as the compiled programs take it."""
+        return self
+
+    def fit(self, budget: int) -> Algorithm:
+        """This method for texts of at most `budget` new tokens, where it left a size open."""
+        return self
+
+    def most_rounds(self, budget: int, rows: int) -> int:
+        """More rounds than a batch of `rows` can take for `budget` new tokens a row."""
+        # each round of a running row makes progress, at least one position in `emits` of a canvas
+        return 2 * (budget + self.emits) + 8
+
+    @property
+    def variants(self) -> tuple[Algorithm, ...]:
+        """Of a method whose rounds have several shapes (a draft length that adapts, a refresh now and then): one for
+        each, on the same state. Only `emits`, `caches`, `init`, `choose` and `observe` of the method itself are then
+        used. Empty: its rounds are of one shape."""
+        return ()
+
+    def choose(self, params: Params, policy: Any, s: State) -> Array:
+        """Which of the `variants` runs the next round, for the whole batch: `i32[]`."""
+        raise NotImplementedError(f"{type(self).__name__} has variants and no `choose`")
+
+    def through(self, model: Model) -> Model:
+        """The model as the method runs it: a model that wraps the given one may run its layers in another way, and keep
+        more than keys and values in its cache."""
+        return model
+
+    def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State] | None:
+        """The model and a prefilled state under classifier-free guidance of `scale` by a rule of the method's own; None
+        if it has none, and the usual one holds."""
+        return None
+
+    @abc.abstractmethod
     def init(self, params: Params, s: State) -> PyTree:
         """The algorithm's state for a prompt; every leaf with an explicit dtype."""
 
+    @abc.abstractmethod
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, PyTree]:
-        """The window to score next."""
+        """The window to score next, and what `decide` gets as `algo`."""
 
+    @abc.abstractmethod
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
         """What of it is true. `policy` is lifted over the window: see `decodax.policy.Lifted`."""
 
     def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
-        """Sees a prefill chunk (hidden states and all); drafters that feed on the target's features use it."""
-
-
-def through(alg: Algorithm, model: Model) -> Model:
-    """The model as the method runs it."""
-    return alg.through(model) if hasattr(alg, "through") else model
+        """Its state after a prefill chunk, hidden states and all: drafters that feed on the target's features use
+        it."""
+        return algo

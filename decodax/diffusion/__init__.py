@@ -34,7 +34,6 @@ from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching import (
     AnchorCache,
     BlockCache,
-    CacheRule,
     Dual,
     FusedCache,
     NoCache,
@@ -63,7 +62,7 @@ from decodax.diffusion.drift import Drift, Leading
 from decodax.diffusion.features import Similarity
 from decodax.diffusion.learned import ClosingToken, Filter, Learned, PredictedEnd
 from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
-from decodax.diffusion.policies import Rule, Seen, View
+from decodax.diffusion.policies import Caching, Commit, Revise, Rule, Score, Seen, Shaper, Stop, Verify, View, Windows
 from decodax.diffusion.product import Agreed, Guided, Lookahead, Product, Trailing
 from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, OwnBlock, Vicinity
 from decodax.diffusion.reuse import FullStepOrder, Targets, Turns
@@ -71,18 +70,18 @@ from decodax.diffusion.revisions import Edit, Keep, MaskBottom, ReMDM, Renoise
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
 from decodax.diffusion.stats import Stats, statistics
-from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps, StopRule
+from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps
 from decodax.diffusion.verifies import BranchExact, BranchLater, Sequential, Tree
 from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
 __all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast",
-           "Average", "BlockCache", "BlockCausal", "BlockQuota", "BranchExact", "BranchLater", "CacheRule", "Canvas",
-           "CausalPrefix", "ClosingToken", "Coins", "Confidence", "Confident", "ConfidentPrefix", "Credit", "Delayed",
-           "DelayedTokens", "Delimited", "Drift", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter",
-           "FirstEnd", "Fixed", "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "Greedy", "Guided", "InTurn",
-           "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion", "Masks",
-           "NegEntropy", "NoCache", "Noise", "Noisy", "OwnBlock", "Pipeline", "Pipelined", "Position", "PredictedEnd",
-           "Prefix", "Product", "PromptBlocks", "Quota", "Random", "ReMDM", "Renoise", "Rule", "Seen", "Segments",
-           "Sequential", "Similarity", "Sliding", "Stable", "Stats", "Steps", "StopRule", "SubBlockCache", "SubBlocks",
-           "Targets", "Template", "Threshold", "Trailing", "Tree", "Turns", "Vicinity", "View", "Whole", "WholeBlocks",
-           "WithBest", "statistics"]
+           "Average", "BlockCache", "BlockCausal", "BlockQuota", "BranchExact", "BranchLater", "Caching", "Canvas",
+           "CausalPrefix", "ClosingToken", "Coins", "Commit", "Confidence", "Confident", "ConfidentPrefix", "Credit",
+           "Delayed", "DelayedTokens", "Delimited", "Drift", "Dual", "Edit", "EndOfText", "EntropyBound", "Factor",
+           "Filter", "FirstEnd", "Fixed", "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "Greedy", "Guided",
+           "InTurn", "Keep", "Leading", "Learned", "LocalLeap", "Lookahead", "Margin", "MaskBottom", "MaskedDiffusion",
+           "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "OwnBlock", "Pipeline", "Pipelined", "Position",
+           "PredictedEnd", "Prefix", "Product", "PromptBlocks", "Quota", "Random", "ReMDM", "Renoise", "Revise", "Rule",
+           "Score", "Seen", "Segments", "Sequential", "Shaper", "Similarity", "Sliding", "Stable", "Stats", "Steps",
+           "Stop", "SubBlockCache", "SubBlocks", "Targets", "Template", "Threshold", "Trailing", "Tree", "Turns",
+           "Verify", "Vicinity", "View", "Whole", "WholeBlocks", "Windows", "WithBest", "statistics"]

@@ -27,7 +27,7 @@ from jax import Array
 from decodax.cache import Window
 from decodax.core.record import empty_record
 from decodax.core.state import State
-from decodax.core.types import Decision, Model, Out, Params
+from decodax.core.types import Algorithm, Decision, Model, Out, Params
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.caching import NoCache
 from decodax.diffusion.canvas import Canvas, look, survey
@@ -44,7 +44,7 @@ from decodax.diffusion.windows import Fixed
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedDiffusion:
+class MaskedDiffusion(Algorithm):
     """A sampler made of nine policies.
 
     Attributes:
@@ -72,25 +72,28 @@ class MaskedDiffusion:
 
     def fit(self, budget: int) -> MaskedDiffusion:
         """With windows and a cache for texts of `budget` new tokens, where their size was left open."""
-        fitted = lambda rule: rule.fit(budget) if hasattr(rule, "fit") else rule
-        return dataclasses.replace(self, windows=fitted(self.windows), caching=fitted(self.caching))
+        return dataclasses.replace(self, windows=self.windows.fit(budget), caching=self.caching.fit(budget))
 
     def most_rounds(self, budget: int, rows: int) -> int:
         """More rounds than a batch can take for `budget` new tokens a row."""
-        steps = max(getattr(rule, "steps", None) or 0 for rule in (self.commit, self.revise, *self.stops))
-        steps = max(steps, self.windows.width) + getattr(self.revise, "most", 0) + 2
+        steps = max(rule.longest for rule in (self.commit, self.revise, *self.stops))
+        steps = max(steps, self.windows.width) + self.revise.most + 2
         # a region moves by its width, or by less; rows may wait for the others' wide rounds
-        regions = -(-budget // getattr(self.windows, "least", self.windows.width)) + 1
+        regions = -(-budget // self.windows.least) + 1
         return (regions * steps + 8) * (rows + 1 if self.variants else 1)
 
     @property
     def weights(self) -> Any:
         """A second model's, which a front door puts into `Params.draft`; None without one."""
-        return getattr(self.verify, "weights", None)
+        return self.verify.weights
 
     def bare(self) -> MaskedDiffusion:
         """This sampler without the weights that it was made with, as the compiled programs take it."""
-        return dataclasses.replace(self, verify=self.verify.bare()) if self.verify.assists else self     # type: ignore
+        return dataclasses.replace(self, verify=self.verify.bare())
+
+    @property
+    def canvas(self) -> bool:
+        return True
 
     @property
     def emits(self) -> int:
@@ -153,7 +156,7 @@ class MaskedDiffusion:
         memory["stops"] = tuple(stop.init(view) for stop in self.stops)
         if self.verify.assists:
             c = c.replace(assistant=self.verify.begin(params, s, N - W))      # type: ignore[attr-defined]
-        if len(self.verify.steps) > 1 and jax.tree.leaves(memory):
+        if len(self.verify.taken) > 1 and jax.tree.leaves(memory):
             raise ValueError(f"verify: got {self.verify} with rules that remember; drafts need rules without a memory")
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
@@ -182,9 +185,6 @@ class MaskedDiffusion:
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
         return self.kinds[0].decide(policy, s, window, out, algo)
 
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        return algo
-
     # the steps of a round, for one canvas a row
 
     def advance(self, view: View, seen: Seen, memory: Any) -> View:
@@ -193,7 +193,7 @@ class MaskedDiffusion:
         score = self.score(view, seen, memory["score"])
         commit = self.commit(view, seen, score, memory["commit"]) & view.active
         force = best(score, view.active, jnp.ones_like(view.step)) & ~commit.any(1)[:, None]
-        if getattr(self.commit, "patient", False):
+        if self.commit.patient:
             force = jnp.zeros_like(force)
         rush = jnp.zeros(view.step.shape, bool)
         for stop, own in zip(self.stops, memory["stops"], strict=True):
@@ -217,8 +217,8 @@ class MaskedDiffusion:
 
     def drafts(self, view: View, c: Canvas) -> View:
         """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, so many steps further."""
-        K = len(self.verify.steps)
-        ahead = jnp.array([len(taken) for taken in self.verify.steps], jnp.int32)
+        K = len(self.verify.taken)
+        ahead = jnp.array([len(taken) for taken in self.verify.taken], jnp.int32)
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
         if K > 1:
             stack = lambda own, more: jnp.concatenate([own[:, None], more], 1)
@@ -228,7 +228,7 @@ class MaskedDiffusion:
 
     def no_drafts(self, view: View) -> Any:
         """Drafts that equal the canvas, and so no result of a step."""
-        more = len(self.verify.steps) - 1
+        more = len(self.verify.taken) - 1
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))
 

@@ -4,7 +4,6 @@ and inside a block."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,52 +12,18 @@ from jax import Array
 from decodax.cache import take
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.commits import current, number
-from decodax.diffusion.policies import Memory, Rule, Seen, View
-
-
-def span(view: View, before: int, width: int) -> Nodes:
-    """`width` positions from the region's beginning on and `before` ones before it; all that lie in the text."""
-    positions = view.start[:, None] - before + jnp.arange(before + width, dtype=jnp.int32)
-    return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
-                 own=jnp.ones(positions.shape, bool))
-
-
-class CacheRule(Rule):
-    """A cache that is never stale and persists nothing; the base of the others."""
-
-    wide, narrow = True, True
-    persists, fused, approximate, beyond = False, False, False, False
-    sizes: tuple[int | None, ...] = (None,)
-    phases: tuple[bool, ...] = ()
-
-    def phase(self, view: View, memory: Memory) -> Array:
-        return (~self.stale(view, memory)).astype(jnp.int32)
-
-    def through(self, model: Any, phase: int) -> Any:
-        return model
-
-    def reuse(self, view: View, positions: Array, phase: int) -> Array | None:
-        return None
-
-    def stale(self, view: View, memory: Memory) -> Array:
-        return jnp.zeros(view.start.shape, bool)
-
-    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
-        return span(view, left, view.positions.shape[1])
-
-    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
-        return jnp.zeros(positions.shape, bool)
+from decodax.diffusion.policies import Caching, Memory, Seen, View, span
 
 
 @dataclasses.dataclass(frozen=True)
-class NoCache(CacheRule):
+class NoCache(Caching):
     """Every forward reads the whole text."""
 
     narrow = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Dual(CacheRule):
+class Dual(Caching):
     """Fast-dLLM's dual cache (Wu et al. 2025): a wide forward when a region begins, whose entries of all other
     positions serve until its end.
 
@@ -103,7 +68,7 @@ class Prefix(Dual):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockCache(CacheRule):
+class BlockCache(Caching):
     """The exact cache of block-causal and causal models: when a region is done, one more forward writes the entries of
     its final tokens, and then they are emitted (SDAR, Fast-dLLM v2, LLaDA 2, DiffusionGemma). A block-causal model's
     prompt is written by one wide forward, a causal model's by the prefill."""

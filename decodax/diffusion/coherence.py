@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.diffusion.commits import best
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Commit, Counts, Memory, Seen, View
 from decodax.diffusion.scores import NegEntropy
 from decodax.diffusion.stats import rank
 from decodax.struct import Struct, struct
@@ -37,7 +37,7 @@ class Kept(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreeing(Rule):
+class Agreeing(Counts, Commit):
     """The positions that this step and the one before it agree on, or the step's quota.
 
     Attributes:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.keys import Purpose, uniforms
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Commit, Counts, Memory, Seen, View
 from decodax.diffusion.scores import Of
 from decodax.diffusion.stats import rank
 
@@ -38,7 +38,7 @@ def time(step: Array, steps: int, eps: float = 0.0) -> tuple[Array, Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quota(Rule):
+class Quota(Counts, Commit):
     """The best so many, fixed in advance.
 
     Attributes:
@@ -94,7 +94,7 @@ def remaining(view: View, steps: int) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold(Rule):
+class Threshold(Commit):
     """All that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen et al. 2025).
 
     Attributes:
@@ -118,7 +118,7 @@ class Threshold(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Factor(Rule):
+class Factor(Commit):
     """Fast-dLLM's factor rule: the more are committed at once, the surer each must be. By falling confidence, rank `r`
     from 1, the first always:
 
@@ -148,7 +148,7 @@ class Factor(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class EntropyBound(Rule):
+class EntropyBound(Commit):
     """Entropy-bounded unmasking (EB-sampler, Ben-Hamu et al. 2025): the longest list by falling score whose entropies
     sum to at most `bound`, the largest of them not counted, so one is always taken; `inclusive` counts it (SDAR)."""
 
@@ -165,7 +165,7 @@ class EntropyBound(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefix(Rule):
+class Prefix(Commit):
     """All up to the first that is not sure enough (SDLM, Liu et al. 2025). With `Position` as the score the first one
     is always taken."""
 
@@ -180,7 +180,7 @@ class Prefix(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ancestral(Rule):
+class Ancestral(Counts, Commit):
     """Ancestral sampling of the absorbing process (MDLM, Sahoo et al. 2024; Dream's "origin") over `steps` even steps
     of time from 1 to `eps`, the last of which takes all that is left.
 
@@ -204,7 +204,7 @@ class Ancestral(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Coins(Rule):
+class Coins(Counts, Commit):
     """A coin for each position and step, for processes that also take tokens back (ReMDM, Wang et al. 2025): from time
     t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, `a` the share of decided ones
     by the schedule, `1 - t` unless `remask` has its own; all in the last step. A step in which no coin falls commits
@@ -227,7 +227,7 @@ class Coins(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalLeap(Rule):
+class LocalLeap(Commit):
     """Local determinism propagation (LocalLeap, Kong et al. 2025): positions whose candidate has a probability of
     `anchor` are committed, and those within `radius` of one that reach `relaxed`. Only open positions of the block are
     anchors, as in the authors' code."""
@@ -249,7 +249,7 @@ class LocalLeap(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments(Rule):
+class Segments(Commit):
     """dInfer's hierarchy decoder (Ma et al. 2025): all above `threshold`, and in each run of open positions side by
     side the surest one if it is above `low`, which divides the run."""
 
@@ -266,7 +266,7 @@ class Segments(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class All(Rule):
+class All(Commit):
     """All of them."""
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
@@ -274,7 +274,7 @@ class All(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtLeast(Rule):
+class AtLeast(Commit):
     """What `rule` commits where that is a step's quota or more, else the quota's (SDAR's dynamic rule, LLaDA 2)."""
 
     rule: Any
@@ -284,13 +284,17 @@ class AtLeast(Rule):
     def of(self) -> str:      # type: ignore[override]
         return self.rule.of
 
+    @property
+    def longest(self) -> int:
+        return max(self.rule.longest, self.quota.longest)
+
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         first, least = self.rule(view, seen, score, memory) & view.active, self.quota(view, seen, score, memory)
         return jnp.where((first.sum(1) >= least.sum(1))[:, None], first, least)
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockQuota(Rule):
+class BlockQuota(Counts, Commit):
     """LLaDA's even quota for each block of a region that is filled block by block (`WholeBlocks`): `steps` a block,
     remainder first; past them one a step.
 
@@ -331,7 +335,7 @@ def current(view: View, block: int) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Anchored(Rule):
+class Anchored(Commit):
     """A region's first position in its first step, however sure, and nothing else; then as `rule` says: Fast-dLLM's
     code for Dream, where the cached forwards of a block do not reach what predicts its first position, and Fast-dLLM
     v2, where the forward that finishes a block predicts the next one's first token."""
@@ -343,12 +347,12 @@ class Anchored(Rule):
         return self.rule.of
 
     @property
-    def steps(self) -> int | None:
-        return getattr(self.rule, "steps", None)
+    def longest(self) -> int:
+        return self.rule.longest
 
     @property
     def patient(self) -> bool:
-        return getattr(self.rule, "patient", False)
+        return self.rule.patient
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         first = view.active & (view.positions == view.start[:, None])

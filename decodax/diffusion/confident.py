@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.diffusion.commits import best, reaches
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Commit, Counts, Memory, Seen, View
 
 
 @dataclasses.dataclass(frozen=True)
-class Confident(Rule):
+class Confident(Counts, Commit):
     """All positions whose candidate has a probability above `threshold`. In a step in which none has, the schedule says
     how many are committed, by the score: time runs from 1 to `eps` in even steps, the share of positions that are still
     open says where it stands, and the next step of time that gives at least one position is taken. The last step

@@ -21,9 +21,9 @@ import numpy as np
 from jax import Array
 
 from decodax.diffusion.commits import BlockQuota, current, number
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Commit, Counts, Memory, Seen, Stop, View
 from decodax.diffusion.revisions import Keep
-from decodax.diffusion.stops import StopRule, behind, ends
+from decodax.diffusion.stops import behind, ends
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Filter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(Rule):
+class Learned(Counts, Commit):
     """What the filter accepts with a probability above `threshold`, and the step's quota.
 
     Attributes:
@@ -122,7 +122,7 @@ class Learned(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class PredictedEnd(StopRule):
+class PredictedEnd(Stop):
     """Where a candidate is an end of sequence that the filter accepts, the text ends behind the first of them; else,
     where any candidate is one, behind the surest. It may still be open, and is decided in its turn.
 

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.caching import CacheRule, span
 from decodax.diffusion.commits import best
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Caching, Commit, Memory, Seen, View, span
 from decodax.diffusion.windows import Fixed
 from decodax.struct import Struct, struct
 
@@ -73,7 +72,7 @@ class Pipeline(Fixed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipelined(Rule):
+class Pipelined(Commit):
     """What `rule` commits anywhere, and the best by score of fully active blocks in which that is nothing.
 
     Attributes:
@@ -102,7 +101,7 @@ class Pipelined(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class WithBest(Rule):
+class WithBest(Commit):
     """What `rule` commits, and the best by score in any case: of all blocks at work, wherever it lies (d3LLM's code for
     LLaDA, whose loop over the positions by rising entropy spares the first)."""
 
@@ -126,7 +125,7 @@ class Lag(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Delayed(CacheRule):
+class Delayed(Caching):
     """d3LLM's cache for models that see the whole text: blocks are cached from left to right, each `delay` forwards
     after it and those before it are done, when its neighbours have settled (the authors' code for Dream; `InTurn` is
     that for LLaDA).

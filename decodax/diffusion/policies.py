@@ -1,4 +1,4 @@
-"""What the nine policies of masked diffusion see and give back. Every protocol of the shelf is stated here.
+"""What the nine policies of masked diffusion see and give back. Each kind has a base class here, with its defaults.
 
 A round looks at each row's *region*: `W` positions of the text from `start` on, `W = windows.width`. Policies get it as
 a `View` and the model's answers at its positions as `Seen`. Their leading axis `R` is `B` rows, or `B * K` where a
@@ -7,8 +7,10 @@ verifier scores `K` canvases a row; a policy never mixes rows, so it need not ca
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import abc
+from typing import Any, Self
 
+import jax.numpy as jnp
 from jax import Array
 
 from decodax.core import keys
@@ -139,6 +141,15 @@ class Rule:
     of: str = "model"
     reads: int = 0
 
+    @property
+    def longest(self) -> int:
+        """How many steps of a region it counts on; 0 if it counts none."""
+        return 0
+
+    def fit(self, budget: int) -> Self:
+        """The rule for texts of `budget` new tokens, where it left a size open."""
+        return self
+
     def init(self, view: View) -> Memory:
         """What it remembers, a pytree whose leaves have a leading axis `B` and an explicit dtype, none as wide as the
         vocabulary; `view` is the first region."""
@@ -149,148 +160,164 @@ class Rule:
         return memory
 
 
-class Remembers(Protocol):
-    """What every policy has; `Rule` gives it."""
+class Counts:
+    """What rules with an attribute `steps` inherit."""
+
+    steps: int | None
 
     @property
-    def of(self) -> str: ...
-
-    @property
-    def reads(self) -> int: ...
-
-    def init(self, view: View) -> Memory: ...
-
-    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory: ...
+    def longest(self) -> int:
+        return self.steps or 0
 
 
-class Shaper(Remembers, Protocol):
+class Shaper(Rule, abc.ABC):
     """Changes the model's distributions before anything is read off them."""
 
+    @abc.abstractmethod
     def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
         """`f32[R, W, V]` from the model's."""
 
 
-class Windows(Remembers, Protocol):
-    """Which positions are worked on, and when they are final."""
-
-    @property
-    def width(self) -> int:
-        """`W`, the positions of a region: the most tokens that a round can emit."""
+class Windows(Rule, abc.ABC):
+    """Which positions are worked on, and when they are final: by default all of the region, once none of it is open."""
 
     @property
     def align(self) -> int | None:
         """The first region starts at a multiple of this at or below the prompt's end; None: at the prompt's end."""
+        return None
+
+    @property
+    @abc.abstractmethod
+    def width(self) -> int:
+        """`W`, the positions of a region: the most tokens that a round can emit."""
+
+    @property
+    def least(self) -> int:
+        """The fewest positions that a region moves by, but for the last."""
+        return self.width
 
     def active(self, view: View, seen: Seen, memory: Memory) -> Array:
         """`bool[R, W]`: the part of the region in which open positions may be committed."""
+        return view.masked
 
     def finished(self, view: View, memory: Memory) -> Array:
         """`i32[R]`: how many positions from `start` on are final, after a step: the region moves behind them."""
+        left = jnp.maximum(jnp.minimum(view.start + view.positions.shape[1], view.end) - view.start, 0)
+        return jnp.where(view.masked.any(1), 0, left)
 
     def last(self, start: Array, end: Array) -> Array:
         """`i32[B]`: where the last region ends if all are equally wide, from where the first begins and the text ends;
         less than a width behind that. Of models whose regions overhang the text."""
+        return end
 
 
-class Score(Remembers, Protocol):
+class Score(Rule, abc.ABC):
     """Ranks the candidates."""
 
+    @abc.abstractmethod
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
         """`f32[R, W]`: the larger, the sooner it is committed."""
 
 
-class Commit(Remembers, Protocol):
+class Commit(Rule, abc.ABC):
     """Which candidates are committed."""
 
+    @property
+    def patient(self) -> bool:
+        """Whether a step may commit nothing, since the rule ends by its own clock."""
+        return False
+
+    @abc.abstractmethod
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         """`bool[R, W]`, of which those in `view.active` count. If there are none the best by score is committed, so
-        every step makes progress; but not where `patient`, for rules that end by their own clock."""
+        every step makes progress; but not where `patient`."""
 
 
-class Revise(Remembers, Protocol):
-    """What becomes of tokens after the commits."""
+class Revise(Rule, abc.ABC):
+    """What becomes of tokens after the commits.
 
+    Attributes:
+        noisy: open positions keep the tokens that it gave them.
+        most: steps of a full region that it may take.
+    """
+
+    noisy: bool = False
+    most: int = 0
+
+    @abc.abstractmethod
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
         """`after` with other `tokens` or reopened positions (`open`). What it leaves open gets the mask token back,
         unless `noisy`; only `editable` positions change."""
 
     def busy(self, before: View, after: View, memory: Memory) -> Array:
         """`bool[R]`: rows whose full region must not be final yet."""
-
-    @property
-    def noisy(self) -> bool:
-        """Whether open positions keep the tokens that it gave them."""
+        return jnp.zeros(after.start.shape, bool)
 
 
-class Stop(Remembers, Protocol):
-    """When a row is done before its canvas is."""
+class Stop(Rule):
+    """When a row is done before its canvas is; by default never.
+
+    Attributes:
+        filled: what lies behind the end is read as more of its last token, and not left out.
+    """
+
+    filled: bool = False
 
     def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
         """`bool[R]`: rows whose open positions are all committed now, without revision."""
+        return jnp.zeros(view.start.shape, bool)
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
         """`i32[R]`: where the text ends, after a step; no larger than `after.end`."""
-
-    @property
-    def filled(self) -> bool:
-        """Whether what lies behind that end is read as more of its last token, and not left out."""
+        return after.end
 
 
-class Caching(Remembers, Protocol):
-    """What a forward recomputes and what it reads from the cache.
+class Caching(Rule):
+    """What a forward recomputes and what it reads from the cache; by default never stale, with nothing that persists.
 
     Rounds are wide (the whole text) or narrow (`nodes`). A row takes part in wide rounds while it is `stale` and in
     narrow ones otherwise, so what it computes never depends on its batch mates.
+
+    Attributes:
+        wide: there are wide rounds. narrow: there are narrow rounds; without them nothing is cached.
+        persists: tokens are emitted only once a forward has written their final entries.
+        fused: with `persists`: that forward also works on the next region; else on none (a commit forward).
+        approximate: entries of tokens that are not emitted yet are written.
+        beyond: what a stop rule has cut off stays to be seen: the entries behind the text's new end.
+        sizes: how many nodes the kinds of narrow rounds have, ascending; None, which comes last: as many as `nodes`
+            gives, dead ones and all. A round takes the first size that fits its rows' live nodes.
+        phases: of rules with more kinds of rounds than a wide and a narrow one: which of them are wide. () else.
     """
 
-    @property
-    def wide(self) -> bool:
-        """Whether there are wide rounds."""
-
-    @property
-    def narrow(self) -> bool:
-        """Whether there are narrow rounds; without them nothing is cached."""
-
-    @property
-    def persists(self) -> bool:
-        """Whether tokens are emitted only once a forward has written their final entries."""
-
-    @property
-    def fused(self) -> bool:
-        """With `persists`: whether that forward also works on the next region, or on none (a commit forward)."""
-
-    @property
-    def approximate(self) -> bool:
-        """Whether entries of tokens that are not emitted yet are written."""
-
-    @property
-    def beyond(self) -> bool:
-        """Whether what a stop rule has cut off stays to be seen: the entries behind the text's new end."""
-
-    @property
-    def sizes(self) -> tuple[int | None, ...]:
-        """How many nodes the kinds of narrow rounds have, ascending; None, which comes last: as many as `nodes` gives,
-        dead ones and all. A round takes the first size that fits its rows' live nodes."""
-
-    @property
-    def phases(self) -> tuple[bool, ...]:
-        """Of rules with more kinds of rounds than a wide and a narrow one: which of them are wide. () else."""
+    wide: bool = True
+    narrow: bool = True
+    persists: bool = False
+    fused: bool = False
+    approximate: bool = False
+    beyond: bool = False
+    sizes: tuple[int | None, ...] = (None,)
+    phases: tuple[bool, ...] = ()
 
     def phase(self, view: View, memory: Memory) -> Array:
         """`i32[B]`: which of its phases a row's next round is. A rule with phases is asked this and not `stale`."""
+        return (~self.stale(view, memory)).astype(jnp.int32)
 
     def through(self, model: Any, phase: int) -> Any:
         """Of rules with phases: the model as rounds of one run it, and as it makes its cache."""
+        return model
 
     def reuse(self, view: View, positions: Array, phase: int) -> Array | None:
         """`Window.reuse` of such a round: what the rule tells the model that it wraps, `[B, ...]`."""
+        return None
 
     def stale(self, view: View, memory: Memory) -> Array:
         """`bool[B]`: rows that need a wide round."""
+        return jnp.zeros(view.start.shape, bool)
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         """What a narrow round scores: the region, the `left` positions before it, where a shifted model predicts its
         first token, and whatever else is worth it. Among the nodes that are `own` no position stands twice."""
+        return span(view, left, view.positions.shape[1])
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
         """`bool[B, n]`: which nodes' entries enter the cache.
@@ -299,20 +326,41 @@ class Caching(Remembers, Protocol):
             final: `i32[B]`: tokens before it are final.
             valid: `bool[B, n]`: the position has an entry. None has in a wide round, which begins with an empty cache.
         """
+        return jnp.zeros(positions.shape, bool)
 
 
-class Verify(Remembers, Protocol):
-    """Several canvases a row in one forward: which of their steps are true."""
+def span(view: View, before: int, width: int) -> Nodes:
+    """`width` positions from the region's beginning on and `before` ones before it; all that lie in the text."""
+    positions = view.start[:, None] - before + jnp.arange(before + width, dtype=jnp.int32)
+    return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
+                 own=jnp.ones(positions.shape, bool))
+
+
+class Verify(Rule, abc.ABC):
+    """Several canvases a row in one forward: which of their steps are true.
+
+    Attributes:
+        assists: a second model judges the candidates: see `decodax.diffusion.product`.
+    """
+
+    assists: bool = False
 
     @property
-    def steps(self) -> tuple[tuple[int, ...], ...]:
+    @abc.abstractmethod
+    def taken(self) -> tuple[tuple[int, ...], ...]:
         """Which of the coming steps, counted from 0, each canvas of a forward has taken. The first, `()`, is the canvas
         itself; the others are drafts, by the number of steps."""
 
+    @property
+    def weights(self) -> Any:
+        """The second model's weights that it was made with."""
+        return None
+
+    def bare(self) -> Self:
+        """The rule without those weights."""
+        return self
+
+    @abc.abstractmethod
     def path(self, drafts: View, results: View) -> Array:
         """`bool[B, K]`: the drafts that are true, of which the last one's result is taken. `drafts` and `results` have
         the axes `[B, K, ...]`: draft 0 is the canvas itself, and `results` are the drafts one step later."""
-
-    @property
-    def assists(self) -> bool:
-        """Whether a second model judges the candidates: see `decodax.diffusion.product`."""

@@ -26,8 +26,7 @@ from decodax.core.mesh import constrain, heads
 from decodax.core.state import State
 from decodax.core.types import INVALID, Params
 from decodax.diffusion.adapter import Full, Nodes
-from decodax.diffusion.caching import CacheRule, span
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Caching, Commit, Memory, Seen, View, span
 from decodax.diffusion.verifies import Sequential
 from decodax.policy.draw import draw
 from decodax.struct import Struct, struct
@@ -179,7 +178,7 @@ class Guided(Judged):
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed(Rule):
+class Agreed(Commit):
     """The first open position, and those that follow it up to the first on which the models disagree.
 
     Attributes:
@@ -205,7 +204,7 @@ class Lookahead(Full):
 
 
 @dataclasses.dataclass(frozen=True)
-class Trailing(CacheRule):
+class Trailing(Caching):
     """APD's cache: a forward recomputes what the one before it decided, the `window - 1` positions before that, and the
     region; older entries stay as they were when they were last computed.
 

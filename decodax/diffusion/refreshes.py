@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.caching import CacheRule, Dual, span
+from decodax.diffusion.caching import Dual
 from decodax.diffusion.canvas import paste
 from decodax.diffusion.commits import Quota
-from decodax.diffusion.policies import Memory, Seen, Text, View
+from decodax.diffusion.policies import Caching, Memory, Seen, Text, View, span
 from decodax.diffusion.scores import Random
 from decodax.diffusion.stats import rank
 
@@ -72,7 +72,7 @@ class OwnBlock(Dual):
         return nodes.replace(live=nodes.live & (nodes.positions < (view.start + memory)[:, None]))
 
 
-class Rewriting(CacheRule):
+class Rewriting(Caching):
     """A cache into which every forward writes what it computed."""
 
     approximate = True

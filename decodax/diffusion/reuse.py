@@ -16,7 +16,7 @@ from jax import Array
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.canvas import paste
 from decodax.diffusion.commits import Quota
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Memory, Score, Seen, View
 from decodax.diffusion.refreshes import Rewriting, scattered, with_left
 from decodax.diffusion.scores import Confidence
 from decodax.diffusion.stats import rank
@@ -40,7 +40,7 @@ class Turns:
 
 
 @dataclasses.dataclass(frozen=True)
-class FullStepOrder(Rule):
+class FullStepOrder(Score):
     """What `score` gave in the last full step. It remembers that, `f32[B, W]`."""
 
     score: Any

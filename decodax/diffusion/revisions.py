@@ -13,19 +13,12 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.diffusion.adapter import noise
 from decodax.diffusion.commits import best, reaches, remaining, time
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Counts, Memory, Revise, Seen, View
 from decodax.diffusion.scores import Confidence
 
 
-class _Revision(Rule):
-    noisy = False
-
-    def busy(self, before: View, after: View, memory: Memory) -> Array:
-        return jnp.zeros(after.start.shape, bool)
-
-
 @dataclasses.dataclass(frozen=True)
-class Keep(_Revision):
+class Keep(Revise):
     """Committed tokens stay."""
 
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
@@ -33,7 +26,7 @@ class Keep(_Revision):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReMDM(_Revision):
+class ReMDM(Counts, Revise):
     """Remasking with coins (Wang et al. 2025): a decided token is taken back with probability sigma, over `steps`.
 
     Attributes:
@@ -95,7 +88,7 @@ class ReMDM(_Revision):
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskBottom(_Revision):
+class MaskBottom(Counts, Revise):
     """MaskGIT (Chang et al. 2022) as its loop is written: all candidates are taken (`All`) and the least sure of this
     step's are masked again, so many as the cosine schedule leaves; at least one stays."""
 
@@ -113,7 +106,7 @@ class MaskBottom(_Revision):
 
 
 @dataclasses.dataclass(frozen=True)
-class Edit(_Revision):
+class Edit(Revise):
     """Token-to-token editing (LLaDA 2.1, 2026): a decided token gives way to another candidate whose probability is
     above `threshold`. A full region is edited until nothing changes, for at most `most` more steps."""
 
@@ -131,7 +124,7 @@ class Edit(_Revision):
 
 
 @dataclasses.dataclass(frozen=True)
-class Renoise(_Revision):
+class Renoise(Revise):
     """Uniform diffusion (DiffusionGemma): what was not accepted in this step gets a random token, and everything is
     decided anew in the next. A stop rule ends it."""
 

@@ -13,7 +13,7 @@ from decodax.cache import Window, take
 from decodax.core.keys import Purpose
 from decodax.core.record import record
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.canvas import Canvas, cut, look, paste, survey
 from decodax.diffusion.policies import Seen, View
@@ -33,7 +33,7 @@ class _Text(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Round:
+class Round(Algorithm):
     """A kind of round of the sampler `of`: `wide` ones read the whole text, and write the cache if there is one.
     Narrow ones have `size` nodes a row; None: as many as the caching rule gives. `phase`: of rules with phases."""
 
@@ -53,13 +53,10 @@ class Round:
     def init(self, params: Params, s: State) -> Canvas:
         return self.of.init(params, s)
 
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        return algo
-
     @property
     def branches(self) -> int:
         """`K`, canvases a row. The wide rounds of a cache begin a region, where there are no drafts."""
-        return 1 if self.wide and self.of.caching.narrow else len(self.of.verify.steps)
+        return 1 if self.wide and self.of.caching.narrow else len(self.of.verify.taken)
 
     def _turn(self, s: State) -> Array:
         """`bool[B]`: rows that take part."""
@@ -249,7 +246,7 @@ class Round:
         """The next round's drafts: more steps with the answers at hand; none in a region that has just begun."""
         if c.drafts is None:
             return None
-        wanted = self.of.verify.steps[1:]
+        wanted = self.of.verify.taken[1:]
         ahead = [after]
         for _ in range(1 + max(i for taken in wanted for i in taken)):
             ahead.append(self.of.advance(ahead[-1], seen, c.memory))
@@ -311,7 +308,7 @@ class Round:
                                                      lambda x: lift(policy.policy, x).processed())
         else:
             draws = [lifted.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
-                                 salt=c.round + len(of.verify.steps[k])) for k in range(K)]
+                                 salt=c.round + len(of.verify.taken[k])) for k in range(K)]
             token = jnp.concatenate(draws, 1)
         rules = (of.windows, of.score, of.commit, of.revise, *of.stops)
         second = None

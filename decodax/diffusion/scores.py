@@ -10,7 +10,7 @@ from jax import Array
 
 from decodax.core import keys
 from decodax.core.keys import Purpose
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Memory, Score, Seen, View
 from decodax.policy.draw import exponentials
 
 Of = Literal["model", "policy"]
@@ -19,7 +19,7 @@ counts as 1."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Confidence(Rule):
+class Confidence(Score):
     """The candidate's log-probability ("low-confidence remasking", LLaDA), or its probability with `log=False`."""
 
     of: Of = "model"
@@ -31,7 +31,7 @@ class Confidence(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Margin(Rule):
+class Margin(Score):
     """The two largest probabilities' difference (Dream's "topk_margin")."""
 
     of: Of = "model"
@@ -41,7 +41,7 @@ class Margin(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class NegEntropy(Rule):
+class NegEntropy(Score):
     """Minus the entropy in nats (Dream's "entropy")."""
 
     of: Of = "model"
@@ -51,7 +51,7 @@ class NegEntropy(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Random(Rule):
+class Random(Score):
     """A uniform number: positions in random order, which is drawn anew each step, or `once` for the whole text."""
 
     once: bool = False
@@ -62,7 +62,7 @@ class Random(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Position(Rule):
+class Position(Score):
     """From left to right."""
 
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
@@ -70,7 +70,7 @@ class Position(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Noisy(Rule):
+class Noisy(Score):
     """A score plus `temperature` times Gumbel noise.
 
     The `n` best are then `n` draws without replacement from softmax(score / temperature): Dream's `alg_temp`. With

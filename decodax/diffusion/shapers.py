@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.diffusion.policies import Memory, Rule, Seen, View
+from decodax.diffusion.policies import Memory, Seen, Shaper, View
 from decodax.struct import Struct, struct
 
 
 @dataclasses.dataclass(frozen=True)
-class AsIs(Rule):
+class AsIs(Shaper):
     """The model's own."""
 
     def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
@@ -27,7 +27,7 @@ class AsIs(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Anneal(Rule):
+class Anneal(Shaper):
     """A temperature that falls evenly from `first` in a region's first step towards `last`, which a step number `steps`
     would have (DiffusionGemma). The policy's temperature comes on top: 1 for the published rule.
     """
@@ -68,7 +68,7 @@ class Past(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Average(Rule):
+class Average(Shaper):
     """Coherent contextual decoding (CCD, Chen et al. 2025): the mean of a position's distributions in this step and the
     `past` ones before it in the region, an estimate of its marginal over contexts. Past ones count with their `kept`
     likeliest tokens; the mass of the others is lost, and the mean is normalised without it.
@@ -107,7 +107,7 @@ class Average(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Credit(Rule):
+class Credit(Shaper):
     """dInfer's credit decoding (Ma et al. 2025), as its code has it: in each step an open position's likeliest token
     earns its probability to the power `gamma`, older credit fades by `beta`, and logits rise by
     `alpha * log(1 + credit)`.

@@ -7,19 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.diffusion.policies import Memory, Rule, Seen, View
-
-
-class StopRule(Rule):
-    """A stop that never stops."""
-
-    filled = False
-
-    def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
-        return jnp.zeros(view.start.shape, bool)
-
-    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
-        return after.end
+from decodax.diffusion.policies import Counts, Memory, Seen, Stop, View
 
 
 def ends(view: View, tokens: Array) -> Array:
@@ -29,7 +17,7 @@ def ends(view: View, tokens: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class EndOfText(StopRule):
+class EndOfText(Stop):
     """The text ends behind its first end of sequence that has nothing open before it. What follows is dropped."""
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
@@ -38,7 +26,7 @@ class EndOfText(StopRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstEnd(StopRule):
+class FirstEnd(Stop):
     """The text ends behind the first end of sequence that is decided, whatever is open before it: the canvas is cut
     there.
 
@@ -70,7 +58,7 @@ def behind(view: View, hit: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps(StopRule):
+class Steps(Counts, Stop):
     """A region takes at most `steps` steps: the last commits all that is open."""
 
     steps: int
@@ -80,7 +68,7 @@ class Steps(StopRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stable(StopRule):
+class Stable(Stop):
     """A region is done when its likeliest tokens are those of the `times` steps before and their mean entropy is below
     `entropy` nats (DiffusionGemma, as in transformers; google-deepmind/gemma compares them with the tokens that stand
     in the region, noise and all).
@@ -107,7 +95,7 @@ class Stable(StopRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gap(StopRule):
+class Gap(Counts, Stop):
     """Prophet (Li et al. 2025): when the answer is sure, everything is committed at once. It is sure when the mean
     difference of the two largest logits over its positions reaches 7.5, 5.0 or 2.5, in the first, second and last third
     of the steps (progress below 0.33, below 0.67, and beyond, as in the authors' code).

@@ -16,18 +16,14 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import take
-from decodax.diffusion.policies import Rule, View
-
-
-class _Verify(Rule):
-    assists = False
+from decodax.diffusion.policies import Verify, View
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequential(_Verify):
+class Sequential(Verify):
     """One canvas, one step a forward."""
 
-    steps = ((),)
+    taken = ((),)
 
     def path(self, drafts: View, results: View) -> Array:
         return jnp.ones((drafts.start.shape[0], 1), bool)
@@ -65,7 +61,7 @@ def _exact(steps: tuple[tuple[int, ...], ...], drafts: View, results: View) -> A
 
 
 @dataclasses.dataclass(frozen=True)
-class BranchExact(_Verify):
+class BranchExact(Verify):
     """FreeDave (Wu and Zhang 2025) with the rule "exact match": the drafts are the canvas after 1 .. K - 1 more steps.
 
     The output is that of one step a forward, token for token, in no more forwards, whatever the commit rule. A cache
@@ -82,11 +78,11 @@ class BranchExact(_Verify):
             raise ValueError(f"branches: got {self.branches}, takes 1 or more")
 
     @property
-    def steps(self) -> tuple[tuple[int, ...], ...]:
+    def taken(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(range(k)) for k in range(self.branches))
 
     def path(self, drafts: View, results: View) -> Array:
-        return _exact(self.steps, drafts, results)
+        return _exact(self.taken, drafts, results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +111,7 @@ class BranchLater(BranchExact):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree(_Verify):
+class Tree(Verify):
     """Self speculative decoding, SSD (Gao et al. 2025): drafts take the next steps, those of the surest candidates, in
     several orders, so that a step that comes a little earlier or later than foreseen is found as well.
 
@@ -127,7 +123,7 @@ class Tree(_Verify):
     Attributes:
         length: steps ahead. top: choices at each. most: canvases a forward, those of the fewest steps first.
 
-    >>> Tree(2, 2).steps
+    >>> Tree(2, 2).taken
     ((), (0,), (1,), (0, 1))
     """
 
@@ -141,11 +137,11 @@ class Tree(_Verify):
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
 
     @property
-    def steps(self) -> tuple[tuple[int, ...], ...]:
+    def taken(self) -> tuple[tuple[int, ...], ...]:
         return _orders(self.length, self.top)[:self.most]
 
     def path(self, drafts: View, results: View) -> Array:
-        return _exact(self.steps, drafts, results)
+        return _exact(self.taken, drafts, results)
 
 
 @functools.cache

@@ -9,25 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.diffusion.commits import current, number
-from decodax.diffusion.policies import Memory, Rule, Seen, View
-
-
-class _Region(Rule):
-    """A region that is final when nothing in it is open."""
-
-    def active(self, view: View, seen: Seen, memory: Memory) -> Array:
-        return view.masked
-
-    def finished(self, view: View, memory: Memory) -> Array:
-        left = jnp.maximum(jnp.minimum(view.start + view.positions.shape[1], view.end) - view.start, 0)
-        return jnp.where(view.masked.any(1), 0, left)
-
-    def last(self, start: Array, end: Array) -> Array:
-        return end
+from decodax.diffusion.policies import Memory, Seen, View, Windows
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(_Region):
+class Whole(Windows):
     """The whole text is one region of at most `size` positions; a longer one is filled region after region. None: as
     many as the front door's longest budget."""
 
@@ -67,7 +53,7 @@ class WholeBlocks(Whole):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed(_Region):
+class Fixed(Windows):
     """Blocks of `block` positions from left to right (semi-autoregressive). They are counted from the prompt's end, or
     with `aligned` from the beginning of the sequence, as block-causal models are trained."""
 
@@ -106,7 +92,7 @@ class SubBlocks(Fixed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Delimited(_Region):
+class Delimited(Windows):
     """Blocks that end with a delimiter (AdaBlock, Lu et al. 2025), as in the authors' code: in a block's first step the
     candidates of the next positions, `share` of the text's new ones, are searched for `delimiters`. The surest ends the
     block if its probability is at least `threshold`; else the block is `block` positions long.
@@ -167,7 +153,7 @@ class Delimited(_Region):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sliding(_Region):
+class Sliding(Windows):
     """The next `size` positions behind the last final one; what is decided without a gap is final (SDLM)."""
 
     size: int = 8

@@ -98,10 +98,10 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
     Raises:
         ValueError: the algorithm keeps no cache.
     """
-    if hasattr(alg, "guide"):       # a canvas has a rule of its own
+    if (own := alg.guide(model, params, policy, s, scale)) is not None:
         if negative is not None:
             raise ValueError("negative_prompts: a canvas is guided against masks in the prompt's place, without them")
-        return alg.guide(model, params, policy, s, scale)
+        return own
     if not alg.caches:
         raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
     first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may stand in it twice

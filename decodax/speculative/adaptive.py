@@ -22,16 +22,16 @@ from jax import Array, lax
 
 from decodax.cache import Window, take
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.speculative.algorithm import Speculative
-from decodax.speculative.controllers import Controller, Seen
-from decodax.speculative.source import Drawn, Stateless
+from decodax.speculative.controllers import Arms, Controller, Seen
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
 
 @dataclasses.dataclass(frozen=True)
-class Nothing(Stateless):
+class Nothing(Draft):
     """A draft of no tokens: the round is plain decoding."""
 
     length: ClassVar[int] = 0
@@ -62,7 +62,7 @@ EVERY = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive:
+class Adaptive(Algorithm):
     """Rounds of several kinds on one state.
 
     Attributes:
@@ -76,7 +76,6 @@ class Adaptive:
 
     arms: tuple[Speculative, ...]
     controller: Controller
-    caches = True
 
     def __post_init__(self) -> None:
         if not self.arms:
@@ -115,18 +114,27 @@ class Adaptive:
         """What the core runs: one algorithm an arm."""
         return tuple(_Arm(self, i) for i in range(len(self.arms)))
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The most drafts on a path, for each arm."""
-        return tuple(arm.emits - 1 for arm in self.arms)
+    @functools.cached_property
+    def known(self) -> Arms:
+        """What the controller knows of the arms."""
+        free = {self.arms[i].draft for i in self.free}
+        return Arms(lengths=tuple(arm.emits - 1 for arm in self.arms),
+                    families=tuple(self.drafts.index(arm.draft) for arm in self.arms),
+                    on_paper=tuple(arm.draft in free for arm in self.arms))
 
     def init(self, params: Params, s: State) -> Any:
         states = [next(arm for arm in self.arms if arm.draft == draft).drafter.init(self._own(params, draft), s)
                   for draft in self.drafts]
-        return self.controller.init(self, s.batch), tuple(states), tuple(self._papers(s.batch))
+        return self.controller.init(self.known, s.batch), tuple(states), tuple(self._papers(s.batch))
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        return self.controller.choose(self, s.algo[0], s)
+        return self.controller.choose(self.known, s.algo[0], s)
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        return self.variants[0].propose(params, policy, s)
+
+    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        return self.variants[0].decide(policy, s, window, out, algo)
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
@@ -134,10 +142,10 @@ class Adaptive:
     @functools.cached_property
     def free(self) -> tuple[int, ...]:
         """Arms whose drafts are tried on paper: the longest of each draft."""
-        if NOTHING not in self.arms or not hasattr(self.controller, "note"):
+        if NOTHING not in self.arms or not self.controller.notes:
             return ()
         longest = {arm.draft: i for i, arm in sorted(enumerate(self.arms), key=lambda x: x[1].emits)
-                   if getattr(arm.draft, "free", False)}
+                   if arm.draft.free}
         return tuple(longest.values())
 
     def _papers(self, batch: int) -> list[Paper]:
@@ -153,12 +161,11 @@ class Adaptive:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arm:
+class _Arm(Algorithm):
     """The rounds of one arm, told to all."""
 
     adaptive: Adaptive
     index: int
-    caches = True
 
     @property
     def arm(self) -> Speculative:
@@ -205,8 +212,8 @@ class _Arm:
             tried = paper.held & (paper.next < K) & s.running
             held = tried & (take(paper.tokens, jnp.minimum(paper.next, K - 1)[:, None])[:, 0] == d.tokens[:, 0])
             at = paper.next[:, None] == jnp.arange(self.emits - 1)
-            control = self.adaptive.controller.note(                                            # type: ignore[attr-defined]
-                self.adaptive, control, seen.replace(arm=jnp.asarray(index, jnp.int32), tried=tried[:, None] & at,
+            control = self.adaptive.controller.note(
+                self.adaptive.known, control, seen.replace(arm=jnp.asarray(index, jnp.int32), tried=tried[:, None] & at,
                                                      held=held[:, None] & at))
             renewed.append(paper.replace(next=paper.next + 1, held=held))
         return control, tuple(renewed)
@@ -222,8 +229,8 @@ class _Arm:
         spare = self.emits - d.tokens.shape[1]
         wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, spare))), (d.tokens, d.source))
         states = self.adaptive._tell(s, window, out, d, states)
-        control, papers = self._compare(self.adaptive.controller.update(self.adaptive, control, seen), papers, s, d,
-                                        seen)
+        control = self.adaptive.controller.update(self.adaptive.known, control, seen)
+        control, papers = self._compare(control, papers, s, d, seen)
         return d.replace(tokens=wide[0], source=wide[1], algo=(control, states, papers))
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 
 from decodax.cache import Window, take
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Draft, Grown, Shape, Source, Trimmed
+from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.speculative.grown import Grown, Trimmed
+from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Proposal, Tree, tree, window
 from decodax.speculative.verify import SeedExact, Verifier
 
 
 @dataclasses.dataclass(frozen=True)
-class Speculative:
+class Speculative(Algorithm):
     """Decoding with drafts from `draft`, accepted by `verify`.
 
     The guarantee is the verifier's: `SeedExact`, the default, gives the tokens of plain sampling with the same seed.
@@ -39,18 +40,17 @@ class Speculative:
     draft: Draft | Source
     verify: Verifier = SeedExact()
     shape: Shape | None = None
-    caches = True
 
     def __post_init__(self) -> None:
-        if self.shape is not None and hasattr(self.draft, "propose") and not getattr(self.shape, "is_chain", False):
+        if self.shape is not None and isinstance(self.draft, Draft) and not self.shape.is_chain:
             raise ValueError(f"shape: {type(self.draft).__name__} makes its own trees and takes at most a Chain, got "
                              f"{type(self.shape).__name__}")
 
     @property
     def drafter(self) -> Draft:
         """The draft, grown into trees if it is a `Source`."""
-        draft: Any = self.draft
-        if not hasattr(draft, "propose"):
+        draft = self.draft
+        if isinstance(draft, Source):
             return Grown(draft, self.shape)
         return draft if self.shape is None else Trimmed(draft, min(self.shape.length, draft.length))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,29 @@ from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.struct import Struct, struct
 
-if TYPE_CHECKING:
-    from decodax.speculative.adaptive import Adaptive
-
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arms:
+    """What a controller knows of the arms that it picks from.
+
+    Attributes:
+        lengths: the most drafts on a path of each.
+        families: a number for each; arms with the same draft have the same.
+        on_paper: for each, whether its drafts may be tried on paper, at no cost.
+    """
+
+    lengths: tuple[int, ...]
+    families: tuple[int, ...]
+    on_paper: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
 
 
 @struct
@@ -38,21 +58,31 @@ class Seen(Struct):
     held: Array
 
 
-class Controller(Protocol):
-    """A rule that picks arms: a frozen dataclass, static under jit.
+class Controller(abc.ABC):
+    """A rule that picks arms: derive a frozen dataclass from this, static under jit.
 
-    One that also has `note(of, state, seen)` is told of drafts that were tried on paper.
+    Attributes:
+        notes: it wants to be told of drafts that were tried on paper.
     """
 
-    def init(self, of: Adaptive, batch: int) -> Any:
+    notes: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def init(self, of: Arms, batch: int) -> Any:
         """Its state. Every leaf has an explicit dtype and a leading batch axis, since what a decoding state carries is
         selected, repeated and sharded by rows; `for_rows` gives what is the batch's that axis."""
 
-    def choose(self, of: Adaptive, state: Any, s: State) -> Array:
+    @abc.abstractmethod
+    def choose(self, of: Arms, state: Any, s: State) -> Array:
         """The next arm, `i32[]`."""
 
-    def update(self, of: Adaptive, state: Any, seen: Seen) -> Any:
+    @abc.abstractmethod
+    def update(self, of: Arms, state: Any, seen: Seen) -> Any:
         """After a round."""
+
+    def note(self, of: Arms, state: Any, seen: Seen) -> Any:
+        """After drafts were tried on paper."""
+        return state
 
 
 def for_rows(state: T, batch: int) -> T:
@@ -82,7 +112,7 @@ class Rates(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Automatic:
+class Automatic(Controller):
     """Picks the arm with which the batch is done first, from measured costs and the acceptance seen by row and depth.
 
     A row gains 1 + sum over k of the product of the first k acceptance rates a round from an arm of length K, and the
@@ -104,6 +134,8 @@ class Automatic:
         ValueError: a cost, memory, weight, share or patience that is not positive.
     """
 
+    notes: ClassVar[bool] = True
+
     costs: tuple[float, ...]
     memory: float = 32.0
     shared: float = 1.0
@@ -116,17 +148,17 @@ class Automatic:
             if value <= 0:
                 raise ValueError(f"{name}: got {value}, takes numbers above 0")
 
-    def init(self, of: Adaptive, batch: int) -> Rates:
-        if len(of.arms) != len(self.costs):
-            raise ValueError(f"costs: got {len(self.costs)} for {len(of.arms)} arms")
+    def init(self, of: Arms, batch: int) -> Rates:
+        if len(of) != len(self.costs):
+            raise ValueError(f"costs: got {len(self.costs)} for {len(of)} arms")
         # half an imagined draft, of which three quarters hold; of one that is tried on paper first, a fifth
-        tried = jnp.full((len(of.arms), of.emits - 1), 0.5, jnp.float32)
-        free = jnp.array(self._free(of))[:, None] & (jnp.arange(of.emits - 1) == 0)
+        tried = jnp.full((len(of), of.longest), 0.5, jnp.float32)
+        free = jnp.array(of.on_paper)[:, None] & (jnp.arange(of.longest) == 0)
         zero = jnp.zeros((), jnp.int32)
         return for_rows(Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), wait=zero, probes=zero), batch)
 
-    def choose(self, of: Adaptive, state: Rates, s: State) -> Array:
-        arms, lengths = jnp.arange(len(of.arms)), jnp.array(of.lengths)
+    def choose(self, of: Arms, state: Rates, s: State) -> Array:
+        arms, lengths = jnp.arange(len(of)), jnp.array(of.lengths)
         sum_of = lambda x: jnp.where(s.running[:, None, None], x, 0).sum(0)
         everywhere = sum_of(state.held) / jnp.maximum(sum_of(state.tried), 1e-6)
         rate = (state.held + self.shared * everywhere) / (state.tried + self.shared)
@@ -135,12 +167,12 @@ class Automatic:
         left = jnp.where(s.running, s.max_length - s.length, 0)
         time = (left[:, None] / tokens).max(0) * jnp.array(self.costs, jnp.float32)
         best = jnp.argmin(time)
-        costly = (lengths > 0) & ~jnp.array(self._free(of))
+        costly = (lengths > 0) & ~jnp.array(of.on_paper)
         wait, probes = of_batch((state.wait, state.probes))
         probe = (lengths[best] == 0) & (wait <= 0) & (probes > 0) & costly.any()
         return jnp.where(probe, jnp.argmin(jnp.where(costly, time, jnp.inf)), best).astype(jnp.int32)
 
-    def update(self, of: Adaptive, state: Rates, seen: Seen) -> Rates:
+    def update(self, of: Arms, state: Rates, seen: Seen) -> Rates:
         lengths, costs = jnp.array(of.lengths), jnp.array(self.costs, jnp.float32)
         plain = jnp.where(lengths == 0, costs, jnp.inf).min()
         extra = jnp.where(jnp.isfinite(plain), jnp.maximum(costs[seen.arm] / plain - 1, 0), 0)
@@ -151,17 +183,13 @@ class Automatic:
         state = state.replace(wait=jnp.where(drafted, wait, state.wait - 1), probes=jnp.maximum(probes, drafted))
         return self.note(of, state, seen)
 
-    def note(self, of: Adaptive, state: Rates, seen: Seen) -> Rates:
+    def note(self, of: Arms, state: Rates, seen: Seen) -> Rates:
         """Adds what was seen of an arm's drafts to the rates of all arms with the same draft."""
-        family = jnp.array([of.drafts.index(arm.draft) for arm in of.arms])
+        family = jnp.array(of.families)
         same = (family == family[seen.arm])[:, None] & seen.tried[:, None, :]
         fade = jnp.where(same, jnp.exp(-1 / self.memory), 1.0)
         return state.replace(tried=state.tried * fade + same,
                              held=state.held * fade + (same & seen.held[:, None, :]))
-
-    def _free(self, of: Adaptive) -> list[bool]:
-        return [arm.draft in [of.arms[i].draft for i in of.free] for arm in of.arms]
-
 
 @struct
 class Pulls(Struct):
@@ -175,7 +203,7 @@ class Pulls(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bandit:
+class Bandit(Controller):
     """BanditSpec (Hou et al. 2025): an arm is a speculative configuration, the reward of a pull the tokens that a row
     gains by a round, scaled to [0, 1] by the longest arm.
 
@@ -205,13 +233,13 @@ class Bandit:
         if self.costs is not None and min(self.costs, default=0) <= 0:
             raise ValueError(f"costs: got {self.costs}, takes numbers above 0")
 
-    def init(self, of: Adaptive, batch: int) -> Pulls:
-        if self.costs is not None and len(self.costs) != len(of.arms):
-            raise ValueError(f"costs: got {len(self.costs)} for {len(of.arms)} arms")
-        zero = lambda: jnp.zeros(len(of.arms), jnp.float32)
+    def init(self, of: Arms, batch: int) -> Pulls:
+        if self.costs is not None and len(self.costs) != len(of):
+            raise ValueError(f"costs: got {len(self.costs)} for {len(of)} arms")
+        zero = lambda: jnp.zeros(len(of), jnp.float32)
         return for_rows(Pulls(count=zero(), reward=zero(), weight=zero(), round=jnp.zeros((), jnp.int32)), batch)
 
-    def choose(self, of: Adaptive, state: Pulls, s: State) -> Array:
+    def choose(self, of: Arms, state: Pulls, s: State) -> Array:
         state = of_batch(state)
         if self.rule == "exp3":
             # a coin of the first running row's: the choice changes speed only
@@ -221,13 +249,13 @@ class Bandit:
         bonus = jnp.sqrt(self.explore * jnp.log(jnp.maximum(state.round, 1)) / pulls)
         return jnp.argmax(jnp.where(state.count == 0, jnp.inf, state.reward / pulls + bonus)).astype(jnp.int32)
 
-    def update(self, of: Adaptive, state: Pulls, seen: Seen) -> Pulls:
+    def update(self, of: Arms, state: Pulls, seen: Seen) -> Pulls:
         state, rows = of_batch(state), seen.running
-        costs = jnp.array(self.costs or (1.0,) * len(of.arms), jnp.float32)
-        best = max(n / c for n, c in zip((k + 1 for k in of.lengths), self.costs or (1.0,) * len(of.arms), strict=True))
+        costs = jnp.array(self.costs or (1.0,) * len(of), jnp.float32)
+        best = max(n / c for n, c in zip((k + 1 for k in of.lengths), self.costs or (1.0,) * len(of), strict=True))
         tokens = jnp.where(rows, seen.tokens, 0).sum() / jnp.maximum(rows.sum(), 1)
         reward = tokens / costs[seen.arm] / best
-        mine = jnp.arange(len(of.arms)) == seen.arm
+        mine = jnp.arange(len(of)) == seen.arm
         weight = state.weight + jnp.where(mine, self.rate * reward / self._chances(state), 0)
         return for_rows(Pulls(count=state.count + mine, reward=state.reward + mine * reward, round=state.round + 1,
                               weight=weight - weight.max()), len(rows))
@@ -245,7 +273,7 @@ class Common(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bass:
+class Bass(Controller):
     """One draft length for the batch (BASS, Qian et al. 2024): if some row accepts all of it, it grows by `grow`; else
     it shrinks by a `shrink`-th and, if it shrank the round before, one more, never below what the best row accepted.
     The longest arm that is not longer is taken. The numbers are the paper's.
@@ -263,18 +291,18 @@ class Bass:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
 
-    def init(self, of: Adaptive, batch: int) -> Common:
-        return Common(length=jnp.full(batch, min(self.start, max(of.lengths)), jnp.int32),
+    def init(self, of: Arms, batch: int) -> Common:
+        return Common(length=jnp.full(batch, min(self.start, of.longest), jnp.int32),
                       cut=jnp.zeros(batch, jnp.int32))
 
-    def choose(self, of: Adaptive, state: Common, s: State) -> Array:
+    def choose(self, of: Arms, state: Common, s: State) -> Array:
         lengths = jnp.array(of.lengths)
         fits = jnp.where(lengths <= of_batch(state).length, lengths, -1)
         return jnp.where(fits.max() >= 0, jnp.argmax(fits), jnp.argmin(lengths)).astype(jnp.int32)
 
-    def update(self, of: Adaptive, state: Common, seen: Seen) -> Common:
+    def update(self, of: Arms, state: Common, seen: Seen) -> Common:
         drafted = jnp.array(of.lengths)[seen.arm]
-        grown = jnp.minimum(state.length + self.grow, max(of.lengths))
+        grown = jnp.minimum(state.length + self.grow, of.longest)
         cut = state.length - -(-state.length // self.shrink) - state.cut
         most = jnp.where(seen.running, seen.accepted, 0).max()
         whole = most >= drafted

@@ -12,18 +12,17 @@ import numpy as np
 from decodax.cache import Window
 from decodax.core import drivers
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.policy import build
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.shapes import Fixed, from_acceptance
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted:
+class Counted(Algorithm):
     """`of`, with a count of how often each draft position is accepted: `i32[B, N]` beside its own state."""
 
     of: Speculative
-    caches = True
 
     @property
     def emits(self) -> int:
@@ -61,8 +60,7 @@ def tree_of(algorithm: Speculative) -> Fixed:
     Raises:
         ValueError: its trees are not fixed.
     """
-    drafter: Any = algorithm.drafter
-    tree = getattr(drafter, "form", getattr(drafter, "tree", None))
+    tree = algorithm.drafter.form
     if not isinstance(tree, Fixed):
         raise ValueError(f"algorithm: {type(algorithm.draft).__name__} with shape={algorithm.shape!r} does not draft a "
                          "Fixed tree")

@@ -26,7 +26,7 @@ from decodax.speculative.algorithm import Speculative
 from decodax.speculative.fit import continued
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.shapes.threshold import entropy
-from decodax.speculative.source import Drawn, Grower, fitted
+from decodax.speculative.source import Draft, Drawn, Grower, fitted
 from decodax.speculative.tree import Proposal
 from decodax.speculative.verify import SeedExact
 from decodax.struct import Struct, struct
@@ -73,7 +73,7 @@ class Examples(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched:
+class Watched(Draft):
     """Chains of `length` from a source, with a note of what was drafted and how much of it held in `rounds` rounds."""
 
     source: Any

@@ -6,9 +6,10 @@ A `Source` gives the distribution of what follows any node of a tree; a `Shape` 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,76 +25,87 @@ from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, static, struct
 
 
-class Draft(Protocol):
-    """A maker of chains or trees: a frozen dataclass, static under jit."""
+class Drafter:
+    """What drafts and sources share, with defaults for one that has no weights and carries nothing.
 
-    @property
-    def length(self) -> int:
-        """`K`, the most drafts on one path."""
+    Attributes:
+        free: reads its drafts off the text, at no cost to speak of: they may be tried on paper (see `Adaptive`).
+    """
+
+    free: ClassVar[bool] = False
 
     @property
     def weights(self) -> Any:
         """Weights that it was made with, a pytree: what becomes `Params.draft`."""
+        return None
 
-    def bare(self) -> Any:
-        """The draft without its weights."""
+    def bare(self) -> Self:
+        """The drafter without its weights."""
+        return self
+
+    def for_vocabulary(self, size: int) -> Self:
+        """The drafter for a target whose logits have `size` entries, if its own may have another number."""
+        return self
 
     def init(self, params: Params, s: State) -> Any:
-        """Its state for a prompt; every leaf with an explicit dtype."""
-
-    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        """What may follow each row's newest token. Deterministic drafts need not look at `drawn`."""
+        """Its state for a prompt; every leaf with an explicit dtype and a leading batch axis."""
+        return None
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         """Learns from a scored window and what was decided of it (None: a prefill chunk), whoever proposed it."""
+        return state
 
 
-class Source(Protocol):
-    """A next-token distribution at any node of a draft tree: a frozen dataclass, static under jit.
+class Draft(Drafter, abc.ABC):
+    """A source of drafts that makes its own chains or trees: derive a frozen dataclass from this, static under jit.
 
-    `weights`, `bare`, `init` and `observe` are those of `Draft`; `observe` sees the state that `extend` left.
+    Attributes:
+        length: `K`, the most drafts on one path.
+    """
 
-    A source that runs the target's own first layers may also have `begin(params, s, state, proposal, slots)`, which
-    gives the target what it has of the forward over the newest token and the drafts (`Begun`), or None; `slots` as in
-    `place`. One whose logits may have another number of entries than the target's has `for_vocabulary(size)`, which
-    gives the source with logits of so many.
+    if TYPE_CHECKING:       # a dataclass would take a property here for the default of its field
+
+        @property
+        def length(self) -> int: ...
+
+    @property
+    def form(self) -> Shape | None:
+        """The shape of the trees that it drafts; None where what is drafted decides it."""
+        return None
+
+    @abc.abstractmethod
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        """What may follow each row's newest token. Deterministic drafts need not look at `drawn`."""
+
+
+class Source(Drafter, abc.ABC):
+    """A next-token distribution at any node of a draft tree: derive a frozen dataclass from this, static under jit.
+
+    A `Shape` grows the tree. `observe` sees the state that `extend` left.
     """
 
     @property
-    def weights(self) -> Any: ...
-    def bare(self) -> Any: ...
-    def init(self, params: Params, s: State) -> Any: ...
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any: ...
+    def shape(self) -> Shape | None:
+        """How its tree grows unless another shape is asked for; None: as a chain."""
+        return None
 
+    @abc.abstractmethod
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Array]:
         """The state with room for so many tree nodes, and the logits `f32[B, 1, V]` after the newest token."""
 
+    @abc.abstractmethod
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Array]:
         """Logits `f32[B, w, V]` after the nodes of a level."""
 
     def place(self, state: Any, slots: Array) -> Any:
-        """Told where the tree nodes that it expanded stand in the window: `slots` `i32[B or 1, room]`, -1 nowhere; a
-        NumPy array where the topology is fixed."""
-
-
-class Stateless:
-    """What a draft or source without weights and state inherits."""
-
-    @property
-    def weights(self) -> Any:
-        return None
-
-    def bare(self) -> Any:
-        return self
-
-    def init(self, params: Params, s: State) -> Any:
-        return None
-
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        """The state, after it has been told where the tree nodes that it expanded stand in the window: `slots` `i32[B
+        or 1, room]`, -1 nowhere; a NumPy array where the topology is fixed."""
         return state
 
-    def place(self, state: Any, slots: Array) -> Any:
-        return state
+    def begin(self, params: Params, s: State, state: Any, proposal: Proposal, slots: Array) -> Any:
+        """Of sources that run the target's own first layers: what the target may take over of the forward over the
+        newest token and the drafts (`Begun`), or None; `slots` as in `place`."""
+        return None
 
 
 PLACES, RANKS = 1 << 16, 1 << 8
@@ -304,84 +316,28 @@ def likeliest(log_p: Array, count: int) -> Array:
 
 
 def fitted(source: Any, size: int | None) -> Any:
-    """A source with logits of `size` entries, the target's; None: whatever it has."""
-    fit = getattr(source, "for_vocabulary", None)
-    return source if fit is None or size is None else fit(size)
+    """A drafter for logits of `size` entries, the target's; None: whatever it has."""
+    return source if size is None else source.for_vocabulary(size)
 
 
-class Shape(Protocol):
-    """How a tree grows: a frozen dataclass, static under jit."""
+class Shape(abc.ABC):
+    """How a tree grows: derive a frozen dataclass from this, static under jit.
+
+    Attributes:
+        length: the most drafts on one path.
+    """
+
+    if TYPE_CHECKING:       # as in `Draft`
+
+        @property
+        def length(self) -> int: ...
 
     @property
-    def length(self) -> int:
-        """The most drafts on one path."""
+    def is_chain(self) -> bool:
+        """Whether it is a chain of a fixed length."""
+        return False
 
+    @abc.abstractmethod
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         """A tree from the source's state: the proposal, the source's state after it, and for each node that was
         expanded its window node (`i32[B or 1, room]`, -1 where it was left out)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Grown:
-    """A `Source` grown into trees by a `Shape`."""
-
-    source: Any
-    shape: Shape | None = None
-
-    @property
-    def form(self) -> Shape:
-        from decodax.speculative.shapes import Chain  # a shape builds on this module
-        return self.shape or getattr(self.source, "shape", None) or Chain()
-
-    @property
-    def length(self) -> int:
-        return self.form.length
-
-    @property
-    def weights(self) -> Any:
-        return self.source.weights
-
-    def bare(self) -> Grown:
-        return dataclasses.replace(self, source=self.source.bare())
-
-    def init(self, params: Params, s: State) -> Any:
-        return self.source.init(params, s)
-
-    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        source = fitted(self.source, policy.vocab_size)
-        proposal, state, nodes = self.form.grow(Grower(source, params, policy, s, drawn), state)
-        if begin := getattr(self.source, "begin", None):
-            proposal = proposal.replace(begun=begin(params, s, state, proposal, nodes))
-        return proposal, self.source.place(state, nodes)
-
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return self.source.observe(s, window, out, decision, state)
-
-
-@dataclasses.dataclass(frozen=True)
-class Trimmed:
-    """The first `length` drafts of a chain."""
-
-    draft: Any
-    length: int
-
-    @property
-    def weights(self) -> Any:
-        return self.draft.weights
-
-    def bare(self) -> Trimmed:
-        return dataclasses.replace(self, draft=self.draft.bare())
-
-    def init(self, params: Params, s: State) -> Any:
-        return self.draft.init(params, s)
-
-    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        p, state = self.draft.propose(params, policy, s, state, drawn)
-        if p.parents is not None or p.probes is not None:
-            raise ValueError(f"shape: {type(self.draft).__name__} proposes trees or probes, which a chain cannot cut")
-        log_q = None if p.log_q is None else p.log_q[:, :self.length]
-        tokens, live = p.tokens[:, :self.length], p.live[:, :self.length]
-        return Proposal(tokens=tokens, live=live, log_q=log_q, match=p.match), state
-
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return self.draft.observe(s, window, out, decision, state)

@@ -20,7 +20,7 @@ import pytest
 from decodax.core.types import Params
 from decodax.policy import build
 from decodax.speculative import shapes
-from decodax.speculative.source import Grower, Level, Stateless
+from decodax.speculative.source import Grower, Level, Source
 from decodax.struct import struct
 from tests.speculative.drafting import Rows, paths, rows
 
@@ -28,7 +28,7 @@ FILES = {f.stem: json.loads(f.read_text()) for f in sorted((Path(__file__).paren
 
 
 @dataclasses.dataclass(frozen=True)
-class Table(Stateless):
+class Table(Source):
     """A draft whose logits depend on a node's depth and token: `logits[depth, token]`."""
 
     seed: int

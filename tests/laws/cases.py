@@ -21,7 +21,7 @@ from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.speculative import Proposal, Rejection, Speculative, chain
 from decodax.speculative.drafts import PromptLookup
-from decodax.speculative.source import Stateless
+from decodax.speculative.source import Draft, Source
 from tests.laws.toy import Toy
 
 VOCABULARY = 16
@@ -118,7 +118,7 @@ def texts(s: State) -> list[list[int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled(Stateless):
+class Sampled(Draft):
     """A draft that draws from a distribution of its own, which depends on the newest token, and reports it."""
 
     length: int = 3
@@ -137,7 +137,7 @@ class Sampled(Stateless):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted(Stateless):
+class Scripted(Draft):
     """A draft that knows the text (a tuple of rows of token ids): what it proposes is always right."""
 
     script: tuple[tuple[int, ...], ...]
@@ -151,7 +151,7 @@ class Scripted(Stateless):
 
 
 @dataclasses.dataclass(frozen=True)
-class Table(Stateless):
+class Table(Source):
     """A source whose distribution depends on the last token alone."""
 
     spread: float = 1.5

@@ -16,7 +16,7 @@ from decodax import diffusion
 from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.core import drivers
-from decodax.core.state import init_state
+from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.models.config import llama

@@ -19,7 +19,7 @@ from decodax.policy import build
 from decodax.speculative import Proposal, Speculative
 from decodax.speculative.drafts import SJD, NGramModel, PromptLookup, Stand
 from decodax.speculative.shapes import Chain, Fixed
-from decodax.speculative.source import Stateless
+from decodax.speculative.source import Draft
 from decodax.speculative.verify import Block, KSeq, MultiRound, Rejection
 from tests.laws.cases import VOCABULARY, Sampled, Table, decode, model
 
@@ -39,7 +39,7 @@ TREE = Fixed.of([[0], [1], [2], [0, 0], [0, 1]])
 
 
 @dataclasses.dataclass(frozen=True)
-class Likeliest(Stateless):
+class Likeliest(Draft):
     """A tree of the likeliest tokens after each node: drafts that are certain."""
 
     length: int = 2

@@ -25,7 +25,7 @@ def lookups(*lengths):
 def of(controller, costly=False):
     """The same arms, whose drafts may be tried on paper or not."""
     source = drafts.Jacobi(4) if costly else drafts.PromptLookup(4)
-    return Adaptive((NOTHING, *(Speculative(source, shape=shapes.Chain(k)) for k in (2, 4))), controller)
+    return Adaptive((NOTHING, *(Speculative(source, shape=shapes.Chain(k)) for k in (2, 4))), controller).known
 
 
 def seen(arm, tried, held):

@@ -30,7 +30,7 @@ from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.text import FromText
-from decodax.speculative.source import Drawn
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -86,7 +86,7 @@ class Trigrams(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class ADED(FromText):
+class ADED(FromText, Draft):
     """Drafts a tree of up to `nodes` tokens, up to `depth` deep. With `SeedExact` the output is plain decoding's.
 
     Attributes:

@@ -11,12 +11,12 @@ from jax import Array
 
 from decodax.core.state import State
 from decodax.core.types import Params
-from decodax.speculative.source import Drawn, Stateless
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 
 
 @dataclasses.dataclass(frozen=True)
-class UserDraft(Stateless):
+class UserDraft(Draft):
     """Drafts what `fn` returns. With `SeedExact` the output is plain decoding's, whatever that is.
 
     Attributes:

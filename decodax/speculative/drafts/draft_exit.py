@@ -24,7 +24,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.shapes.threshold import chances, check_chance, grow_chain, probability
-from decodax.speculative.source import Grower, Level, fitted
+from decodax.speculative.source import Draft, Grower, Level, Shape, Source, fitted
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -45,7 +45,7 @@ class Exit(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftExit:
+class DraftExit(Source):
     """A `Source` with drafts of `source`, whose shape is a chain that ends by the threshold.
 
     Attributes:
@@ -68,7 +68,7 @@ class DraftExit:
         at_least(length=self.length)
         for name in ("gamma", "alpha", "epsilon", "beta1", "beta2"):
             check_chance(name, getattr(self, name))
-        if hasattr(self.source, "propose"):
+        if isinstance(self.source, Draft):
             raise ValueError(f"source: {type(self.source).__name__} makes its own trees, takes a Source")
 
     @property
@@ -117,7 +117,7 @@ class DraftExit:
 
 
 @dataclasses.dataclass(frozen=True)
-class DoubtfulEnd:
+class DoubtfulEnd(Shape):
     """A chain of at most `length` that ends after a draft less likely than the source's `gamma`."""
 
     length: int

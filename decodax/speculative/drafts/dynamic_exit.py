@@ -45,7 +45,7 @@ from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import first_argmax
 from decodax.speculative.drafts.layer_skip import OwnLayers, depth, network_of
 from decodax.speculative.shapes.threshold import grow_chain
-from decodax.speculative.source import Grower
+from decodax.speculative.source import Grower, Shape
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -164,7 +164,7 @@ def tokens_per_layer(acceptance: Array, exits: Array, layers: int, most: int) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class ChosenLength:
+class ChosenLength(Shape):
     """A chain as long as each row's source says (`state.length`), at most `length`, that ends early after a draft less
     likely than the source says (`state.least`)."""
 

@@ -17,7 +17,8 @@ from jax import Array
 from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Drawn, Grown
+from decodax.speculative.grown import Grown
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -32,7 +33,7 @@ class Both(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fallback:
+class Fallback(Draft):
     """Chains of `first` where its match is at least `at_least` tokens long, else what `second` drafts.
 
     Attributes:
@@ -56,7 +57,7 @@ class Fallback:
     @property
     def other(self) -> Any:
         """The second as a `Draft`."""
-        return self.second if hasattr(self.second, "propose") else Grown(self.second, self.shape)
+        return self.second if isinstance(self.second, Draft) else Grown(self.second, self.shape)
 
     @property
     def length(self) -> int:

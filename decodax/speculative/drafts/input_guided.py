@@ -17,7 +17,7 @@ from jax import Array, lax
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Drawn, Stateless
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 
@@ -36,7 +36,7 @@ class Copying(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class InputGuided(Stateless):
+class InputGuided(Draft):
     """Drafts up to `length` tokens of the input. With `SeedExact` the output is plain decoding's.
 
     Attributes:

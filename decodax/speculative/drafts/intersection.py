@@ -27,7 +27,7 @@ from decodax.core.state import State, Status
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.model import Drafting, DraftModel
 from decodax.speculative.drafts.realigned import WIDTH, prefix, room_for, with_tokenizer
-from decodax.speculative.source import Level
+from decodax.speculative.source import Level, Source
 from decodax.speculative.vocabulary import Merges, append
 from decodax.struct import Struct, static, struct
 
@@ -69,7 +69,7 @@ class Mapped(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Intersection:
+class Intersection(Source):
     """A `Source`: a draft model on the tokens that it has in common with the target; `Intersection.of` makes one.
 
     Attributes:

@@ -28,7 +28,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Drawn, Stateless
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 
@@ -46,7 +46,7 @@ class Guesses(Struct):
     policy: Any = None
 
 
-class Iterated(Stateless):
+class Iterated(Draft):
     """A window of guesses under Jacobi iteration; what inherits says how long it is now. The drafts are a chain."""
 
     length: int

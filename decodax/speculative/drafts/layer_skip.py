@@ -25,6 +25,7 @@ verification is whole.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,11 +35,13 @@ from jax import Array, lax
 from decodax.cache import Begun, Scratch, Window, causal
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.models.decoder import Keep
 from decodax.policy.guidance import GuidedCache
-from decodax.speculative.source import Level, Stateless
+from decodax.speculative.source import Level, Source
 from decodax.speculative.tree import Proposal, tree
 from decodax.struct import Struct, struct
+
+Keep = Sequence[tuple[bool, bool]] | Array
+"""Which halves of each layer run, attention and MLP, static; or which layers each row runs, `bool[B, L]`, traced."""
 
 
 @struct
@@ -51,7 +54,7 @@ class Shared(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSkip(Stateless):
+class LayerSkip(Source):
     """Drafts from the target without some of its layers.
 
     Attributes:
@@ -132,7 +135,7 @@ class LayerSkip(Stateless):
         return None
 
 
-class OwnLayers(Stateless):
+class OwnLayers(Source):
     """What the sources share that choose which layers of the target draft: their states have a `scratch` of the round's
     nodes, None between rounds."""
 

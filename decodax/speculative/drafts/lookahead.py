@@ -39,7 +39,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import first_argmax
 from decodax.speculative.drafts.jacobi import filling
-from decodax.speculative.source import Drawn, Stateless
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Probes, Proposal
 from decodax.struct import Struct, struct
 
@@ -59,7 +59,7 @@ class Ahead(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookahead(Stateless):
+class Lookahead(Draft):
     """Lookahead decoding; a forward has `1 + G (N - 1) + W (N - 1) - 1` nodes.
 
     Attributes:

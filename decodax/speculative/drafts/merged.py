@@ -21,12 +21,12 @@ from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.shapes.fixed import Chain, Fixed
-from decodax.speculative.source import Drawn, Grower, fitted
+from decodax.speculative.source import Draft, Drawn, Grower, fitted
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
+class Merged(Draft):
     """The merged trees of several sources.
 
     Attributes:
@@ -43,7 +43,7 @@ class Merged:
     def __post_init__(self) -> None:
         if len(self.sources) < 2:
             raise ValueError(f"sources: got {len(self.sources)}, takes two or more")
-        if own := [type(x).__name__ for x in self.sources if hasattr(x, "propose")]:
+        if own := [type(x).__name__ for x in self.sources if isinstance(x, Draft)]:
             raise ValueError(f"sources: {own[0]} makes its own trees, takes Sources")
 
     @property

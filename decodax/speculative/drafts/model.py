@@ -17,7 +17,7 @@ from decodax.cache import Cache, Scratch, Window, causal
 from decodax.core.mesh import constrain, heads
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params
-from decodax.speculative.source import Level
+from decodax.speculative.source import Level, Source
 from decodax.struct import Struct, struct
 
 
@@ -32,7 +32,7 @@ class Drafting(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel:
+class DraftModel(Source):
     """Drafts from `model`, a `Model` or what `decodax.load` gave.
 
     Attributes:

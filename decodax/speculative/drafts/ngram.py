@@ -24,13 +24,13 @@ from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.text import FromText, best_places, matched, tail
-from decodax.speculative.source import Drawn, Level
+from decodax.speculative.source import Draft, Drawn, Level, Source
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram(FromText):
+class NGram(FromText, Draft):
     """Drafts a chain of up to `length` tokens. With `SeedExact` the output is plain decoding's.
 
     Attributes:
@@ -89,7 +89,7 @@ class Paths(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class NGramModel(FromText):
+class NGramModel(FromText, Source):
     """A smoothed n-gram model of the text so far: a `Source`, for any shape and any verifier.
 
     Attributes:

@@ -29,14 +29,14 @@ from jax import Array
 
 from decodax.core.state import State
 from decodax.core.types import Params
-from decodax.speculative.source import Drawn, Stateless
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 
 Pick = Literal["latest", "first", "whole"]
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup(Stateless):
+class PromptLookup(Draft):
     """Drafts `length` tokens from the text itself. Costs a few passes over the token buffer and no model.
 
     Attributes:

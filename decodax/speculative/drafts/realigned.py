@@ -34,7 +34,7 @@ from decodax.core.types import Decision, Out, Params
 from decodax.pallas_kernels.window_attention.reference import BLOCK
 from decodax.policy.base import Policy, Temperature
 from decodax.speculative.drafts.model import catch_up
-from decodax.speculative.source import Drawn
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.speculative.vocabulary import Vocabulary, append
 from decodax.struct import Struct, struct
@@ -79,7 +79,7 @@ class Reading(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Realigned:
+class Realigned(Draft):
     """A chain of up to `length` target tokens from `steps` tokens of a draft model; `Realigned.of` makes one.
 
     Attributes:

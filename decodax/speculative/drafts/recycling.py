@@ -25,7 +25,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.shapes.fixed import Fixed
 from decodax.speculative.shapes.published import RECYCLING_80
-from decodax.speculative.source import Drawn
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal
 
 RANKS = (0.52, 0.18, 0.09, 0.06, 0.05, 0.04, 0.03, 0.03)
@@ -58,7 +58,7 @@ SMALL_TREE = template(15)
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenRecycling:
+class TokenRecycling(Draft):
     """Drafts a tree from what the target thought likely before. With `SeedExact` the output is plain decoding's.
 
     Attributes:
@@ -85,6 +85,10 @@ class TokenRecycling:
             raise ValueError(f"rows: got {self.rows}, takes at least 1")
         if self.warm is not None and self.warm.shape != (self.rows, 1 + self.k):
             raise ValueError(f"warm: got an array of shape {self.warm.shape}, takes {(self.rows, 1 + self.k)}")
+
+    @property
+    def form(self) -> Fixed:
+        return self.tree
 
     @property
     def length(self) -> int:

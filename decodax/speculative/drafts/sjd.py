@@ -29,7 +29,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import draw
 from decodax.speculative.drafts.jacobi import Fill, behind, check_fill, filling
-from decodax.speculative.source import Drawn, Stateless
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 
@@ -49,7 +49,7 @@ class Conditionals(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class SJD(Stateless):
+class SJD(Draft):
     """A window of `length` draws from the target's own last conditionals.
 
     Attributes:

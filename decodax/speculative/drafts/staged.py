@@ -24,7 +24,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.model import DraftModel
 from decodax.speculative.shapes.layers import at_least
-from decodax.speculative.source import Children, Drawn, Grower, Growth
+from decodax.speculative.source import Children, Draft, Drawn, Grower, Growth
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -56,7 +56,7 @@ class Trunk(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class Staged(Draft):
     """Trees of `nodes` drafts whose trunk `draft` decodes with guesses of `inner`.
 
     Attributes:

@@ -44,7 +44,7 @@ from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.ngram import Paths
 from decodax.speculative.drafts.text import best_places, known, matched
 from decodax.speculative.shapes.fixed import Fixed
-from decodax.speculative.source import Level, Shape, Stateless
+from decodax.speculative.source import Level, Shape, Source
 from decodax.struct import Struct, struct
 
 TREE = Fixed.of([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0],
@@ -83,7 +83,7 @@ class Seen(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stand(Stateless):
+class Stand(Source):
     """A `Source` whose distributions are averages of the target's own after the same tokens.
 
     Attributes:

@@ -32,12 +32,12 @@ from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.text import FromText, known
-from decodax.speculative.source import Drawn
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 
 
 @dataclasses.dataclass(frozen=True)
-class SuffixAutomaton(FromText):
+class SuffixAutomaton(FromText, Draft):
     """Drafts up to `length` tokens. With `SeedExact` the output is plain decoding's.
 
     Attributes:

@@ -38,12 +38,12 @@ from decodax.speculative.drafts.text import (
     shared,
     tail,
 )
-from decodax.speculative.source import Drawn
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class SuffixTree(FromText):
+class SuffixTree(FromText, Draft):
     """Drafts a tree of up to `nodes` tokens, up to `branch` deep. With `SeedExact` the output is plain decoding's.
 
     Attributes:

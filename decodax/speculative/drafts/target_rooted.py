@@ -24,7 +24,7 @@ from jax import Array, lax
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Level, fitted
+from decodax.speculative.source import Draft, Level, Source, fitted
 from decodax.struct import Struct, struct
 
 
@@ -43,7 +43,7 @@ class Rooted(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetRooted:
+class TargetRooted(Source):
     """A `Source` that begins with the target's last distribution and goes on with `source`.
 
     Attributes:
@@ -61,7 +61,7 @@ class TargetRooted:
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ValueError(f"keep: got {self.keep}, takes at least 1")
-        if hasattr(self.source, "propose"):
+        if isinstance(self.source, Draft):
             raise ValueError(f"source: {type(self.source).__name__} makes its own trees, takes a Source")
 
     @property

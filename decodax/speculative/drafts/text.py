@@ -17,14 +17,14 @@ from jax import Array, lax
 from decodax.cache import take
 from decodax.core.state import State
 from decodax.core.types import Params
-from decodax.speculative.source import Stateless
+from decodax.speculative.source import Drafter
 from decodax.speculative.tree import Proposal
 
 Corpus = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class FromText(Stateless):
+class FromText(Drafter):
     """What drafts from text inherit: no state, and a corpus that lies before each row's own text.
 
     Attributes:

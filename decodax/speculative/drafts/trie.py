@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from decodax.core.state import State
 from decodax.core.types import Params
 from decodax.speculative.drafts.text import FromText, best_places, following, matched, prefix_tree, shared, tail
-from decodax.speculative.source import Drawn
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class Trie(FromText):
+class Trie(FromText, Draft):
     """Drafts a tree of up to `nodes` tokens, up to `branch` deep. With `SeedExact` the output is plain decoding's.
 
     Attributes:

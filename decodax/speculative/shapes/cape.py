@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.speculative.shapes.layers import at_least
-from decodax.speculative.source import Children, Grower, Growth
+from decodax.speculative.source import Children, Grower, Growth, Shape
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class CaPE:
+class CaPE(Shape):
     """A chain of `length` drafts, widened by confidence.
 
     Attributes:

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.speculative.shapes.layers import at_least, drawn_from, grow_layers, left_before
-from decodax.speculative.source import Children, Grower, Growth
+from decodax.speculative.source import Children, Grower, Growth, Shape
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class DySpec:
+class DySpec(Shape):
     """At most `nodes` drafts, each drawn where a draw was worth most. For `SeedExact` and `MultiRound()`.
 
     Attributes:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.speculative.shapes.layers import at_least, grow_layers
-from decodax.speculative.source import Children, Grower, Growth
+from decodax.speculative.source import Children, Grower, Growth, Shape
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class ConfidenceTree:
+class ConfidenceTree(Shape):
     """The `nodes` most confident drafts, at most `length` deep; the paper's are 60, 6 deep, for a 7B target.
 
     Children are the likeliest at temperature 1 and never draws: a draw that is kept for its own probability is no draw

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.speculative.source import Grower
+from decodax.speculative.source import Grower, Shape
 from decodax.speculative.tree import Proposal
 
 Path = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
+class Fixed(Shape):
     """A tree whose nodes are `paths`: `(0,)` is the likeliest first token, `(0, 2)` the third likeliest after it.
 
     Args:

@@ -15,12 +15,12 @@ from jax import Array
 
 from decodax.speculative.shapes.eagle2 import confidence
 from decodax.speculative.shapes.layers import at_least, grow_layers
-from decodax.speculative.source import Grower
+from decodax.speculative.source import Grower, Shape
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class OptTree:
+class OptTree(Shape):
     """The `nodes` drafts of greatest expected acceptance. Rows stop growing one by one.
 
     Children are chosen as in `ConfidenceTree`: likeliest first, deterministic.

@@ -22,12 +22,12 @@ from jax import Array
 
 from decodax.speculative.shapes.fixed import Fixed, Plan
 from decodax.speculative.shapes.threshold import Predictor, check_chance, entropy, probability
-from decodax.speculative.source import Grower
+from decodax.speculative.source import Grower, Shape
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class Sliced:
+class Sliced(Shape):
     """The first levels of `tree`, one at least, as many as a row is likely to get to.
 
     Attributes:

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.speculative.shapes.layers import at_least, drawn_from, grow_layers, left_before
-from decodax.speculative.source import Children, Grower, Growth
+from decodax.speculative.source import Children, Grower, Growth, Shape
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class StochasticBeam:
+class StochasticBeam(Shape):
     """`length` layers of `width` nodes. For `MultiRound()`, and `SeedExact`, under which siblings are the likeliest.
 
     Greedy rows have no noise: theirs is the beam search of the draft.

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.speculative.shapes.layers import at_least
-from decodax.speculative.source import Grower
+from decodax.speculative.source import Grower, Shape
 from decodax.speculative.tree import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class Tetris:
+class Tetris(Shape):
     """Chains of at most `length`, `capacity` drafts in all of the batch.
 
     A row's drafts depend on its batch mates, its tokens do not: sampled drafts that were left out by their own

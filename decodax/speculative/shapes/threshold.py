@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.speculative.shapes.layers import at_least
-from decodax.speculative.source import Children, Grower
+from decodax.speculative.source import Children, Grower, Shape
 from decodax.speculative.tree import Proposal
 
 Predictor = Callable[[Array, Array, Array], Array]
@@ -36,7 +36,7 @@ def probability(log_p: Array, entropy: Array, position: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold:
+class Threshold(Shape):
     """A chain of at most `length` drafts that ends after the first one whose chance is below `least`.
 
     Raises:
@@ -56,7 +56,7 @@ class Threshold:
 
 
 @dataclasses.dataclass(frozen=True)
-class RiskThreshold:
+class RiskThreshold(Shape):
     """A chain of at most `length` drafts that ends as soon as one of them is rejected with a chance above `most`.
 
     Raises:

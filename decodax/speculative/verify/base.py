@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jax import Array
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 Guarantee = Literal["seed-exact", "distribution-exact", "approximate"]
 
 
-class Verifier(Protocol):
-    """A verification rule: a frozen dataclass, static under jit.
+class Verifier(abc.ABC):
+    """A verification rule: derive a frozen dataclass from this, static under jit.
 
     Attributes:
         guarantee: what holds of the output. drawn: how it wants sampled drafts, see `Drawn`.
@@ -23,9 +24,12 @@ class Verifier(Protocol):
 
     guarantee: ClassVar[Guarantee]
 
-    @property
-    def drawn(self) -> Drawn: ...
+    if TYPE_CHECKING:       # some say it once for all instances
 
+        @property
+        def drawn(self) -> Drawn: ...
+
+    @abc.abstractmethod
     def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         """What holds.
 

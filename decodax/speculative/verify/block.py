@@ -25,13 +25,13 @@ from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.policy.draw import draw
 from decodax.speculative.tree import Drawn, Tree
-from decodax.speculative.verify.base import Guarantee
+from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.rejection import chain_drafts
 from decodax.speculative.verify.walk import residual
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class Block(Verifier):
     """Block verification of a chain; the distribution of the output is the target's, and in expectation it accepts at
     least as many drafts as `Rejection`; of deterministic drafts exactly as many.
 

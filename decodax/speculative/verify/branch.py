@@ -10,12 +10,12 @@ from jax import Array, lax
 
 from decodax.core.state import State
 from decodax.speculative.tree import Drawn, Tree, deepest
-from decodax.speculative.verify.base import Guarantee
+from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.pointwise import at_end, at_parents, before_temperature
 
 
 @dataclasses.dataclass(frozen=True)
-class LongestBranch:
+class LongestBranch(Verifier):
     """A first token holds if it is among the target's `k` likeliest, every later one if it is what the target draws at
     its parent; of all branches the longest is taken, and of equal ones the first. For `TargetRooted` drafts.
 

@@ -10,13 +10,13 @@ from jax import Array
 
 from decodax.core.state import State
 from decodax.speculative.tree import Drawn, Tree, deepest
-from decodax.speculative.verify.base import Guarantee
+from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.pointwise import at_end, at_parents
 from decodax.speculative.verify.rejection import is_chain
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class Cut(Verifier):
     """`SeedExact`, except that a row that has had `rounds` rounds accepts all of its drafts in the next one.
 
     Approximate: what is accepted then is a guess. Up to there the tokens are plain decoding's, and behind it they are

@@ -22,14 +22,14 @@ from jax import Array, lax
 
 from decodax.core.state import State
 from decodax.speculative.tree import Drawn, Tree
-from decodax.speculative.verify.base import Guarantee
+from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.walk import certain, residual, walk
 
 HALVINGS = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class KSeq:
+class KSeq(Verifier):
     """The k-SEQ rule at each node of a tree, k its live children; the distribution of the output is the target's.
 
     Attributes:

@@ -17,12 +17,12 @@ from jax import Array, lax
 
 from decodax.core.state import State
 from decodax.speculative.tree import Drawn, Tree
-from decodax.speculative.verify.base import Guarantee
+from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.walk import certain, residual, walk
 
 
 @dataclasses.dataclass(frozen=True)
-class MultiRound:
+class MultiRound(Verifier):
     """Multi-round rejection sampling; the distribution of the output is the target's.
 
     Attributes:

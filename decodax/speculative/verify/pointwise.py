@@ -13,11 +13,11 @@ from decodax.core.state import State
 from decodax.policy.base import Lifted, Temperature
 from decodax.policy.draw import winner
 from decodax.speculative.tree import Drawn, Tree, deepest, path_to
-from decodax.speculative.verify.base import Guarantee
+from decodax.speculative.verify.base import Guarantee, Verifier
 
 
 @dataclasses.dataclass(frozen=True)
-class SeedExact:
+class SeedExact(Verifier):
     """Draws the target's own token at each node, with the key that plain sampling uses at its position, and accepts a
     draft if it is the token drawn at its parent.
 
@@ -35,7 +35,7 @@ class SeedExact:
 
 
 @dataclasses.dataclass(frozen=True)
-class Greedy:
+class Greedy(Verifier):
     """Accepts a draft if it is the most likely token after its parent; the next token is the most likely one too.
 
     Exact for greedy rows (Stern et al. 2018; every method's greedy verification). A row that samples gets the most
@@ -52,7 +52,7 @@ class Greedy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Typical:
+class Typical(Verifier):
     """Typical acceptance of Medusa (Cai et al. 2024): a draft `x` holds if `p(x) > min(epsilon, delta * exp(-H(p)))`,
     with the entropy `H` in nats: if it is likely enough, or not much less likely than a typical token.
 
@@ -89,7 +89,7 @@ class Typical:
 
 
 @dataclasses.dataclass(frozen=True)
-class Margin:
+class Margin(Verifier):
     """Spec-Verification (SpecDec, Xia et al. 2023; GAD++, Ge et al. 2022): a draft holds if it is among the `beta` most
     likely tokens after its parent and its log-probability is at most `tau` below the best one's.
 
@@ -117,7 +117,7 @@ class Margin:
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK:
+class TopK(Verifier):
     """Top-k acceptance of blockwise parallel decoding (Stern et al. 2018): a draft holds if it is among the `k` most
     likely tokens after its parent. `Margin` without a bound on the log-probability; with k 1 it is `Greedy`.
 
@@ -138,7 +138,7 @@ class TopK:
 
 
 @dataclasses.dataclass(frozen=True)
-class Distance:
+class Distance(Verifier):
     """Distance-based acceptance of blockwise parallel decoding (Stern et al. 2018), for tokens whose ids are ordinal,
     such as intensities of pixels: a draft holds if it is at most `epsilon` away from the most likely token after its
     parent, and the policy allows it. The next token is the most likely one. With epsilon 0 it is `Greedy`.

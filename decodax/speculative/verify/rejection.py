@@ -15,12 +15,12 @@ from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.policy.draw import draw
 from decodax.speculative.tree import Drawn, Tree
-from decodax.speculative.verify.base import Guarantee
+from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.walk import residual
 
 
 @dataclasses.dataclass(frozen=True)
-class Rejection:
+class Rejection(Verifier):
     """Accepts a draft `x` with probability min(1, p(x) / q(x)); at the first rejection draws from the normalised
     positive part of p - q, and after the last draft from p (Leviathan et al. 2023, Chen et al. 2023).
 

@@ -1,0 +1,59 @@
+"""A state before its first round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.core import keys
+from decodax.core.mesh import auto_region, constrain, heads
+from decodax.core.record import empty_record
+from decodax.core.state import State, Stats
+from decodax.core.types import Algorithm, Model, Params
+
+
+def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens: Array, prompt_length: Array, *,
+               size: int, max_new: Array, min_new: Array | int = 0, seed: Array | int = 0,
+               request: Array | None = None, sample: Array | None = None, top_logprobs: int | None = None) -> State:
+    """A state before prefill.
+
+    Args:
+        tokens: `i32[B, T]` prompts, left-aligned. prompt_length: `i32[B]`, from 1 to T.
+        size: slots `N` of the token buffer and of the cache, static; at least T. A row that reaches it finishes with
+            `Status.CAPACITY`, so make it at least prompt + max_new.
+        max_new, min_new: `i32[B]` or scalars, traced.
+        seed, request, sample: `u32[B]` or scalars that address the row's randomness; `request` defaults to the row. A
+            seed of 64 bits is a row of `u32[B, 2]`, high word first.
+        top_logprobs: record log-probabilities of the tokens and of this many most likely ones; None records nothing.
+
+    Raises:
+        ValueError: `size` is smaller than the prompt buffer.
+    """
+    B, T = tokens.shape
+    if size < T:
+        raise ValueError(f"size: got {size} slots for a prompt buffer of {T} tokens")
+    row = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), (B,))
+    seed = jnp.asarray(seed, jnp.uint32)
+    bounds = (row(prompt_length, jnp.int32), row(max_new, jnp.int32), row(min_new, jnp.int32),
+              seed if seed.ndim == 2 else row(seed, jnp.uint32),
+              row(jnp.arange(B) if request is None else request, jnp.uint32),
+              row(0 if sample is None else sample, jnp.uint32))
+
+    def build(params: Params, policy: Any, tokens: Array, prompt_length: Array, max_new: Array, min_new: Array,
+              *address: Array) -> State:
+        buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.emits - T)))
+        key = keys.row_keys(*address)
+        zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
+        cache = alg.through(model).init_cache(B, size if alg.caches else 0)
+        s = State(
+            tokens=buffer, length=prompt_length + 0, cache=constrain(cache, heads(cache)),
+            algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),
+            stop=zero() if policy.stops is None else policy.stops.start(B),
+            record=None if top_logprobs is None else empty_record((B, size + alg.emits), top_logprobs),
+            status=zero(), stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32), zero()),
+            prompt_length=prompt_length, min_new=min_new, max_length=prompt_length + max_new, key=key)
+        return s.replace(algo=alg.init(params, s))
+
+    return auto_region(build, params, policy, tokens, *bounds)

@@ -1,0 +1,77 @@
+"""Drafts made of other parts: a `Source` grown by a `Shape`, and the beginning of another draft's chains."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from decodax.cache import Window
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.speculative.shapes.fixed import Chain
+from decodax.speculative.source import Draft, Grower, Shape, fitted
+from decodax.speculative.tree import Drawn, Proposal
+
+
+@dataclasses.dataclass(frozen=True)
+class Grown(Draft):
+    """A `Source` grown into trees by a `Shape`."""
+
+    source: Any
+    shape: Shape | None = None
+
+    @property
+    def form(self) -> Shape:
+        return self.shape or self.source.shape or Chain()
+
+    @property
+    def length(self) -> int:
+        return self.form.length
+
+    @property
+    def weights(self) -> Any:
+        return self.source.weights
+
+    def bare(self) -> Grown:
+        return dataclasses.replace(self, source=self.source.bare())
+
+    def init(self, params: Params, s: State) -> Any:
+        return self.source.init(params, s)
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        source = fitted(self.source, policy.vocab_size)
+        proposal, state, nodes = self.form.grow(Grower(source, params, policy, s, drawn), state)
+        begun = self.source.begin(params, s, state, proposal, nodes)
+        return proposal.replace(begun=begun), self.source.place(state, nodes)
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return self.source.observe(s, window, out, decision, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trimmed(Draft):
+    """The first `length` drafts of a chain."""
+
+    draft: Any
+    length: int
+
+    @property
+    def weights(self) -> Any:
+        return self.draft.weights
+
+    def bare(self) -> Trimmed:
+        return dataclasses.replace(self, draft=self.draft.bare())
+
+    def init(self, params: Params, s: State) -> Any:
+        return self.draft.init(params, s)
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        p, state = self.draft.propose(params, policy, s, state, drawn)
+        if p.parents is not None or p.probes is not None:
+            raise ValueError(f"shape: {type(self.draft).__name__} proposes trees or probes, which a chain cannot cut")
+        log_q = None if p.log_q is None else p.log_q[:, :self.length]
+        tokens, live = p.tokens[:, :self.length], p.live[:, :self.length]
+        return Proposal(tokens=tokens, live=live, log_q=log_q, match=p.match), state
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return self.draft.observe(s, window, out, decision, state)
