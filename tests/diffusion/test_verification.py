@@ -141,7 +141,7 @@ TREE = [(0,), (1,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
     pytest.param("freedave++", CHAIN, 0.3, subset, marks=pytest.mark.slow)])
 def test_a_loop_is_the_published_one(name, orders, threshold, follows):
     verify = RULES[name]["verify"]
-    assert list(verify.steps[1:]) == orders
+    assert list(verify.taken[1:]) == orders
     alg = d.MaskedDiffusion(A, d.Fixed(BLOCK), verify=verify, commit=SURE if threshold else d.Quota())
     differ = 0
     for seed in SEEDS:
