@@ -331,7 +331,7 @@ class _Cell:
 
     def row(self, name: str) -> Row:
         made = self.made.get(name)
-        guarantee = made.guarantee if isinstance(made, Algorithm) else None if made is None else "approximate"
+        guarantee = None if made is None else "approximate" if isinstance(made, str) else made.guarantee
         row = Row(self.task.name, self.batch, name, guarantee, len(self.prompts), error=self.errors.get(name))
         if name not in self.first or name in self.errors:
             return row
