@@ -221,7 +221,7 @@ def test_dynamic_exit_learns_from_shadow_tokens(deep: Any) -> None:
 
 
 def test_dynamic_exit_drafts_no_further_after_a_draft_in_doubt(deep: Any) -> None:
-    network, params, chain, s = cases.start(EXIT, "deep", prompts(5), POLICY)
+    network, params, chain, s = cases.start(EXIT, "deep", prompts(5), POLICY, seed=2)
     propose, ends = jax.jit(lambda s: EXIT.propose(params, chain, s)[0]), []
     for _ in range(3):
         s = drivers.advance(EXIT, network, params, chain, s, jnp.int32(1))
