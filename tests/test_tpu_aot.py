@@ -36,8 +36,8 @@ def test_a_round_moves_little_more_than_weights_and_cache():
     r = report()
     assert r["shape"] | {"layers": 32, "batch": 16, "capacity": 2048, "topology": "v5e:2x4"} == r["shape"]
     assert 2.4e9 < r["needed_bytes"]["total"] < 2.43e9      # of one device of eight
-    assert 1 <= r["moved_over_needed"] < 1.05               # 1.006
-    assert r["xla_over_needed"] < 4.5                       # 4.08, the compiler's own count, which sees more
+    assert 1 <= r["moved_over_needed"] < 1.05               # 1.007
+    assert r["xla_over_needed"] < 4.5                       # 3.62, the compiler's own count, which sees more
 
 
 def test_the_state_is_donated():
@@ -48,14 +48,14 @@ def test_the_state_is_donated():
 
 def test_a_round_needs_little_room():
     r = report()
-    assert r["temporary_bytes"] < 48e6                      # 32 MB, half of it logits
+    assert r["temporary_bytes"] < 48e6                      # 36 MB, half of it logits
     assert r["cache_copies"] == 0 and r["callbacks"] == 0
 
 
 def test_a_round_is_few_operations():
     r = report()
     assert r["loops"] == {"walks of the cache": 32, "others": 1}
-    assert r["operations"]["all"] < 4000                    # 3,106
-    assert r["cycles"]["all"] < 7e6                         # 5.3 million
+    assert r["operations"]["all"] < 4000                    # 3,147
+    assert r["cycles"]["all"] < 7e6                         # 4.8 million
     assert r["collectives"] <= 72                           # 72: two a layer, the embedding, logits and sampling
     assert r["largest_collective_bytes"] <= 16 * 128_256 * 4
