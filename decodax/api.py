@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from decodax.core.types import Algorithm
+from decodax.core.types import Algorithm, CacheKind
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt
 from decodax.job import Job
@@ -30,7 +30,7 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
              guidance_scale: float | Sequence[float] | None = None,
              negative_prompts: Prompt | Sequence[Prompt] | None = None, skip_special_tokens: bool = True,
              max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None, progress: bool = False,
-             **sampling: Any) -> Result:
+             inputs: Any = None, cache: CacheKind | None = None, **sampling: Any) -> Result:
     """Continues prompts.
 
     Numbers are one for all or one for each prompt. What is left out comes from the model's generation config, if it
@@ -65,6 +65,9 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         batch_size: prompts a batch; default all at once. Batches are made of prompts of similar length; results come
             in the order of the prompts, and no row depends on it.
         progress: shows a progress bar.
+        inputs: what the model takes for each prompt beside its tokens, a pytree of arrays with one entry a prompt
+            first: what an encoder reads, a soft prompt (`decodax.models.Embeddings`), an adapter.
+        cache: the kind of cache, such as a class of one that evicts; default the model's own.
         sampling: what the policy is built from, by the names of Hugging Face's GenerationConfig: temperature, top_k,
             top_p, min_p, repetition_penalty, bad_words_ids, ... See `decodax.policy.build`. They override the model's
             generation config; without any the decoding is greedy. Each is one for all, one for each prompt, or one for
@@ -83,7 +86,8 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         lm, prompts, max_new_tokens=max_new_tokens, max_length=max_length, min_new_tokens=min_new_tokens,
         algorithm=algorithm, seed=seed, num_samples=num_samples, stop=stop, include_stop=include_stop,
         logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale, negative_prompts=negative_prompts,
-        skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size, **sampling)
+        skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size,
+        inputs=inputs, cache=cache, **sampling)
     return run(request, clock, flag("progress", progress))
 
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     import decodax as dx
 
     lm = dx.load(args.model, dtype=args.dtype)
-    window = getattr(getattr(lm.model, "config", None), "context", None) if args.window is None else args.window
+    window = lm.model.trained_positions if args.window is None else args.window
     # a BOS token before the text lets its first token count
     texts: list[Any] = [text if lm.bos is None else ("", text) for _, text in named]
     try:

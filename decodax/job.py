@@ -53,7 +53,7 @@ class Job:
 
         clock = time.perf_counter()
         # a draft's weights travel as data; the programs are compiled for the method alone
-        model, params = lm.model, Params(target=lm.params, draft=algorithm.weights)
+        model, params = lm.model, Params(target=lm.params, draft=algorithm.weights, others=algorithm.roles)
         algorithm = algorithm.bare()
         on_device = lambda policy: place(lm.mesh, jax.tree.map(jnp.asarray, policy))
         with on_mesh(lm.mesh):
@@ -61,7 +61,7 @@ class Job:
             s = drivers.begin(algorithm, model, params, policy, place(lm.mesh, tokens), lengths, size=size,
                               seed=request.seeds, max_new=request.max_new, min_new=request.min_new,
                               request=request.request_ids, sample=np.zeros(count, np.uint32),
-                              top_logprobs=request.logprobs)
+                              top_logprobs=request.logprobs, inputs=on_device(request.inputs))
             forwards = 0
             if algorithm.prefills and lengths.max() > 1:
                 # few widths, few programs

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+import jax
 import numpy as np
 
 from decodax.autoregressive import Autoregressive
@@ -55,6 +56,7 @@ class Request:
         lm, algorithm: with what.
         prompts: ids of each prompt. behind: ids that stand behind them in the buffer, for canvases that read it.
         max_new, min_new: `i32[B]`. seeds: `u32[B, 2]`, high and low word. request_ids: `u32[B]`.
+        inputs: what the model is given for each prompt beside its tokens, arrays `[B, ...]`, or None.
         guidance: `f32[B]` scales, or None. negative: ids of each negative prompt, or None.
         policy: of all rows, `[B * samples, ...]`, on the host.
         samples: rows of a prompt. stop: stop strings. logprobs: most likely tokens to record, or None.
@@ -70,6 +72,7 @@ class Request:
     min_new: np.ndarray
     seeds: np.ndarray
     request_ids: np.ndarray
+    inputs: Any
     guidance: np.ndarray | None
     negative: list[list[int]] | None
     policy: Policy
@@ -88,7 +91,7 @@ class Request:
              seed: Any = 0, num_samples: Any = None, stop: Any = None, include_stop: Any = False, logprobs: Any = None,
              request_ids: Any = None, guidance_scale: Any = None, negative_prompts: Any = None,
              skip_special_tokens: Any = True, max_time: Any = None, chunk: Any = CHUNK, batch_size: Any = None,
-             **sampling: Any) -> Self:
+             inputs: Any = None, cache: Any = None, **sampling: Any) -> Self:
         """Reads the arguments of `decodax.generate`, and of the front ends that share them.
 
         Args:
@@ -115,6 +118,8 @@ class Request:
         if batch_size is not None:
             batch_size = min(whole("batch_size", batch_size, 1), count)
         at_once = (batch_size or count) * samples
+        if cache is not None:
+            lm = dataclasses.replace(lm, model=lm.model.with_cache(cache))
         method = chosen(lm, algorithm, at_once)
         lengths = np.array([len(row) for row in ids], np.int64)
         budget, counted = _budget(lengths, max_new_tokens, max_length, said)
@@ -138,7 +143,8 @@ class Request:
             policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(skip), strings, lm.vocab_size))
         return cls(lm=lm, algorithm=method, prompts=ids, behind=behind, max_new=budget.astype(np.int32),
                    min_new=np.array(least, np.int32), seeds=np.array([divmod(s, 1 << 32) for s in seeds], np.uint32),
-                   request_ids=np.array(addresses, np.uint32), guidance=guidance, negative=negative, policy=policy,
+                   request_ids=np.array(addresses, np.uint32), inputs=_inputs(inputs, count),
+                   guidance=guidance, negative=negative, policy=policy,
                    samples=samples, stop=strings, chunk=whole("chunk", chunk, 1), batch_size=batch_size,
                    logprobs=None if logprobs is None else whole("logprobs", logprobs, 0, lm.vocab_size),
                    max_time=said.or_given("max_time", max_time, positive), skip_special_tokens=skip,
@@ -166,7 +172,8 @@ class Request:
         return dataclasses.replace(
             self, prompts=[self.prompts[i] for i in index], behind=some(self.behind), negative=some(self.negative),
             max_new=self.max_new[index], min_new=self.min_new[index], seeds=self.seeds[index],
-            request_ids=self.request_ids[index], guidance=None if self.guidance is None else self.guidance[index],
+            request_ids=self.request_ids[index], inputs=jax.tree.map(lambda x: x[index], self.inputs),
+            guidance=None if self.guidance is None else self.guidance[index],
             policy=self.policy.select(each))
 
 
@@ -334,13 +341,23 @@ def _within(lengths: np.ndarray, name: str, limit: Any) -> np.ndarray:
 
 def _room(lm: LM, longest: int, name: str) -> None:
     """Checks a length against the model's positions, and warns beyond the length that it was made for."""
-    limit = getattr(lm.model, "max_positions", None)
+    limit = lm.model.max_positions
     if limit is not None and longest > limit:
         raise ValueError(f"{name}: prompt and new tokens are {longest}, the model has {limit} positions")
-    trained = getattr(getattr(lm.model, "config", None), "context", longest)
-    if longest > trained:
+    trained = lm.model.trained_positions
+    if trained is not None and longest > trained:
         warnings.warn(f"{name}: prompt and new tokens are {longest}, the model was made for {trained}",
                       stacklevel=outside())
+
+
+def _inputs(inputs: Any, count: int) -> Any:
+    """Inputs of the model, on the host."""
+    arrays = jax.tree.map(np.asarray, inputs)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        if leaf.shape[:1] != (count,):
+            raise ValueError(f"inputs{jax.tree_util.keystr(path)}: got shape {leaf.shape} for {count} prompts, takes "
+                             f"[{count}, ...]")
+    return arrays
 
 
 def _guidance(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: _Config

@@ -182,11 +182,11 @@ def _pieces(index: int, span: Span, window: int | None) -> list[Span]:
 def _check_positions(lm: LM, pieces: list[tuple[int, Span]]) -> None:
     index, longest = max(pieces, key=lambda piece: len(piece[1].ids))
     # the last token is predicted and never read
-    size, limit = len(longest.ids) - 1, getattr(lm.model, "max_positions", None)
+    size, limit = len(longest.ids) - 1, lm.model.max_positions
     if limit is not None and size > limit:
         raise ValueError(f"texts[{index}]: has {size + 1} tokens, the model has {limit} positions; window={limit} "
                          "scores a long text in pieces")
-    trained = getattr(getattr(lm.model, "config", None), "context", size)
+    trained = lm.model.trained_positions or size
     if size > trained:
         warnings.warn(f"texts[{index}]: has {size + 1} tokens, the model was made for {trained}", stacklevel=3)
 
@@ -266,7 +266,7 @@ def _window(model: Model, params: Any, cache: Cache | None, tokens: Array, begin
         sound = jnp.isfinite(out.hidden).all(-1)
         if cache is not None:
             # slots that depend on what the model returned: else XLA:CPU copies the whole cache to protect its readers
-            cache = cache.commit(out.kv, jnp.where(live & sound, at, -1))
+            cache = cache.commit(out.entries, jnp.where(live & sound, at, -1))
         return cache, (sound | ~live, *figures)
 
     return auto_region(region, params, cache, tokens, begin, first, read)

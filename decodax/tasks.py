@@ -143,7 +143,7 @@ def copy_edit(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]
 
 def _longest(lm: LM, new_tokens: int, copies: int) -> int:
     """The most tokens of a head so that `copies` times head and new tokens fit what the model was made for."""
-    context = getattr(getattr(lm.model, "config", None), "context", 1 << 30)
+    context = lm.model.trained_positions or 1 << 30
     room = min(LONGEST, context // copies - new_tokens - 8)
     if room < SHORTEST:
         raise ValueError(f"new_tokens: got {new_tokens}, the task takes at most {context // copies - SHORTEST - 8} "

@@ -1,7 +1,8 @@
 """The decoder-only transformer: one readable network whose options make GPT-2, Llama, Mistral, Qwen, Gemma and more.
 
-The network knows nothing of decoding: it calls `attend(layer, q, k, v, ...)` once a layer and returns the window's keys
-and values. With a cache that is `cache.attend`; in training it is attention among the given tokens alone.
+The network knows nothing of decoding: it calls `attend(layer, q, k, v, ...)` once a layer, which gives attention's
+output and what the cache may keep of the layer. With a cache that is `cache.attend`; in training it is attention among
+the given tokens alone.
 Weights are one array each, layers are unrolled and kernels are stored `[in, out]`: a scan over stacked layers copies
 each layer's weights on CPU. Norms, rotations and softmax are float32 whatever the weights' dtype.
 """
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.cache import Begun, WindowKV
+from decodax.core.types import PartialForward
 from decodax.models.config import DecoderConfig, Layer, NormConfig
 from decodax.models.rope import rotate
 
@@ -33,15 +34,16 @@ STD = 0.02
 Keep = Sequence[tuple[bool, bool]] | Array
 """What of the layers runs: attention and MLP of each, fixed; or as data, whole layers `bool[B or 1, L]` or their halves
 `bool[B or 1, L, 2]`. What is left out adds nothing to the residual stream. Data is looked at once for all rows: what
-some row keeps is computed, so one set for all of them saves the most. Keys and values of an attention that is left out
-mean nothing; of one that is always left out they are empty."""
+some row keeps is computed, so one set for all of them saves the most. The entry of an attention that is left out means
+nothing; of one that is always left out it is `()`."""
 
 
 class Attend(Protocol):
-    """Attention of a layer's queries `f[B, W, H, d]` to what is cached and to the window's `k`, `v` `f[B, W, G, d]`."""
+    """Attention of a layer's queries `f[B, W, H, d]` to what is cached and to the window's `k`, `v` `f[B, W, G, d]`,
+    and the layer's entry: `Cache.attend`."""
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array, *, scale: float, sliding: int | None = None,
-                 softcap: float | None = None) -> Array: ...
+                 softcap: float | None = None) -> tuple[Array, Any]: ...
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = STD) -> nnx.Param[Array]:
@@ -100,7 +102,7 @@ class Attention(nnx.Module):
             self.k_norm = Norm(norm, (c.kv_heads, c.head_dim), ("kv_heads", None))
 
     def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
-                 attend: Attend) -> tuple[Array, tuple[Array, Array]]:
+                 attend: Attend) -> tuple[Array, Any]:
         c = self.c
         split = lambda y: y.reshape(*y.shape[:2], -1, c.head_dim)
         q, k, v = self.q(x), self.k(x), split(self.v(x))
@@ -113,8 +115,8 @@ class Attention(nnx.Module):
             table = tables[self.layer.rope]
             q, k = (rotate(x, *table, interleaved=self.layer.rope.interleaved) for x in (q, k))
         scale = c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
-        out = attend(index, q, k, v, scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
-        return self.o(out.reshape(*x.shape[:2], -1)), (k, v)
+        out, entry = attend(index, q, k, v, scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
+        return self.o(out.reshape(*x.shape[:2], -1)), entry
 
 
 class MLP(nnx.Module):
@@ -145,25 +147,25 @@ class Block(nnx.Module):
         self.mlp_out = norm(c.block in ("post", "sandwich"))
 
     def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,
-                 keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, tuple[Array, Array]]:
+                 keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, Any]:
         if isinstance(keep, Array) and keep.ndim == 1:
-            after, kv = _kept(lambda x: self(index, x, tables, attend), x, keep)
-            return jnp.where(keep[:, None, None], after, x), kv
+            after, entry = _kept(lambda x: self(index, x, tables, attend), x, keep)
+            return jnp.where(keep[:, None, None], after, x), entry
         scale = self.c.residual_scale
         keeps = (keep[:, 0], keep[:, 1]) if isinstance(keep, Array) else keep
         normed = _optional(self.attn_in, x)
-        branch, kv = self._attention(index, normed, tables, attend, keeps[0])
+        branch, entry = self._attention(index, normed, tables, attend, keeps[0])
         if self.c.block == "parallel":
-            return x + scale * (branch + _kept(self.mlp, normed, keeps[1])), kv
+            return x + scale * (branch + _kept(self.mlp, normed, keeps[1])), entry
         x = x + scale * branch
         inside = lambda x: _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x)))
-        return x + scale * _kept(inside, x, keeps[1]), kv
+        return x + scale * _kept(inside, x, keeps[1]), entry
 
     def attention_half(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
-                       attend: Attend) -> tuple[Array, tuple[Array, Array]]:
-        """What attention adds to the residual stream, and its keys and values."""
-        branch, kv = self._attention(index, _optional(self.attn_in, x), tables, attend, True)
-        return self.c.residual_scale * branch, kv
+                       attend: Attend) -> tuple[Array, Any]:
+        """What attention adds to the residual stream, and its entry."""
+        branch, entry = self._attention(index, _optional(self.attn_in, x), tables, attend, True)
+        return self.c.residual_scale * branch, entry
 
     def mlp_half(self, x: Array) -> Array:
         """What the MLP adds to the stream after attention; of a `parallel` block, from that before it."""
@@ -175,14 +177,13 @@ class Block(nnx.Module):
         return self.attn.v(_optional(self.attn_in, x)).reshape(*x.shape[:2], -1, self.c.head_dim)
 
     def _attention(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,
-                   keep: bool | Array) -> tuple[Array, tuple[Array, Array]]:
-        def inside(x: Array) -> tuple[Array, tuple[Array, Array]]:
-            branch, kv = self.attn(index, x, tables, attend)
-            return _optional(self.attn_out, branch), kv
+                   keep: bool | Array) -> tuple[Array, Any]:
+        def inside(x: Array) -> tuple[Array, Any]:
+            branch, entry = self.attn(index, x, tables, attend)
+            return _optional(self.attn_out, branch), entry
 
         if keep is False:
-            empty = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
-            return jnp.zeros_like(x), (empty, empty)
+            return jnp.zeros_like(x), ()
         return _kept(inside, x, keep)
 
 
@@ -197,30 +198,34 @@ class Decoder(nnx.Module):
         self.norm = Norm(c.norm, (c.width,), ("embed",))
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
-    def __call__(self, tokens: Array, positions: Array, attend: Attend, context: int | None = None,
-                 keep: Keep | None = None,
-                 begun: Begun | None = None) -> tuple[Array, WindowKV, tuple[Array, ...]]:
-        """Hidden states `f[B, W, D]` after the final norm, each layer's keys and values `f[B, W, G, d]`, and the
-        residual stream `f[B, W, D]` after each layer.
+    def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
+                 begun: PartialForward | None = None) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
+        """Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
+        after each layer.
 
         Args:
+            x: the residual stream `f[B, W, D]` before the first layer: see `embedded`.
             context: the sequence length that length-dependent rope scalings are set for; None: as trained.
             keep: which halves of which layers run; None: all.
             begun: the first layers, where they have been run.
         """
         tables = self.tables(positions, context)
-        kv, states = ([], []) if begun is None else (list(begun.kv), list(begun.layers))
-        x = states[-1] if states else self.embedded(tokens, positions)
+        entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
+        x = states[-1] if states else x
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
-            kv.append(entry)
+            entries.append(entry)
             states.append(x)
-        return self.norm(x), tuple(kv), tuple(states)
+        return self.norm(x), tuple(entries), tuple(states)
 
-    def embedded(self, tokens: Array, positions: Array) -> Array:
-        """The residual stream `f[B, W, D]` before the first layer."""
+    def embedded(self, tokens: Array, positions: Array, embeddings: Array | None = None,
+                 which: Array | None = None) -> Array:
+        """The residual stream `f[B, W, D]` before the first layer. Nodes of `which` (`bool[B, W]`) read their row of
+        `embeddings` (`f[B, W, D]`) in place of that of the embedding table."""
         x = self.embed[...][tokens]
+        if embeddings is not None and which is not None:
+            x = jnp.where(which[..., None], embeddings.astype(x.dtype), x)
         if self.c.embed_scale != 1.0:
             # the factor is rounded to the weights' dtype, as the models were trained
             x = x * jnp.asarray(self.c.embed_scale, x.dtype)

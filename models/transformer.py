@@ -17,20 +17,34 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.cache import Cache, Window, dense
+from decodax.cache import Cache, Window, dense, take
 from decodax.core.mesh import MODEL
-from decodax.core.types import Out
+from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
+from decodax.struct import Struct, struct
 
 Weights = dict[str, Any]
 """A nested dict of arrays, keyed by the network's attribute names: `weights["layers"]["0"]["attn"]["q"]["kernel"]`."""
 
 
+@struct
+class Embeddings(Struct):
+    """Inputs of a `Transformer`: embeddings that stand at the first positions of each row in place of its tokens' (a
+    soft prompt, an image). The tokens there are read by nothing but the policy.
+
+    Attributes:
+        values: `f[B, T, D]`, on the scale of the embedding table's rows. given: `bool[B, T]`, where they stand.
+    """
+
+    values: Array
+    given: Array
+
+
 @dataclasses.dataclass(frozen=True)
-class Transformer:
+class Transformer(LayeredModel):
     """A decoder-only transformer, compared by value and static under jit.
 
     Attributes:
@@ -38,11 +52,13 @@ class Transformer:
         dtype: of the cache, as a name ("float32", "bfloat16"). Activations take the weights' dtype.
         context: the sequence length that length-dependent rope scalings (`Dynamic`, `LongRope`) are set for; None: the
             length the model was trained at. Models without such a scaling do not read it.
+        cache: the kind of its cache.
     """
 
     config: DecoderConfig
     dtype: str = "float32"
     context: int | None = None
+    cache: CacheKind = dense
 
     @property
     def max_positions(self) -> int | None:
@@ -57,29 +73,43 @@ class Transformer:
                 bounds.append(scaling.trained)
         return min(bounds, default=None)
 
-    def init_cache(self, batch: int, capacity: int) -> Cache:
+    @property
+    def trained_positions(self) -> int | None:
+        return self.config.context
+
+    @property
+    def depth(self) -> int:
+        return len(self.config.layers)
+
+    def with_cache(self, kind: CacheKind) -> Transformer:
+        return dataclasses.replace(self, cache=kind)
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c = self.config
-        return dense([(c.kv_heads, c.head_dim)] * len(c.layers), batch, capacity, jnp.dtype(self.dtype))
+        if inputs is not None and not isinstance(inputs, Embeddings):
+            raise ValueError(f"inputs: got {type(inputs).__name__}, a Transformer takes Embeddings")
+        if inputs is not None and inputs.values.shape[2:] != (c.width,):
+            raise ValueError(f"inputs: got embeddings of shape {inputs.values.shape}, takes [B, T, {c.width}]")
+        return self.cache([(c.kv_heads, c.head_dim)] * len(c.layers), batch, capacity, jnp.dtype(self.dtype), inputs)
 
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
-        """As `Model.apply`; goes on from `window.begun` if that is its own. `keep` leaves layers out, or halves."""
-        begun = window.begun if window.begun is not None and window.begun.model == self else None
+        """As `Model.apply`; goes on from a hint that is its own `PartialForward`. `keep` leaves layers out, or
+        halves."""
+        begun = window.hint(PartialForward)
         network = _network(self.config, params)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
-        hidden, kv, layers = network(window.tokens, window.positions, attend, self.context, keep, begun)
-        return Out(hidden=hidden, kv=kv, head=network.logits, layers=layers, norm=network.norm)
+        hidden, entries, layers = network(_embedded(network, window, cache), window.positions, attend, self.context,
+                                          keep, begun if begun is not None and begun.model == self else None)
+        return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm)
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
-        """The network layer by layer: the embeddings `f[B, W, D]` of a window, and what maps a layer's index and any
-        residual stream `f[B, W, D]` at the window's places to the stream after that layer."""
         network = _network(self.config, params)
         tables = network.tables(window.positions, self.context)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
         run = lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
-        return network.embedded(window.tokens, window.positions), run
+        return _embedded(network, window, cache), run
 
     def pieces(self, params: Weights) -> Pieces:
-        """The network in pieces, for callers that decide what of it runs for which nodes."""
         return Pieces(_network(self.config, params), self.context)
 
     def forward(self, params: Weights, tokens: Array, positions: Array | None = None,
@@ -101,8 +131,8 @@ class Transformer:
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
         network = _network(self.config, params)
-        attend = lambda layer, q, k, v, **options: window_attention(q, k, v, seen, where, **options)
-        return network(tokens, where, attend, self.context, keep)[0], network.logits
+        attend = lambda layer, q, k, v, **options: (window_attention(q, k, v, seen, where, **options), ())
+        return network(network.embedded(tokens, where), where, attend, self.context, keep)[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Fresh weights from a `key`: normal with standard deviation 0.02, norms at identity."""
@@ -137,11 +167,11 @@ class Pieces:
     def layers(self) -> int:
         return len(self.network.c.layers)
 
-    def embed(self, tokens: Array, positions: Array) -> Array:
-        return self.network.embedded(tokens, positions)
+    def embed(self, window: Window, cache: Cache) -> Array:
+        return _embedded(self.network, window, cache)
 
-    def attention(self, layer: int, x: Array, positions: Array, attend: Attend) -> tuple[Array, tuple[Array, Array]]:
-        """What attention adds to `x`, and its keys and values `f[B, W, G, d]`. `attend` as a cache has it."""
+    def attention(self, layer: int, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
+        """What attention adds to `x`, and its entry. `attend` as a cache has it."""
         tables = self.network.tables(positions, self.context)
         return self.network.layers[str(layer)].attention_half(layer, x, tables, attend)
 
@@ -153,9 +183,9 @@ class Pieces:
         """What the MLP adds to `x`."""
         return self.network.layers[str(layer)].mlp_half(x)
 
-    def out(self, x: Array, kv: Any) -> Out:
-        """What a model call returns, from the stream after the last layer; `kv` is for its cache."""
-        return Out(hidden=self.network.norm(x), kv=kv, head=self.network.logits)
+    def out(self, x: Array, entries: Any) -> Out:
+        """What a model call returns, from the stream after the last layer; `entries` are for its cache."""
+        return Out(hidden=self.network.norm(x), entries=entries, head=self.network.logits)
 
 
 @functools.lru_cache(maxsize=64)
@@ -169,6 +199,19 @@ def _split(config: DecoderConfig) -> tuple[Any, Weights, Weights]:
             node = node.setdefault(str(name), {})
         node[str(path[-1])] = variable.get_metadata()["axes"]
     return graph, nnx.to_pure_dict(state), axes
+
+
+def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
+    """The stream before the first layer: of tokens, of the window's embeddings, and of those that the row was given."""
+    values, which, given = window.embeddings, window.embedded, cache.inputs
+    if given is not None:
+        T = given.values.shape[1]
+        at = jnp.minimum(window.positions, T - 1)
+        here = take(given.given, at) & (window.positions < T)
+        own = take(given.values, at)
+        values, which = (own, here) if values is None or which is None else (
+            jnp.where(here[..., None], own.astype(values.dtype), values), here | which)
+    return network.embedded(window.tokens, window.positions, values, which)
 
 
 def _network(config: DecoderConfig, params: Weights) -> Decoder:

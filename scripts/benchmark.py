@@ -141,7 +141,7 @@ class Bench:
                 out = self.model.apply(params, causal(jnp.repeat(token[:, None], width, 1), length), cache)
                 token = first_argmax(out.logits()[:, 0])
                 slots = jnp.where((token >= 0)[:, None] & (jnp.arange(width) == 0), length[:, None], -1)
-                return i + 1, token, length + 1, cache.commit(out.kv, slots)
+                return i + 1, token, length + 1, cache.commit(out.entries, slots)
 
             return lax.while_loop(lambda c: c[0] < rounds, body, (jnp.int32(0), token, length, cache))
 

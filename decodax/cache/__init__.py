@@ -1,8 +1,13 @@
 """Caches and windows: what has been verified, and what is being scored."""
 
-from decodax.cache.dense import Cache, Dense, WindowKV, dense
-from decodax.cache.scratch import Scratch, View
-from decodax.cache.window import Begun, Window, bidirectional, block_causal, causal, causal_prefix, parents, take
+from decodax.cache.base import ALL, Cache, Entries, Feature, require
+from decodax.cache.dense import Dense, dense
+from decodax.cache.recurrent import Recurrent
+from decodax.cache.scratch import Draftable, Scratch, View
+from decodax.cache.slotted import Slotted, empty_slots
+from decodax.cache.window import Window, bidirectional, block_causal, causal, causal_prefix, parents, take
+from decodax.cache.wrapper import Wrapper
 
-__all__ = ["Begun", "Cache", "Dense", "Scratch", "View", "Window", "WindowKV", "bidirectional", "block_causal",
-           "causal", "causal_prefix", "dense", "parents", "take"]
+__all__ = ["ALL", "Cache", "Dense", "Draftable", "Entries", "Feature", "Recurrent", "Scratch", "Slotted", "View",
+           "Window", "Wrapper", "bidirectional", "block_causal", "causal", "causal_prefix", "dense", "empty_slots",
+           "parents", "require", "take"]

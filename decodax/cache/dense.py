@@ -8,83 +8,71 @@ each layer and step on CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.window import Window
+from decodax.cache.base import ALL, Cache, Entries, Feature, PyTree
 from decodax.pallas_kernels.window_attention import window_attention
-from decodax.struct import Struct, struct
-
-WindowKV = Sequence[tuple[Array, Array]]
-"""What a model returns for its window: for each layer keys and values `f[B, W, G, d]`, not yet in the cache."""
-
-
-class Cache(Protocol):
-    """What the round needs of a cache. Every kind obeys the same laws (`tests/laws`)."""
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots `S` of a row."""
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None) -> Array:
-        """Attention of the window's queries `f[B, W, H, d]` to cache and window: `f[B, W, H, d]`.
-
-        Of `window` it reads `visible()`, `positions`, `key_positions` and `cached`; a `View` has more keys than
-        queries.
-        """
-
-    def commit(self, kv: WindowKV, slots: Array) -> Cache:
-        """Writes window entry `w` of row `b` to slot `slots[b, w]`; -1 drops it."""
-
-    def select(self, rows: Array) -> Cache:
-        """The cache whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
+from decodax.struct import struct
 
 
 @struct
-class Dense(Struct):
-    """A contiguous cache.
+class Dense(Cache):
+    """A contiguous cache. An entry is a pair of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
-        keys, values: a tuple of one `f[B, G, S, d]` a layer.
+        keys, values: a tuple of one `f[B, G, S, d]` and `f[B, G, S, e]` a layer.
         length: `i32[B]` number of verified entries; slots at and beyond it are never read.
+        given: see `Cache.inputs`.
     """
+
+    supports: ClassVar[frozenset[Feature]] = ALL
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
     length: Array
+    given: PyTree = None
 
     @property
     def capacity(self) -> int:
         return self.keys[0].shape[2] if self.keys else 0
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None) -> Array:
-        return window_attention(q, k, v, window.visible(), window.positions, self.keys[layer], self.values[layer],
-                                self.length, scale=scale, sliding=sliding, softcap=softcap,
-                                key_positions=window.key_positions, cached=window.cached)
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
 
-    def commit(self, kv: WindowKV, slots: Array) -> Dense:
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None) -> tuple[Array, PyTree]:
+        out = window_attention(q, k, v, window.visible(), window.positions, self.keys[layer], self.values[layer],
+                               self.length, scale=scale, sliding=sliding, softcap=softcap,
+                               key_positions=window.key_positions, cached=window.cached)
+        own = k.shape[1] - q.shape[1]
+        return out, (k[:, own:], v[:, own:])
+
+    def commit(self, entries: Entries, slots: Array) -> Dense:
         if not self.capacity:
             return self
-        keys = tuple(_write(cache, new, slots) for cache, (new, _) in zip(self.keys, kv, strict=True))
-        values = tuple(_write(cache, new, slots) for cache, (_, new) in zip(self.values, kv, strict=True))
-        return Dense(keys=keys, values=values, length=jnp.maximum(self.length, slots.max(1) + 1))
+        keys = tuple(write(cache, new, slots) for cache, (new, _) in zip(self.keys, entries, strict=True))
+        values = tuple(write(cache, new, slots) for cache, (_, new) in zip(self.values, entries, strict=True))
+        return self.replace(keys=keys, values=values, length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def select(self, rows: Array) -> Dense:
-        return jax.tree.map(lambda x: x[rows], self)
-
-
-def dense(layers: Sequence[tuple[int, int]], batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Dense:
-    """An empty cache; `layers` gives (key/value heads `G`, head width `d`) of each layer. Capacity 0 holds nothing."""
-    empty = lambda: tuple(jnp.zeros((batch, heads, capacity, width), dtype) for heads, width in layers)
-    return Dense(keys=empty(), values=empty(), length=jnp.zeros(batch, jnp.int32))
+    def truncate(self, length: Array) -> Dense:
+        return self.replace(length=jnp.minimum(self.length, length))
 
 
-def _write(cache: Array, new: Array, slots: Array) -> Array:
+def dense(layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+          inputs: PyTree = None) -> Dense:
+    """An empty cache; `layers` gives (key/value heads `G`, width `d` of keys) of each layer, and the width of values as
+    a third number where it is another one. Capacity 0 holds nothing."""
+    empty = lambda at: tuple(jnp.zeros((batch, heads, capacity, widths[min(at, len(widths) - 1)]), dtype)
+                             for heads, *widths in layers)
+    return Dense(keys=empty(0), values=empty(1), length=jnp.zeros(batch, jnp.int32), given=inputs)
+
+
+def write(cache: Array, new: Array, slots: Array) -> Array:
     """Writes `new [B, W, G, d]` into `cache [B, G, S, d]` at `slots [B, W]`, dropping slots below 0."""
     new = new.astype(cache.dtype)
     # a slot below 0 would count from the end, as in NumPy; one beyond the end is dropped

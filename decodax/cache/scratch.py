@@ -6,13 +6,14 @@ through an ancestor mask, until a decision says which of them are true.
 
 from __future__ import annotations
 
-from typing import Any
+import abc
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.dense import Cache, WindowKV
+from decodax.cache.base import Cache, Entries
 from decodax.cache.window import Window
 from decodax.struct import Struct, struct
 
@@ -34,54 +35,76 @@ class View(Struct):
         return self.seen
 
 
-@struct
-class Scratch(Struct):
-    """A cache with room for tree nodes.
+class Draftable(Struct, abc.ABC):
+    """A cache beside which nodes of a draft tree are kept, level by level, until a decision says which are true. It is
+    handed to the model in the cache's place."""
 
-    Attributes:
-        base: the cache, which holds what is verified.
-        keys, values: for each layer `f[B, room, G, d]`.
-        positions: `i32[B, room]`.
-        sees: `bool[B, W, room]`, which of the nodes the next window's queries see; None until `seen_by` says.
-    """
-
-    base: Any
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
-    positions: Array
-    sees: Array | None = None
-
-    @classmethod
-    def empty(cls, base: Cache, kv: WindowKV, room: int) -> Scratch:
-        """Room for so many nodes; `kv` is any window's, for the shapes."""
-        zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[2:]), x.dtype)
-        return cls(base=base, keys=tuple(zeros(k) for k, _ in kv), values=tuple(zeros(v) for _, v in kv),
-                   positions=jnp.zeros((kv[0][0].shape[0], room), jnp.int32))
+    if TYPE_CHECKING:
+        base: Any
 
     @property
     def capacity(self) -> int:
         return self.base.capacity
 
-    def seen_by(self, sees: Array) -> Scratch:
+    @property
+    def inputs(self) -> Any:
+        """As in `Cache`."""
+        return self.base.inputs
+
+    @abc.abstractmethod
+    def seen_by(self, sees: Array) -> Self:
         """For a window whose node `i` sees the nodes `sees[:, i]` (`bool[B, W, room]`)."""
+
+    @abc.abstractmethod
+    def append(self, entries: Entries, positions: Array, at: Array) -> Self:
+        """With a window's nodes, at positions `i32[B, W]`, in the places `at` (`i32[]`) and behind."""
+
+    @abc.abstractmethod
+    def commit(self, slots: Array) -> Any:
+        """The cache with node `i` written for position `slots[:, i]` (`i32[B, room]`, -1 drops it)."""
+
+
+@struct
+class Scratch(Draftable):
+    """A cache of keys and values with room for tree nodes.
+
+    Attributes:
+        base: the cache, which holds what is verified. Its entries are tuples that begin with the keys and values.
+        entries: for each layer the nodes' entries, `[B, room, ...]`.
+        positions: `i32[B, room]`.
+        sees: `bool[B, W, room]`, which of the nodes the next window's queries see; None until `seen_by` says.
+    """
+
+    base: Any
+    entries: tuple[Any, ...]
+    positions: Array
+    sees: Array | None = None
+
+    @classmethod
+    def empty(cls, base: Cache, entries: Entries, room: int) -> Scratch:
+        """Room for so many nodes; `entries` are any window's, for the shapes."""
+        zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[2:]), x.dtype)
+        batch = jax.tree.leaves(entries)[0].shape[0]
+        return cls(base=base, entries=jax.tree.map(zeros, tuple(entries)),
+                   positions=jnp.zeros((batch, room), jnp.int32))
+
+    def seen_by(self, sees: Array) -> Scratch:
         return self.replace(sees=sees)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None) -> Array:
+               sliding: int | None = None, softcap: float | None = None) -> tuple[Array, Any]:
+        """As `Cache.attend`."""
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
         view = View(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
                     key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
-        k, v = (jnp.concatenate([x[layer], new], 1) for x, new in ((self.keys, k), (self.values, v)))
+        k, v = (jnp.concatenate([x, new], 1) for x, new in zip(self.entries[layer][:2], (k, v), strict=True))
         return self.base.attend(layer, q, k, v, view, scale=scale, sliding=sliding, softcap=softcap)
 
-    def append(self, kv: WindowKV, positions: Array, at: Array) -> Scratch:
-        """With a window's nodes at `at` (`i32[]`) and behind."""
+    def append(self, entries: Entries, positions: Array, at: Array) -> Scratch:
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)
-        return self.replace(keys=tuple(put(x, k) for x, (k, _) in zip(self.keys, kv, strict=True)),
-                            values=tuple(put(x, v) for x, (_, v) in zip(self.values, kv, strict=True)),
+        return self.replace(entries=jax.tree.map(put, self.entries, tuple(entries)),
                             positions=put(self.positions, positions), sees=None)
 
     def commit(self, slots: Array) -> Any:
-        """The cache with node `i` written to `slots[:, i]` (`i32[B, room]`, -1 drops it)."""
-        return self.base.commit(tuple(zip(self.keys, self.values, strict=True)), slots)
+        return self.base.commit(self.entries, slots)

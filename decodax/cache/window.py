@@ -6,7 +6,7 @@ ancestors, a diffusion canvas is bidirectional. `W` is the only shape a method c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +14,7 @@ from jax import Array
 
 from decodax.struct import Struct, static, struct
 
-
-@struct
-class Begun(Struct):
-    """The first layers of a forward over a window, run beforehand.
-
-    Attributes:
-        layers: `f[B, W, D]`, the residual stream after each of them; one or more.
-        kv: their keys and values, `f[B, W, G, d]` each.
-        model: whose they are.
-    """
-
-    layers: tuple[Array, ...]
-    kv: tuple[tuple[Array, Array], ...]
-    model: Any = static()
+T = TypeVar("T")
 
 
 @struct
@@ -42,10 +29,12 @@ class Window(Struct):
         live: `bool[B, W]`; dead nodes are computed for the shape's sake, and seen by nobody.
         cached: `bool[B, S]` the cache slots that the nodes see; None: all that the cache holds; `bool[B, 0]`: none. An
             algorithm that scores a position again must not see its cached entry beside the new one.
-        begun: what a draft that is the model's own first layers has computed of these very nodes; None: nothing. The
-            model may go on from there or begin anew: but for rounding the result is the same.
-        reuse: what a method tells the model that it wraps around the given one, which keeps features of earlier
-            forwards: an array with a leading axis `B`, as that method has it; None: nothing.
+        embeddings: `f[B, W, D]` and `embedded`: `bool[B, W]`, the nodes that read their row of it in place of the row
+            of the embedding table that `tokens` names (soft prompts, images, latent thoughts); None: no node does.
+        hints: structs that one part of a method leaves for another that sees the window: for the model, or for what
+            wraps it. See `hint`. Whoever does not know a hint ignores it.
+        certain: static; whether every live node will be committed, as in a prefill, and the nodes are a chain. A
+            recurrent layer then keeps the last state alone.
     """
 
     tokens: Array
@@ -53,8 +42,14 @@ class Window(Struct):
     mask: Array
     live: Array
     cached: Array | None = None
-    begun: Begun | None = None
-    reuse: Array | None = None
+    embeddings: Array | None = None
+    embedded: Array | None = None
+    hints: tuple[Any, ...] = ()
+    certain: bool = static(default=False)
+
+    def hint(self, kind: type[T]) -> T | None:
+        """The hint of this type, or None."""
+        return next((hint for hint in self.hints if isinstance(hint, kind)), None)
 
     @property
     def width(self) -> int:

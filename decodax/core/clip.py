@@ -27,8 +27,11 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
 
     ends = (d.tokens[:, :, None] == policy.eos[:, None, :]).any(-1) & (d.tokens >= 0) & ripe
     stop, stops = _stops(policy.stops, d.tokens, s.stop)
-    room = jnp.minimum(s.max_length, s.tokens.shape[1] - M) - s.length
-    full = jnp.where(s.max_length <= s.tokens.shape[1] - M, Status.LENGTH, Status.CAPACITY)
+    # a round commits as many entries as it appends tokens: the newest one before it, all but the newest one behind it
+    most = jnp.full_like(s.length, s.tokens.shape[1] - M) if (left := s.cache.room()) is None else jnp.minimum(
+        s.tokens.shape[1] - M, s.length + left)
+    room = jnp.minimum(s.max_length, most) - s.length
+    full = jnp.where(s.max_length <= most, Status.LENGTH, Status.CAPACITY)
     first = lambda hit: jnp.where((hit & offered).any(1), jnp.argmax(hit & offered, 1) + 1, M + 1)
     invalid, dead = first(d.tokens == INVALID), first(d.tokens == DEAD_END)
     end, match = first(ends), first(stops & ripe)
@@ -36,6 +39,8 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
     causes = [(invalid, invalid - 1, Status.INVALID), (dead, dead - 1, Status.DEAD_END), (end, end, Status.EOS),
               (match, match, Status.STOP), (room, room, full)]
     count = offered.sum(1, dtype=jnp.int32)
+    if (horizon := s.cache.horizon()) is not None:      # the row goes on in the next round
+        count = jnp.minimum(count, horizon)
     status = s.status
     for reached, limit, reason in reversed(causes):
         cuts = s.running & (reached <= count)

@@ -37,7 +37,8 @@ class Prefill(Algorithm):
         tokens = lax.dynamic_slice_in_dim(s.tokens, begin, self.width, 1)
         positions = begin + jnp.arange(self.width, dtype=jnp.int32)
         live = (positions < s.prompt_length[:, None] - 1) & (positions >= start) & s.running[:, None]
-        return causal(tokens, jnp.broadcast_to(begin, s.length.shape), live), (inner, start)
+        window = causal(tokens, jnp.broadcast_to(begin, s.length.shape), live)
+        return window.replace(certain=True), (inner, start)
 
     def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         inner, start = algo

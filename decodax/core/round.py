@@ -44,10 +44,10 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     moved = lifted.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])
     # entries of tokens that were cut, and all of a row that had finished before, stay out of the cache
     length = s.length + count
-    keep = d.slots < length[:, None] if d.early is None else (d.slots < length[:, None]) | d.early
-    slots = jnp.where(s.running[:, None] & keep, d.slots, -1)
+    keep = s.running[:, None] & ("rewrites" in alg.cache_needs or d.slots < length[:, None])
+    slots = jnp.where(keep, d.slots, -1)
     return s.replace(
-        tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(out.kv, slots),
+        tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(out.entries, slots),
         algo=d.algo, policy=_where(count > 0, moved, s.policy), stop=stop, status=status,
         record=_record(s, d, lifted, count), stats=_count(s, d))
 

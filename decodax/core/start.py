@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache import require
 from decodax.core import keys
 from decodax.core.mesh import auto_region, constrain, heads
 from decodax.core.record import empty_record
@@ -16,7 +17,8 @@ from decodax.core.types import Algorithm, Model, Params
 
 def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens: Array, prompt_length: Array, *,
                size: int, max_new: Array, min_new: Array | int = 0, seed: Array | int = 0,
-               request: Array | None = None, sample: Array | None = None, top_logprobs: int | None = None) -> State:
+               request: Array | None = None, sample: Array | None = None, top_logprobs: int | None = None,
+               inputs: Any = None) -> State:
     """A state before prefill.
 
     Args:
@@ -26,27 +28,31 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         max_new, min_new: `i32[B]` or scalars, traced.
         seed, request, sample: `u32[B]` or scalars that address the row's randomness; `request` defaults to the row. A
             seed of 64 bits is a row of `u32[B, 2]`, high word first.
+        inputs: what the model is given for each row beside its tokens, a pytree of arrays `[B, ...]`; see
+            `Model.init_cache`.
         top_logprobs: record log-probabilities of the tokens and of this many most likely ones; None records nothing.
 
     Raises:
-        ValueError: `size` is smaller than the prompt buffer.
+        ValueError: `size` is smaller than the prompt buffer, or the algorithm needs a feature that the cache lacks.
     """
     B, T = tokens.shape
     if size < T:
         raise ValueError(f"size: got {size} slots for a prompt buffer of {T} tokens")
     row = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), (B,))
     seed = jnp.asarray(seed, jnp.uint32)
-    bounds = (row(prompt_length, jnp.int32), row(max_new, jnp.int32), row(min_new, jnp.int32),
+    bounds = (row(prompt_length, jnp.int32), row(max_new, jnp.int32), row(min_new, jnp.int32), inputs,
               seed if seed.ndim == 2 else row(seed, jnp.uint32),
               row(jnp.arange(B) if request is None else request, jnp.uint32),
               row(0 if sample is None else sample, jnp.uint32))
 
     def build(params: Params, policy: Any, tokens: Array, prompt_length: Array, max_new: Array, min_new: Array,
-              *address: Array) -> State:
+              inputs: Any, *address: Array) -> State:
         buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.emits - T)))
         key = keys.row_keys(*address)
         zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
-        cache = alg.through(model).init_cache(B, size if alg.caches else 0)
+        cache = alg.through(model).init_cache(B, size if alg.caches else 0, params=params.target, inputs=inputs)
+        if alg.caches:
+            require(cache, alg.cache_needs, str(alg))
         s = State(
             tokens=buffer, length=prompt_length + 0, cache=constrain(cache, heads(cache)),
             algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),

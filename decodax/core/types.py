@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from jax import Array
 
-from decodax.cache import Cache, Window, WindowKV, take
+from decodax.cache import Cache, Entries, Feature, Window, take
 from decodax.core.record import Record
 from decodax.core.state import State
 from decodax.struct import Struct, struct
@@ -33,7 +33,7 @@ class Out:
 
     Attributes:
         hidden: `f[B, W, D]` after the final norm.
-        kv: keys and values of the window for each layer, not yet in the cache.
+        entries: what the cache may take over of the window's nodes, for each layer a pytree of arrays `[B, W, ...]`.
         head: maps hidden states `f[..., D]` to logits `f32[..., V]`.
         layers: `f[B, W, D]` after each layer, before the final norm, from models that show them; what nobody reads
             costs nothing.
@@ -41,41 +41,185 @@ class Out:
     """
 
     hidden: Array
-    kv: WindowKV
+    entries: Entries
     head: Callable[[Array], Array]
     layers: tuple[Array, ...] | None = None
     norm: Callable[[Array], Array] | None = None
 
     def rows(self, rows: Array) -> Out:
         """That of rows `rows` (`i32[B']`)."""
-        parts = jax.tree.map(lambda x: x[rows], (self.hidden, self.kv, self.layers))
-        return dataclasses.replace(self, hidden=parts[0], kv=parts[1], layers=parts[2])
+        parts = jax.tree.map(lambda x: x[rows], (self.hidden, self.entries, self.layers))
+        return dataclasses.replace(self, hidden=parts[0], entries=parts[1], layers=parts[2])
 
     def logits(self, select: Array | None = None) -> Array:
         """`f32[B, W', V]`: the head's output at window nodes `select` (`i32[B, W']`), or at all of them."""
         return self.head(self.hidden if select is None else take(self.hidden, select))
 
 
-class Model(Protocol):
-    """A decoder as the core sees it: hashable (it is static under jit), pure, its weights handed in.
+class Model(abc.ABC):
+    """A network as the core sees it: derive a frozen dataclass from this. It is compared by value and static under jit;
+    its weights are handed in.
 
-    `apply` attends to the cache and to the window by `cache.attend(layer, q, k, v, window, scale=...)`, once a layer,
-    and returns the window's keys and values; it never writes the cache.
+    `apply` never writes the cache. A layer of attention calls `cache.attend(layer, q, k, v, window, scale=...)` once,
+    which gives its output and its entry.
     """
 
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache for `batch` rows of `capacity` slots."""
+    @property
+    def max_positions(self) -> int | None:
+        """Positions beyond which the model would be silently wrong; None: no such bound."""
+        return None
 
+    @property
+    def trained_positions(self) -> int | None:
+        """Positions that the model was trained on; None: not known."""
+        return None
+
+    def with_cache(self, kind: CacheKind) -> Model:
+        """This model with caches of another kind.
+
+        Raises:
+            ValueError: it has a cache of its own.
+        """
+        raise ValueError(f"cache: got {kind}, but {type(self).__name__} has a cache of its own")
+
+    @abc.abstractmethod
+    def init_cache(self, batch: int, capacity: int, *, params: PyTree = None, inputs: PyTree = None) -> Cache:
+        """An empty cache for `batch` rows of `capacity` positions.
+
+        Args:
+            params: the weights, where something is computed of `inputs`; None where only the shapes are asked for.
+            inputs: what each row is given beside its tokens, a pytree of arrays `[batch, ...]` (what an encoder reads,
+                embeddings of a soft prompt, an adapter); None: nothing. What of it is used later lies in the cache
+                (`Cache.inputs`), and so goes with its row.
+
+        Raises:
+            ValueError: inputs that the model does not take, or none where it needs them; see `no_inputs`.
+        """
+
+    @abc.abstractmethod
     def apply(self, params: PyTree, window: Window, cache: Cache) -> Out:
         """Scores the window. The logits of node `w` predict what follows it."""
+
+    def no_inputs(self, inputs: PyTree) -> None:
+        """Raises ValueError where a model that takes no inputs is given some."""
+        if inputs is not None:
+            raise ValueError(f"inputs: {type(self).__name__} takes none")
+
+
+class LayeredModel(Model):
+    """A model whose layers can be run one by one, or without some of them: what methods need that draft with the
+    target's own layers, or recompute some of its nodes."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def config(self) -> Any:
+            """Its shape and options: `width`, `heads`, `head_dim`, `layers`."""
+
+    @property
+    @abc.abstractmethod
+    def depth(self) -> int:
+        """Layers `L`."""
+
+    @abc.abstractmethod
+    def apply(self, params: PyTree, window: Window, cache: Cache, keep: Any = None) -> Out:
+        """As `Model.apply`. `keep` says what of the layers runs (None: all): attention and MLP of each, `L` pairs of
+        bools; or as data, whole layers `bool[B or 1, L]` or their halves `bool[B or 1, L, 2]`."""
+
+    @abc.abstractmethod
+    def walk(self, params: PyTree, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
+        """The network layer by layer: the embeddings `f[B, W, D]` of a window, and what maps a layer's index and any
+        residual stream `f[B, W, D]` at the window's places to the stream after that layer."""
+
+    @abc.abstractmethod
+    def pieces(self, params: PyTree) -> Any:
+        """The network in pieces, for callers that decide what of it runs for which nodes."""
+
+
+class CacheKind(Protocol):
+    """A kind of cache of keys and values, compared by value and static under jit."""
+
+    def __call__(self, layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        """An empty cache; `layers` gives (key/value heads `G`, width of keys, width of values if it is another one)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialForward:
+    """A hint (`Window.hints`): the first layers of a model's forward over the window, run beforehand. The model may go
+    on
+    from there or begin anew: but for rounding the result is the same.
+
+    Attributes:
+        layers: `f[B, W, D]`, the residual stream after each of them; one or more.
+        entries: what those layers leave for the cache.
+        model: whose they are.
+    """
+
+    layers: tuple[Array, ...]
+    entries: tuple[PyTree, ...]
+    model: Any
+
+
+jax.tree_util.register_dataclass(PartialForward, ["layers", "entries"], ["model"])
+
+
+class Loaded:
+    """A network with its weights, as `decodax.load` gives it.
+
+    Attributes:
+        model: the network. params: its weights. vocab_size: ids that it reads.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def model(self) -> Model: ...
+
+        @property
+        def params(self) -> PyTree: ...
+
+        @property
+        def vocab_size(self) -> int: ...
+
+
+def network_of(given: Any, name: str = "model") -> tuple[Model, PyTree]:
+    """The network and the weights (None: unknown) of what a user handed in: a `Model`, or what `decodax.load` gave.
+
+    Raises:
+        ValueError: it is neither; the error begins with `name`.
+    """
+    if isinstance(given, Loaded):
+        return given.model, given.params
+    if isinstance(given, Model):
+        return given, None
+    raise ValueError(f"{name}: got {type(given).__name__}, takes a Model or what decodax.load gave")
 
 
 @struct
 class Params(Struct):
-    """Weights by role. `draft` is whatever the algorithm's draft source needs (None: nothing)."""
+    """Weights by role.
+
+    Attributes:
+        target: the model's. draft: whatever the algorithm's drafts need, or None.
+        others: those of further models that an algorithm asks by name (a reward model, a judge, a guide).
+    """
 
     target: PyTree
     draft: PyTree = None
+    others: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+
+    def role(self, name: str) -> PyTree:
+        """The weights of a role.
+
+        Raises:
+            ValueError: there are none; lists the roles that have some.
+        """
+        found = {"target": self.target, "draft": self.draft, **self.others}
+        if found.get(name) is None:
+            there = ", ".join(role for role, weights in found.items() if weights is not None)
+            raise ValueError(f"params: no weights for {name!r}; there are some for {there}")
+        return found[name]
 
 
 @struct
@@ -86,8 +230,9 @@ class Decision(Struct):
         tokens: `i32[B, M]` tokens to append; a negative one says that the distribution was broken (`INVALID`,
             `DEAD_END`) and finishes the row with that status.
         count: `i32[B]` how many of them; `clip` may take fewer.
-        slots: `i32[B, W]` the cache slot for each window entry, -1 to drop it. It must depend on what the model
-            returned (any function of the drawn tokens does), or XLA:CPU copies the whole cache to protect its readers.
+        slots: `i32[B, W]` the position under which the cache keeps each window entry, -1 to drop it. It must depend on
+            what the model returned (any function of the drawn tokens does), or XLA:CPU copies the whole cache to
+            protect its readers.
         source: `i32[B, M]` the window node whose logits decided each token (log-probabilities and the policy's state
             are taken there).
         algo: the algorithm's own state for the next round.
@@ -95,8 +240,6 @@ class Decision(Struct):
         accepted: `i32[B]` draft tokens that were accepted.
         record: log-probabilities that the algorithm noted itself, where tokens are decided long before they are
             emitted (diffusion); None lets the core take them at `source`.
-        early: `bool[B, W]` entries that are written though their tokens are not emitted yet, for algorithms that keep
-            approximate entries; None: the cache holds what has been emitted, and nothing else.
         idle: `bool[B]` rows that sat this round out, for the statistics; None: none did.
         rows: `i32[B]`: row `i` goes on from what row `rows[i]` was (beams, particles); None: each from itself. All else
             here is of the rows after that move: tokens that follow the chosen row's text, slots and sources in its
@@ -112,7 +255,6 @@ class Decision(Struct):
     drafted: Array | None = None
     accepted: Array | None = None
     record: Record | None = None
-    early: Array | None = None
     idle: Array | None = None
     rows: Array | None = None
 
@@ -154,9 +296,20 @@ class Algorithm(abc.ABC):
         return self.caches
 
     @property
+    def cache_needs(self) -> frozenset[Feature]:
+        """What it asks of the cache beyond chains that grow at the end. With "rewrites" it writes entries of tokens
+        that are not emitted yet; else the core holds back what has not been emitted."""
+        return frozenset()
+
+    @property
     def weights(self) -> PyTree:
         """Weights that it was made with, for `Params.draft`; None without any."""
         return None
+
+    @property
+    def roles(self) -> dict[str, PyTree]:
+        """Weights of further models that it was made with, for `Params.others`."""
+        return {}
 
     def bare(self) -> Algorithm:
         """This method without those weights, as the compiled programs take it."""

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Window
+from decodax.cache import Feature, Window
 from decodax.core.record import empty_record
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
@@ -109,6 +109,12 @@ class MaskedDiffusion(Algorithm):
         return self.caching.persists and self.adapter.attention.causal
 
     @property
+    def cache_needs(self) -> frozenset[Feature]:
+        if not self.caches:
+            return frozenset()
+        return frozenset(("trees", "subsets", "rewrites") if self.caching.approximate else ("trees", "subsets"))
+
+    @property
     def kinds(self) -> tuple[Round, ...]:
         """Wide and narrow rounds, those by size, or the ones that occur."""
         if self.caching.phases:
@@ -132,7 +138,7 @@ class MaskedDiffusion(Algorithm):
         smaller = [n for n in self.caching.sizes if n is not None]
         if not smaller:
             return narrow.astype(jnp.int32)
-        most = jnp.where(s.running & ~stale, self.kinds[-1].needs(s), 0).max()
+        most = jnp.where(s.running & ~stale, self.kinds[-1].live_nodes(s), 0).max()
         rung = (most > jnp.array(smaller, jnp.int32)).sum(dtype=jnp.int32)
         return jnp.where(narrow, len(self.kinds) - len(self.caching.sizes) + rung, 0)
 

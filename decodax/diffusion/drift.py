@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache, Window, WindowKV, take
-from decodax.cache.scratch import View as Keys
-from decodax.core.types import Out
+from decodax.cache import Cache, Dense, Entries, View, Window, Wrapper, take
+from decodax.core.types import LayeredModel, Model, Out
+from decodax.diffusion import policies
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.policies import Memory, Seen, View
+from decodax.diffusion.features import dense_cache
+from decodax.diffusion.policies import Memory, Seen
 from decodax.diffusion.refreshes import Rewriting
 from decodax.diffusion.stats import cosine
 from decodax.diffusion.windows import Whole
@@ -33,17 +34,25 @@ from decodax.struct import Struct, struct
 
 
 @struct
+class TextEnd(Struct):
+    """A hint for `Tracking`: `end` `i32[B]`, the end of the text; what lies behind it is not decided."""
+
+    end: Array
+
+
+@struct
 class Tracked(Struct):
     """What a forward of `Tracking` leaves for its cache.
 
     Attributes:
-        kv, streams, queries: of its nodes, for each layer: as ever, `f[B, W, D]` before the layer, `f[B, W, H, d]`.
+        entries, streams, queries: of its nodes, for each layer: as ever, `f[B, W, D]` before the layer, `f[B, W, H,
+            d]`.
         text: the same four for all slots, or None where the nodes are the text.
         renewed: for each layer `bool[B]`, rows of which `text` holds.
         track: `i32[B, L]`. masked: `bool[B, S]`. renewals: `i32[B]`, how many layers ran for the whole text.
     """
 
-    kv: WindowKV
+    entries: Entries
     streams: tuple[Array, ...]
     queries: tuple[Array, ...]
     text: tuple[tuple[Array, ...], ...] | None
@@ -54,7 +63,7 @@ class Tracked(Struct):
 
 
 @struct
-class TrackingCache(Struct):
+class TrackingCache(Wrapper):
     """Keys and values, `base`, and beside them for each layer the residual stream before it `f[B, S, D]` and the
     queries `f[B, S, H, d]`, slot = position.
 
@@ -63,41 +72,30 @@ class TrackingCache(Struct):
         renewals: `i32[B]` layers that have run for the whole text, the first forward's aside.
     """
 
-    base: Any
+    base: Dense
     streams: tuple[Array, ...]
     queries: tuple[Array, ...]
     track: Array
     masked: Array
     renewals: Array
 
-    @property
-    def capacity(self) -> int:
-        return self.base.capacity
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> Array:
-        return self.base.attend(layer, q, k, v, window, **options)
-
-    def commit(self, kv: Any, slots: Array) -> TrackingCache:
+    def commit(self, entries: Any, slots: Array) -> TrackingCache:
         # writes that did not wait for the attention that is looked at here would copy what it reads
-        slots = jnp.where((kv.track >= 0).all(1, keepdims=True), slots, -1)
+        slots = jnp.where((entries.track >= 0).all(1, keepdims=True), slots, -1)
         at, ran = jnp.where(slots >= 0, slots, self.capacity), (slots >= 0).any(1)
         put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
         both = lambda caches, news: tuple(put(x, new, at) for x, new in zip(caches, news, strict=True))
         rows = lambda new, old: jnp.where(ran.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-        new = self.replace(base=self.base.commit(kv.kv, slots), streams=both(self.streams, kv.streams),
-                           queries=both(self.queries, kv.queries), track=rows(kv.track, self.track),
-                           masked=rows(kv.masked, self.masked),
-                           renewals=rows(self.renewals + kv.renewals, self.renewals))
-        if kv.text is None:
+        new = self.replace(base=self.base.commit(entries.entries, slots), streams=both(self.streams, entries.streams),
+                           queries=both(self.queries, entries.queries), track=rows(entries.track, self.track),
+                           masked=rows(entries.masked, self.masked),
+                           renewals=rows(self.renewals + entries.renewals, self.renewals))
+        if entries.text is None:
             return new
         layers = [_renew((new.base.keys[i], new.base.values[i], new.streams[i], new.queries[i]), text, renewed & ran)
-                  for i, (text, renewed) in enumerate(zip(kv.text, kv.renewed, strict=True))]
+                  for i, (text, renewed) in enumerate(zip(entries.text, entries.renewed, strict=True))]
         keys, values, streams, queries = zip(*layers, strict=True)
         return new.replace(base=new.base.replace(keys=keys, values=values), streams=streams, queries=queries)
-
-    def select(self, rows: Array) -> TrackingCache:
-        rest = jax.tree.map(lambda x: x[rows], self.replace(base=None))
-        return rest.replace(base=self.base.select(rows))
 
 
 def _scores(q: Array, keys: Array) -> Array:
@@ -130,17 +128,17 @@ class Held:
     def __init__(self, cache: Any, window: Any):
         self.cache, self.window = cache, window
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+    def __call__(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         self.queries, self.scale = q, options["scale"]
         return self.cache.attend(layer, q, k, v, self.window, **options)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tracking:
+class Tracking(Model):
     """A model that runs the layers above a drift for the whole text.
 
     Attributes:
-        model: a `Transformer`, or what has its `config`, `init_cache` and `pieces`.
+        model: a `Transformer` with a dense cache.
         gamma: attention less alike than this is a drift. mask: the id of the mask token.
         window: so many masked positions are attended from; the text's first ones.
         whole: the nodes are the text, and there is nothing to compare with.
@@ -152,10 +150,10 @@ class Tracking:
     window: int
     whole: bool
 
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        if not hasattr(self.model, "pieces"):
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        if not isinstance(self.model, LayeredModel):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
-        base, c = self.model.init_cache(batch, capacity), self.model.config
+        base, c = dense_cache(self.model, batch, capacity, params, inputs), self.model.config
         zeros = lambda *shape: tuple(jnp.zeros((batch, capacity, *shape), base.keys[0].dtype) for _ in c.layers)
         return TrackingCache(
             base=base, streams=zeros(c.width), queries=zeros(c.heads, c.head_dim),
@@ -170,22 +168,23 @@ class Tracking:
         masked = put(cache.masked, at, window.tokens == self.mask)
         text = put(jnp.zeros((B, S), bool), at, window.live)
         text = text if self.whole else text | window.cached
-        assert window.reuse is not None
-        ahead = jnp.arange(S) < window.reuse[:, None]       # slots before the end of the text
+        text_end = window.hint(TextEnd)
+        assert text_end is not None
+        ahead = jnp.arange(S) < text_end.end[:, None]       # slots before the end of the text
         masked = masked & ahead
         asks = window.live & (window.tokens == self.mask) & take(ahead, jnp.minimum(places, S - 1))
         asks = asks & (jnp.cumsum(asks, 1) <= self.window)
         asking = jnp.argsort(~asks, axis=1, stable=True)[:, :self.window]
         asked = take(asks, asking)
 
-        x, whole = net.embed(window.tokens, places), jnp.zeros((B, S, net.network.c.width))
+        x, whole = net.embed(window, cache), jnp.zeros((B, S, net.network.c.width))
         # rows whose layer runs for the whole text, and those of which the layer below did
         full = going = jnp.zeros(B, bool)
         renewals = jnp.zeros(B, jnp.int32)
         all_places = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-        beside = Keys(positions=all_places, key_positions=all_places, seen=jnp.broadcast_to(text[:, None], (B, S, S)),
+        beside = View(positions=all_places, key_positions=all_places, seen=jnp.broadcast_to(text[:, None], (B, S, S)),
                       cached=jnp.zeros((B, 0), bool))
-        kv, streams, queries, texts, renewed, track = [], [], [], [], [], []
+        entries, streams, queries, texts, renewed, track = [], [], [], [], [], []
         for layer in range(net.layers):
             before, held = x, Held(cache, window)
             added, (k, v) = net.attention(layer, x, places, held)
@@ -218,12 +217,12 @@ class Tracking:
                 whole, going, full = after, full, full | drifts
             column = jnp.where(asked[:, None, :, None], weights, 0).sum((1, 2))
             track.append(jnp.argmax(jnp.where(masked | ~text, -1, column), 1).astype(jnp.int32))
-            kv.append((k, v))
+            entries.append((k, v))
             streams.append(before)
             queries.append(q)
         return net.out(x, Tracked(
-            kv=tuple(kv), streams=tuple(streams), queries=tuple(queries), text=None if self.whole else tuple(texts),
-            renewed=None if self.whole else tuple(renewed), track=jnp.stack(track, 1), masked=masked,
+            entries=tuple(entries), streams=tuple(streams), queries=tuple(queries), text=None if self.whole else
+            tuple(texts), renewed=None if self.whole else tuple(renewed), track=jnp.stack(track, 1), masked=masked,
             renewals=renewals))
 
     def _weights(self, q: Array, keys: Array, text: Array, scale: float) -> Array:
@@ -272,16 +271,16 @@ class Drift(Rewriting):
         if self.window < 1:
             raise ValueError(f"window: got {self.window}, takes 1 or more")
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def stale(self, view: policies.View, memory: Memory) -> Array:
         return view.refreshed < 0
 
     def through(self, model: Any, phase: int) -> Tracking:
         return Tracking(model, self.gamma, self.mask, self.window, phase == 0)
 
-    def reuse(self, view: View, positions: Array, phase: int) -> Array:
-        return view.end
+    def hint(self, view: policies.View, positions: Array, phase: int) -> TextEnd:
+        return TextEnd(view.end)
 
-    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+    def nodes(self, view: policies.View, left: int, memory: Memory) -> Nodes:
         assert view.text is not None
         if left:
             raise ValueError("caching: Drift takes models whose logits speak of their own position")
@@ -309,8 +308,8 @@ class Leading(Whole):
     def least(self) -> int:
         return 1
 
-    def active(self, view: View, seen: Seen, memory: Memory) -> Array:
+    def active(self, view: policies.View, seen: Seen, memory: Memory) -> Array:
         return view.masked & (jnp.cumsum(view.masked, 1) <= self.window)
 
-    def finished(self, view: View, memory: Memory) -> Array:
+    def finished(self, view: policies.View, memory: Memory) -> Array:
         return jnp.cumprod(~view.open & view.inside, 1).sum(1).astype(jnp.int32)

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, Window, WindowKV, take
-from decodax.cache.scratch import View as Keys
-from decodax.core.types import Out
+from decodax.cache import Cache, Dense, Entries, View, Window, Wrapper, take
+from decodax.core.types import LayeredModel, Model, Out
+from decodax.diffusion import policies
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.policies import Memory, View
+from decodax.diffusion.policies import Memory
 from decodax.diffusion.refreshes import Rewriting
 from decodax.diffusion.stats import cosine, rank
 from decodax.struct import Struct, struct
@@ -33,41 +33,37 @@ EVERYTHING, RESPONSE, PART, PROMPT = range(4)
 
 
 @struct
-class Features(Struct):
-    """What a window's layers computed: `kv` as ever, and what attention and MLP added, `f[B, W, D]` a layer."""
+class Reuse(Struct):
+    """A hint for `Reusing`: `nodes` `bool[B, W]`, those of which features may be reused."""
 
-    kv: WindowKV
+    nodes: Array
+
+
+@struct
+class Features(Struct):
+    """What a window's layers computed: `entries` as ever, and what attention and MLP added, `f[B, W, D]` a layer."""
+
+    entries: Entries
     attention: tuple[Array, ...]
     mlp: tuple[Array, ...]
 
 
 @struct
-class FeatureCache(Struct):
+class FeatureCache(Wrapper):
     """A cache of keys and values, `base`, and of what each layer's halves added: `f[B, S, D]` a layer, slot = position.
     """
 
-    base: Any
+    base: Dense
     attention: tuple[Array, ...]
     mlp: tuple[Array, ...]
 
-    @property
-    def capacity(self) -> int:
-        return self.base.capacity
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> Array:
-        return self.base.attend(layer, q, k, v, window, **options)
-
-    def commit(self, kv: Any, slots: Array) -> FeatureCache:
+    def commit(self, entries: Any, slots: Array) -> FeatureCache:
         at = jnp.where(slots >= 0, slots, self.capacity)
         put = lambda cache, new: jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop"))(
             cache, new.astype(cache.dtype), at)
         both = lambda caches, news: tuple(map(put, caches, news))
-        return FeatureCache(base=self.base.commit(kv.kv, slots), attention=both(self.attention, kv.attention),
-                            mlp=both(self.mlp, kv.mlp))
-
-    def select(self, rows: Array) -> FeatureCache:
-        some = lambda caches: tuple(x[rows] for x in caches)
-        return FeatureCache(base=self.base.select(rows), attention=some(self.attention), mlp=some(self.mlp))
+        return FeatureCache(base=self.base.commit(entries.entries, slots),
+                            attention=both(self.attention, entries.attention), mlp=both(self.mlp, entries.mlp))
 
     def at(self, layer: int, slots: Array) -> tuple[Array, ...]:
         """Keys and values `f[B, W, G, d]` and what the halves added `f[B, W, D]`, at `slots` (`i32[B, W]`)."""
@@ -76,13 +72,25 @@ class FeatureCache(Struct):
                 take(self.mlp[layer], slots))
 
 
+def dense_cache(model: Model, batch: int, capacity: int, params: Any, inputs: Any) -> Dense:
+    """The model's cache.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    cache = model.init_cache(batch, capacity, params=params, inputs=inputs)
+    if not isinstance(cache, Dense):
+        raise ValueError(f"cache: got {type(cache).__name__}, this caching rule looks into a dense one")
+    return cache
+
+
 @dataclasses.dataclass(frozen=True)
-class Reusing:
-    """A model that recomputes, of a window's nodes with `Window.reuse` (`bool[B, W]`), only those whose values changed
-    most; in its first layer all of them, as in the authors' hooks: what stands there has just been embedded anew.
+class Reusing(Model):
+    """A model that recomputes, of the nodes that the hint `Reuse` names, only those whose values changed most; in its
+    first layer all of them, as in the authors' hooks: what stands there has just been embedded anew.
 
     Attributes:
-        model: a `Transformer`, or what has its `config`, `init_cache` and `pieces`.
+        model: a `Transformer` with a dense cache.
         ratio: the share of those nodes that each layer recomputes, rounded down.
         gather: whether only these are run. False: all are, where the window's other nodes are many, and what is not
             among them is dropped.
@@ -92,18 +100,21 @@ class Reusing:
     ratio: float
     gather: bool
 
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        if not hasattr(self.model, "pieces"):
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        if not isinstance(self.model, LayeredModel):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
-        base, config = self.model.init_cache(batch, capacity), self.model.config
-        zeros = lambda: tuple(jnp.zeros((batch, capacity, config.width), base.keys[0].dtype) for _ in config.layers)
+        base = dense_cache(self.model, batch, capacity, params, inputs)
+        width, dtype = self.model.config.width, base.keys[0].dtype
+        zeros = lambda: tuple(jnp.zeros((batch, capacity, width), dtype) for _ in base.keys)
         return FeatureCache(base=base, attention=zeros(), mlp=zeros())
 
     def apply(self, params: Any, window: Window, cache: Any) -> Out:
-        net, reuse, places = self.model.pieces(params), window.reuse, window.positions
-        x = net.embed(window.tokens, places)
+        net, places = self.model.pieces(params), window.positions
+        hint = window.hint(Reuse)
+        reuse = None if hint is None else hint.nodes
+        x = net.embed(window, cache)
         slots = jnp.minimum(places, cache.capacity - 1)
-        kv, attention, mlp = [], [], []
+        entries, attention, mlp = [], [], []
         for layer in range(net.layers):
             if reuse is None or layer == 0:
                 added, entry = net.attention(layer, x, places, self._attend(cache, window))
@@ -114,22 +125,25 @@ class Reusing:
                 v = net.values(layer, x)
                 pick, put = self._choice(v, old_v, reuse, window.live)
                 visible = jnp.broadcast_to(window.visible(), (*places.shape, places.shape[1]))
-                seen = Keys(positions=pick(places), key_positions=places, seen=pick(visible), cached=window.cached)
+                seen = View(positions=pick(places), key_positions=places, seen=pick(visible), cached=window.cached)
                 attend = self._attend(cache, seen, functools.partial(put, old_k), v)
                 added, (k, _) = net.attention(layer, pick(x), seen.positions, attend)
                 entry, added = (put(old_k, k), v), put(old_added, added)
                 x = x + added
                 more = put(old_more, net.mlp(layer, pick(x)))
             x = x + more
-            kv.append(entry)
+            entries.append(entry)
             attention.append(added)
             mlp.append(more)
-        return net.out(x, Features(kv=tuple(kv), attention=tuple(attention), mlp=tuple(mlp)))
+        return net.out(x, Features(entries=tuple(entries), attention=tuple(attention), mlp=tuple(mlp)))
 
     def _attend(self, cache: Any, window: Any, keys: Callable[[Array], Array] = lambda k: k,
-                values: Array | None = None) -> Callable[..., Array]:
-        return lambda layer, q, k, v, **options: cache.base.attend(
-            layer, q, keys(k), v if values is None else values, window, **options)
+                values: Array | None = None) -> Callable[..., tuple[Array, Any]]:
+        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+            out, _ = cache.base.attend(layer, q, keys(k), v if values is None else values, window, **options)
+            return out, (k, v)
+
+        return attend
 
     def _choice(self, v: Array, old: Array, reuse: Array, live: Array) -> tuple[Callable[[Array], Array], Any]:
         """What takes the nodes to recompute out of a window's, and what puts their news in the place of the old."""
@@ -187,7 +201,7 @@ class Similarity(Rewriting):
             raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
         return self.size
 
-    def phase(self, view: View, memory: Memory) -> Array:
+    def phase(self, view: policies.View, memory: Memory) -> Array:
         prompt, response = view.round % self.prompt == 0, view.round % self.response == 0
         whole = (prompt & response) | (view.refreshed < 0) | (view.end - view.prompt_length > self._size)
         return jnp.where(whole, EVERYTHING, jnp.where(response, RESPONSE, jnp.where(prompt, PROMPT, PART)))
@@ -195,12 +209,12 @@ class Similarity(Rewriting):
     def through(self, model: Any, phase: int) -> Reusing:
         return Reusing(model, self.ratio, phase == PART)
 
-    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+    def nodes(self, view: policies.View, left: int, memory: Memory) -> Nodes:
         positions = view.prompt_length[:, None] - left + jnp.arange(self._size + left, dtype=jnp.int32)
         return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
                      own=jnp.ones(positions.shape, bool))
 
-    def reuse(self, view: View, positions: Array, phase: int) -> Array | None:
+    def hint(self, view: policies.View, positions: Array, phase: int) -> Reuse | None:
         if phase in (EVERYTHING, RESPONSE):
             return None
-        return jnp.ones(positions.shape, bool) if phase == PART else positions >= view.prompt_length[:, None]
+        return Reuse(jnp.ones(positions.shape, bool) if phase == PART else positions >= view.prompt_length[:, None])

@@ -7,81 +7,35 @@ scale less 1. Algorithms see one set of logits, so every sampler, cache rule and
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, Window, WindowKV
+from decodax.cache import Window
 from decodax.core import drivers
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Model, Out, Params
-from decodax.struct import Struct, struct
+from decodax.core.types import Algorithm, Model, Params
+from decodax.policy.guidance import Guided, GuidedCache, Unconditional
+from decodax.struct import static, struct
 
 
 @struct
-class MaskedPromptCache(Struct):
-    """The caches of both branches, which hold the same slots.
+class MaskedPrompt(Unconditional):
+    """The mask token in the prompt's place. `prompt_length`: `i32[B]`. `mask`: the id of the mask token."""
 
-    Attributes:
-        conditional, unconditional: caches of the wrapped model.
-        prompt_length: `i32[B]`. scale: `f32[B]`.
-    """
-
-    conditional: Any
-    unconditional: Any
     prompt_length: Array
-    scale: Array
+    mask: int = static()
 
-    @property
-    def capacity(self) -> int:
-        return self.conditional.capacity
-
-    def attend(self, *args: Any, **kwargs: Any) -> Array:
-        raise NotImplementedError("a guided cache is read by MaskedPrompt.apply, branch by branch")
-
-    def commit(self, kv: WindowKV, slots: Array) -> MaskedPromptCache:
-        half = len(kv) // 2
-        return self.replace(conditional=self.conditional.commit(kv[:half], slots),
-                            unconditional=self.unconditional.commit(kv[half:], slots))
-
-    def select(self, rows: Array) -> MaskedPromptCache:
-        branches = dict(conditional=self.conditional.select(rows), unconditional=self.unconditional.select(rows))
-        return self.replace(prompt_length=self.prompt_length[rows], scale=self.scale[rows], **branches)
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskedPrompt:
-    """`base` under guidance; its cache is a `MaskedPromptCache`. `mask`: the id of the mask token."""
-
-    base: Model
-    mask: int
-
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        raise NotImplementedError("a guided cache is made from a state, by MaskedDiffusion.guide")
-
-    def apply(self, params: Any, window: Window, cache: Any) -> Out:
+    def window(self, window: Window) -> Window:
         # several canvases of a row may stand side by side in the batch
-        length = jnp.repeat(cache.prompt_length, window.tokens.shape[0] // cache.prompt_length.shape[0])
+        length = jnp.repeat(self.prompt_length, window.tokens.shape[0] // self.prompt_length.shape[0])
         hidden = window.positions < length[:, None]
-        other = window.replace(tokens=jnp.where(hidden, jnp.int32(self.mask), window.tokens), begun=None)
-        with_prompt = self.base.apply(params, window, cache.conditional)
-        without = self.base.apply(params, other, cache.unconditional)
-
-        def head(hidden: Array) -> Array:
-            c, u = (jax.nn.log_softmax(out.head(h)) for out, h in
-                    zip((with_prompt, without), jnp.split(hidden, 2, axis=-1), strict=True))
-            scale = cache.scale.reshape(-1, *[1] * (c.ndim - 1))
-            return u + scale * (c - u)
-
-        return Out(hidden=jnp.concatenate([with_prompt.hidden, without.hidden], -1),
-                   kv=(*with_prompt.kv, *without.kv), head=head)
+        return window.replace(tokens=jnp.where(hidden, jnp.int32(self.mask), window.tokens))
 
 
 def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, scale: Any, mask: int,
-          prefills: bool) -> tuple[MaskedPrompt, State]:
+          prefills: bool) -> tuple[Model, State]:
     """Puts a state before its first round under guidance.
 
     Args:
@@ -97,6 +51,7 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
     else:
         unconditional = model.init_cache(s.batch, size)
     # `+ 0`: the state is donated, and no array may stand in it twice
-    cache = MaskedPromptCache(conditional=s.cache, unconditional=unconditional, prompt_length=s.prompt_length + 0,
-                              scale=jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (s.batch,)))
-    return MaskedPrompt(model, mask), s.replace(cache=cache)
+    cache = GuidedCache(conditional=s.cache, unconditional=unconditional,
+                        other=MaskedPrompt(prompt_length=s.prompt_length + 0, mask=mask),
+                        scale=jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (s.batch,)))
+    return Guided(model), s.replace(cache=cache)

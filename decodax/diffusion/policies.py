@@ -306,8 +306,9 @@ class Caching(Rule):
         """Of rules with phases: the model as rounds of one run it, and as it makes its cache."""
         return model
 
-    def reuse(self, view: View, positions: Array, phase: int) -> Array | None:
-        """`Window.reuse` of such a round: what the rule tells the model that it wraps, `[B, ...]`."""
+    def hint(self, view: View, positions: Array, phase: int) -> Any:
+        """Of such a round: a struct that the rule leaves in the window for the model that it wraps (`Window.hints`), or
+        None."""
         return None
 
     def stale(self, view: View, memory: Memory) -> Array:

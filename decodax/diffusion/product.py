@@ -16,15 +16,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache, WindowKV, causal
+from decodax.cache import Cache, Entries, causal
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.mesh import constrain, heads
 from decodax.core.state import State
-from decodax.core.types import INVALID, Params
+from decodax.core.types import INVALID, Loaded, Model, Params
 from decodax.diffusion.adapter import Full, Nodes
 from decodax.diffusion.policies import Caching, Commit, Memory, Seen, View, span
 from decodax.diffusion.verifies import Sequential
@@ -52,11 +53,11 @@ class Judged(Sequential):
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise ValueError(f"chunk: got {self.chunk}, takes 1 or more")
-        if hasattr(self.model, "params"):       # an LM: the network is static, its weights are data
+        if isinstance(self.model, Loaded):      # the network is static, its weights are data
             lm = self.model
             object.__setattr__(self, "model", lm.model)
             object.__setattr__(self, "weights", lm.params)
-        if not hasattr(self.model, "apply"):
+        elif not isinstance(self.model, Model):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Model or what decodax.load gave")
 
     def bare(self) -> Any:
@@ -66,7 +67,7 @@ class Judged(Sequential):
         """The prompts, all but their last tokens, in a cache of `slots`."""
         if params.draft is None:
             raise ValueError(f"params: {type(self).__name__} needs its model's weights in Params.draft")
-        cache = self.model.init_cache(s.batch, slots)
+        cache = self.model.init_cache(s.batch, slots, params=params.draft)
         chunk = min(self.chunk, s.tokens.shape[1])
 
         def visit(i: Array, cache: Any) -> Any:
@@ -76,13 +77,13 @@ class Judged(Sequential):
             live = (positions < s.prompt_length[:, None] - 1) & (positions >= i * chunk)
             tokens = lax.dynamic_slice_in_dim(s.tokens, start, chunk, 1)
             out = self.model.apply(params.draft, causal(tokens, jnp.broadcast_to(start, (s.batch,)), live), cache)
-            return cache.commit(out.kv, jnp.where(live & jnp.isfinite(out.hidden).all(-1), positions, -1))
+            return cache.commit(out.entries, jnp.where(live & jnp.isfinite(out.hidden).all(-1), positions, -1))
 
         chunks = (jnp.max(s.prompt_length) - 1 + chunk - 1) // chunk
         return Assistant(cache=lax.fori_loop(0, chunks, visit, constrain(cache, heads(cache))))
 
     def judge(self, state: Assistant, view: View, last: Array, logits: Array,
-              process: Callable[[Array], Array]) -> tuple[Array, Array, WindowKV]:
+              process: Callable[[Array], Array]) -> tuple[Array, Array, Entries]:
         """Candidates `i32[B, W]`, which of them the assistant agrees to `bool[B, W]`, and its entries of the positions
         `start - 1 ..`.
 
@@ -100,7 +101,8 @@ class Judged(Sequential):
         own = out.logits()
         own = jnp.pad(own, ((0, 0), (0, 0), (0, max(V - own.shape[-1], 0))), constant_values=-jnp.inf)[..., :V]
         broken = jnp.isnan(own).any(-1)
-        return jnp.where(broken, jnp.minimum(token, INVALID), token), self.verdict(token, logits, own, pick), out.kv
+        token, verdict = jnp.where(broken, jnp.minimum(token, INVALID), token), self.verdict(token, logits, own, pick)
+        return token, verdict, out.entries
 
     def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
         """`bool[B, W]`: whether the candidates `token` are agreed to.
@@ -111,11 +113,11 @@ class Judged(Sequential):
         """
         raise NotImplementedError
 
-    def settle(self, state: Assistant, kv: WindowKV, begun: Array, start: Array) -> Assistant:
+    def settle(self, state: Assistant, entries: Entries, begun: Array, start: Array) -> Assistant:
         """After a step that moved the region from `begun` to `start` (`i32[B]`): the entries of what became final."""
-        positions = begun[:, None] - 1 + jnp.arange(kv[0][0].shape[1], dtype=jnp.int32)
+        positions = begun[:, None] - 1 + jnp.arange(jax.tree.leaves(entries)[0].shape[1], dtype=jnp.int32)
         true = (positions >= 0) & (positions < start[:, None] - 1)
-        return Assistant(cache=state.cache.commit(kv, jnp.where(true, positions, -1)))
+        return Assistant(cache=state.cache.commit(entries, jnp.where(true, positions, -1)))
 
 
 @dataclasses.dataclass(frozen=True)

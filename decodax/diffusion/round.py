@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Window, take
+from decodax.cache import Feature, Window, take
 from decodax.core.keys import Purpose
 from decodax.core.record import record
 from decodax.core.state import State
@@ -49,6 +49,10 @@ class Round(Algorithm):
     @property
     def caches(self) -> bool:
         return self.of.caches
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:
+        return self.of.cache_needs
 
     def init(self, params: Params, s: State) -> Canvas:
         return self.of.init(params, s)
@@ -93,8 +97,9 @@ class Round(Algorithm):
                 mask = jnp.repeat(mask, K, 0)
         if of.verify.assists:
             c = c.replace(assistant=c.assistant.replace(weights=params.draft))
-        reuse = None if self.phase is None else of.caching.reuse(look(s, c, of.windows.width), positions, self.phase)
-        return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached, reuse=reuse), c
+        hint = None if self.phase is None else of.caching.hint(look(s, c, of.windows.width), positions, self.phase)
+        return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached,
+                      hints=() if hint is None else (hint,)), c
 
     def _text(self, s: State, c: Canvas) -> Canvas:
         """The canvas as the model reads it: behind an early end as a stop rule has it filled."""
@@ -136,7 +141,7 @@ class Round(Algorithm):
         """`i32[B]`: the end of what may be seen."""
         return self.of.whole(s) if self.of.caching.beyond else c.end
 
-    def needs(self, s: State) -> Array:
+    def live_nodes(self, s: State) -> Array:
         """`i32[B]`: how many nodes of a narrow round are live."""
         return self._nodes(s, self._text(s, s.algo)).live.sum(1, dtype=jnp.int32)
 
@@ -221,8 +226,7 @@ class Round(Algorithm):
             source=jnp.zeros((B, W), jnp.int32), algo=again,
             drafted=jnp.where(works, K - 1, 0).astype(jnp.int32),
             accepted=jnp.where(works, path.sum(1, dtype=jnp.int32) - 1, 0),
-            record=None if noted is None else jax.tree.map(lambda x: cut(x, s.length, W), again.record),
-            early=slots >= 0 if of.caching.approximate else None, idle=~turn)
+            record=None if noted is None else jax.tree.map(lambda x: cut(x, s.length, W), again.record), idle=~turn)
 
     def _writes(self, view: View, c: Canvas, positions: Array, live: Array, front: Array) -> tuple[Array, Array]:
         """`bool[B, n]` which entries are written, and `bool[B, S]` which there are then."""
@@ -266,7 +270,7 @@ class Round(Algorithm):
         """`i32[B, W]`: the window node whose logits predict each position of the region, -1 where none does."""
         number = jnp.broadcast_to(jnp.arange(nodes.positions.shape[1], dtype=jnp.int32), nodes.positions.shape)
         index = jnp.full((view.start.shape[0], size), -1, jnp.int32)
-        for which in (nodes.live & ~nodes.own, nodes.live & nodes.own):     # the region's own copy holds
+        for which in (nodes.live & ~nodes.own, nodes.live & nodes.own):     # the region's own copy counts
             index = _scatter(index, nodes.positions, which, number)
         at = view.positions - int(self.of.adapter.shift)
         return jnp.where(at >= 0, take(index, jnp.maximum(at, 0)), -1)
@@ -297,7 +301,7 @@ class Round(Algorithm):
                         mask=_side_by_side(jnp.ones((1, W, W), bool), K))
 
         def lift(chain: Any, logits: Array) -> Any:
-            scored = Out(hidden=logits, kv=(), head=lambda x: x)
+            scored = Out(hidden=logits, entries=(), head=lambda x: x)
             return chain.over(text, window, scored).on_canvas(scored, known, window.positions)
 
         lifted = lift(policy.policy, logits)

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 import decodax.models
-from decodax.core.types import Model
+from decodax.core.types import Loaded, Model
 from decodax.io.checkpoint import load_diffusion, load_model
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.text import Tokenizer
@@ -29,7 +29,7 @@ SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
-class LM:
+class LM(Loaded):
     """A language model ready to decode.
 
     Attributes:

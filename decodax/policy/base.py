@@ -133,7 +133,7 @@ class Policy(Struct):
         Returns:
             The logits up to the temperature, and what computes those after the whole chain.
         """
-        known, out = jnp.ones(window.tokens.shape, bool), Out(hidden=logits, kv=(), head=lambda x: x)
+        known, out = jnp.ones(window.tokens.shape, bool), Out(hidden=logits, entries=(), head=lambda x: x)
         lifted = Lifted(self, s, window, out, known, window.positions + 1)
         chain = [(t, state) for t, state in zip(self.transforms, s.policy, strict=True) if not jax.tree.leaves(state)]
         cut = next((i for i, (t, _) in enumerate(chain) if isinstance(t, Temperature)), len(chain))

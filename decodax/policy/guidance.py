@@ -7,6 +7,7 @@ as in transformers.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -15,67 +16,104 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Cache, Window, WindowKV
+from decodax.cache import Cache, Entries, Feature, Window
 from decodax.core import drivers
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Model, Out, Params
 from decodax.struct import Struct, struct
 
 
+class Unconditional(Struct, abc.ABC):
+    """What the unconditional branch reads: derive a `@struct` of per-row arrays from this."""
+
+    @abc.abstractmethod
+    def window(self, window: Window) -> Window:
+        """The window as that branch sees it."""
+
+    def slots(self, slots: Array) -> Array:
+        """`i32[B, W]`: where its cache keeps the entries that the other one keeps at `slots`."""
+        return slots
+
+
 @struct
-class GuidedCache(Struct):
+class NegativePrompt(Unconditional):
+    """Another prompt, or the last token of the prompt alone.
+
+    Attributes:
+        first: `i32[B]` position of the last prompt token, where the unconditional branch begins.
+        opening: `i32[B]` the token it has there: the negative prompt's last, or the prompt's.
+        offset: `i32[B]` how much smaller its positions are.
+    """
+
+    first: Array
+    opening: Array
+    offset: Array
+
+    def window(self, window: Window) -> Window:
+        here = window.positions >= self.first[:, None]
+        opens = window.positions == self.first[:, None]
+        return window.replace(tokens=jnp.where(opens, self.opening[:, None], window.tokens),
+                              positions=jnp.maximum(window.positions - self.offset[:, None], 0),
+                              live=window.live & here)
+
+    def slots(self, slots: Array) -> Array:
+        return jnp.where(slots >= self.first[:, None], slots - self.offset[:, None], -1)
+
+
+@struct
+class GuidedCache(Cache):
     """The caches of both branches.
 
     Attributes:
         conditional, unconditional: caches of the wrapped model.
-        first: `i32[B]` position of the last prompt token, where the unconditional branch begins.
-        opening: `i32[B]` the token it has there: the negative prompt's last, or the prompt's.
-        offset: `i32[B]` how much smaller its positions are. scale: `f32[B]`.
+        other: what the unconditional branch reads. scale: `f32[B]`.
     """
 
     conditional: Any
     unconditional: Any
-    first: Array
-    opening: Array
-    offset: Array
+    other: Unconditional
     scale: Array
+
+    @property
+    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
+        return self.conditional.supports
 
     @property
     def capacity(self) -> int:
         return self.conditional.capacity
 
-    def attend(self, *args: Any, **kwargs: Any) -> Array:
-        raise NotImplementedError("a guided cache is read by Guided.apply, branch by branch")
+    @property
+    def inputs(self) -> Any:
+        return self.conditional.inputs
 
-    def commit(self, kv: WindowKV, slots: Array) -> GuidedCache:
-        half = len(kv) // 2
-        own = jnp.where(slots >= self.first[:, None], slots - self.offset[:, None], -1)
-        return self.replace(conditional=self.conditional.commit(kv[:half], slots),
-                            unconditional=self.unconditional.commit(kv[half:], own))
+    def commit(self, entries: Entries, slots: Array) -> GuidedCache:
+        half = len(entries) // 2
+        return self.replace(conditional=self.conditional.commit(entries[:half], slots),
+                            unconditional=self.unconditional.commit(entries[half:], self.other.slots(slots)))
 
     def select(self, rows: Array) -> GuidedCache:
-        branches = dict(conditional=self.conditional.select(rows), unconditional=self.unconditional.select(rows))
         rest = jax.tree.map(lambda x: x[rows], self.replace(conditional=None, unconditional=None))
-        return rest.replace(**branches)
+        return rest.replace(conditional=self.conditional.select(rows), unconditional=self.unconditional.select(rows))
+
+    def room(self) -> Array | None:
+        return self.conditional.room()
+
+    def horizon(self) -> Array | None:
+        return self.conditional.horizon()
 
 
 @dataclasses.dataclass(frozen=True)
-class Guided:
-    """`base` under guidance; its cache is a `GuidedCache`, made by `guide`."""
+class Guided(Model):
+    """`base` under guidance; its cache is a `GuidedCache`, made from a state by `guide`."""
 
     base: Model
 
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        raise NotImplementedError("a guided cache is made from a prefilled one, by guide()")
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        raise NotImplementedError("a guided cache is made from a state, by guide()")
 
     def apply(self, params: Any, window: Window, cache: Any) -> Out:
-        here = window.positions >= cache.first[:, None]
-        opens = window.positions == cache.first[:, None]
-        other = window.replace(tokens=jnp.where(opens, cache.opening[:, None], window.tokens),
-                               positions=jnp.maximum(window.positions - cache.offset[:, None], 0),
-                               live=window.live & here, begun=None)
         with_prompt = self.base.apply(params, window, cache.conditional)
-        without = self.base.apply(params, other, cache.unconditional)
+        without = self.base.apply(params, cache.other.window(window.replace(hints=())), cache.unconditional)
 
         def head(hidden: Array) -> Array:
             c, u = (jax.nn.log_softmax(out.head(h)) for out, h in
@@ -84,7 +122,7 @@ class Guided:
             return u + scale * (c - u)
 
         return Out(hidden=jnp.concatenate([with_prompt.hidden, without.hidden], -1),
-                   kv=(*with_prompt.kv, *without.kv), head=head)
+                   entries=(*with_prompt.entries, *without.entries), head=head)
 
 
 def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, scale: Any,
@@ -118,6 +156,6 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         other = drivers.prefill(alg, model, params, other, width=min(256, size))
         cache, opening, offset = other.cache, other.newest, first - (jnp.asarray(lengths) - 1)
     scales = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (s.batch,))
-    guided = GuidedCache(conditional=s.cache, unconditional=cache, first=first, opening=opening, offset=offset,
-                         scale=scales)
+    guided = GuidedCache(conditional=s.cache, unconditional=cache, scale=scales,
+                         other=NegativePrompt(first=first, opening=opening, offset=offset))
     return Guided(model), s.replace(cache=guided)

@@ -34,6 +34,9 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
     Args:
         mesh: with an axis "data" over which rows are divided; other axes shard the weights as their placement says.
     """
+    if not s.cache.by_row:
+        raise ValueError(f"cache: got {type(s.cache).__name__}, whose rows share memory and cannot be divided; takes "
+                         "one whose arrays have a batch axis")
     specs = batch_specs(s)
     if all(d.platform == "cpu" for d in mesh.devices.flat):
         model = _GatheredLogits(model)
@@ -48,13 +51,13 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 
 
 @dataclasses.dataclass(frozen=True)
-class _GatheredLogits:
+class _GatheredLogits(Model):
     """`base`, its logits whole on each device."""
 
     base: Model
 
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        return self.base.init_cache(batch, capacity)
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        return self.base.init_cache(batch, capacity, params=params, inputs=inputs)
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         out = self.base.apply(params, window, cache)

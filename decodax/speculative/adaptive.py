@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache import Window, take
+from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.controllers import Arms, Controller, Seen
-from decodax.speculative.source import Draft, Drawn
+from decodax.speculative.source import CHAINS, Draft, Drawn
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -35,6 +35,7 @@ class Nothing(Draft):
     """A draft of no tokens: the round is plain decoding."""
 
     length: ClassVar[int] = 0
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         return Proposal(tokens=jnp.zeros((s.batch, 0), jnp.int32), live=jnp.zeros((s.batch, 0), bool)), state

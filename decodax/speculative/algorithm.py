@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from decodax.cache import Window, take
+from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.speculative.grown import Grown, Trimmed
@@ -64,6 +64,10 @@ class Speculative(Algorithm):
         return self.verify.guarantee
 
     @property
+    def cache_needs(self) -> frozenset[Feature]:
+        return self.drafter.cache_needs
+
+    @property
     def weights(self) -> Any:
         """What a front door puts into `Params.draft`."""
         return self.draft.weights
@@ -92,9 +96,12 @@ class Speculative(Algorithm):
         drafts = take(t.tokens, jnp.concatenate([path[:, 1:], path[:, :1]], 1))
         tokens = jnp.where(index < accepted[:, None], drafts, own[:, None])
         # the newest token and the accepted drafts are true; the token that follows them opens the next window
-        on = (path[:, :, None] == jnp.arange(window.width)) & (index <= accepted[:, None])[:, :, None]
+        count = accepted + 1
+        if (horizon := s.cache.horizon()) is not None:      # what else was accepted is drafted again
+            count = jnp.minimum(count, horizon)
+        on = (path[:, :, None] == jnp.arange(window.width)) & (index < count[:, None])[:, :, None]
         slots = jnp.where(on.any(1) & (tokens[:, :1] >= 0), window.positions, -1)
-        return Decision(tokens=tokens, count=accepted + 1, slots=slots, source=path, algo=None,
+        return Decision(tokens=tokens, count=count, slots=slots, source=path, algo=None,
                         drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=accepted)
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:

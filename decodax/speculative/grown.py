@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from decodax.cache import Window
+from decodax.cache import Feature, Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.shapes.fixed import Chain
-from decodax.speculative.source import Draft, Grower, Shape, fitted
+from decodax.speculative.source import CHAINS, TREES, Draft, Grower, Shape, fitted
 from decodax.speculative.tree import Drawn, Proposal
 
 
@@ -31,6 +31,10 @@ class Grown(Draft):
     @property
     def weights(self) -> Any:
         return self.source.weights
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:       # type: ignore[override]
+        return self.source.cache_needs | (TREES if self.form.branches else CHAINS)
 
     def bare(self) -> Grown:
         return dataclasses.replace(self, source=self.source.bare())
@@ -58,6 +62,10 @@ class Trimmed(Draft):
     @property
     def weights(self) -> Any:
         return self.draft.weights
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:       # type: ignore[override]
+        return self.draft.cache_needs
 
     def bare(self) -> Trimmed:
         return dataclasses.replace(self, draft=self.draft.bare())

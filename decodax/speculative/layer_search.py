@@ -21,7 +21,7 @@ import numpy as np
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.drafts.draft_exit import DraftExit
 from decodax.speculative.drafts.knn_ssd import Anchors, KNNSkip
-from decodax.speculative.drafts.layer_skip import depth, network_of
+from decodax.speculative.drafts.layer_skip import layered
 from decodax.speculative.fit import continued
 from decodax.speculative.verify import SeedExact
 
@@ -56,8 +56,8 @@ def fit_layers(lm: Any, samples: Sequence[Sequence[int]], *, trials: int = 100, 
     """
     if trials < 1:
         raise ValueError(f"trials: got {trials}, takes at least 1")
-    network = network_of(lm)
-    L, work = depth(network), shares(lm.params, depth(network))
+    network = layered(lm)
+    L, work = network.depth, shares(lm.params, network.depth)
     alg = Speculative(DraftExit(KNNSkip(network), length), SeedExact())
 
     def gain(skipped: np.ndarray) -> float:

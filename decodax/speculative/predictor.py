@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Window
+from decodax.cache import Feature, Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.fit import continued
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.shapes.threshold import entropy
-from decodax.speculative.source import Draft, Drawn, Grower, fitted
+from decodax.speculative.source import CHAINS, Draft, Drawn, Grower, fitted
 from decodax.speculative.tree import Proposal
 from decodax.speculative.verify import SeedExact
 from decodax.struct import Struct, struct
@@ -79,6 +79,7 @@ class Watched(Draft):
     source: Any
     length: int
     rounds: int
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     @property
     def weights(self) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Window
+from decodax.cache import Feature, Window
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
@@ -24,14 +24,19 @@ from decodax.policy.draw import draw, race, winner
 from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, static, struct
 
+CHAINS: frozenset[Feature] = frozenset()
+TREES: frozenset[Feature] = frozenset(("trees",))
+
 
 class Drafter:
     """What drafts and sources share, with defaults for one that has no weights and carries nothing.
 
     Attributes:
+        cache_needs: what it asks of the target's cache, as in `Algorithm`: trees and probes need "trees".
         free: reads its drafts off the text, at no cost to speak of: they may be tried on paper (see `Adaptive`).
     """
 
+    cache_needs: ClassVar[frozenset[Feature]] = TREES
     free: ClassVar[bool] = False
 
     @property
@@ -84,6 +89,8 @@ class Source(Drafter, abc.ABC):
     A `Shape` grows the tree. `observe` sees the state that `extend` left.
     """
 
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS      # and what the shape asks for
+
     @property
     def shape(self) -> Shape | None:
         """How its tree grows unless another shape is asked for; None: as a chain."""
@@ -104,7 +111,7 @@ class Source(Drafter, abc.ABC):
 
     def begin(self, params: Params, s: State, state: Any, proposal: Proposal, slots: Array) -> Any:
         """Of sources that run the target's own first layers: what the target may take over of the forward over the
-        newest token and the drafts (`Begun`), or None; `slots` as in `place`."""
+        newest token and the drafts (`PartialForward`), or None; `slots` as in `place`."""
         return None
 
 
@@ -336,6 +343,11 @@ class Shape(abc.ABC):
     def is_chain(self) -> bool:
         """Whether it is a chain of a fixed length."""
         return False
+
+    @property
+    def branches(self) -> bool:
+        """Whether a node may have several children."""
+        return not self.is_chain
 
     @abc.abstractmethod
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:

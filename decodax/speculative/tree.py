@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Begun, Window
+from decodax.cache import Window
+from decodax.core.types import PartialForward
 from decodax.struct import Struct, struct
 
 Drawn = Literal["coupled", "ranked", "distinct", "independent"]
@@ -63,7 +64,7 @@ class Proposal(Struct):
     parents: Any = None
     log_q: Array | None = None
     probes: Probes | None = None
-    begun: Begun | None = None
+    begun: PartialForward | None = None
     match: Array | None = None
     drawn_at: Any = None
 
@@ -125,14 +126,14 @@ def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
                 log_q=proposal.log_q, drawn_at=proposal.drawn_at)
 
 
-def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: Begun | None = None) -> Window:
+def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: PartialForward | None = None) -> Window:
     """The window of a tree whose newest tokens stand at `start` (`i32[B]`); rows that are not `running` are dead."""
     B = t.tokens.shape[0]
     start = start[:, None].astype(jnp.int32)
     live = t.live & running[:, None]
     if probes is None:
         return Window(tokens=t.tokens, positions=start + t.depth, mask=jnp.asarray(t.sees), live=live,
-                      begun=begun)
+                      hints=() if begun is None else (begun,))
     P = probes.tokens.shape[1]
     rows = max(t.sees.shape[0], probes.sees.shape[0])
     above = jnp.broadcast_to(jnp.concatenate([t.sees, jnp.zeros((*t.sees.shape[:2], P), bool)], 2),

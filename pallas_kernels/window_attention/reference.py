@@ -38,27 +38,30 @@ def block_of(slots: int, most: int) -> int:
 def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None = None,
                      cache_v: Array | None = None, length: Array | None = None, *, scale: float,
                      sliding: int | None = None, softcap: float | None = None,
-                     key_positions: Array | None = None, cached: Array | None = None) -> Array:
+                     key_positions: Array | None = None, cached: Array | None = None,
+                     slot_positions: Array | None = None) -> Array:
     """Attention of window queries to verified cache entries and to the window.
 
     Args:
-        q: `f[B, W, H, d]` queries. k, v: `f[B, K, G, d]` keys and values of the window, `H` a multiple of `G`; `K` is
-            `W` unless nodes of earlier windows stand before its own.
+        q: `f[B, W, H, d]` queries. k, v: `f[B, K, G, d]` and `f[B, K, G, e]` keys and values of the window, `H` a
+            multiple of `G`; `K` is `W` unless nodes of earlier windows stand before its own.
         mask: `bool[B or 1, W, K]`, who sees whom inside the window; each node sees at least one.
         positions: `i32[B, W]`.
-        cache_k, cache_v: `f[B, G, S, d]`, slot = position; None without a cache (training, scoring).
-        length: `i32[B]` verified entries of the cache.
+        cache_k, cache_v: `f[B, G, S, d]` and `f[B, G, S, e]`; None without a cache (training, scoring).
+        length: `i32[B]` verified entries of a cache whose slots are positions.
         scale: factor of the scores before softcap and softmax.
         sliding: a query sees positions above its own minus this.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         key_positions: `i32[B, K]` of `k`; default `positions`.
         cached: `bool[B, S]` the verified entries that a row sees; None: all of them; `bool[B, 0]`: none.
+        slot_positions: `i32[B, G or 1, S]` the position of the token in each slot, -1 where there is none, of a cache
+            whose slots are not positions; in place of `length` and `cached`.
 
     Returns:
-        `f[B, W, H, d]` in the dtype of `q`. Scores and sums are float32.
+        `f[B, W, H, e]` in the dtype of `q`. Scores and sums are float32.
     """
     B, W, H, d = q.shape
-    G = k.shape[2]
+    G, e = k.shape[2], v.shape[3]
     q = q.reshape(B, W, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * W, d)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
@@ -66,9 +69,9 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         s = jnp.einsum("bgqd,bgkd->bgqk", q, keys, preferred_element_type=jnp.float32) * scale
         return s if softcap is None else softcap * jnp.tanh(s / softcap)
 
-    def seen(s: Array, allowed: Array) -> Array:      # allowed [B or 1, W, K], the same for every head of a group
+    def seen(s: Array, allowed: Array) -> Array:      # allowed [B or 1, G or 1, W or 1, K], the same within a group
         by_head = s.reshape(B, G, H // G, W, -1)
-        return jnp.where(allowed[:, None, None], by_head, MASKED).reshape(s.shape)
+        return jnp.where(allowed[:, :, None], by_head, MASKED).reshape(s.shape)
 
     def mix(weights: Array, values: Array) -> Array:
         return jnp.einsum("bgqk,bgkd->bgqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
@@ -76,14 +79,17 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
     if sliding is not None:
         where = positions if key_positions is None else key_positions
         mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)
-    s = seen(scores(k), mask)
+    s = seen(scores(k), mask[:, None])
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - top)
     total, out = weights.sum(-1, keepdims=True), mix(weights, v)
 
     blind = cached is not None and cached.shape[1] == 0
-    if cache_k is not None and cache_v is not None and length is not None and cache_k.shape[2] and not blind:
+    if cache_k is not None and cache_v is not None and cache_k.shape[2] and not blind:
         slots = cache_k.shape[2]
+        if slot_positions is not None:
+            length = jnp.where((slot_positions >= 0).any(1), jnp.arange(1, slots + 1, dtype=jnp.int32), 0).max(1)
+        assert length is not None
         if cached is not None:      # the walk ends behind the last entry that some row sees
             cached = cached & (jnp.arange(slots, dtype=jnp.int32) < length[:, None])
             length = jnp.where(cached.any(1), slots - jnp.argmax(cached[:, ::-1], 1), 0).astype(jnp.int32)
@@ -94,18 +100,25 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
             def visit(i: Array, carry: Carry) -> Carry:
                 top, total, out = carry
                 keys, values = (lax.dynamic_slice_in_dim(c, i * block, block, 2) for c in (cache_k, cache_v))
-                slots = i * block + jnp.arange(block, dtype=jnp.int32)
-                held = slots < length[:, None] if cached is None else lax.dynamic_slice_in_dim(
-                    cached, i * block, block, 1)
-                allowed = jnp.broadcast_to(held[:, None], (B, 1, block))
+                slots = (i * block + jnp.arange(block, dtype=jnp.int32))[None, None]       # [B or 1, G or 1, block]
+                if slot_positions is not None:
+                    slots = lax.dynamic_slice_in_dim(slot_positions, i * block, block, 2)
+                    held = slots >= 0
+                elif cached is not None:
+                    held = lax.dynamic_slice_in_dim(cached, i * block, block, 1)[:, None]
+                else:
+                    held = slots < length[:, None, None]
+                allowed = held[:, :, None]
                 if sliding is not None:
-                    allowed = allowed & (positions[:, :, None] - slots < sliding)
+                    allowed = allowed & (positions[:, None, :, None] - slots[:, :, None] < sliding)
                 s = seen(scores(keys), allowed)
                 new = jnp.maximum(top, s.max(-1, keepdims=True))
                 shrink, weights = jnp.exp(top - new), jnp.exp(s - new)
                 return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mix(weights, values)
 
-            first = 0 if sliding is None else jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
+            first: Array | int = 0
+            if sliding is not None and slot_positions is None:
+                first = jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
             last = (jnp.max(length) + block - 1) // block
             return lax.fori_loop(first, last, visit, carry)
 
@@ -114,5 +127,5 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         top, total, out = walk(narrow, *start) if narrow == wide else lax.platform_dependent(
             *start, cpu=functools.partial(walk, narrow), default=functools.partial(walk, wide))
 
-    out = (out / total).astype(q.dtype).reshape(B, G, H // G, W, d)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, W, H, d)
+    out = (out / total).astype(q.dtype).reshape(B, G, H // G, W, e)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, W, H, e)

@@ -109,7 +109,7 @@ def test_a_write_that_does_not_wait_for_the_readers_is_seen_to_copy():
         step, cache, total = carry
         window = causal(jnp.zeros((8, 1), jnp.int32), jnp.full(8, step))
         out = NETWORK.apply(weights, window, cache)
-        return step + 1, cache.commit(out.kv, window.positions), total + out.hidden.sum()
+        return step + 1, cache.commit(out.entries, window.positions), total + out.hidden.sum()
 
     weights = NETWORK.abstract_params()
     cache = jax.eval_shape(lambda: NETWORK.init_cache(8, CAPACITY))

@@ -15,7 +15,7 @@ import decodax.diffusion as d
 from decodax.core import drivers
 from decodax.core.round import python_loop, run
 from decodax.core.state import Status
-from decodax.core.types import Params
+from decodax.core.types import LayeredModel, Params
 from decodax.diffusion import MaskedDiffusion
 from decodax.diffusion.systems import ENTRIES
 from decodax.io.load import LM
@@ -84,21 +84,28 @@ class Leant:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaning:
+class Leaning(LayeredModel):
     """A model that wants MASK as much as its parameters say."""
 
     base: object
 
-    def init_cache(self, batch, capacity):
+    def init_cache(self, batch, capacity, *, params=None, inputs=None):
         return self.base.init_cache(batch, capacity)
 
-    def apply(self, params, window, cache):
-        out = self.base.apply(params["own"], window, cache)
+    def apply(self, params, window, cache, keep=None):
+        out = self.base.apply(params["own"], window, cache, keep)
         return dataclasses.replace(out, head=lambda h: out.head(h).at[..., MASK].add(params["lean"]))
 
     @property
     def config(self):
         return self.base.config
+
+    @property
+    def depth(self):
+        return self.base.depth
+
+    def walk(self, params, window, cache):
+        return self.base.walk(params["own"], window, cache)
 
     def pieces(self, params):
         pieces = self.base.pieces(params["own"])

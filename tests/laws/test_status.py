@@ -10,7 +10,7 @@ from decodax.autoregressive import Autoregressive
 from decodax.core import drivers
 from decodax.core.state import Status
 from decodax.core.stops import StopTable
-from decodax.core.types import Params
+from decodax.core.types import Model, Params
 from tests.laws.cases import ALGORITHMS, MASK, decode, model, prompts, start, texts
 
 LETTERS = [bytes([97 + i]) for i in range(16)]
@@ -80,13 +80,13 @@ def test_a_stop_string_ends_a_row_across_token_borders(algorithm):
 
 
 @dataclasses.dataclass(frozen=True)
-class Broken:
+class Broken(Model):
     """A model that gives NaN behind one token."""
 
     base: object
     token: int
 
-    def init_cache(self, batch, capacity):
+    def init_cache(self, batch, capacity, *, params=None, inputs=None):
         return self.base.init_cache(batch, capacity)
 
     def apply(self, params, window, cache):

@@ -41,7 +41,7 @@ def step(model: Any, params: Any, window: Window, cache: Any, below: Any) -> Any
     out = model.apply(params, window, cache)
     logits = out.logits()
     kept = window.live & (window.positions < below[:, None]) & jnp.isfinite(logits[..., 0])
-    return logits, cache.commit(out.kv, jnp.where(kept, window.positions, -1))
+    return logits, cache.commit(out.entries, jnp.where(kept, window.positions, -1))
 
 
 def prefixes(d: Diffusion, lengths: np.ndarray) -> np.ndarray:

@@ -51,7 +51,7 @@ def rollout(model: Transformer) -> Callable[..., Any]:
         logits = out.logits()
         # slots that depend on the logits, as a decision's do
         slots = jnp.where(window.live & jnp.isfinite(logits[..., 0]), window.positions, -1)
-        return logits, cache.commit(out.kv, slots)
+        return logits, cache.commit(out.entries, slots)
 
     return step
 

@@ -77,7 +77,7 @@ def tree_window(tokens: np.ndarray, parents: list[int]) -> Window:
 
 
 def out_of(logits: np.ndarray) -> Out:
-    return Out(hidden=jnp.asarray(logits), kv=(), head=lambda x: x)
+    return Out(hidden=jnp.asarray(logits), entries=(), head=lambda x: x)
 
 
 def window_and_logits(parents: list[int], seed: int) -> tuple[Window, np.ndarray]:

@@ -15,7 +15,7 @@ from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.core import drivers
 from decodax.models import Transformer, llama
-from decodax.policy.guidance import Guided, GuidedCache
+from decodax.policy.guidance import Guided, GuidedCache, NegativePrompt
 from decodax.speculative import Speculative
 from decodax.speculative.drafts.clasp import CLaSp, skip_set
 from decodax.speculative.drafts.dynamic_exit import DynamicExit, tokens_per_layer
@@ -48,7 +48,7 @@ def test_a_skipped_model_is_the_network_without_those_layers() -> None:
     traced = NETWORK.apply(WEIGHTS, window, cache, jnp.array([[[False, False], [True, True]]]))
     np.testing.assert_allclose(fixed.logits(), expected, atol=1e-5)
     np.testing.assert_allclose(traced.logits(), expected, atol=1e-5)
-    assert fixed.kv[0][0].size == 0
+    assert fixed.entries[0] == ()
 
 
 def test_skipping_halves_equals_plain_decoding() -> None:
@@ -99,13 +99,13 @@ def test_the_verification_goes_on_from_what_drafting_has_computed(deep: Any, sha
     @jax.jit
     def forwards(s: Any) -> Any:
         window, _ = alg.propose(params, chain, s)
-        anew, two = window.replace(begun=None), jnp.full(5, 2, jnp.int32)
-        guided = GuidedCache(s.cache, s.cache, s.prompt_length - 1, s.newest, offset=two, scale=jnp.ones(5))
+        anew, two = window.replace(hints=()), jnp.full(5, 2, jnp.int32)
+        guided = GuidedCache(s.cache, s.cache, NegativePrompt(s.prompt_length - 1, s.newest, two), scale=jnp.ones(5))
         run = lambda network, window, cache=s.cache, weights=DEEP_WEIGHTS: network.apply(weights, window, cache)
         resumed = run(DEEP, window, weights={**DEEP_WEIGHTS, "layers": {**DEEP_WEIGHTS["layers"], **broken}})
         pairs = [(run(DEEP, anew), resumed), (run(Guided(DEEP), anew, guided), run(Guided(DEEP), window, guided)),
                  (run(other, anew), run(other, window))]
-        return window.live, [[(out.hidden, out.kv, out.layers) for out in pair] for pair in pairs]
+        return window.live, [[(out.hidden, out.entries, out.layers) for out in pair] for pair in pairs]
 
     live, (one, under_guidance, another) = forwards(s)
     assert live.all()

@@ -17,7 +17,7 @@ import decodax as dx
 from decodax.cache import dense
 from decodax.core import drivers
 from decodax.core.state import Status
-from decodax.core.types import Out, Params
+from decodax.core.types import Model, Out, Params
 from decodax.io.load import LM
 from decodax.io.text import Tokenizer
 from decodax.models.config import llama
@@ -156,17 +156,17 @@ def test_the_output_is_plain_decodings(how, kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bigram:
+class Bigram(Model):
     """A model whose next token depends on the newest one alone: its weights are the logits, `f32[V, V]`."""
 
     vocabulary: int
 
-    def init_cache(self, batch, capacity):
+    def init_cache(self, batch, capacity, *, params=None, inputs=None):
         return dense([(1, 1)], batch, capacity, jnp.float32)
 
     def apply(self, params, window, cache):
         none = jnp.zeros((*window.tokens.shape, 1, 1))
-        return Out(hidden=params[window.tokens], kv=((none, none),), head=lambda h: h)
+        return Out(hidden=params[window.tokens], entries=((none, none),), head=lambda h: h)
 
 
 TEXT = "abcdefgh"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from decodax.cache import dense
-from decodax.core.types import Out
+from decodax.core.types import Model, Out
 from decodax.speculative import Rejection, Speculative
 from decodax.speculative.drafts import DraftModel, NGram, Staged, SuffixAutomaton
 from decodax.speculative.shapes import Chain
@@ -20,17 +20,17 @@ NEAR = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.s
 
 
 @dataclasses.dataclass(frozen=True)
-class Successor:
+class Successor(Model):
     """A model that mostly counts on, and notes its forwards."""
 
-    def init_cache(self, batch, capacity):
+    def init_cache(self, batch, capacity, *, params=None, inputs=None):
         return dense([(1, 4)], batch, capacity, jnp.float32)
 
     def apply(self, params, window, cache):
         jax.debug.callback(lambda: CALLS.append(window.width))
         nothing = jnp.zeros((*window.tokens.shape, 1, 4))
         hidden = 2.5 * jax.nn.one_hot((window.tokens + 1) % VOCABULARY, VOCABULARY)
-        return Out(hidden=hidden + 0 * params, kv=((nothing, nothing),), head=lambda x: x)
+        return Out(hidden=hidden + 0 * params, entries=((nothing, nothing),), head=lambda x: x)
 
 
 def run(alg, weights, temperature=0.9):

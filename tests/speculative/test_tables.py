@@ -120,7 +120,7 @@ def test_every_scored_node_overwrites_its_row_and_the_last_of_a_token_counts():
     draft = TokenRecycling(template(2, (0.6, 0.3)), k=2, rows=4)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 9)), jnp.float32)
     window = SimpleNamespace(tokens=jnp.asarray([[3, 6, 3, 2, 8]]), live=jnp.asarray([[True, True, True, True, False]]))
-    out = Out(hidden=logits, kv=(), head=lambda x: x)
+    out = Out(hidden=logits, entries=(), head=lambda x: x)
     table = draft.observe(None, window, out, None, draft.init(NONE, rows([1])))
     likely = np.argsort(-np.asarray(logits[0]), -1)[:, :2].tolist()
     # 6 and 2 share row 2 of four; the node of token 8 is dead
@@ -181,7 +181,7 @@ def first_logits(draft, s, state):
 @functools.partial(jax.jit, static_argnums=0)
 def learn(draft, s, window, logits, decision):
     """A draft's first state after a scored window with logits of its own making."""
-    out = Out(hidden=logits, kv=(), head=lambda x: x)
+    out = Out(hidden=logits, entries=(), head=lambda x: x)
     return draft.observe(s, SimpleNamespace(**window), out, decision, draft.init(NONE, s))
 
 

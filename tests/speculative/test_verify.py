@@ -61,7 +61,7 @@ def judged(rule, shape, tokens, logits, log_q, live, temperature):
     proposal = Proposal(tokens=tokens[:, 1:], live=live, parents=None if chain else shape.parents[None], log_q=log_q)
     t = tree(tokens[:, 0], proposal, shape.length)
     w = window(t, length - 1, jnp.ones(B, bool), None)
-    lifted = Lifted(policy, s, w, Out(hidden=logits, kv=(), head=lambda x: x), jnp.ones(w.tokens.shape, bool),
+    lifted = Lifted(policy, s, w, Out(hidden=logits, entries=(), head=lambda x: x), jnp.ones(w.tokens.shape, bool),
                     w.positions + 1)
     return rule(lifted, s, t)
 

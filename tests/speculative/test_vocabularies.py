@@ -69,7 +69,7 @@ def test_every_system_with_a_draft_model_keeps_its_guarantee(name, size):
 def test_q_is_the_drafts_own_distribution_on_the_ids_that_both_have():
     class Fixed:
         def apply(self, params, window, cache):
-            return Out(hidden=params, kv=(), head=lambda x: x)
+            return Out(hidden=params, entries=(), head=lambda x: x)
 
     logits = np.log([[[0.1, 0.2, 0.3, 0.4]]])
     chances = lambda entries: np.asarray(jax.nn.softmax(Resized(Fixed(), None, entries).apply(logits, None, None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Params
-from decodax.speculative.source import Draft, Drawn
+from decodax.speculative.source import CHAINS, Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 
 
@@ -38,6 +39,7 @@ class UserDraft(Draft):
 
     fn: Callable[[Array, Array], tuple[Array, Array]]
     length: int
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
         if not callable(self.fn):

@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Scratch, Window, take
+from decodax.cache import Draftable, Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.drafts.layer_skip import OwnLayers, depth, network_of, verified
+from decodax.speculative.drafts.layer_skip import OwnLayers, layered, verified
+from decodax.speculative.source import TREES
 from decodax.struct import Struct, struct
 
 
@@ -49,7 +50,7 @@ class InContext(Struct):
     states: Array
     known: Array
     wait: Array
-    scratch: Scratch | None = None
+    scratch: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +69,18 @@ class CLaSp(OwnLayers):
     model: Any
     skips: int
     every: int = 1
+    cache_needs: ClassVar[frozenset[Feature]] = TREES | {"truncation"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", network_of(self.model))
-        L = depth(self.model)
+        object.__setattr__(self, "model", layered(self.model))
+        L = self.model.depth
         if not 1 <= self.skips < L:
             raise ValueError(f"skips: got {self.skips}, takes 1 to {L - 1}")
         if self.every < 1:
             raise ValueError(f"every: got {self.every}, takes at least 1")
 
     def init(self, params: Params, s: State) -> InContext:
-        L, M = depth(self.model), self.skips
+        L, M = self.model.depth, self.skips
         # until a context is known: layers spread evenly over the middle
         first = jnp.asarray([(2 * k + 1) * L // (2 * M) for k in range(M)], jnp.int32)
         stream = jax.eval_shape(lambda p: self._walk(p, s, 1)[0], params)
@@ -122,7 +124,7 @@ class CLaSp(OwnLayers):
         wide = lambda x: jnp.broadcast_to(x[:, None], (s.batch, width))
         window = Window(tokens=wide(jnp.take_along_axis(s.tokens, at[:, None], 1)[:, 0]), positions=wide(at),
                         mask=jnp.eye(width, dtype=bool)[None], live=jnp.ones((s.batch, width), bool))
-        return self.model.walk(params.target, window, verified(s).replace(length=at))
+        return self.model.walk(params.target, window, verified(s).truncate(at))
 
 
 def skip_set(run: Callable[[int, Array], Array], embedded: Array, states: Array, use: Array, skips: int) -> Array:

@@ -39,11 +39,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Scratch, Window, take
+from decodax.cache import Draftable, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import first_argmax
-from decodax.speculative.drafts.layer_skip import OwnLayers, depth, network_of
+from decodax.speculative.drafts.layer_skip import OwnLayers, layered
 from decodax.speculative.shapes.threshold import grow_chain
 from decodax.speculative.source import Grower, Shape
 from decodax.speculative.tree import Proposal
@@ -68,7 +68,7 @@ class Exits(Struct):
     layer: Array
     length: Array
     least: Array
-    scratch: Scratch | None = None
+    scratch: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +93,8 @@ class DynamicExit(OwnLayers):
     decay: float = 0.95
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", network_of(self.model))
-        L = depth(self.model)
+        object.__setattr__(self, "model", layered(self.model))
+        L = self.model.depth
         exits = tuple(range(1, max(L, 2))) if self.exits is None else tuple(sorted(set(self.exits)))
         object.__setattr__(self, "exits", exits)
         if not exits or exits[0] < 1 or exits[-1] > L:
@@ -111,13 +111,13 @@ class DynamicExit(OwnLayers):
 
     def init(self, params: Params, s: State) -> Exits:
         assert self.exits is not None
-        prior = jnp.asarray(self.exits, jnp.float32) / depth(self.model)
+        prior = jnp.asarray(self.exits, jnp.float32) / self.model.depth
         matched = jnp.broadcast_to(prior, (s.batch, len(self.exits)))
         return self._choose(matched, jnp.ones(s.batch, jnp.float32), jnp.zeros((*matched.shape, 2), jnp.float32))
 
     def running(self, s: State, state: Exits) -> Array:
         # rows that have finished ask for nothing
-        return jnp.arange(depth(self.model)) < jnp.where(s.running, state.layer, 0)[:, None]
+        return jnp.arange(self.model.depth) < jnp.where(s.running, state.layer, 0)[:, None]
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Exits) -> Exits:
         state = state.replace(scratch=None)
@@ -141,7 +141,7 @@ class DynamicExit(OwnLayers):
 
     def _choose(self, matched: Array, nodes: Array, sure: Array) -> Exits:
         exits = jnp.asarray(self.exits, jnp.int32)
-        table = tokens_per_layer(matched / jnp.maximum(nodes, 1e-6)[:, None], exits, depth(self.model), self.most)
+        table = tokens_per_layer(matched / jnp.maximum(nodes, 1e-6)[:, None], exits, self.model.depth, self.most)
         best = jnp.argmax(table.reshape(table.shape[0], -1), 1).astype(jnp.int32)
         counts = jnp.stack([matched, nodes[:, None] - matched], -1)
         doubt = (sure / jnp.maximum(counts, 1e-6)).mean(-1)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Window, take
+from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Draft, Drawn
+from decodax.speculative.source import CHAINS, Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 
@@ -58,6 +58,7 @@ class InputGuided(Draft):
     min_match: int = 1
     max_match: int | None = None
     free: ClassVar[bool] = True
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
         for name, least in (("length", 1), ("skip", 0), ("leave", 0), ("min_match", 1)):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache import Window
+from decodax.cache import Window, require
 from decodax.core.mesh import constrain, heads
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Out, Params
@@ -113,7 +113,8 @@ class Intersection(Source):
         if not isinstance(params.draft, Common):
             raise ValueError("params: Intersection needs its Common in Params.draft")
         size, capacity = room_for(self.source.model, self.room * s.cache.capacity)
-        cache = self.source.model.init_cache(s.batch, capacity)
+        cache = self.source.model.init_cache(s.batch, capacity, params=params.draft.weights)
+        require(cache, frozenset(("truncation",)), "a draft model with a vocabulary of its own")
         first = params.draft.prefix[:size]
         tokens = jnp.zeros((s.batch, size), jnp.int32).at[:, :first.shape[0]].set(first)
         return Mapped(tokens=tokens, length=jnp.full(s.batch, first.shape[0], jnp.int32),
@@ -173,7 +174,7 @@ class Intersection(Source):
             tokens, length, seen, kept = jax.vmap(row)(s.running, s.tokens, s.length, state.tokens, state.length,
                                                        state.seen)
             cache: Any = state.drafting.cache
-            cache = cache.replace(length=jnp.minimum(cache.length, jnp.maximum(kept, 0)))
+            cache = cache.truncate(jnp.maximum(kept, 0))
             return Mapped(tokens, length, seen, Drafting(cache=cache))
 
         return lax.while_loop(lambda state: (s.running & (state.seen < s.length)).any(), step, state)

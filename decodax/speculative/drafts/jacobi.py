@@ -17,18 +17,18 @@ counted as in the paper, where a block stops at the iteration that changes none 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Window
+from decodax.cache import Feature, Window
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Draft, Drawn
+from decodax.speculative.source import CHAINS, Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 
@@ -51,6 +51,7 @@ class Iterated(Draft):
 
     length: int
     fill: Fill
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def width(self, s: State) -> Array:
         """How many guesses each row runs this round: `i32[B]`, at most `length`."""

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Scratch, Window
+from decodax.cache import Draftable, Window
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Decision, Out, Params, network_of
 from decodax.policy.draw import first_argmax
-from decodax.speculative.drafts.layer_skip import OwnLayers, depth, network_of
+from decodax.speculative.drafts.layer_skip import OwnLayers, layered
 from decodax.struct import Struct, struct
 
 
@@ -53,7 +53,7 @@ class Matched(Struct):
 
     vector: Array
     keep: Array | None = None
-    scratch: Scratch | None = None
+    scratch: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class KNNSkip(OwnLayers):
     weights: Anchors | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", network_of(self.model))
+        object.__setattr__(self, "model", layered(self.model))
 
     def bare(self) -> KNNSkip:
         return dataclasses.replace(self, weights=None)
@@ -78,9 +78,9 @@ class KNNSkip(OwnLayers):
         c, given = self.model.config, params.draft
         if given is None:
             raise ValueError("params: KNNSkip needs its Anchors in Params.draft")
-        if given.vectors.shape[1:] != (c.width,) or given.keep.shape != (len(given.vectors), depth(self.model), 2):
+        if given.vectors.shape[1:] != (c.width,) or given.keep.shape != (len(given.vectors), self.model.depth, 2):
             raise ValueError(f"anchors: got vectors {given.vectors.shape} and keep {given.keep.shape}, takes "
-                             f"(A, {c.width}) and (A, {depth(self.model)}, 2)")
+                             f"(A, {c.width}) and (A, {self.model.depth}, 2)")
         return Matched(vector=jnp.zeros((s.batch, c.width), jnp.float32))
 
     def start(self, params: Params, s: State, state: Matched, room: int) -> tuple[Matched, Array]:
@@ -120,9 +120,8 @@ def fit_anchors(model: Any, domains: Sequence[Sequence[Sequence[int]]], params: 
     Raises:
         ValueError: no domain, a domain without prompts, a prompt of one token, or a number out of range.
     """
-    weights = model.params if hasattr(model, "params") else params
-    network = network_of(model)
-    L = depth(network)
+    network, own = layered(model), network_of(model)[1]
+    weights, L = params if own is None else own, network.depth
     skips = L if skips is None else skips
     if not domains or not all(domains):
         raise ValueError(f"domains: got {[len(d) for d in domains]} prompts, takes one or more in each domain")

@@ -8,12 +8,13 @@ As in both papers a draft attends to what the full model cached of the verified 
 of draft nodes lie in a scratch until the round ends.
 
 The layers that run whole from the first one on, E of L, all of an early exit's, are the target's own forward over the
-drafts. As in LayerSkip the verification goes on from there: it takes over their keys, values and states (`Begun`), and
-runs only the layers behind. Nodes that were not expanded, a chain's last draft, run through the E layers first. So a
-round of K drafts costs a row `K E + E + (K + 1) (L - E)` layers instead of `K E + (K + 1) L`: 5 L instead of 7 L with K
-4 and half of the layers. Weights are read as often either way, `K E + L` layers of them, and so is the cache: where
-reading is all that counts, nothing is gained. On two busy CPU cores (float32, K 4, half of the layers, pairs of runs
-side by side) a round takes 0.88 to 0.94 times as long, of the shipped `pycode` and of a 125M shape, at batch 1 and 8.
+drafts. As in LayerSkip the verification goes on from there: it takes over their keys, values and states
+(`PartialForward`), and runs only the layers behind. Nodes that were not expanded, a chain's last draft, run through
+the E layers first. So a round of K drafts costs a row `K E + E + (K + 1) (L - E)` layers instead of `K E + (K + 1) L`:
+5 L instead of 7 L with K 4 and half of the layers. Weights are read as often either way, `K E + L` layers of them, and
+so is the cache: where reading is all that counts, nothing is gained. On two busy CPU cores (float32, K 4, half of the
+layers, pairs of runs side by side) a round takes 0.88 to 0.94 times as long, of the shipped `pycode` and of a 125M
+shape, at batch 1 and 8.
 
 What is taken over was computed a node at a time, by a whole forward all nodes at once: the same sums, rounded in
 another order. Plain decoding takes a token at a time too, so a window's rounding is what stands between the two with
@@ -26,17 +27,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache import Begun, Scratch, Window, causal
+from decodax.cache import Draftable, Feature, Window, causal
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Decision, LayeredModel, Out, Params, PartialForward, network_of
 from decodax.policy.guidance import GuidedCache
-from decodax.speculative.source import Level, Source
+from decodax.speculative.source import TREES, Level, Source
 from decodax.speculative.tree import Proposal, tree
 from decodax.struct import Struct, struct
 
@@ -49,7 +51,7 @@ class Shared(Struct):
     """The nodes that have been run in a round: their keys in `scratch`, and `layers`, `f[B, 1 + room, D]` each, the
     residual stream after each layer that the target shares."""
 
-    scratch: Scratch
+    scratch: Draftable
     layers: tuple[Array, ...]
 
 
@@ -69,10 +71,11 @@ class LayerSkip(Source):
     skip: tuple[int, ...] = ()
     skip_attention: tuple[int, ...] = ()
     skip_mlp: tuple[int, ...] = ()
+    cache_needs: ClassVar[frozenset[Feature]] = TREES       # its own nodes lie beside the target's cache
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", network_of(self.model))
-        L = depth(self.model)
+        object.__setattr__(self, "model", layered(self.model))
+        L = self.model.depth
         for name in ("skip", "skip_attention", "skip_mlp"):
             chosen = tuple(sorted(set(getattr(self, name))))
             if chosen and not 0 <= chosen[0] <= chosen[-1] < L:
@@ -82,7 +85,7 @@ class LayerSkip(Source):
     @classmethod
     def exit(cls, model: Any, layer: int) -> LayerSkip:
         """The first `layer` layers alone."""
-        L = depth(network_of(model))
+        L = layered(model).depth
         if not 1 <= layer <= L:
             raise ValueError(f"layer: got {layer}, takes 1 to {L}")
         return cls(model, skip=tuple(range(layer, L)))
@@ -91,12 +94,12 @@ class LayerSkip(Source):
     def keep(self) -> tuple[tuple[bool, bool], ...]:
         """Which layers' attention and MLP run."""
         return tuple((i not in self.skip + self.skip_attention, i not in self.skip + self.skip_mlp)
-                     for i in range(depth(self.model)))
+                     for i in range(self.model.depth))
 
     @property
     def shared(self) -> int:
         """`E`, how many layers from the first on are the target's own, whole."""
-        return next((i for i, halves in enumerate(self.keep) if not all(halves)), depth(self.model))
+        return next((i for i, halves in enumerate(self.keep) if not all(halves)), self.model.depth)
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Shared, Array]:
         scratch, out = draft_root(self.model, params, s, room, self.keep)
@@ -111,7 +114,7 @@ class LayerSkip(Source):
         layers = tuple(put(x, new) for x, new in zip(state.layers, out.layers[:self.shared], strict=True))
         return Shared(scratch, layers), out.logits()
 
-    def begin(self, params: Params, s: State, state: Shared, proposal: Proposal, slots: Array) -> Begun | None:
+    def begin(self, params: Params, s: State, state: Shared, proposal: Proposal, slots: Array) -> PartialForward | None:
         """The shared layers of the target's forward over the newest token and the drafts."""
         if not (self.shared and isinstance(slots, np.ndarray)):
             return None
@@ -119,7 +122,7 @@ class LayerSkip(Source):
         ran = np.concatenate([[0], slots[0]])       # the node that lies in each place of the scratch
         rest = np.setdiff1d(np.arange(t.size), ran)
         sees = np.broadcast_to(t.sees[:, rest][:, :, ran] & (ran >= 0), (s.batch, len(rest), len(ran)))
-        first = tuple((i < self.shared,) * 2 for i in range(depth(self.model)))
+        first = tuple((i < self.shared,) * 2 for i in range(self.model.depth))
         out = run_nodes(self.model, params, s, state.scratch, t.tokens[:, rest],
                         s.length[:, None] - 1 + t.depth[:, rest], jnp.asarray(sees), first)
         assert out.layers is not None
@@ -127,9 +130,8 @@ class LayerSkip(Source):
         place = np.array([order.index(node) for node in range(t.size)])
         whole = lambda known, new: jnp.concatenate([known, new], 1)[:, place]
         E, scratch = self.shared, state.scratch
-        return Begun(model=self.model, layers=tuple(map(whole, state.layers, out.layers[:E])),
-                     kv=tuple((whole(k, new[0]), whole(v, new[1]))
-                              for k, v, new in zip(scratch.keys[:E], scratch.values[:E], out.kv[:E], strict=True)))
+        return PartialForward(model=self.model, layers=tuple(map(whole, state.layers, out.layers[:E])),
+                              entries=jax.tree.map(whole, scratch.entries[:E], tuple(out.entries[:E])))
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> None:
         return None
@@ -140,6 +142,7 @@ class OwnLayers(Source):
     nodes, None between rounds."""
 
     model: Any
+    cache_needs: ClassVar[frozenset[Feature]] = TREES
 
     def running(self, s: State, state: Any) -> Keep:
         """The layers, or halves of layers, that draft this round."""
@@ -154,21 +157,17 @@ class OwnLayers(Source):
         return state.replace(scratch=scratch), out.logits()
 
 
-def network_of(model: Any) -> Any:
-    """The network of what a user handed in.
+def layered(model: Any) -> LayeredModel:
+    """The network of what a user handed in: its weights are `Params.target` already.
 
     Raises:
         ValueError: it cannot run without some of its layers.
     """
-    network = model.model if hasattr(model, "params") else model      # an LM: its weights are `Params.target` already
-    if not hasattr(network, "walk"):
-        raise ValueError(f"model: got {type(network).__name__}, takes a Transformer or what decodax.load gave")
+    network, _ = network_of(model)
+    if not isinstance(network, LayeredModel):
+        raise ValueError(f"model: got {type(network).__name__}, whose layers cannot be run one by one; takes a "
+                         "Transformer")
     return network
-
-
-def depth(model: Any) -> int:
-    """Layers `L` of a network."""
-    return len(model.config.layers)
 
 
 def verified(s: State) -> Any:
@@ -176,7 +175,7 @@ def verified(s: State) -> Any:
     return s.cache.conditional if isinstance(s.cache, GuidedCache) else s.cache
 
 
-def draft_root(model: Any, params: Params, s: State, room: int, keep: Keep) -> tuple[Scratch, Out]:
+def draft_root(model: Any, params: Params, s: State, room: int, keep: Keep) -> tuple[Draftable, Out]:
     """Runs the newest token through the layers of `keep`.
 
     Returns:
@@ -185,19 +184,19 @@ def draft_root(model: Any, params: Params, s: State, room: int, keep: Keep) -> t
     """
     cache = verified(s)
     out = model.apply(params.target, causal(s.newest[:, None], s.length - 1), cache, keep)
-    scratch = Scratch.empty(cache, out.kv, 1 + room).append(out.kv, s.length[:, None] - 1, jnp.zeros((), jnp.int32))
+    scratch = cache.scratch(out.entries, 1 + room).append(out.entries, s.length[:, None] - 1, jnp.zeros((), jnp.int32))
     return scratch.replace(base=None), out
 
 
-def draft_level(model: Any, params: Params, s: State, scratch: Scratch, level: Level,
-                keep: Keep) -> tuple[Scratch, Out]:
+def draft_level(model: Any, params: Params, s: State, scratch: Draftable, level: Level,
+                keep: Keep) -> tuple[Draftable, Out]:
     """Runs the nodes of a level: the scratch with them, and what the model made of them."""
     sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)      # all stand below the newest token
     out = run_nodes(model, params, s, scratch, level.tokens, level.positions, sees, keep)
-    return scratch.append(out.kv, level.positions, level.at + 1), out
+    return scratch.append(out.entries, level.positions, level.at + 1), out
 
 
-def run_nodes(model: Any, params: Params, s: State, scratch: Scratch, tokens: Array, positions: Array, sees: Array,
+def run_nodes(model: Any, params: Params, s: State, scratch: Draftable, tokens: Array, positions: Array, sees: Array,
               keep: Keep) -> Out:
     """Nodes `i32[B, w]` that see `sees` (`bool[B, w, 1 + room]`) of a scratch and themselves."""
     window = Window(tokens=tokens, positions=positions, mask=jnp.eye(tokens.shape[1], dtype=bool)[None],

@@ -13,10 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache, Scratch, Window, causal
+from decodax.cache import Cache, Draftable, Window, causal
 from decodax.core.mesh import constrain, heads
 from decodax.core.state import State
-from decodax.core.types import Decision, Model, Out, Params
+from decodax.core.types import Decision, Loaded, Model, Out, Params
 from decodax.speculative.source import Level, Source
 from decodax.struct import Struct, struct
 
@@ -27,7 +27,7 @@ class Drafting(Struct):
     entries, `nodes` `i32[B or 1, room]`."""
 
     cache: Cache
-    scratch: Scratch | None = None
+    scratch: Draftable | None = None
     nodes: Array | None = None
 
 
@@ -53,12 +53,12 @@ class DraftModel(Source):
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise ValueError(f"chunk: got {self.chunk}, takes at least 1")
-        if hasattr(self.model, "params"):       # an LM: the network is static, its weights are data
+        if isinstance(self.model, Loaded):      # the network is static, its weights are data
             lm = self.model
             object.__setattr__(self, "model", lm.model)
             object.__setattr__(self, "weights", lm.params)
             object.__setattr__(self, "reads", self.reads or lm.vocab_size)
-        if not hasattr(self.model, "apply"):
+        elif not isinstance(self.model, Model):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Model or what decodax.load gave")
 
     def bare(self) -> DraftModel:
@@ -76,7 +76,7 @@ class DraftModel(Source):
     def init(self, params: Params, s: State) -> Drafting:
         if params.draft is None:
             raise ValueError("params: DraftModel needs its weights in Params.draft")
-        cache = self.model.init_cache(s.batch, s.cache.capacity)
+        cache = self.model.init_cache(s.batch, s.cache.capacity, params=params.draft)
         return Drafting(cache=constrain(cache, heads(cache)))
 
     def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Array]:
@@ -85,8 +85,8 @@ class DraftModel(Source):
         live = (positions >= cache.length[:, None]) & (positions >= 0) & s.running[:, None]
         tokens = jnp.take_along_axis(s.tokens, jnp.maximum(positions, 0), 1)
         out = self.fitted.apply(params.draft, causal(tokens, s.length - 2, live), cache)
-        cache = cache.commit(out.kv, _verified(live, out, positions))
-        scratch = Scratch.empty(cache, out.kv, room)
+        cache = cache.commit(out.entries, _verified(live, out, positions))
+        scratch = cache.scratch(out.entries, room)
         return Drafting(cache=cache, scratch=scratch.replace(base=None)), out.logits(jnp.ones((s.batch, 1), int))
 
     def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Array]:
@@ -95,7 +95,7 @@ class DraftModel(Source):
         window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
         out = self.fitted.apply(params.draft, window, scratch.seen_by(level.sees))
-        scratch = scratch.append(out.kv, level.positions, level.at).replace(base=None)
+        scratch = scratch.append(out.entries, level.positions, level.at).replace(base=None)
         return state.replace(scratch=scratch), out.logits()
 
     def place(self, state: Drafting, slots: Array) -> Drafting:
@@ -110,7 +110,7 @@ class DraftModel(Source):
 
 
 @dataclasses.dataclass(frozen=True)
-class Resized:
+class Resized(Model):
     """A model over another one's vocabulary, where the ids that both have are the same tokens.
 
     What it predicts is limited to the `entries` ids of the other's logits: ids that the other lacks are left out before
@@ -123,8 +123,8 @@ class Resized:
     reads: int | None = None
     entries: int | None = None
 
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        return self.base.init_cache(batch, capacity)
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        return self.base.init_cache(batch, capacity, params=params, inputs=inputs)
 
     def apply(self, params: Any, window: Window, cache: Any) -> Out:
         if self.reads is not None:
@@ -148,8 +148,8 @@ def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newes
         positions = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)
         live = (positions < s.length[:, None] - newest) & s.running[:, None]
         tokens = jnp.take_along_axis(s.tokens, jnp.minimum(positions, s.tokens.shape[1] - 1), 1)
-        out = model.apply(weights, causal(tokens, cache.length, live), cache)
-        return cache.commit(out.kv, _verified(live, out, positions))
+        out = model.apply(weights, causal(tokens, cache.length, live).replace(certain=True), cache)
+        return cache.commit(out.entries, _verified(live, out, positions))
 
     return lax.fori_loop(0, (jnp.max(lacks) + chunk - 1) // chunk, visit, cache)
 

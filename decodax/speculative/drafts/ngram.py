@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Window, take
+from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.text import FromText, best_places, matched, tail
-from decodax.speculative.source import Draft, Drawn, Level, Source
+from decodax.speculative.source import CHAINS, Draft, Drawn, Level, Source
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 
@@ -45,6 +45,7 @@ class NGram(FromText, Draft):
     order: int = 4
     places: int = 32
     free: ClassVar[bool] = True
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
         super().__post_init__()

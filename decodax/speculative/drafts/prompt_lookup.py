@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Params
-from decodax.speculative.source import Draft, Drawn
+from decodax.speculative.source import CHAINS, Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 
 Pick = Literal["latest", "first", "whole"]
@@ -51,6 +52,7 @@ class PromptLookup(Draft):
     min_ngram: int = 1
     pick: Pick = "latest"
     free: ClassVar[bool] = True
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
         if self.length < 1:

@@ -18,7 +18,7 @@ papers, and one of its own ends the draft.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,15 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.autoregressive import Autoregressive
-from decodax.cache import Window
+from decodax.cache import Feature, Window, require
 from decodax.core.mesh import constrain, heads
 from decodax.core.round import run
 from decodax.core.state import State, Stats, Status
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Decision, Model, Out, Params
 from decodax.pallas_kernels.window_attention.reference import BLOCK
 from decodax.policy.base import Policy, Temperature
 from decodax.speculative.drafts.model import catch_up
-from decodax.speculative.source import Draft, Drawn
+from decodax.speculative.source import CHAINS, Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.speculative.vocabulary import Vocabulary, append
 from decodax.struct import Struct, struct
@@ -101,12 +101,13 @@ class Realigned(Draft):
     room: int = 2
     window: int = 256
     weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
         for name in ("length", "steps", "room", "window"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}: got {value}, takes at least 1")
-        if not hasattr(self.model, "apply"):
+        if not isinstance(self.model, Model):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Model; Realigned.of takes what "
                              "decodax.load gave")
 
@@ -138,7 +139,8 @@ class Realigned(Draft):
             raise ValueError(f"window: got {self.window} bytes, takes {2 * params.draft.target.longest} or more, twice "
                              "the longest target token")
         size, capacity = room_for(self.model, self.room * s.cache.capacity)
-        cache = self.model.init_cache(s.batch, capacity)
+        cache = self.model.init_cache(s.batch, capacity, params=params.draft.weights)
+        require(cache, frozenset(("truncation",)), "a draft model with a vocabulary of its own")
         first = params.draft.prefix[:size]
         zero = lambda: jnp.zeros(s.batch, jnp.int32)
         return Reading(tokens=jnp.zeros((s.batch, size + 1), jnp.int32).at[:, :first.shape[0]].set(first),
@@ -151,7 +153,7 @@ class Realigned(Draft):
         state = self._read(own, s, state)
         steps = self.steps or self.length
         drafts = s.running & (state.length > 0) & (state.length + steps < state.tokens.shape[1])
-        cache = state.cache.replace(length=jnp.minimum(state.cache.length, jnp.maximum(state.length - 1, 0)))
+        cache = state.cache.truncate(jnp.maximum(state.length - 1, 0))
         greedy = Policy(transforms=(Temperature(jnp.zeros(s.batch)),),
                         eos=jnp.broadcast_to(own.ends, (s.batch, own.ends.shape[0])))
         zero = lambda: jnp.zeros_like(s.length)
@@ -197,7 +199,7 @@ class Realigned(Draft):
         def step(state: Reading) -> Reading:
             tokens, length, final, tail, waiting, seen, kept = jax.vmap(row)(
                 s.running, s.tokens, s.length, state.tokens, state.final, state.tail, state.waiting, state.seen)
-            cache = state.cache.replace(length=jnp.minimum(state.cache.length, kept))
+            cache = state.cache.truncate(kept)
             return Reading(tokens, cache, length, final, tail, waiting, seen)
 
         return lax.while_loop(lambda state: (s.running & (state.seen < s.length)).any(), step, state)
@@ -215,8 +217,8 @@ class Realigned(Draft):
 def with_tokenizer(*lms: Any) -> None:
     """Raises ValueError unless all models have a tokenizer."""
     for lm in lms:
-        if getattr(lm, "tokenizer", None) is None:
-            raise ValueError(f"{getattr(lm, 'name', type(lm).__name__)}: has no tokenizer, and drafts with another "
+        if lm.tokenizer is None:
+            raise ValueError(f"{lm.name}: has no tokenizer, and drafts with another "
                              "vocabulary go by the text")
 
 
@@ -226,7 +228,7 @@ def prefix(draft: Any) -> Array:
     return jnp.array([bos] if bos is not None and draft.tokenizer.encode("")[:1] == [bos] else [], jnp.int32)
 
 
-def room_for(model: Any, wanted: int) -> tuple[int, int]:
+def room_for(model: Model, wanted: int) -> tuple[int, int]:
     """Tokens of a text, `wanted` or as many as the model has positions, and the slots of a cache for them."""
-    tokens = min(wanted, getattr(model, "max_positions", None) or wanted)
+    tokens = min(wanted, model.max_positions or wanted)
     return tokens, tokens if tokens <= BLOCK else -(-tokens // BLOCK) * BLOCK

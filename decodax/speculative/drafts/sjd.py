@@ -16,20 +16,20 @@ token is a certain draft (q puts all on it), as in the authors' code. SJD++'s an
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Window, take
+from decodax.cache import Feature, Window, take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import draw
 from decodax.speculative.drafts.jacobi import Fill, behind, check_fill, filling
-from decodax.speculative.source import Draft, Drawn
+from decodax.speculative.source import CHAINS, Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 
@@ -65,6 +65,7 @@ class SJD(Draft):
     length: int = 16
     top: int = 64
     fill: Fill = "text"
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "length", "top"):

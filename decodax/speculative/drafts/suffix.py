@@ -28,11 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache import Window, take
+from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.text import FromText, known
-from decodax.speculative.source import Draft, Drawn
+from decodax.speculative.source import CHAINS, Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 
 
@@ -60,6 +60,7 @@ class SuffixAutomaton(FromText, Draft):
     longest: int = 32
     full: bool = False
     free: ClassVar[bool] = True
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -46,6 +46,7 @@ class Threshold(Shape):
     length: int = 20
     least: float = 0.4
     predictor: Predictor = probability
+    branches = False
 
     def __post_init__(self) -> None:
         at_least(length=self.length)
@@ -66,6 +67,7 @@ class RiskThreshold(Shape):
     length: int = 20
     most: float = 0.3
     predictor: Predictor = probability
+    branches = False
 
     def __post_init__(self) -> None:
         at_least(length=self.length)

@@ -1,0 +1,116 @@
+"""The contract of a cache: what a model keeps of each row from round to round."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import jax
+from jax import Array
+
+from decodax.struct import Struct
+
+if TYPE_CHECKING:
+    from decodax.cache.scratch import Draftable
+
+PyTree = Any
+
+Entries = Sequence[PyTree]
+"""What a model returns of its window for the cache: for each layer a pytree of arrays `[B, W, ...]`, one entry a node.
+The cache decides what an entry is: keys and values, a latent, a recurrent state, statistics of attention."""
+
+Feature = Literal["trees", "subsets", "rewrites", "truncation"]
+"""What a cache may support beyond chains that grow at the end.
+
+"trees": windows in which a node does not see all nodes before it.
+"subsets": windows that see only some of the cached entries (`Window.cached`).
+"rewrites": entries at any position, in any order, more than once.
+"truncation": `Cache.truncate`.
+"""
+
+ALL: frozenset[Feature] = frozenset(("trees", "subsets", "rewrites", "truncation"))
+NONE: frozenset[Feature] = frozenset()
+
+
+class Cache(Struct, abc.ABC):
+    """What a model keeps of each row: derive a `@struct` from this. Every kind obeys the same laws (`tests/laws`).
+
+    Every array leaf has a leading batch axis, unless `by_row` says otherwise (a pool of pages); such a kind overrides
+    `select`. Slots are named by the position of their token; where an entry lies is the cache's own business.
+
+    Attributes:
+        supports: the features that it has. An algorithm that needs another one is refused by name.
+        by_row: whether every array leaf has a leading batch axis, so that rows may lie on devices of their own.
+    """
+
+    supports: ClassVar[frozenset[Feature]] = NONE
+    by_row: ClassVar[bool] = True
+
+    if TYPE_CHECKING:
+
+        @property
+        def length(self) -> Array:
+            """`i32[B]`: positions that it has taken in, from 0 on."""
+
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int:
+        """Positions `S` that it was made for; 0 holds nothing."""
+
+    @property
+    def inputs(self) -> PyTree:
+        """What the model was given for each row beside its tokens (`Model.init_cache`), or None."""
+        return None
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None) -> tuple[Array, PyTree]:
+        """Attention of the window's queries `f[B, W, H, d]` to the cache and to the window.
+
+        Args:
+            k, v: `f[B, K, G, d]` and `f[B, K, G, e]` keys and values of the window. `K` is `W`, unless nodes of earlier
+                windows stand before its own (`View`).
+            window: a `Window` or a `View`, of which it reads `visible()`, `positions`, `key_positions` and `cached`.
+
+        Returns:
+            `f[B, W, H, e]`, and the entry of this layer: a pytree of arrays `[B, W, ...]`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} holds no keys and values to attend to")
+
+    @abc.abstractmethod
+    def commit(self, entries: Any, slots: Array) -> Self:
+        """Writes entry `w` of row `b` for position `slots[b, w]` (`i32[B, W]`); -1 drops it. `entries` are those that
+        the model returned (`Entries`, or what a model and a cache of its own agree on)."""
+
+    def select(self, rows: Array) -> Self:
+        """The cache whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
+        return jax.tree.map(lambda x: x[rows], self)
+
+    def truncate(self, length: Array) -> Self:
+        """Without the entries at positions from `length` (`i32[B]`) on. Needs the feature "truncation"."""
+        raise NotImplementedError(f"{type(self).__name__} does not support truncation")
+
+    def room(self) -> Array | None:
+        """`i32[B]`: how many more positions fit. A row that needs more ends with `Status.CAPACITY`. None: as many as
+        the token buffer has."""
+        return None
+
+    def horizon(self) -> Array | None:
+        """`i32[B]`, at least 1: how many tokens a round may commit, because what the cache holds changes behind them
+        (an eviction, a flush). None: any number. A round that commits no more than this sees what plain decoding would
+        see, so that speculation stays exact."""
+        return None
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        """Room for so many nodes that are scored and not committed yet, beside this cache. `entries` are those of any
+        window, for the shapes."""
+        from decodax.cache.scratch import Scratch
+
+        return Scratch.empty(self, entries, room)
+
+
+def require(cache: Cache, needs: frozenset[Feature], who: str) -> None:
+    """Raises ValueError where `who` needs a feature that the cache does not have."""
+    if lacking := sorted(needs - cache.supports):
+        raise ValueError(f"cache: {who} needs one that supports {' and '.join(lacking)}, which {type(cache).__name__} "
+                         "does not")

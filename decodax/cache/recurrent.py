@@ -1,0 +1,151 @@
+"""A cache of recurrent states: one state a layer and row, whatever the length of the text.
+
+A recurrent layer has no entries that could be left out later, so the state after each node of a window is an entry, and
+`commit` takes that of the last node that was accepted. A node's state starts from its parent's: chains and trees alike.
+Of a prefill (`Window.certain`) only the last state is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.base import Cache, Entries, Feature, PyTree
+from decodax.cache.scratch import Draftable
+from decodax.cache.window import Window, take
+from decodax.struct import static, struct
+
+Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+"""One step of a recurrence for a batch: the state before and the input, `[B, ...]`, to the state after and the output.
+"""
+
+
+@struct
+class Recurrent(Cache):
+    """The state of each recurrent layer after the verified text.
+
+    Attributes:
+        states: for each layer a pytree of arrays `[B, ...]`.
+        length: `i32[B]` tokens that they have read.
+        size: static; the most tokens of a text.
+        given: see `Cache.inputs`.
+    """
+
+    supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
+
+    states: tuple[PyTree, ...]
+    length: Array
+    size: int = static()
+    given: PyTree = None
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
+
+    def walk(self, layer: int, step: Step, x: PyTree, window: Window) -> tuple[PyTree, PyTree]:
+        """Runs a recurrence over a window, each node from its parent's state.
+
+        Args:
+            x: the inputs of `step`, `[B, W, ...]`.
+
+        Returns:
+            The outputs of `step`, `[B, W, ...]`, and the layer's entry.
+        """
+        state = self.states[layer]
+        if window.certain:
+            return _along(step, state, x, window.live)
+        wide = jax.tree.map(lambda a: jnp.broadcast_to(a[:, None], (a.shape[0], window.width, *a.shape[1:])), state)
+        return _down(step, wide, x, _above(window))
+
+    def commit(self, entries: Entries, slots: Array) -> Recurrent:
+        last, some = jnp.argmax(slots, 1), (slots >= 0).any(1)
+
+        def put(old: Array, new: Array) -> Array:
+            new = new[:, 0] if new.shape[1] == 1 else take(new, last)
+            return jnp.where(some.reshape(-1, *[1] * (old.ndim - 1)), new.astype(old.dtype), old)
+
+        return self.replace(states=jax.tree.map(put, self.states, tuple(entries)),
+                            length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def scratch(self, entries: Entries, room: int) -> RecurrentScratch:
+        zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[1:]), x.dtype)
+        return RecurrentScratch(base=self, states=jax.tree.map(zeros, self.states),
+                                positions=jnp.zeros((self.length.shape[0], room), jnp.int32))
+
+
+@struct
+class RecurrentScratch(Draftable):
+    """Recurrent states of tree nodes beside those of the verified text.
+
+    Attributes:
+        base: the `Recurrent` cache. states: for each layer `[B, room, ...]`. positions: `i32[B, room]`.
+        sees: `bool[B, W, room]`, as in `Scratch`.
+    """
+
+    base: Any
+    states: tuple[PyTree, ...]
+    positions: Array
+    sees: Array | None = None
+
+    def seen_by(self, sees: Array) -> RecurrentScratch:
+        return self.replace(sees=sees)
+
+    def walk(self, layer: int, step: Step, x: PyTree, window: Window) -> tuple[PyTree, PyTree]:
+        """As `Recurrent.walk`."""
+        assert self.sees is not None
+        last = self.sees & (self.positions[:, None, :] == window.positions[:, :, None] - 1)
+        # where the parent is a node of this window, what stands here is not read
+        found, node = last.any(-1), jnp.argmax(last, -1)
+        pick = lambda kept, base: jnp.where(found.reshape(*found.shape, *[1] * (base.ndim - 1)), take(kept, node),
+                                            base[:, None])
+        return _down(step, jax.tree.map(pick, self.states[layer], self.base.states[layer]), x, _above(window))
+
+    def append(self, entries: Entries, positions: Array, at: Array) -> RecurrentScratch:
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)
+        return self.replace(states=jax.tree.map(put, self.states, tuple(entries)),
+                            positions=put(self.positions, positions), sees=None)
+
+    def commit(self, slots: Array) -> Any:
+        return self.base.commit(self.states, slots)
+
+
+def _above(window: Window) -> Array:
+    """`i32[B, W]`: each node's parent among the live nodes of the window, -1 where it lies outside."""
+    before = window.positions[:, :, None] - 1 == window.positions[:, None, :]
+    seen = window.mask & before & window.live[:, None, :]
+    return jnp.where(seen.any(-1), jnp.argmax(seen, -1), -1).astype(jnp.int32)
+
+
+def _along(step: Step, state: PyTree, x: PyTree, live: Array) -> tuple[PyTree, PyTree]:
+    """A chain of which only the last state is kept: an entry `[B, 1, ...]`."""
+    def visit(state: PyTree, node: Any) -> tuple[PyTree, PyTree]:
+        x, live = node
+        new, y = step(state, x)
+        keep = lambda a, b: jnp.where(live.reshape(-1, *[1] * (a.ndim - 1)), a.astype(b.dtype), b)
+        return jax.tree.map(keep, new, state), y
+
+    first = lambda a: a.swapaxes(0, 1)
+    state, y = lax.scan(visit, state, (jax.tree.map(first, x), live.T))
+    return jax.tree.map(first, y), jax.tree.map(lambda a: a[:, None], state)
+
+
+def _down(step: Step, start: PyTree, x: PyTree, parent: Array) -> tuple[PyTree, PyTree]:
+    """A tree, parents before children: `start` (`[B, W, ...]`) is where nodes begin whose parent lies outside."""
+    def visit(states: PyTree, node: Any) -> tuple[PyTree, PyTree]:
+        i, x, up = node
+        above = jax.tree.map(lambda a: take(a, jnp.where(up < 0, i, up)), states)      # its own place holds the start
+        new, y = step(above, x)
+        return jax.tree.map(lambda a, b: a.at[:, i].set(b.astype(a.dtype)), states, new), y
+
+    first = lambda a: a.swapaxes(0, 1)
+    nodes = (jnp.arange(parent.shape[1], dtype=jnp.int32), jax.tree.map(first, x), parent.T)
+    states, y = lax.scan(visit, start, nodes)
+    return jax.tree.map(first, y), states

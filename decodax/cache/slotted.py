@@ -1,0 +1,81 @@
+"""A key/value cache whose slots are apart from positions: the ground that evicting caches stand on.
+
+Each slot knows the position of its token, so a token may lie anywhere, other tokens in each head, and some nowhere. A
+kind of cache says where the tokens of a commit go; what lay there is forgotten.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache.base import Cache, Entries, PyTree
+from decodax.pallas_kernels.window_attention import BLOCK, window_attention
+
+
+class Slotted(Cache):
+    """Keys and values in slots: derive a `@struct` from this, with these fields, and say `place`.
+
+    Attributes:
+        keys, values: a tuple of one `f[B, G, C, d]` and `f[B, G, C, e]` a layer.
+        positions: a tuple of one `i32[B, G, C]` a layer, the position of each slot's token; -1: empty.
+        length: `i32[B]` tokens of the verified text.
+        size: static; the most tokens of a text.
+    """
+
+    if TYPE_CHECKING:
+        keys: tuple[Array, ...]
+        values: tuple[Array, ...]
+        positions: tuple[Array, ...]
+        length: Array
+        size: int
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    @abc.abstractmethod
+    def place(self, layer: int, entry: PyTree, positions: Array) -> Array:
+        """`i32[B, G or 1, W]`: the slot that each token of a commit goes to, -1 to drop it.
+
+        Args:
+            entry: the layer's, `[B, W, ...]`.
+            positions: `i32[B, W]`, -1 where a node is not committed. No two tokens of a head may share a slot.
+        """
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None) -> tuple[Array, PyTree]:
+        out = window_attention(q, k, v, window.visible(), window.positions, self.keys[layer], self.values[layer],
+                               scale=scale, sliding=sliding, softcap=softcap, key_positions=window.key_positions,
+                               slot_positions=self.positions[layer])
+        own = k.shape[1] - q.shape[1]
+        return out, (k[:, own:], v[:, own:])
+
+    def commit(self, entries: Entries, slots: Array) -> Any:
+        new = [self._placed(layer, entry, slots) for layer, entry in enumerate(entries)]
+        keys, values, positions = zip(*new, strict=True)
+        return self.replace(keys=keys, values=values, positions=positions,
+                            length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def _placed(self, layer: int, entry: PyTree, positions: Array) -> tuple[Array, Array, Array]:
+        keys, values, held = self.keys[layer], self.values[layer], self.positions[layer]
+        to = self.place(layer, entry, positions)
+        to = jnp.broadcast_to(to, (held.shape[0], held.shape[1], to.shape[2]))
+        to = jnp.where((to >= 0) & (positions >= 0)[:, None], to, held.shape[2])
+        put = jax.vmap(jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop")))
+        wide = jnp.broadcast_to(positions[:, None], to.shape)
+        return (put(keys, entry[0].swapaxes(1, 2), to), put(values, entry[1].swapaxes(1, 2), to), put(held, wide, to))
+
+
+def empty_slots(layers: Any, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+    """The fields `keys`, `values`, `positions` and `length` of an empty cache with so many slots, or a few more: a walk
+    takes whole blocks. `layers` as in `dense`."""
+    slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+    zeros = lambda at: tuple(jnp.zeros((batch, heads, slots, widths[min(at, len(widths) - 1)]), dtype)
+                             for heads, *widths in layers)
+    return dict(keys=zeros(0), values=zeros(1), length=jnp.zeros(batch, jnp.int32),
+                positions=tuple(jnp.full((batch, heads, slots), -1, jnp.int32) for heads, *_ in layers))

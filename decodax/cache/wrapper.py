@@ -1,0 +1,56 @@
+"""A cache around another one: what it does not change, it forwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+from jax import Array
+
+from decodax.cache.base import Cache, Entries, Feature, PyTree
+
+
+class Wrapper(Cache):
+    """A cache that keeps more than `base`: derive a `@struct` with a field `base` from this, and override `commit`."""
+
+    if TYPE_CHECKING:
+        base: Any
+
+    @property
+    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
+        return self.base.supports
+
+    @property
+    def by_row(self) -> bool:       # type: ignore[override]
+        return self.base.by_row
+
+    @property
+    def capacity(self) -> int:
+        return self.base.capacity
+
+    @property
+    def length(self) -> Array:
+        return self.base.length
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.base.inputs
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        return self.base.attend(layer, q, k, v, window, **options)
+
+    def commit(self, entries: Entries, slots: Array) -> Self:
+        return self.replace(base=self.base.commit(entries, slots))
+
+    def select(self, rows: Array) -> Self:
+        rest = jax.tree.map(lambda x: x[rows], self.replace(base=None))
+        return rest.replace(base=self.base.select(rows))
+
+    def truncate(self, length: Array) -> Self:
+        return self.replace(base=self.base.truncate(length))
+
+    def room(self) -> Array | None:
+        return self.base.room()
+
+    def horizon(self) -> Array | None:
+        return self.base.horizon()
