@@ -165,8 +165,7 @@ def layered(model: Any) -> LayeredModel:
     """
     network, _ = network_of(model)
     if not isinstance(network, LayeredModel):
-        raise ValueError(f"model: got {type(network).__name__}, whose layers cannot be run one by one; takes a "
-                         "Transformer")
+        raise ValueError(f"model: got {type(network).__name__}, takes a Transformer, whose layers run one by one")
     return network
 
 
