@@ -31,7 +31,7 @@ call: those belong to the policy.
 
 from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, Masks, Noise, PromptBlocks, Template
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import (
+from decodax.diffusion.caching.blocks import (
     AnchorCache,
     BlockCache,
     Dual,
@@ -40,9 +40,17 @@ from decodax.diffusion.caching import (
     Prefix,
     SubBlockCache,
 )
+from decodax.diffusion.caching.drift import Drift, Leading
+from decodax.diffusion.caching.features import Similarity
+from decodax.diffusion.caching.refreshes import DelayedTokens, Frozen, Greedy, OwnBlock, Vicinity
+from decodax.diffusion.caching.reuse import FullStepOrder, Targets, Turns
 from decodax.diffusion.canvas import Canvas
-from decodax.diffusion.coherence import Agreeing
-from decodax.diffusion.commits import (
+from decodax.diffusion.parallel.branches import BranchExact, BranchLater, Sequential, Tree
+from decodax.diffusion.parallel.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
+from decodax.diffusion.parallel.product import Agreed, Guided, Lookahead, Product, Trailing
+from decodax.diffusion.policies import Caching, Commit, Revise, Rule, Score, Seen, Shaper, Stop, Verify, View, Windows
+from decodax.diffusion.rules.coherence import Agreeing
+from decodax.diffusion.rules.commits import (
     All,
     Ancestral,
     Anchored,
@@ -56,23 +64,15 @@ from decodax.diffusion.commits import (
     Segments,
     Threshold,
 )
-from decodax.diffusion.commits import Prefix as ConfidentPrefix
-from decodax.diffusion.confident import Confident
-from decodax.diffusion.drift import Drift, Leading
-from decodax.diffusion.features import Similarity
-from decodax.diffusion.learned import ClosingToken, Filter, Learned, PredictedEnd
-from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
-from decodax.diffusion.policies import Caching, Commit, Revise, Rule, Score, Seen, Shaper, Stop, Verify, View, Windows
-from decodax.diffusion.product import Agreed, Guided, Lookahead, Product, Trailing
-from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, OwnBlock, Vicinity
-from decodax.diffusion.reuse import FullStepOrder, Targets, Turns
-from decodax.diffusion.revisions import Edit, Keep, MaskBottom, ReMDM, Renoise
-from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
-from decodax.diffusion.shapers import Anneal, AsIs, Average, Credit
+from decodax.diffusion.rules.commits import Prefix as ConfidentPrefix
+from decodax.diffusion.rules.confident import Confident
+from decodax.diffusion.rules.learned import ClosingToken, Filter, Learned, PredictedEnd
+from decodax.diffusion.rules.revisions import Edit, Keep, MaskBottom, ReMDM, Renoise
+from decodax.diffusion.rules.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
+from decodax.diffusion.rules.shapers import Anneal, AsIs, Average, Credit
+from decodax.diffusion.rules.stops import EndOfText, FirstEnd, Gap, Stable, Steps
+from decodax.diffusion.rules.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 from decodax.diffusion.stats import Stats, statistics
-from decodax.diffusion.stops import EndOfText, FirstEnd, Gap, Stable, Steps
-from decodax.diffusion.verifies import BranchExact, BranchLater, Sequential, Tree
-from decodax.diffusion.windows import Delimited, Fixed, Sliding, SubBlocks, Whole, WholeBlocks
 
 __all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast",
            "Average", "BlockCache", "BlockCausal", "BlockQuota", "BranchExact", "BranchLater", "Caching", "Canvas",

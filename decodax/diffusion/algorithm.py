@@ -29,18 +29,18 @@ from decodax.core.record import empty_record
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
 from decodax.diffusion.adapter import Adapter
-from decodax.diffusion.caching import NoCache
+from decodax.diffusion.caching.blocks import NoCache
 from decodax.diffusion.canvas import Canvas, look, survey
-from decodax.diffusion.commits import Quota, best
 from decodax.diffusion.guidance import guide
+from decodax.diffusion.parallel.branches import Sequential
 from decodax.diffusion.policies import Caching, Commit, Revise, Score, Seen, Shaper, Stop, Verify, View, Windows
-from decodax.diffusion.revisions import Keep
 from decodax.diffusion.round import Round
-from decodax.diffusion.scores import Confidence
-from decodax.diffusion.shapers import AsIs
-from decodax.diffusion.stops import EndOfText
-from decodax.diffusion.verifies import Sequential
-from decodax.diffusion.windows import Fixed
+from decodax.diffusion.rules.commits import Quota, best
+from decodax.diffusion.rules.revisions import Keep
+from decodax.diffusion.rules.scores import Confidence
+from decodax.diffusion.rules.shapers import AsIs
+from decodax.diffusion.rules.stops import EndOfText
+from decodax.diffusion.rules.windows import Fixed
 
 
 @dataclasses.dataclass(frozen=True)

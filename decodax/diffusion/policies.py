@@ -340,7 +340,7 @@ class Verify(Rule, abc.ABC):
     """Several canvases a row in one forward: which of their steps are true.
 
     Attributes:
-        assists: a second model judges the candidates: see `decodax.diffusion.product`.
+        assists: a second model judges the candidates: see `decodax.diffusion.parallel.product`.
     """
 
     assists: bool = False

@@ -384,7 +384,7 @@ def test_remdm_keeps_the_share_of_masks_that_its_chain_has(kind):
 
 
 def test_maskgit_keeps_a_position_for_its_last_step():
-    from decodax.diffusion.commits import remaining
+    from decodax.diffusion.rules.commits import remaining
     view = view_of(1, 7)
     left = [int(remaining(view.replace(step=view.step + i), 24)[0]) for i in range(24)]
     assert left == [max(math.floor(7 * math.cos(math.pi / 2 * (i + 1) / 24)), 1) for i in range(23)] + [0]

@@ -11,8 +11,8 @@ import decodax.diffusion as d
 from decodax.core import drivers, keys
 from decodax.core.keys import Purpose
 from decodax.core.types import Params
-from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
-from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
+from decodax.diffusion.parallel.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
+from decodax.diffusion.parallel.product import Agreed, Lookahead, Product, Trailing
 from decodax.models.transformer import _network
 from decodax.policy import build
 from decodax.policy.draw import exponentials

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import decodax.diffusion as d
+from decodax.bench.report import parse
 from decodax.cache import bidirectional
 from decodax.core import drivers
 from decodax.core.round import run
 from decodax.core.types import Params
-from decodax.diffusion.verifies import BranchExact, BranchLater, Tree
+from decodax.diffusion.parallel.branches import BranchExact, BranchLater, Tree
 from decodax.policy import build
-from decodax.sharding.report import parse
 from tests.laws import test_compiled as programs
 from tests.laws.cases import MASK, VOCABULARY, model, texts
 

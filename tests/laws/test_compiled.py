@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 import decodax as dx
 from decodax import diffusion
 from decodax.autoregressive import Autoregressive
+from decodax.bench.report import callbacks, collectives, copies, parse
 from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.start import init_state
@@ -24,7 +25,6 @@ from decodax.models.diffusion import Diffusion
 from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.sharding import lanes, place
-from decodax.sharding.report import callbacks, collectives, copies, parse
 from decodax.speculative import NOTHING, Adaptive, Automatic, Rejection, Speculative
 from decodax.speculative.drafts import DraftModel, DynamicExit, LayerSkip, Lookahead, PromptLookup, TokenRecycling
 from decodax.speculative.shapes import Chain, Fixed

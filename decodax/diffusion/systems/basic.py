@@ -1,27 +1,20 @@
-"""The published samplers of the family, each a line in the table of `decodax.systems`.
-
-What a line is: `decodax.diffusion.entries`. Those that adapt to what the model says lie in `adaptive_systems`, those
-that take several steps or blocks in one forward in `parallel_systems`.
-"""
+"""Published samplers that decide tokens step by step, by quotas, thresholds, noise schedules and exact block caches."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
 
-from decodax.diffusion import adaptive_systems, cache_systems, parallel_systems  # noqa: F401  (their lines)
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import AnchorCache, BlockCache, FusedCache, NoCache, SubBlockCache
-from decodax.diffusion.commits import Ancestral, Anchored, AtLeast, Coins, EntropyBound, Quota, Threshold
-from decodax.diffusion.commits import Prefix as ConfidentPrefix
-from decodax.diffusion.entries import CACHE, ENTRIES, MASKED, Entry, blocks, entry
+from decodax.diffusion.caching.blocks import AnchorCache, BlockCache, FusedCache, NoCache, SubBlockCache
 from decodax.diffusion.policies import Commit, Score
-from decodax.diffusion.revisions import Edit, ReMDM
-from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
-from decodax.diffusion.windows import Sliding, SubBlocks, Whole
-
-__all__ = ["CACHE", "ENTRIES", "MASKED", "Entry", "blocks", "entry"]
+from decodax.diffusion.rules.commits import Ancestral, Anchored, AtLeast, Coins, EntropyBound, Quota, Threshold
+from decodax.diffusion.rules.commits import Prefix as ConfidentPrefix
+from decodax.diffusion.rules.revisions import Edit, ReMDM
+from decodax.diffusion.rules.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
+from decodax.diffusion.rules.windows import Sliding, SubBlocks, Whole
+from decodax.diffusion.systems.entries import blocks, entry
 
 
 @entry("llada", "Large Language Diffusion Models", "Nie et al. 2025",

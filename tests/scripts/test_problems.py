@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 
+import problems
 import pytest
-
-from decodax import problems
-from decodax.problems import TASKS, Problem
+from problems import TASKS, Problem
 
 EACH = sorted(TASKS)
+
+
+def test_examples_in_the_docstrings_hold():
+    assert doctest.testmod(problems).failed == 0
 
 
 @pytest.mark.parametrize("task", EACH)

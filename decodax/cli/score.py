@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from decodax.cli_common import UsageError, keep_programs, table
+from decodax.cli.common import UsageError, keep_programs, table
 
 EXAMPLES = """\
 examples:

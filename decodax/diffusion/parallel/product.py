@@ -26,8 +26,8 @@ from decodax.core.mesh import constrain, heads
 from decodax.core.state import State
 from decodax.core.types import INVALID, Params
 from decodax.diffusion.adapter import Full, Nodes
+from decodax.diffusion.parallel.branches import Sequential
 from decodax.diffusion.policies import Caching, Commit, Memory, Seen, View, span
-from decodax.diffusion.verifies import Sequential
 from decodax.policy.draw import draw
 from decodax.struct import Struct, struct
 

@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter, BlockCausal, Full, PromptBlocks
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import Dual, FusedCache, NoCache, Prefix
-from decodax.diffusion.commits import Anchored, Quota, Threshold
-from decodax.diffusion.entries import blocks, entry
-from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
+from decodax.diffusion.caching.blocks import Dual, FusedCache, NoCache, Prefix
+from decodax.diffusion.parallel.branches import BranchExact, BranchLater, Tree
+from decodax.diffusion.parallel.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
+from decodax.diffusion.parallel.product import Agreed, Lookahead, Product, Trailing
 from decodax.diffusion.policies import Caching, Commit, Verify
-from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
-from decodax.diffusion.scores import NegEntropy, Position
-from decodax.diffusion.stops import EndOfText, FirstEnd
-from decodax.diffusion.verifies import BranchExact, BranchLater, Tree
-from decodax.diffusion.windows import Sliding
+from decodax.diffusion.rules.commits import Anchored, Quota, Threshold
+from decodax.diffusion.rules.scores import NegEntropy, Position
+from decodax.diffusion.rules.stops import EndOfText, FirstEnd
+from decodax.diffusion.rules.windows import Sliding
+from decodax.diffusion.systems.entries import blocks, entry
 
 FREEDAVE = "Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models"
 

@@ -23,8 +23,8 @@ from decodax.cache import Cache, Window, WindowKV, take
 from decodax.cache.scratch import View as Keys
 from decodax.core.types import Out
 from decodax.diffusion.adapter import Nodes
+from decodax.diffusion.caching.refreshes import Rewriting
 from decodax.diffusion.policies import Memory, View
-from decodax.diffusion.refreshes import Rewriting
 from decodax.diffusion.stats import cosine, rank
 from decodax.struct import Struct, struct
 

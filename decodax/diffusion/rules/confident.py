@@ -7,8 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.diffusion.commits import best, reaches
 from decodax.diffusion.policies import Commit, Counts, Memory, Seen, View
+from decodax.diffusion.rules.commits import best, reaches
 
 
 @dataclasses.dataclass(frozen=True)

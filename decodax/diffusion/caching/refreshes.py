@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.caching import Dual
+from decodax.diffusion.caching.blocks import Dual
 from decodax.diffusion.canvas import paste
-from decodax.diffusion.commits import Quota
 from decodax.diffusion.policies import Caching, Memory, Seen, Text, View, span
-from decodax.diffusion.scores import Random
+from decodax.diffusion.rules.commits import Quota
+from decodax.diffusion.rules.scores import Random
 from decodax.diffusion.stats import rank
 
 

@@ -12,9 +12,9 @@ from jax import Array
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.diffusion.adapter import noise
-from decodax.diffusion.commits import best, reaches, remaining, time
 from decodax.diffusion.policies import Counts, Memory, Revise, Seen, View
-from decodax.diffusion.scores import Confidence
+from decodax.diffusion.rules.commits import best, reaches, remaining, time
+from decodax.diffusion.rules.scores import Confidence
 
 
 @dataclasses.dataclass(frozen=True)

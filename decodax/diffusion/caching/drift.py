@@ -25,10 +25,10 @@ from decodax.cache import Cache, Window, WindowKV, take
 from decodax.cache.scratch import View as Keys
 from decodax.core.types import Out
 from decodax.diffusion.adapter import Nodes
+from decodax.diffusion.caching.refreshes import Rewriting
 from decodax.diffusion.policies import Memory, Seen, View
-from decodax.diffusion.refreshes import Rewriting
+from decodax.diffusion.rules.windows import Whole
 from decodax.diffusion.stats import cosine
-from decodax.diffusion.windows import Whole
 from decodax.struct import Struct, struct
 
 

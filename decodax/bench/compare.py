@@ -22,10 +22,10 @@ import numpy as np
 
 from decodax.api import generate
 from decodax.autoregressive import Autoregressive
+from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
 from decodax.result import Result
-from decodax.tasks import TASKS, Task, copied
 
 PLAIN = "plain"
 """What plain decoding is called among the systems."""
@@ -197,7 +197,7 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
 
     Args:
         algorithms: by the names they shall have in the table; a function is given the batch size.
-        tasks: names in `decodax.tasks.TASKS`, or tasks of your own.
+        tasks: names in `decodax.bench.tasks.TASKS`, or tasks of your own.
         batch: batch sizes. prompts: how many prompts for each of them, cut down to whole batches; one at least.
         new_tokens: of each prompt at most. seed: of the prompts' choice and of sampling.
         draft: what to note as the draft model.

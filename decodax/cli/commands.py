@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decodax import __version__
-from decodax.cli_arguments import SAMPLING, TASKS, flag, parser
-from decodax.cli_common import UsageError, keep_programs, table
+from decodax.cli.arguments import SAMPLING, TASKS, flag, parser
+from decodax.cli.common import UsageError, keep_programs, table
 
 if TYPE_CHECKING:
-    from decodax.compare import Comparison, Contender
+    from decodax.bench.compare import Comparison, Contender
     from decodax.io.load import LM
     from decodax.result import Result
 
@@ -32,7 +32,7 @@ FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code; see `decodax.cli_arguments.EXIT_CODES`."""
+    """Runs the command line and returns the exit code; see `decodax.cli.arguments.EXIT_CODES`."""
     args = parser(generate, systems, compare, info).parse_args(argv)
     args.line = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -124,9 +124,9 @@ def compare(args: argparse.Namespace) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     import decodax as dx
-    from decodax.compare import compare as run
+    from decodax.bench.compare import compare as run
+    from decodax.bench.tasks import sampled
     from decodax.systems import SYSTEMS
-    from decodax.tasks import sampled
 
     with _naming_the_argument():
         chosen = _systems(args.names)
@@ -150,7 +150,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def _show(found: Comparison, args: argparse.Namespace) -> None:
     """Prints and writes a comparison, whole or interrupted."""
-    from decodax.compare import COLUMNS
+    from decodax.bench.compare import COLUMNS
 
     if args.markdown:
         print(f"    decodax {shlex.join(args.line)}\n\n{found.markdown()}", end="")

@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.diffusion.commits import best
 from decodax.diffusion.policies import Commit, Counts, Memory, Seen, View
-from decodax.diffusion.scores import NegEntropy
+from decodax.diffusion.rules.commits import best
+from decodax.diffusion.rules.scores import NegEntropy
 from decodax.diffusion.stats import rank
 from decodax.struct import Struct, struct
 

@@ -8,8 +8,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.diffusion.commits import current, number
 from decodax.diffusion.policies import Memory, Seen, View, Windows
+from decodax.diffusion.rules.commits import current, number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The arguments of the command line and their help; `decodax.cli` runs the commands. Imports no JAX."""
+"""The arguments of the command line and their help; `decodax.cli.commands` runs the commands. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from decodax import __version__, cli_score
+from decodax import __version__
+from decodax.cli import score
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -139,7 +140,7 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
                             description="Says what this installation has to work with.")
     p.set_defaults(command=info)
 
-    cli_score.add(commands, common, EXIT_CODES)
+    score.add(commands, common, EXIT_CODES)
     return top
 
 

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.diffusion.commits import BlockQuota, current, number
 from decodax.diffusion.policies import Commit, Counts, Memory, Seen, Stop, View
-from decodax.diffusion.revisions import Keep
-from decodax.diffusion.stops import behind, ends
+from decodax.diffusion.rules.commits import BlockQuota, current, number
+from decodax.diffusion.rules.revisions import Keep
+from decodax.diffusion.rules.stops import behind, ends
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.commits import best
 from decodax.diffusion.policies import Caching, Commit, Memory, Seen, View, span
-from decodax.diffusion.windows import Fixed
+from decodax.diffusion.rules.commits import best
+from decodax.diffusion.rules.windows import Fixed
 from decodax.struct import Struct, struct
 
 

@@ -11,8 +11,8 @@ from jax import Array
 
 from decodax.cache import take
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.commits import current, number
 from decodax.diffusion.policies import Caching, Memory, Seen, View, span
+from decodax.diffusion.rules.commits import current, number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from decodax.core.keys import Purpose, uniforms
 from decodax.diffusion.policies import Commit, Counts, Memory, Seen, View
-from decodax.diffusion.scores import Of
+from decodax.diffusion.rules.scores import Of
 from decodax.diffusion.stats import rank
 
 Measure = Literal["confidence", "margin", "entropy"]

@@ -6,18 +6,18 @@ from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import Dual, Prefix
-from decodax.diffusion.commits import Anchored, Factor, Quota, Threshold
-from decodax.diffusion.drift import Drift, Leading
-from decodax.diffusion.entries import CACHE, entry
-from decodax.diffusion.features import Similarity
+from decodax.diffusion.caching.blocks import Dual, Prefix
+from decodax.diffusion.caching.drift import Drift, Leading
+from decodax.diffusion.caching.features import Similarity
+from decodax.diffusion.caching.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
+from decodax.diffusion.caching.reuse import FullStepOrder, Targets, Turns
+from decodax.diffusion.parallel.product import Agreed, Guided
 from decodax.diffusion.policies import Caching, Commit, Score
-from decodax.diffusion.product import Agreed, Guided
-from decodax.diffusion.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
-from decodax.diffusion.reuse import FullStepOrder, Targets, Turns
-from decodax.diffusion.scores import Confidence, NegEntropy, Noisy, Position, Random
-from decodax.diffusion.stops import FirstEnd
-from decodax.diffusion.windows import Fixed, Sliding, Whole
+from decodax.diffusion.rules.commits import Anchored, Factor, Quota, Threshold
+from decodax.diffusion.rules.scores import Confidence, NegEntropy, Noisy, Position, Random
+from decodax.diffusion.rules.stops import FirstEnd
+from decodax.diffusion.rules.windows import Fixed, Sliding, Whole
+from decodax.diffusion.systems.entries import CACHE, entry
 
 
 @entry("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding",

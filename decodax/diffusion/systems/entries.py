@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter, BlockCausal
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import BlockCache, NoCache
+from decodax.diffusion.caching.blocks import BlockCache, NoCache
 from decodax.diffusion.policies import Caching
-from decodax.diffusion.windows import Fixed
+from decodax.diffusion.rules.windows import Fixed
 
 MASKED, CACHE = "masked-diffusion", "diffusion-cache"
 

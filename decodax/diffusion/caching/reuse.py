@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.diffusion.adapter import Nodes
+from decodax.diffusion.caching.refreshes import Rewriting, scattered, with_left
 from decodax.diffusion.canvas import paste
-from decodax.diffusion.commits import Quota
 from decodax.diffusion.policies import Memory, Score, Seen, View
-from decodax.diffusion.refreshes import Rewriting, scattered, with_left
-from decodax.diffusion.scores import Confidence
+from decodax.diffusion.rules.commits import Quota
+from decodax.diffusion.rules.scores import Confidence
 from decodax.diffusion.stats import rank
 
 

@@ -8,19 +8,19 @@ from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter, Noise
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching import NoCache, Prefix
-from decodax.diffusion.coherence import Agreeing
-from decodax.diffusion.commits import Anchored, BlockQuota, EntropyBound, LocalLeap, Quota, Segments, Threshold
-from decodax.diffusion.confident import Confident
-from decodax.diffusion.entries import blocks, entry
-from decodax.diffusion.learned import ClosingToken, Filter, Learned, PredictedEnd
+from decodax.diffusion.caching.blocks import NoCache, Prefix
+from decodax.diffusion.caching.refreshes import OwnBlock
 from decodax.diffusion.policies import Caching, Commit, Score
-from decodax.diffusion.refreshes import OwnBlock
-from decodax.diffusion.revisions import Keep, Renoise
-from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Random
-from decodax.diffusion.shapers import Anneal, Average, Credit
-from decodax.diffusion.stops import EndOfText, Gap, Stable, Steps
-from decodax.diffusion.windows import Delimited, Whole, WholeBlocks
+from decodax.diffusion.rules.coherence import Agreeing
+from decodax.diffusion.rules.commits import Anchored, BlockQuota, EntropyBound, LocalLeap, Quota, Segments, Threshold
+from decodax.diffusion.rules.confident import Confident
+from decodax.diffusion.rules.learned import ClosingToken, Filter, Learned, PredictedEnd
+from decodax.diffusion.rules.revisions import Keep, Renoise
+from decodax.diffusion.rules.scores import Confidence, Margin, NegEntropy, Random
+from decodax.diffusion.rules.shapers import Anneal, Average, Credit
+from decodax.diffusion.rules.stops import EndOfText, Gap, Stable, Steps
+from decodax.diffusion.rules.windows import Delimited, Whole, WholeBlocks
+from decodax.diffusion.systems.entries import blocks, entry
 
 
 @entry("prophet", "Diffusion Language Models Know the Answer Before Decoding", "Li et al. 2025",
