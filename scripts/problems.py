@@ -43,7 +43,7 @@ _CHARACTERS = [*SYMBOLS, *DIGITS, *"".join(a + b for a, b in PAIRS.items()), BLA
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class ProblemTask:
     """A kind of problem.
 
     Attributes:
@@ -252,16 +252,16 @@ def _replaced(body: str) -> str:
     return items.replace(pair[0], pair[1])
 
 
-TASKS: dict[str, Task] = {task.name: task for task in (
-    Task("copy", "the same list: BCA to BCA", _copy, _one_answer(lambda body: body)),
-    Task("reverse", "from the end: BCA to ACB", _reverse, _one_answer(lambda body: body[::-1])),
-    Task("sort", "in alphabetical order: BCA to ABC", _sort, _one_answer(lambda body: "".join(sorted(body)))),
-    Task("pick", "by places: BCA:231 to CAB", _pick, _one_answer(_picked)),
-    Task("replace", "each of one element by another: BCB:BA to ACA", _replace, _one_answer(_replaced)),
-    Task("shuffle", "any other order: BCA to CBA, or ABC, ...", _shuffle, _shuffled),
-    Task("add", "two numbers of 2 or 3 digits, filled up with zeros: 095+917 to 1012", _add,
-         _one_answer(lambda body: f"{sum(map(int, body.split('+'))):04}")),
-    Task("brackets", "any balanced text that fits: (__) to ([]), ()(), ...", _brackets, _closed),
-    Task("sudoku", "4x4 with 6 to 10 blanks and one solution", _sudoku, _solved),
+TASKS: dict[str, ProblemTask] = {task.name: task for task in (
+    ProblemTask("copy", "the same list: BCA to BCA", _copy, _one_answer(lambda body: body)),
+    ProblemTask("reverse", "from the end: BCA to ACB", _reverse, _one_answer(lambda body: body[::-1])),
+    ProblemTask("sort", "in alphabetical order: BCA to ABC", _sort, _one_answer(lambda body: "".join(sorted(body)))),
+    ProblemTask("pick", "by places: BCA:231 to CAB", _pick, _one_answer(_picked)),
+    ProblemTask("replace", "each of one element by another: BCB:BA to ACA", _replace, _one_answer(_replaced)),
+    ProblemTask("shuffle", "any other order: BCA to CBA, or ABC, ...", _shuffle, _shuffled),
+    ProblemTask("add", "two numbers of 2 or 3 digits, filled up with zeros: 095+917 to 1012", _add,
+                _one_answer(lambda body: f"{sum(map(int, body.split('+'))):04}")),
+    ProblemTask("brackets", "any balanced text that fits: (__) to ([]), ()(), ...", _brackets, _closed),
+    ProblemTask("sudoku", "4x4 with 6 to 10 blanks and one solution", _sudoku, _solved),
 )}
 """By name."""

@@ -33,8 +33,8 @@ class Cache(Protocol):
                sliding: int | None = None, softcap: float | None = None) -> Array:
         """Attention of the window's queries `f[B, W, H, d]` to cache and window: `f[B, W, H, d]`.
 
-        Of `window` it reads `visible()`, `positions`, `key_positions` and `cached`; a `View` has more keys than
-        queries.
+        Of `window` it reads `visible()`, `positions`, `key_positions` and `cached`; an `AttentionView` has more
+        keys than queries.
         """
 
     def commit(self, kv: WindowKV, slots: Array) -> Cache:

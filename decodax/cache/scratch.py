@@ -18,7 +18,7 @@ from decodax.struct import Struct, struct
 
 
 @struct
-class View(Struct):
+class AttentionView(Struct):
     """What attention reads of a window whose keys are more than its queries.
 
     Attributes:
@@ -70,8 +70,8 @@ class Scratch(Struct):
                sliding: int | None = None, softcap: float | None = None) -> Array:
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
-        view = View(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
-                    key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
+        view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
+                             key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
         k, v = (jnp.concatenate([x[layer], new], 1) for x, new in ((self.keys, k), (self.values, v)))
         return self.base.attend(layer, q, k, v, view, scale=scale, sliding=sliding, softcap=softcap)
 

@@ -29,7 +29,7 @@ class Nodes(Struct):
     prompt: Array | None = None
 
 
-class Attention(Protocol):
+class AttentionPattern(Protocol):
     """Who sees whom."""
 
     @property
@@ -136,7 +136,7 @@ class CausalPrefix:
         return jnp.minimum(start + width - int(self.joined or self.ordered), end)
 
 
-class Canvas(Protocol):
+class InitialCanvas(Protocol):
     """What stands at positions that are not known yet."""
 
     def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
@@ -203,8 +203,8 @@ class Adapter:
 
     mask: int | None
     shift: bool = False
-    attention: Attention = Full()
-    canvas: Canvas = Masks()
+    attention: AttentionPattern = Full()
+    canvas: InitialCanvas = Masks()
 
     def __post_init__(self) -> None:
         ordered = isinstance(self.attention, CausalPrefix) and self.attention.ordered
@@ -214,7 +214,7 @@ class Adapter:
             raise ValueError("mask: got None, takes the id of the mask token; only a canvas of noise does without")
 
     @classmethod
-    def of(cls, model: Any, canvas: Canvas | None = None) -> Adapter:
+    def of(cls, model: Any, canvas: InitialCanvas | None = None) -> Adapter:
         """How a loaded model speaks; `model` is what `load` gives, or its `diffusion`.
 
         Raises:
@@ -224,7 +224,7 @@ class Adapter:
         if d is None:
             name = getattr(model, "name", model)
             raise ValueError(f"lm: got {name}, which is autoregressive, takes a diffusion model")
-        attention: Attention = Full()
+        attention: AttentionPattern = Full()
         if d.attention == "block-causal":
             attention = BlockCausal(d.block)
         elif d.attention != "full":

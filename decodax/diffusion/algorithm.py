@@ -5,9 +5,9 @@ round looks at one region of each row:
 
 1. adapter: tokens, positions and who sees whom; `Caching` says what is recomputed and what is read.
 2. statistics: candidates and what the model says of them (`Seen`), through the shaper and the policy's transforms.
-3. windows: which open positions may be committed now.
-4. score: in which order. 5. commit: which. At least one a row and step, so every step makes progress.
-6. revise: what is taken back or overwritten.
+3. windows: which open positions may be unmasked now.
+4. score: in which order. 5. unmask: which. At least one a row and step, so every step makes progress.
+6. remask: what is taken back or overwritten.
 7. stop: whether the text ends here. Verify picks among several canvases that took steps 2 to 7 side by side.
 8. windows: what is final. It joins the verified text, where end of sequence, stop strings and budgets are looked at,
    and the region moves behind it.
@@ -33,14 +33,14 @@ from decodax.diffusion.caching.blocks import NoCache
 from decodax.diffusion.canvas import Canvas, look, survey
 from decodax.diffusion.guidance import guide
 from decodax.diffusion.parallel.branches import Sequential
-from decodax.diffusion.policies import Caching, Commit, Revise, Score, Seen, Shaper, Stop, Verify, View, Windows
+from decodax.diffusion.policies import Caching, Remask, Score, Seen, Shaper, Stop, Unmask, Verify, View, Windows
 from decodax.diffusion.round import Round
-from decodax.diffusion.rules.commits import Quota, best
-from decodax.diffusion.rules.revisions import Keep
+from decodax.diffusion.rules.remasking import Keep
 from decodax.diffusion.rules.scores import Confidence
 from decodax.diffusion.rules.shapers import AsIs
 from decodax.diffusion.rules.stops import EndOfText
-from decodax.diffusion.rules.windows import Fixed
+from decodax.diffusion.rules.unmasking import Quota, best
+from decodax.diffusion.rules.windows import Blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class MaskedDiffusion(Algorithm):
 
     Attributes:
         adapter: how the model speaks of a canvas.
-        windows, score, commit, revise, caching, verify, stops, shaper: see `decodax.diffusion.policies`; stops are
+        windows, score, unmask, remask, caching, verify, stops, shaper: see `decodax.diffusion.policies`; stops are
             several.
 
     Raises:
@@ -57,10 +57,10 @@ class MaskedDiffusion(Algorithm):
     """
 
     adapter: Adapter
-    windows: Windows = Fixed()
+    windows: Windows = Blocks()
     score: Score = Confidence()
-    commit: Commit = Quota()
-    revise: Revise = Keep()
+    unmask: Unmask = Quota()
+    remask: Remask = Keep()
     caching: Caching = NoCache()
     verify: Verify = Sequential()
     stops: tuple[Stop, ...] = (EndOfText(),)
@@ -76,8 +76,8 @@ class MaskedDiffusion(Algorithm):
 
     def most_rounds(self, budget: int, rows: int) -> int:
         """More rounds than a batch can take for `budget` new tokens a row."""
-        steps = max(rule.longest for rule in (self.commit, self.revise, *self.stops))
-        steps = max(steps, self.windows.width) + self.revise.most + 2
+        steps = max(rule.longest for rule in (self.unmask, self.remask, *self.stops))
+        steps = max(steps, self.windows.width) + self.remask.most + 2
         # a region moves by its width, or by less; rows may wait for the others' wide rounds
         regions = -(-budget // self.windows.least) + 1
         return (regions * steps + 8) * (rows + 1 if self.variants else 1)
@@ -151,7 +151,7 @@ class MaskedDiffusion(Algorithm):
             valid=slots < kept[:, None], drafts=None, memory=None,
             record=None if s.record is None else empty_record((s.batch, N), s.record.count))
         view = look(s, c, W)
-        names = ("shaper", "windows", "score", "commit", "revise", "caching", "verify")
+        names = ("shaper", "windows", "score", "unmask", "remask", "caching", "verify")
         memory = {name: getattr(self, name).init(view) for name in names}
         memory["stops"] = tuple(stop.init(view) for stop in self.stops)
         if self.verify.assists:
@@ -191,25 +191,25 @@ class MaskedDiffusion(Algorithm):
         """One step: 3 to 7. `view` and the result lie over the same positions."""
         view = view.replace(active=self.windows.active(view, seen, memory["windows"]) & view.masked & seen.reached)
         score = self.score(view, seen, memory["score"])
-        commit = self.commit(view, seen, score, memory["commit"]) & view.active
-        force = best(score, view.active, jnp.ones_like(view.step)) & ~commit.any(1)[:, None]
-        if self.commit.patient:
+        unmask = self.unmask(view, seen, score, memory["unmask"]) & view.active
+        force = best(score, view.active, jnp.ones_like(view.step)) & ~unmask.any(1)[:, None]
+        if self.unmask.patient:
             force = jnp.zeros_like(force)
-        rush = jnp.zeros(view.step.shape, bool)
+        early = jnp.zeros(view.step.shape, bool)
         for stop, own in zip(self.stops, memory["stops"], strict=True):
-            rush = rush | stop.rush(view, seen, own)
-        commit = jnp.where(rush[:, None], view.masked & seen.reached, commit | force)
+            early = early | stop.early_stop(view, seen, own)
+        unmask = jnp.where(early[:, None], view.masked & seen.reached, unmask | force)
         after = view.replace(
-            tokens=jnp.where(commit, seen.token, view.tokens), open=view.open & ~commit, step=view.step + 1,
+            tokens=jnp.where(unmask, seen.token, view.tokens), open=view.open & ~unmask, step=view.step + 1,
             round=view.round + 1, full=jnp.where(view.masked.any(1), 0, view.full + 1))
-        new = self.revise(view, seen, after, memory["revise"])
-        may = view.editable & view.inside & ~rush[:, None]
+        new = self.remask(view, seen, after, memory["remask"])
+        may = view.editable & view.inside & ~early[:, None]
         after = after.replace(tokens=jnp.where(may, new.tokens, after.tokens),
                               open=jnp.where(may, new.open, after.open))
-        if not self.revise.noisy:
+        if not self.remask.noisy:
             after = after.replace(tokens=jnp.where(after.open & may, jnp.int32(self.adapter.blank), after.tokens))
-        # a token that may still be revised ends nothing, unless a stop rule has committed it for good
-        open = self.revise.busy(view, after, memory["revise"]) & ~rush
+        # a token that may still be remasked ends nothing, unless a stop rule has unmasked it for good
+        open = self.remask.busy(view, after, memory["remask"]) & ~early
         for stop, own in zip(self.stops, memory["stops"], strict=True):
             cut = jnp.minimum(after.end, stop.end(view, seen, after, own))
             after = after.replace(end=jnp.where(open, after.end, cut))

@@ -16,7 +16,7 @@ from jax import Array
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.stats import Stats
+from decodax.diffusion.stats import DistributionStats
 from decodax.struct import Struct, struct
 
 Memory = Any
@@ -41,14 +41,14 @@ class View(Struct):
         tokens: `i32[R, W]`; an open position holds the mask token, or noise.
         open: `bool[R, W]` positions whose token is not decided.
         editable: `bool[R, W]` positions that decoding may write: not the prompt, no frozen token.
-        active: `bool[R, W]` open positions that may be committed this round (`Windows.active`; False before it ran).
+        active: `bool[R, W]` open positions that may be unmasked this round (`Windows.active`; False before it ran).
         when: `i32[R, W]` the `round` that decided the token, -1 for open, given and frozen ones.
         confidence: `f32[R, W]` the model's log-probability of the token when it was decided.
         start: `i32[R]` first position of the region: all before it is final.
         end: `i32[R]` end of the row's text. It shrinks when a stop rule says that the text ends early.
         step: `i32[R]` steps since the region moved to `start`. round: `i32[R]` steps of the row.
         opened: `i32[R]` open positions when the region moved to `start`.
-        full: `i32[R]` steps since the last open position was committed.
+        full: `i32[R]` steps since the last open position was unmasked.
         kept: `i32[R]` the cache holds the final entries of all positions before this one (of caches that `persist`).
         refreshed: `i32[R]` the `round` of the row's last wide forward, -1 before the first.
         prompt_length, min_new, key, eos: of the row: `i32[R]`, `i32[R]`, `key[R]`, `i32[R, E]` (padded with -1).
@@ -87,7 +87,7 @@ class View(Struct):
         return self.open & self.inside
 
     @property
-    def committed(self) -> Array:
+    def unmasked(self) -> Array:
         """`bool[R, W]`: decided tokens that decoding wrote and may write again."""
         return ~self.open & self.editable & self.inside
 
@@ -102,7 +102,7 @@ class View(Struct):
 
 @struct
 class Seen(Struct):
-    """What the model says about each position of the region, read off once a round; see `Stats`.
+    """What the model says about each position of the region, read off once a round; see `DistributionStats`.
 
     The mask token has been removed from the distributions: it has no probability.
 
@@ -118,12 +118,12 @@ class Seen(Struct):
 
     token: Array
     reached: Array
-    model: Stats
-    policy: Stats | None
+    model: DistributionStats
+    policy: DistributionStats | None
     likeliest: tuple[Array, Array] | None = None
     agreed: Array | None = None
 
-    def of(self, name: str) -> Stats:
+    def of(self, name: str) -> DistributionStats:
         """`model` or `policy`."""
         stats = self.policy if name == "policy" else self.model
         assert stats is not None
@@ -197,7 +197,7 @@ class Windows(Rule, abc.ABC):
         return self.width
 
     def active(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """`bool[R, W]`: the part of the region in which open positions may be committed."""
+        """`bool[R, W]`: the part of the region in which open positions may be unmasked."""
         return view.masked
 
     def finished(self, view: View, memory: Memory) -> Array:
@@ -216,25 +216,25 @@ class Score(Rule, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """`f32[R, W]`: the larger, the sooner it is committed."""
+        """`f32[R, W]`: the larger, the sooner it is unmasked."""
 
 
-class Commit(Rule, abc.ABC):
-    """Which candidates are committed."""
+class Unmask(Rule, abc.ABC):
+    """Which candidates are unmasked."""
 
     @property
     def patient(self) -> bool:
-        """Whether a step may commit nothing, since the rule ends by its own clock."""
+        """Whether a step may unmask nothing, since the rule ends by its own clock."""
         return False
 
     @abc.abstractmethod
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
-        """`bool[R, W]`, of which those in `view.active` count. If there are none the best by score is committed, so
+        """`bool[R, W]`, of which those in `view.active` count. If there are none the best by score is unmasked, so
         every step makes progress; but not where `patient`."""
 
 
-class Revise(Rule, abc.ABC):
-    """What becomes of tokens after the commits.
+class Remask(Rule, abc.ABC):
+    """What becomes of tokens after unmasking.
 
     Attributes:
         noisy: open positions keep the tokens that it gave them.
@@ -263,8 +263,8 @@ class Stop(Rule):
 
     filled: bool = False
 
-    def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """`bool[R]`: rows whose open positions are all committed now, without revision."""
+    def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
+        """`bool[R]`: rows whose open positions are all unmasked now, without remasking."""
         return jnp.zeros(view.start.shape, bool)
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:

@@ -177,8 +177,8 @@ class Round(Algorithm):
 
         # what is final, what is emitted, and where the region goes
         front = jnp.maximum(c.final, c.start)       # all before it has final tokens, which this forward saw
-        # what a stop rule has ended is not revised any more: the token that ends it might go
-        busy = of.revise.busy(before, after, c.memory["revise"]) & (after.end == view.end)
+        # what a stop rule has ended is not remasked any more: the token that ends it might go
+        busy = of.remask.busy(before, after, c.memory["remask"]) & (after.end == view.end)
         count = of.windows.finished(after, c.memory["windows"])
         # a region that overhangs the budget is done when what lies before it is decided
         left = (after.masked & (after.positions < s.max_length[:, None])).any(1)
@@ -310,7 +310,7 @@ class Round(Algorithm):
             draws = [lifted.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
                                  salt=c.round + len(of.verify.taken[k])) for k in range(K)]
             token = jnp.concatenate(draws, 1)
-        rules = (of.windows, of.score, of.commit, of.revise, *of.stops)
+        rules = (of.windows, of.score, of.unmask, of.remask, *of.stops)
         second = None
         if any(rule.of == "policy" for rule in rules):
             second = statistics(lift(policy.policy.warm, logits).processed(), token)

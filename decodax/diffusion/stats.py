@@ -18,7 +18,7 @@ CHUNK = 4096
 
 
 @struct
-class Stats(Struct):
+class DistributionStats(Struct):
     """Of distributions with any leading axes `...`; all are `f32[...]`, natural logarithms.
 
     Attributes:
@@ -50,8 +50,8 @@ class Stats(Struct):
         return self.top - self.second
 
 
-def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> Stats:
-    """The numbers of `Stats` for `f32[..., V]` and tokens `i32[...]` (negative ones count as token 0).
+def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> DistributionStats:
+    """The numbers of `DistributionStats` for `f32[..., V]` and tokens `i32[...]` (negative ones count as token 0).
 
     >>> s = statistics(jnp.log(jnp.array([[0.5, 0.25, 0.25]])), jnp.array([0]))
     >>> [round(float(x[0]), 4) for x in (s.prob, s.entropy, s.margin, s.gap)]
@@ -91,8 +91,9 @@ def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> Stats:
     y = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0] - top
     # near 1 the others' sum tells probabilities apart that a difference of logarithms rounds to the same number
     likely = jnp.exp(y) * 2 > total
-    return Stats(log_prob=jnp.where(likely, -jnp.log1p(rest / jnp.where(likely, jnp.exp(y), 1)), y - log_total),
-                 entropy=jnp.maximum(log_total - weighted / total, 0), lse=top + log_total, top=top, second=second)
+    return DistributionStats(
+        log_prob=jnp.where(likely, -jnp.log1p(rest / jnp.where(likely, jnp.exp(y), 1)), y - log_total),
+        entropy=jnp.maximum(log_total - weighted / total, 0), lse=top + log_total, top=top, second=second)
 
 
 def cosine(a: Array, b: Array, axis: int = -1) -> Array:

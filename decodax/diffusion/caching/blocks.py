@@ -12,7 +12,7 @@ from jax import Array
 from decodax.cache import take
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.policies import Caching, Memory, Seen, View, span
-from decodax.diffusion.rules.commits import current, number
+from decodax.diffusion.rules.unmasking import current, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +23,14 @@ class NoCache(Caching):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dual(Caching):
+class DualCache(Caching):
     """Fast-dLLM's dual cache (Wu et al. 2025): a wide forward when a region begins, whose entries of all other
     positions serve until its end.
 
     Attributes:
         refresh: a wide forward also every so many steps; 1: each forward is one, as without a cache.
         anchored: where logits point to the next position, do not recompute the one before the region, which predicts
-            the region's first: wide forwards must commit that one (Fast-dLLM's code for Dream; see `Anchored`).
+            the region's first: wide forwards must unmask that one (Fast-dLLM's code for Dream; see `Anchored`).
     """
 
     refresh: int | None = None
@@ -53,7 +53,7 @@ class Dual(Caching):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefix(Dual):
+class PrefixCache(DualCache):
     """Fast-dLLM's prefix cache: a narrow forward recomputes the region and what follows it.
 
     Attributes:
@@ -100,7 +100,7 @@ class FusedCache(BlockCache):
 class AnchorCache(BlockCache):
     """Fast-dLLM v2's exact cache (Wu et al. 2025): the forward over a finished block, which writes its entries, also
     predicts the next block's first token where logits point to the next position. All others are over the block at
-    work, which no longer needs the token before it. With the commit rule `Anchored`, which holds the wide forward of
+    work, which no longer needs the token before it. With the unmasking rule `Anchored`, which holds the wide forward of
     the prompt to the same.
     """
 

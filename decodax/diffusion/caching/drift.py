@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Cache, Window, WindowKV, take
-from decodax.cache.scratch import View as Keys
+from decodax.cache.scratch import AttentionView as Keys
 from decodax.core.types import Out
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.caching.refreshes import Rewriting
@@ -258,7 +258,7 @@ class Drift(Rewriting):
 
     Attributes:
         mask: the id of the mask token.
-        window: masked positions of a forward, from the first on; the sampler's region must not commit others.
+        window: masked positions of a forward, from the first on; the sampler's region must not unmask others.
         gamma: the least likeness of attention; above 1 every layer but the first runs for the whole text.
     """
 
@@ -300,7 +300,7 @@ class Drift(Rewriting):
 
 @dataclasses.dataclass(frozen=True)
 class Leading(Whole):
-    """The whole text, of which the first `window` open positions may be committed; what is decided without a gap is
+    """The whole text, of which the first `window` open positions may be unmasked; what is decided without a gap is
     final."""
 
     window: int = 16

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import Cache, Window, WindowKV, take
-from decodax.cache.scratch import View as Keys
+from decodax.cache.scratch import AttentionView as Keys
 from decodax.core.types import Out
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.caching.refreshes import Rewriting

@@ -1,6 +1,6 @@
 """Approximate caches by what they recompute: a vicinity, what was just decided, a few positions; frozen prefixes.
 
-Under attention in both directions every entry of the cache goes stale with each committed token. These rules, all
+Under attention in both directions every entry of the cache goes stale with each unmasked token. These rules, all
 training-free, differ in which positions a narrow forward computes anew and in when a wide one refreshes all of them.
 """
 
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.caching.blocks import Dual
+from decodax.diffusion.caching.blocks import DualCache
 from decodax.diffusion.canvas import paste
 from decodax.diffusion.policies import Caching, Memory, Seen, Text, View, span
-from decodax.diffusion.rules.commits import Quota
 from decodax.diffusion.rules.scores import Random
+from decodax.diffusion.rules.unmasking import Quota
 from decodax.diffusion.stats import rank
 
 
 @dataclasses.dataclass(frozen=True)
-class Vicinity(Dual):
+class Vicinity(DualCache):
     """dInfer's vicinity refresh (Ma et al. 2025): Fast-dLLM's dual cache whose narrow forwards also recompute the
     positions around the region, since entries change most near what was just decided.
 
@@ -43,7 +43,7 @@ class Vicinity(Dual):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnBlock(Dual):
+class OwnBlock(DualCache):
     """The dual cache of blocks that have their own lengths (AdaBlock, Lu et al. 2025): a narrow forward recomputes the
     block, not all of the region in which it may end.
 
@@ -85,7 +85,7 @@ class Rewriting(Caching):
 class Frozen(Rewriting):
     """FreeCache (FlashDLM, Hu et al. 2025): one wide forward at the beginning, and never again. A narrow forward
     recomputes the region and what follows it; as the region moves on, the entries behind it stay as the last forward
-    made them, those of its last commits from their mask tokens.
+    made them, those unmasked last from their mask tokens.
 
     Attributes:
         suffix: so many positions from the region's beginning on; what lies behind them is read from the cache.
@@ -152,16 +152,16 @@ class DelayedTokens(Rewriting):
 
 
 @dataclasses.dataclass(frozen=True)
-class Greedy(Rewriting):
+class DKVCacheGreedy(Rewriting):
     """dKV-Cache-Greedy (Ma et al. 2025): a narrow forward recomputes only the positions that this step decides, those
     that the last one did, and the open ones nearest to the first. It must know them beforehand: the sampler's score
-    has to be `Random(once=True)`, and its commits this `quota`.
+    has to be `Random(once=True)`, and its unmasking rule this `quota`.
 
     Attributes:
         quota: which positions the step decides, by that score.
         window: open positions that are recomputed for each of them, by turns the nearest to its left and to its right.
         refresh: a wide forward whenever the region's step is a multiple of this.
-        packed: as in `DelayedTokens`. A step of `q` commits recomputes `q * (2 + window)` positions at most, and `q`
+        packed: as in `DelayedTokens`. A step that unmasks `q` positions recomputes at most `q * (2 + window)`, and `q`
             more where logits point to the next position.
     """
 

@@ -17,8 +17,8 @@ from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.caching.refreshes import Rewriting, scattered, with_left
 from decodax.diffusion.canvas import paste
 from decodax.diffusion.policies import Memory, Score, Seen, View
-from decodax.diffusion.rules.commits import Quota
 from decodax.diffusion.rules.scores import Confidence
+from decodax.diffusion.rules.unmasking import Quota
 from decodax.diffusion.stats import rank
 
 

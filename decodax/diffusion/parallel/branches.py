@@ -64,7 +64,7 @@ def _exact(steps: tuple[tuple[int, ...], ...], drafts: View, results: View) -> A
 class BranchExact(Verify):
     """FreeDave (Wu and Zhang 2025) with the rule "exact match": the drafts are the canvas after 1 .. K - 1 more steps.
 
-    The output is that of one step a forward, token for token, in no more forwards, whatever the commit rule. A cache
+    The output is that of one step a forward, token for token, in no more forwards, whatever the unmasking rule. A cache
     that is renewed every so many steps is the exception: a forward that takes several steps passes over the renewals.
 
     Attributes:
@@ -91,7 +91,7 @@ class BranchLater(BranchExact):
     one is taken, whatever the number of steps between them. By the rule "exact match" it equals the result; by the rule
     "subset" it may lack some of its tokens.
 
-    With one token a step both are `BranchExact`. With a rule that commits several at once (`Threshold`) a result may be
+    With one token a step both are `BranchExact`. With a rule that unmasks several at once (`Threshold`) a result may be
     a draft two steps further. By "exact match" the output of a greedy row is still that of one step a forward; a
     sampled row's is not bound to it token for token, since draws are addressed by the number of the step. By "subset"
     a row may go on from a draft that leaves out some of a result's tokens, and neither its output nor its number of
@@ -111,7 +111,7 @@ class BranchLater(BranchExact):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree(Verify):
+class BranchTree(Verify):
     """Self speculative decoding, SSD (Gao et al. 2025): drafts take the next steps, those of the surest candidates, in
     several orders, so that a step that comes a little earlier or later than foreseen is found as well.
 
@@ -123,7 +123,7 @@ class Tree(Verify):
     Attributes:
         length: steps ahead. top: choices at each. most: canvases a forward, those of the fewest steps first.
 
-    >>> Tree(2, 2).taken
+    >>> BranchTree(2, 2).taken
     ((), (0,), (1,), (0, 1))
     """
 

@@ -1,9 +1,9 @@
 """Several blocks at once: the pipelines of D2F (Wang et al. 2025) and d3LLM (Qian et al. 2026).
 
-A block joins the work before the one in front of it is done: `Pipeline` says when, `Pipelined` what is committed in
+A block joins the work before the one in front of it is done: `Pipeline` says when, `Pipelined` what is unmasked in
 blocks that are still half blind, and `Delayed` when a finished block is clean enough to be cached. The rules are those
 of the authors' code, which are not the same for LLaDA and for Dream (`WithBest`, `InTurn`). `Pipeline(add=1, full=1)`
-is `Fixed`, `Delayed(0, refresh=1)` no cache.
+is `Blocks`, `Delayed(0, refresh=1)` no cache.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.policies import Caching, Commit, Memory, Seen, View, span
-from decodax.diffusion.rules.commits import best
-from decodax.diffusion.rules.windows import Fixed
+from decodax.diffusion.policies import Caching, Memory, Seen, Unmask, View, span
+from decodax.diffusion.rules.unmasking import best
+from decodax.diffusion.rules.windows import Blocks
 from decodax.struct import Struct, struct
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline(Fixed):
+class Pipeline(Blocks):
     """Blocks of `block` positions, up to `most` of them at work; the region begins with the first unfinished one.
 
     A block is added when the share `add` of the one before it is decided, and is fully active when that is the share
@@ -72,8 +72,8 @@ class Pipeline(Fixed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipelined(Commit):
-    """What `rule` commits anywhere, and the best by score of fully active blocks in which that is nothing.
+class Pipelined(Unmask):
+    """What `rule` unmasks anywhere, and the best by score of fully active blocks in which that is nothing.
 
     Attributes:
         windows: the pipeline whose blocks they are.
@@ -101,8 +101,8 @@ class Pipelined(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class WithBest(Commit):
-    """What `rule` commits, and the best by score in any case: of all blocks at work, wherever it lies (d3LLM's code for
+class WithBest(Unmask):
+    """What `rule` unmasks, and the best by score in any case: of all blocks at work, wherever it lies (d3LLM's code for
     LLaDA, whose loop over the positions by rising entropy spares the first)."""
 
     rule: Any

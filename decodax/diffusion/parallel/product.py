@@ -27,7 +27,7 @@ from decodax.core.state import State
 from decodax.core.types import INVALID, Params
 from decodax.diffusion.adapter import Full, Nodes
 from decodax.diffusion.parallel.branches import Sequential
-from decodax.diffusion.policies import Caching, Commit, Memory, Seen, View, span
+from decodax.diffusion.policies import Caching, Memory, Seen, Unmask, View, span
 from decodax.policy.draw import draw
 from decodax.struct import Struct, struct
 
@@ -147,7 +147,7 @@ class Product(Judged):
 
 
 @dataclasses.dataclass(frozen=True)
-class Guided(Judged):
+class GuidedDiffusion(Judged):
     """Guided diffusion (FlashDLM, Hu et al. 2025): an autoregressive model agrees to its own likeliest tokens.
 
     Attributes:
@@ -178,7 +178,7 @@ class Guided(Judged):
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed(Commit):
+class Agreed(Unmask):
     """The first open position, and those that follow it up to the first on which the models disagree.
 
     Attributes:
@@ -196,7 +196,7 @@ class Agreed(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookahead(Full):
+class LimitedLookahead(Full):
     """Full attention to the text up to the region's end: what lies behind is not fed in (APD's `M`)."""
 
     def reach(self, start: Array, width: int, end: Array) -> Array:

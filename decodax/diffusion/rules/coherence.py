@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.diffusion.policies import Commit, Counts, Memory, Seen, View
-from decodax.diffusion.rules.commits import best
+from decodax.diffusion.policies import Counts, Memory, Seen, Unmask, View
 from decodax.diffusion.rules.scores import NegEntropy
+from decodax.diffusion.rules.unmasking import best
 from decodax.diffusion.stats import rank
 from decodax.struct import Struct, struct
 
@@ -37,7 +37,7 @@ class Kept(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreeing(Counts, Commit):
+class Agreeing(Counts, Unmask):
     """The positions that this step and the one before it agree on, or the step's quota.
 
     Attributes:

@@ -7,16 +7,16 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.diffusion.policies import Commit, Counts, Memory, Seen, View
-from decodax.diffusion.rules.commits import best, reaches
+from decodax.diffusion.policies import Counts, Memory, Seen, Unmask, View
+from decodax.diffusion.rules.unmasking import best, reaches
 
 
 @dataclasses.dataclass(frozen=True)
-class Confident(Counts, Commit):
+class Confident(Counts, Unmask):
     """All positions whose candidate has a probability above `threshold`. In a step in which none has, the schedule says
-    how many are committed, by the score: time runs from 1 to `eps` in even steps, the share of positions that are still
+    how many are unmasked, by the score: time runs from 1 to `eps` in even steps, the share of positions that are still
     open says where it stands, and the next step of time that gives at least one position is taken. The last step
-    commits all that is left.
+    unmasks all that is left.
 
     Attributes:
         threshold, eps: see above. steps: of a region; None: as many as it has open positions.

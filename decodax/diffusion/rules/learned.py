@@ -1,10 +1,10 @@
 """Learn2PD (Bao et al. 2025): a small trained network says of each candidate of a block whether it is final, and the
 text is cut at the end that the model predicts.
 
-As in the authors' code a block's candidates are committed where the filter's probability is above a threshold, and the
+As in the authors' code a block's candidates are unmasked where the filter's probability is above a threshold, and the
 step's quota of the surest ones in any case. End-of-text prediction looks at the whole canvas: where a candidate is an
 end of sequence that the filter accepts, the text ends behind the first of them; else, where any candidate is one,
-behind the surest, whose token is not committed yet: later steps may decide it otherwise, which there leaves a text
+behind the surest, whose token is not unmasked yet: later steps may decide it otherwise, which there leaves a text
 without an end. Here the last token of a text that was cut is an end of sequence in any case.
 """
 
@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.diffusion.policies import Commit, Counts, Memory, Seen, Stop, View
-from decodax.diffusion.rules.commits import BlockQuota, current, number
-from decodax.diffusion.rules.revisions import Keep
+from decodax.diffusion.policies import Counts, Memory, Seen, Stop, Unmask, View
+from decodax.diffusion.rules.remasking import Keep
 from decodax.diffusion.rules.stops import behind, ends
+from decodax.diffusion.rules.unmasking import BlockQuota, current, number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Filter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(Counts, Commit):
+class Learned(Counts, Unmask):
     """What the filter accepts with a probability above `threshold`, and the step's quota.
 
     Attributes:
@@ -127,7 +127,7 @@ class PredictedEnd(Stop):
     where any candidate is one, behind the surest. It may still be open, and is decided in its turn.
 
     Attributes:
-        learned: the sampler's commits.
+        learned: the sampler's unmasking rule.
     """
 
     learned: Learned

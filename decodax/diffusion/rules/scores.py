@@ -1,4 +1,4 @@
-"""What is committed first: confidence, margin, entropy, random, left to right; each with Gumbel noise if wanted."""
+"""What is unmasked first: confidence, margin, entropy, random, left to right; each with Gumbel noise if wanted."""
 
 from __future__ import annotations
 

@@ -59,11 +59,11 @@ def behind(view: View, hit: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Steps(Counts, Stop):
-    """A region takes at most `steps` steps: the last commits all that is open."""
+    """A region takes at most `steps` steps: the last unmasks all that is open."""
 
     steps: int
 
-    def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
+    def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
         return view.step + 1 >= self.steps
 
 
@@ -87,7 +87,7 @@ class Stable(Stop):
         assert seen.likeliest is not None
         return jnp.concatenate([memory, seen.likeliest[0][:, None, :, 0]], 1)[:, 1:]
 
-    def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
+    def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
         assert seen.likeliest is not None
         same = ((seen.likeliest[0][:, None, :, 0] == memory) | ~view.masked[:, None]).all((1, 2))
         mean = jnp.where(view.masked, seen.model.entropy, 0).sum(1) / jnp.maximum(view.masked.sum(1), 1)
@@ -96,7 +96,7 @@ class Stable(Stop):
 
 @dataclasses.dataclass(frozen=True)
 class Gap(Counts, Stop):
-    """Prophet (Li et al. 2025): when the answer is sure, everything is committed at once. It is sure when the mean
+    """Prophet (Li et al. 2025): when the answer is sure, everything is unmasked at once. It is sure when the mean
     difference of the two largest logits over its positions reaches 7.5, 5.0 or 2.5, in the first, second and last third
     of the steps (progress below 0.33, below 0.67, and beyond, as in the authors' code).
 
@@ -115,7 +115,7 @@ class Gap(Counts, Stop):
         if self.answer is not None and (self.answer[0] < 0 or self.answer[1] < 1):
             raise ValueError(f"answer: got {self.answer}, takes a first position from 0 on and a length from 1 on")
 
-    def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
+    def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
         watched = view.editable if self.answer is None else view.positions >= view.prompt_length[:, None]
         watched = watched & view.inside & seen.reached
         if self.answer is not None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.diffusion.policies import Memory, Seen, View, Windows
-from decodax.diffusion.rules.commits import current, number
+from decodax.diffusion.rules.unmasking import current, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Whole(Windows):
 
 @dataclasses.dataclass(frozen=True)
 class WholeBlocks(Whole):
-    """The whole text is one region, filled in blocks of `block` positions from left to right: as `Fixed`, for rules
+    """The whole text is one region, filled in blocks of `block` positions from left to right: as `Blocks`, for rules
     that look at all of the text."""
 
     block: int = 32
@@ -53,7 +53,7 @@ class WholeBlocks(Whole):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed(Windows):
+class Blocks(Windows):
     """Blocks of `block` positions from left to right (semi-autoregressive). They are counted from the prompt's end, or
     with `aligned` from the beginning of the sequence, as block-causal models are trained."""
 
@@ -77,7 +77,7 @@ class Fixed(Windows):
 
 
 @dataclasses.dataclass(frozen=True)
-class SubBlocks(Fixed):
+class SubBlocks(Blocks):
     """Blocks filled in sub-blocks of `sub` positions from left to right (Fast-dLLM v2, Wu et al. 2025)."""
 
     sub: int = 8

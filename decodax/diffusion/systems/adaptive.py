@@ -8,29 +8,29 @@ from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter, Noise
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching.blocks import NoCache, Prefix
+from decodax.diffusion.caching.blocks import NoCache, PrefixCache
 from decodax.diffusion.caching.refreshes import OwnBlock
-from decodax.diffusion.policies import Caching, Commit, Score
+from decodax.diffusion.policies import Caching, Score, Unmask
 from decodax.diffusion.rules.coherence import Agreeing
-from decodax.diffusion.rules.commits import Anchored, BlockQuota, EntropyBound, LocalLeap, Quota, Segments, Threshold
 from decodax.diffusion.rules.confident import Confident
 from decodax.diffusion.rules.learned import ClosingToken, Filter, Learned, PredictedEnd
-from decodax.diffusion.rules.revisions import Keep, Renoise
+from decodax.diffusion.rules.remasking import Keep, Renoise
 from decodax.diffusion.rules.scores import Confidence, Margin, NegEntropy, Random
 from decodax.diffusion.rules.shapers import Anneal, Average, Credit
 from decodax.diffusion.rules.stops import EndOfText, Gap, Stable, Steps
+from decodax.diffusion.rules.unmasking import Anchored, BlockQuota, EntropyBound, LocalLeap, Quota, Segments, Threshold
 from decodax.diffusion.rules.windows import Delimited, Whole, WholeBlocks
 from decodax.diffusion.systems.entries import blocks, entry
 
 
 @entry("prophet", "Diffusion Language Models Know the Answer Before Decoding", "Li et al. 2025",
-       "LLaDA that commits everything at once as soon as the answer is sure")
+       "LLaDA that unmasks everything at once as soon as the answer is sure")
 def prophet(lm: Any, block: int = 32, steps: int | None = None, answer: tuple[int, int] | None = None,
             gaps: tuple[float, float, float] = (7.5, 5.0, 2.5), size: int | None = None) -> MaskedDiffusion:
     """`steps` of a block. `answer`: first position behind the prompt and length (5 as published); None: the whole text
     is watched."""
     gap = Gap(block if steps is None else steps, block, answer, gaps)
-    return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, block), commit=BlockQuota(block, steps),
+    return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, block), unmask=BlockQuota(block, steps),
                            stops=(gap, EndOfText()))
 
 
@@ -46,8 +46,8 @@ def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.9
     """
     own = filter if isinstance(filter, Filter) else Filter.load(filter or _beside(lm))
     learned = Learned(own, threshold, steps)
-    return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, own.block), commit=learned,
-                           revise=ClosingToken() if end_of_text else Keep(),
+    return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, own.block), unmask=learned,
+                           remask=ClosingToken() if end_of_text else Keep(),
                            stops=(PredictedEnd(learned) if end_of_text else EndOfText(),))
 
 
@@ -66,8 +66,9 @@ def _beside(lm: Any) -> Path:
 def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_threshold: float = 0.3, block: int = 32,
              threshold: float = 0.9, cache: Literal["none", "prefix", "dual"] = "none", suffix: int = 256,
              size: int | None = None) -> MaskedDiffusion:
-    """`delimiters`: token ids; None: the newline. `block`: where none is found. `suffix`: see `Prefix`. With a cache, a
-    model whose logits point to the next position decides as the authors' code for Dream does: see `Anchored`."""
+    """`delimiters`: token ids; None: the newline. `block`: where none is found. `suffix`: see `PrefixCache`. With
+    a cache, a model whose logits point to the next position decides as the authors' code for Dream does: see
+    `Anchored`."""
     if delimiters is None:
         delimiters = tuple(lm.tokenizer.encode("\n", add_special_tokens=False)) if lm.tokenizer else ()
         if len(delimiters) != 1:
@@ -75,9 +76,9 @@ def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_thres
     a = Adapter.of(lm)
     windows, anchored = Delimited(tuple(delimiters), delimiter_threshold, block, size=size), a.shift and cache != "none"
     caching: Caching = {"dual": OwnBlock(anchored=anchored, windows=windows), "none": NoCache(),
-                        "prefix": Prefix(anchored=anchored, suffix=suffix)}[cache]
-    commit: Commit = Threshold(threshold)
-    return MaskedDiffusion(a, windows, commit=Anchored(commit) if anchored else commit, caching=caching)
+                        "prefix": PrefixCache(anchored=anchored, suffix=suffix)}[cache]
+    unmask: Unmask = Threshold(threshold)
+    return MaskedDiffusion(a, windows, unmask=Anchored(unmask) if anchored else unmask, caching=caching)
 
 
 @entry("localleap", "Accelerating Diffusion LLM Inference via Local Determinism Propagation", "Kong et al. 2025",
@@ -87,7 +88,7 @@ def localleap(lm: Any, anchor: float = 0.9, relaxed: float = 0.75, radius: int =
     """The authors' values for LLaDA."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
-    return MaskedDiffusion(a, windows, commit=LocalLeap(anchor, relaxed, radius), caching=caching)
+    return MaskedDiffusion(a, windows, unmask=LocalLeap(anchor, relaxed, radius), caching=caching)
 
 
 @entry("ccd", "Beyond Confidence: Adaptive and Coherent Decoding for Diffusion Language Models", "Chen et al. 2025",
@@ -105,8 +106,8 @@ def ccd(lm: Any, rule: Literal["agreement", "mean"] = "agreement", steps: int | 
     if rule == "agreement":
         return MaskedDiffusion(a, Whole(size), score, Agreeing(steps, adaptive, grow, score=score))
     windows, caching = blocks(a, block)
-    commit: Commit = Quota(steps) if bound is None else Threshold(bound, "entropy")
-    return MaskedDiffusion(a, windows, score, commit, caching=caching, shaper=Average(past, kept))
+    unmask: Unmask = Quota(steps) if bound is None else Threshold(bound, "entropy")
+    return MaskedDiffusion(a, windows, score, unmask, caching=caching, shaper=Average(past, kept))
 
 
 @entry("dinfer-hierarchy", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
@@ -114,7 +115,7 @@ def ccd(lm: Any, rule: Literal["agreement", "mean"] = "agreement", steps: int | 
 def dinfer_hierarchy(lm: Any, threshold: float = 0.9, low: float = 0.4, block: int | None = None) -> MaskedDiffusion:
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
-    return MaskedDiffusion(a, windows, commit=Segments(threshold, low), caching=caching)
+    return MaskedDiffusion(a, windows, unmask=Segments(threshold, low), caching=caching)
 
 
 @entry("dinfer-credit", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
@@ -124,7 +125,7 @@ def dinfer_credit(lm: Any, threshold: float = 0.9, alpha: float = 0.7, gamma: fl
     """Credit is kept for `kept` tokens a position."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
-    return MaskedDiffusion(a, windows, commit=Threshold(threshold, slack=1e-5), caching=caching,
+    return MaskedDiffusion(a, windows, unmask=Threshold(threshold, slack=1e-5), caching=caching,
                            shaper=Credit(alpha, gamma, beta, kept))
 
 
@@ -133,14 +134,14 @@ def dinfer_credit(lm: Any, threshold: float = 0.9, alpha: float = 0.7, gamma: fl
 def dimple(lm: Any, threshold: float = 0.95, steps: int | None = None,
            order: Literal["random", "confidence", "margin", "entropy"] = "random", size: int | None = None,
            prefill: bool = True) -> MaskedDiffusion:
-    """`steps`: None: as many as tokens. `order`: by which a step commits in which no position is above the threshold;
+    """`steps`: None: as many as tokens. `order`: by which a step unmasks in which no position is above the threshold;
     "random" is the authors' "origin", "confidence" their "maskgit_plus". The threshold is on the probability whatever
     the order. `prefill`: the prompt's entries, but for its last token's, are computed in the first forward alone.
     Structure priors are given tokens in the canvas: `decodax.infill`."""
     scores: dict[str, Score] = {"random": Random(), "confidence": Confidence(), "margin": Margin(),
                                 "entropy": NegEntropy()}
     return MaskedDiffusion(Adapter.of(lm), Whole(size), scores[order], Confident(threshold, steps),
-                           caching=Prefix(suffix=1) if prefill else NoCache())
+                           caching=PrefixCache(suffix=1) if prefill else NoCache())
 
 
 @entry("diffusion-gemma", "DiffusionGemma", "Google DeepMind 2026",

@@ -8,17 +8,25 @@ from typing import Any, Literal
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching.blocks import AnchorCache, BlockCache, FusedCache, NoCache, SubBlockCache
-from decodax.diffusion.policies import Commit, Score
-from decodax.diffusion.rules.commits import Ancestral, Anchored, AtLeast, Coins, EntropyBound, Quota, Threshold
-from decodax.diffusion.rules.commits import Prefix as ConfidentPrefix
-from decodax.diffusion.rules.revisions import Edit, ReMDM
+from decodax.diffusion.policies import Score, Unmask
+from decodax.diffusion.rules.remasking import Edit, ReMDM
 from decodax.diffusion.rules.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
+from decodax.diffusion.rules.unmasking import (
+    Ancestral,
+    Anchored,
+    AtLeast,
+    Coins,
+    ConfidentPrefix,
+    EntropyBound,
+    Quota,
+    Threshold,
+)
 from decodax.diffusion.rules.windows import Sliding, SubBlocks, Whole
 from decodax.diffusion.systems.entries import blocks, entry
 
 
 @entry("llada", "Large Language Diffusion Models", "Nie et al. 2025",
-       "blocks from left to right, so many commits a step, the surest or random ones")
+       "blocks from left to right, so many tokens a step, the surest or random ones")
 def llada(lm: Any, block: int | None = None, steps: int | None = None,
           order: Literal["confidence", "random"] = "confidence") -> MaskedDiffusion:
     """`steps` are a block's; None: one for each position."""
@@ -41,14 +49,14 @@ def dream(lm: Any, steps: int = 64, order: Literal["entropy", "margin", "confide
     score = scores[order]
     if order_temperature:
         score = Noisy(score, order_temperature)
-    commit: Commit = Ancestral(steps, eps=1e-3) if order == "random" else Quota(steps, "time")
-    return MaskedDiffusion(Adapter.of(lm), Whole(size), score, commit)
+    unmask: Unmask = Ancestral(steps, eps=1e-3) if order == "random" else Quota(steps, "time")
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), score, unmask)
 
 
 @entry("maskgit", "MaskGIT: Masked Generative Image Transformer", "Chang et al. 2022",
        "the whole text at once, cosine quotas, confidence with Gumbel noise that fades")
 def maskgit(lm: Any, steps: int = 12, choice_temperature: float = 4.5, size: int | None = None) -> MaskedDiffusion:
-    """Drawing all open positions and masking the least sure again is committing the others: see `MaskBottom`."""
+    """Drawing all open positions and masking the least sure again is unmasking the others: see `MaskBottom`."""
     score = Noisy(Confidence("policy"), choice_temperature, steps)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), score, Quota(steps, "cosine"))
 
@@ -88,14 +96,14 @@ def fast_dllm_2(lm: Any, sub: int = 8, threshold: float = 0.9,
     forward that finishes the block before it."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, None)
-    commit: Commit = Threshold(threshold, strict=True)
+    unmask: Unmask = Threshold(threshold, strict=True)
     exact = isinstance(caching, BlockCache) and not a.attention.causal
     if cache == "dual" and not exact:
         raise ValueError("cache: got 'dual', takes 'block'; the cache inside a block is for block-causal models")
     if exact:
         caching = SubBlockCache(sub=min(sub, windows.block)) if cache == "dual" else AnchorCache()
-        commit = Anchored(commit) if a.shift else commit
-    return MaskedDiffusion(a, SubBlocks(windows.block, windows.aligned, min(sub, windows.block)), commit=commit,
+        unmask = Anchored(unmask) if a.shift else unmask
+    return MaskedDiffusion(a, SubBlocks(windows.block, windows.aligned, min(sub, windows.block)), unmask=unmask,
                            caching=caching)
 
 
@@ -124,7 +132,7 @@ def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusi
 
 
 @entry("sdar", "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation",
-       "Cheng et al. 2025", "small blocks with an exact cache; static, dynamic, sequential or entropy-bounded commits")
+       "Cheng et al. 2025", "small blocks with an exact cache; static, dynamic, sequential or entropy-bounded quotas")
 def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "random"] = "dynamic",
          threshold: float = 0.9, steps: int | None = None, bound: float = 0.1) -> MaskedDiffusion:
     """`steps` of a block; `threshold` of the dynamic rule, which falls back on the quota; `bound`: inclusive.
@@ -135,9 +143,9 @@ def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "r
     windows, caching = blocks(a, None, 4)
     scores: dict[str, Score] = {"sequential": Position(), "random": Random(), "entropy": NegEntropy()}
     quota = Quota(steps, "width")
-    commits: dict[str, Commit] = {"dynamic": AtLeast(Threshold(threshold, strict=True), quota),
-                                  "entropy": EntropyBound(bound, inclusive=True)}
-    return MaskedDiffusion(a, windows, scores.get(rule, Confidence()), commits.get(rule, quota), caching=caching)
+    rules: dict[str, Unmask] = {"dynamic": AtLeast(Threshold(threshold, strict=True), quota),
+                                "entropy": EntropyBound(bound, inclusive=True)}
+    return MaskedDiffusion(a, windows, scores.get(rule, Confidence()), rules.get(rule, quota), caching=caching)
 
 
 @entry("sdlm", "Sequential Diffusion Language Models", "Liu et al. 2025",
@@ -170,7 +178,7 @@ def llada2(lm: Any, threshold: float = 0.95, steps: int | None = 32, block: int 
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     quota = Quota(None if steps is None else min(steps, windows.block), "width")
-    return MaskedDiffusion(a, windows, commit=AtLeast(Threshold(threshold, strict=True), quota), caching=caching)
+    return MaskedDiffusion(a, windows, unmask=AtLeast(Threshold(threshold, strict=True), quota), caching=caching)
 
 
 @entry("llada2.1", "LLaDA2.1: Speeding Up Text Diffusion via Token Editing", "Bie et al. 2026",
@@ -178,5 +186,5 @@ def llada2(lm: Any, threshold: float = 0.95, steps: int | None = 32, block: int 
 def llada2_1(lm: Any, threshold: float = 0.7, edit: float = 0.5, most: int = 16,
              block: int | None = None) -> MaskedDiffusion:
     """`edit`: a token gives way to another above this probability. `most`: editing steps of a full block, after which
-    the end of the text is looked for. A step in which nothing reaches the `threshold` commits one position."""
-    return dataclasses.replace(llada2(lm, threshold, None, block), revise=Edit(edit, most))
+    the end of the text is looked for. A step in which nothing reaches the `threshold` unmasks one position."""
+    return dataclasses.replace(llada2(lm, threshold, None, block), remask=Edit(edit, most))

@@ -6,17 +6,17 @@ from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching.blocks import Dual, Prefix
+from decodax.diffusion.caching.blocks import DualCache, PrefixCache
 from decodax.diffusion.caching.drift import Drift, Leading
 from decodax.diffusion.caching.features import Similarity
-from decodax.diffusion.caching.refreshes import DelayedTokens, Frozen, Greedy, Vicinity
+from decodax.diffusion.caching.refreshes import DelayedTokens, DKVCacheGreedy, Frozen, Vicinity
 from decodax.diffusion.caching.reuse import FullStepOrder, Targets, Turns
-from decodax.diffusion.parallel.product import Agreed, Guided
-from decodax.diffusion.policies import Caching, Commit, Score
-from decodax.diffusion.rules.commits import Anchored, Factor, Quota, Threshold
+from decodax.diffusion.parallel.product import Agreed, GuidedDiffusion
+from decodax.diffusion.policies import Score, Unmask
 from decodax.diffusion.rules.scores import Confidence, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.rules.stops import FirstEnd
-from decodax.diffusion.rules.windows import Fixed, Sliding, Whole
+from decodax.diffusion.rules.unmasking import Anchored, Factor, Quota, Threshold
+from decodax.diffusion.rules.windows import Blocks, Sliding, Whole
 from decodax.diffusion.systems.entries import CACHE, entry
 
 
@@ -28,26 +28,26 @@ def fast_dllm(lm: Any, block: int = 32, threshold: float | None = 0.9, steps: in
     """`factor` in the threshold's place takes the factor rule, of which three variants are about (see `Factor`). The
     default, "a", is the paper's; the authors' code ("b") also takes the last open position when it alone fails, which
     the paper's bound does not cover; "c" is looser. `threshold` None without a factor: quotas of `steps` a block, the
-    cache alone. `suffix`: see `Prefix`.
+    cache alone. `suffix`: see `PrefixCache`.
 
     With a cache, a model whose logits point to the next position decides as the authors' code for Dream does: see
     `Anchored`; its quotas go by entropy along the noise schedule, as Dream's."""
     a = Adapter.of(lm)
     anchored = a.shift and cache != "none"
     score: Score = Confidence()
-    commit: Commit
+    unmask: Unmask
     if factor is not None:
-        commit = Factor(factor, variant)
+        unmask = Factor(factor, variant)
     elif threshold is not None:
-        commit = Threshold(threshold)
+        unmask = Threshold(threshold)
     elif anchored:
-        score, commit = NegEntropy("policy"), Quota(block if steps is None else steps, "time")
+        score, unmask = NegEntropy("policy"), Quota(block if steps is None else steps, "time")
     else:
-        commit = Quota(steps)
+        unmask = Quota(steps)
     if cache == "none":
-        return MaskedDiffusion(a, Fixed(block), score, commit)
-    caching: Caching = Dual(anchored=anchored) if cache == "dual" else Prefix(anchored=anchored, suffix=suffix)
-    return MaskedDiffusion(a, Fixed(block), score, Anchored(commit) if anchored else commit, caching=caching)
+        return MaskedDiffusion(a, Blocks(block), score, unmask)
+    caching = DualCache(anchored=anchored) if cache == "dual" else PrefixCache(anchored=anchored, suffix=suffix)
+    return MaskedDiffusion(a, Blocks(block), score, Anchored(unmask) if anchored else unmask, caching=caching)
 
 
 @entry("dinfer-vicinity", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
@@ -56,7 +56,7 @@ def dinfer_vicinity(lm: Any, block: int = 32, threshold: float = 0.9, before: in
                     warmup: int = 0) -> MaskedDiffusion:
     """`before`, `after`: positions around the block. `warmup`: text-wide steps at the beginning. Where they end behind
     the first block, the authors' code computes the whole text twice more; here once."""
-    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Threshold(threshold, slack=1e-5),
+    return MaskedDiffusion(Adapter.of(lm), Blocks(block), unmask=Threshold(threshold, slack=1e-5),
                            caching=Vicinity(before=before, after=after, warmup=warmup))
 
 
@@ -70,9 +70,9 @@ def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block: i
     a, quota = Adapter.of(lm), Quota(steps)
     if variant == "greedy":
         most = (-(-block // steps) if steps else 1) * (2 + window + a.shift)
-        greedy = Greedy(quota, window, refresh or 2, (most,) if packed is None else packed)
-        return MaskedDiffusion(a, Fixed(block), Random(once=True), quota, caching=greedy)
-    return MaskedDiffusion(a, Fixed(block), Confidence(), quota,
+        greedy = DKVCacheGreedy(quota, window, refresh or 2, (most,) if packed is None else packed)
+        return MaskedDiffusion(a, Blocks(block), Random(once=True), quota, caching=greedy)
+    return MaskedDiffusion(a, Blocks(block), Confidence(), quota,
                            caching=DelayedTokens(1, refresh or 8, (64, 128) if packed is None else packed))
 
 
@@ -83,7 +83,7 @@ FLASHDLM = "Accelerating Diffusion Language Model Inference via Efficient KV Cac
        "LLaDA with a cache that is never refreshed: blocks freeze as they are done", CACHE)
 def freecache(lm: Any, block: int = 32, steps: int | None = None, suffix: int = 256) -> MaskedDiffusion:
     """FlashDLM's cache alone. `steps` of a block. `suffix`: positions recomputed, from the block's beginning on."""
-    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Quota(steps), caching=Frozen(suffix))
+    return MaskedDiffusion(Adapter.of(lm), Blocks(block), unmask=Quota(steps), caching=Frozen(suffix))
 
 
 @entry("flashdlm", FLASHDLM, "Hu et al. 2025",
@@ -99,7 +99,8 @@ def flashdlm(lm: Any, draft: Any, top: int = 1, relative: float = 0.0, window: i
     if window < 2:
         raise ValueError(f"window: got {window}, takes 2 or more")
     return MaskedDiffusion(Adapter.of(lm), Sliding(min(lookahead, window - 1)), Position(), Agreed(go_on=False),
-                           caching=Frozen(window - 1, window + 1, near=True), verify=Guided(draft, top, relative))
+                           caching=Frozen(window - 1, window + 1, near=True),
+                           verify=GuidedDiffusion(draft, top, relative))
 
 
 @entry("recap", "Plug-and-Play Context Feature Reuse for Efficient Masked Generation", "Liu et al. 2025",
@@ -124,7 +125,7 @@ def dllm_cache(lm: Any, block: int = 32, steps: int | None = None, prompt: int =
                ratio: float = 0.25, size: int | None = None) -> MaskedDiffusion:
     """`steps` of a block. `prompt`, `response`: intervals of their refreshes; `ratio` of the response's tokens in
     between."""
-    return MaskedDiffusion(Adapter.of(lm), Fixed(block), commit=Quota(steps),
+    return MaskedDiffusion(Adapter.of(lm), Blocks(block), unmask=Quota(steps),
                            caching=Similarity(prompt, response, ratio, size))
 
 
@@ -138,5 +139,5 @@ def elastic_cache(lm: Any, window: int = 16, threshold: float = 0.9, gamma: floa
     a = Adapter.of(lm)
     if a.mask is None or a.shift:
         raise ValueError(f"lm: got {a}, takes a model with a mask token whose logits speak of their own position")
-    return MaskedDiffusion(a, Leading(size, window), commit=Threshold(threshold), caching=Drift(a.mask, window, gamma),
+    return MaskedDiffusion(a, Leading(size, window), unmask=Threshold(threshold), caching=Drift(a.mask, window, gamma),
                            stops=(FirstEnd(once=True),))

@@ -14,7 +14,7 @@ from decodax.diffusion.adapter import Adapter, BlockCausal
 from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching.blocks import BlockCache, NoCache
 from decodax.diffusion.policies import Caching
-from decodax.diffusion.rules.windows import Fixed
+from decodax.diffusion.rules.windows import Blocks
 
 MASKED, CACHE = "masked-diffusion", "diffusion-cache"
 
@@ -51,14 +51,14 @@ def entry(name: str, title: str, authors: str, summary: str, family: str = MASKE
     return add
 
 
-def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Fixed, Caching]:
+def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Blocks, Caching]:
     """Blocks and their exact cache as the model's attention has them; `block` is free where it sees everything."""
     attention = adapter.attention
     if isinstance(attention, BlockCausal):
         if block not in (None, attention.block):
             raise ValueError(f"block: got {block}, the model was trained with blocks of {attention.block}")
-        return Fixed(attention.block, aligned=True), BlockCache()
-    return Fixed(block or default), BlockCache() if attention.causal else NoCache()
+        return Blocks(attention.block, aligned=True), BlockCache()
+    return Blocks(block or default), BlockCache() if attention.causal else NoCache()
 
 
 def default(lm: Any) -> MaskedDiffusion:

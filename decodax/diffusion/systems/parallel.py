@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from decodax.diffusion.adapter import Adapter, BlockCausal, Full, PromptBlocks
 from decodax.diffusion.algorithm import MaskedDiffusion
-from decodax.diffusion.caching.blocks import Dual, FusedCache, NoCache, Prefix
-from decodax.diffusion.parallel.branches import BranchExact, BranchLater, Tree
+from decodax.diffusion.caching.blocks import DualCache, FusedCache, NoCache, PrefixCache
+from decodax.diffusion.parallel.branches import BranchExact, BranchLater, BranchTree
 from decodax.diffusion.parallel.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
-from decodax.diffusion.parallel.product import Agreed, Lookahead, Product, Trailing
-from decodax.diffusion.policies import Caching, Commit, Verify
-from decodax.diffusion.rules.commits import Anchored, Quota, Threshold
+from decodax.diffusion.parallel.product import Agreed, LimitedLookahead, Product, Trailing
+from decodax.diffusion.policies import Caching, Unmask, Verify
 from decodax.diffusion.rules.scores import NegEntropy, Position
 from decodax.diffusion.rules.stops import EndOfText, FirstEnd
+from decodax.diffusion.rules.unmasking import Anchored, Quota, Threshold
 from decodax.diffusion.rules.windows import Sliding
 from decodax.diffusion.systems.entries import blocks, entry
 
@@ -25,7 +25,7 @@ FREEDAVE = "Free Draft-and-Verification: Toward Lossless Parallel Decoding for D
 Cache = Literal["none", "prefix", "dual"]
 
 
-def _verified(lm: Any, verify: Verify, commit: Commit, block: int | None, cache: Cache = "none",
+def _verified(lm: Any, verify: Verify, unmask: Unmask, block: int | None, cache: Cache = "none",
               suffix: int = 256) -> MaskedDiffusion:
     """`cache`: Fast-dLLM's, of models that see the whole text; with it a shifted model's blocks are `Anchored`."""
     a = Adapter.of(lm)
@@ -33,9 +33,9 @@ def _verified(lm: Any, verify: Verify, commit: Commit, block: int | None, cache:
     if cache != "none":
         if not isinstance(a.attention, Full):
             raise ValueError(f"cache: got {cache!r}, takes 'none' for {a.attention}, whose blocks have an exact cache")
-        caching = Dual(anchored=a.shift) if cache == "dual" else Prefix(anchored=a.shift, suffix=suffix)
-        commit = Anchored(commit) if a.shift else commit
-    return MaskedDiffusion(a, windows, commit=commit, caching=caching, verify=verify)
+        caching = DualCache(anchored=a.shift) if cache == "dual" else PrefixCache(anchored=a.shift, suffix=suffix)
+        unmask = Anchored(unmask) if a.shift else unmask
+    return MaskedDiffusion(a, windows, unmask=unmask, caching=caching, verify=verify)
 
 
 @entry("freedave", FREEDAVE, "Wu and Zhang 2025",
@@ -43,8 +43,8 @@ def _verified(lm: Any, verify: Verify, commit: Commit, block: int | None, cache:
 def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None, cache: Cache = "none",
              suffix: int = 256) -> MaskedDiffusion:
     """`branches`: the authors' `draft_steps`. `steps` of a block; None: one token a step, as published. `cache` of
-    models with full attention: Fast-dLLM's, of which the authors always use one; `suffix`: see `Prefix`. Their eager
-    mode, which drafts into the next block, is not here."""
+    models with full attention: Fast-dLLM's, of which the authors always use one; `suffix`: see `PrefixCache`. Their
+    eager mode, which drafts into the next block, is not here."""
     return _verified(lm, BranchExact(branches), Quota(steps), block, cache, suffix)
 
 
@@ -58,8 +58,8 @@ def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9,
     FreeDave's. With a cache and shifted logits the authors draft a block's first canvases token by token; here they are
     drafted by the threshold, as all others."""
     match = match or ("subset" if isinstance(Adapter.of(lm).attention, Full) else "exact")
-    commit: Commit = Quota() if threshold is None else Threshold(threshold)
-    return _verified(lm, BranchLater(branches, match), commit, block, cache, suffix)
+    unmask: Unmask = Quota() if threshold is None else Threshold(threshold)
+    return _verified(lm, BranchLater(branches, match), unmask, block, cache, suffix)
 
 
 @entry("ssd", "Self Speculative Decoding for Diffusion Large Language Models", "Gao et al. 2025",
@@ -67,7 +67,7 @@ def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9,
        guarantee="seed-exact")
 def ssd(lm: Any, length: int = 3, top: int = 2, most: int = 16, block: int | None = None) -> MaskedDiffusion:
     """`top` 1: a chain."""
-    return _verified(lm, Tree(length, top, most), Quota(), block)
+    return _verified(lm, BranchTree(length, top, most), Quota(), block)
 
 
 def _pipeline(adapter: Adapter, block: int | None, add: float, full: float, most: int) -> Pipeline:
@@ -86,7 +86,7 @@ def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, m
     windows = _pipeline(a, block, add, full, most)
     if isinstance(a.attention, Full):
         a = dataclasses.replace(a, attention=PromptBlocks(windows.block))
-    return MaskedDiffusion(a, windows, commit=Pipelined(Threshold(threshold, strict=True), windows),
+    return MaskedDiffusion(a, windows, unmask=Pipelined(Threshold(threshold, strict=True), windows),
                            caching=NoCache() if a.attention.causal else FusedCache())
 
 
@@ -96,13 +96,13 @@ def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, m
           refresh: int | None = None, suffix: int = 256, kind: Literal["llada", "dream"] | None = None,
           block: int | None = None) -> MaskedDiffusion:
     """`delay` None: no cache. `most` blocks at once; the authors set no bound. `suffix`: see `Delayed`. `kind`: which
-    of the authors' two loops, which differ: that for LLaDA commits the position of the lowest entropy in any case, and
+    of the authors' two loops, which differ: that for LLaDA unmasks the position of the lowest entropy in any case, and
     times the delay of a block from the moment when the one before it is cached. None: the model's, by whether its
     logits point to the next position. Theirs for Dream, with a cache, predicts the first position that it recomputes
     from that position's own logits; here it is predicted from the one before it, as everywhere."""
     a = Adapter.of(lm)
     windows = _pipeline(a, block, add, full, most)
-    sure: Commit = Threshold(entropy, "entropy")
+    sure: Unmask = Threshold(entropy, "entropy")
     caching: Caching = NoCache() if delay is None else Delayed(delay, refresh, suffix)
     if kind == "llada" or (kind is None and not a.shift):
         sure = WithBest(sure)
@@ -119,6 +119,6 @@ def apd(lm: Any, draft: Any, weight: float = 0.7, lookahead: int = 32, window: i
     a = Adapter.of(lm)
     if a.attention.causal or isinstance(a.attention, BlockCausal):
         raise ValueError(f"lm: got {a.attention}, takes a model that sees the whole text")
-    return MaskedDiffusion(dataclasses.replace(a, attention=Lookahead()), Sliding(lookahead), Position(), Agreed(),
-                           caching=NoCache() if window is None else Trailing(window),
+    return MaskedDiffusion(dataclasses.replace(a, attention=LimitedLookahead()), Sliding(lookahead), Position(),
+                           Agreed(), caching=NoCache() if window is None else Trailing(window),
                            verify=Product(draft, weight), stops=(EndOfText(),))

@@ -1,4 +1,4 @@
-"""What becomes of tokens after the commits: kept, taken back, overwritten, or drowned in noise again."""
+"""What becomes of tokens after unmasking: kept, taken back, overwritten, or drowned in noise again."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from jax import Array
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.diffusion.adapter import noise
-from decodax.diffusion.policies import Counts, Memory, Revise, Seen, View
-from decodax.diffusion.rules.commits import best, reaches, remaining, time
+from decodax.diffusion.policies import Counts, Memory, Remask, Seen, View
 from decodax.diffusion.rules.scores import Confidence
+from decodax.diffusion.rules.unmasking import best, reaches, remaining, time
 
 
 @dataclasses.dataclass(frozen=True)
-class Keep(Revise):
-    """Committed tokens stay."""
+class Keep(Remask):
+    """Unmasked tokens stay."""
 
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
         return after
 
 
 @dataclasses.dataclass(frozen=True)
-class ReMDM(Counts, Revise):
+class ReMDM(Counts, Remask):
     """Remasking with coins (Wang et al. 2025): a decided token is taken back with probability sigma, over `steps`.
 
     Attributes:
@@ -76,11 +76,11 @@ class ReMDM(Counts, Revise):
 
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
         if self.kind == "conf":
-            share = jax.nn.softmax(jnp.where(before.committed, -jnp.exp(before.confidence), -jnp.inf), axis=1)
+            share = jax.nn.softmax(jnp.where(before.unmasked, -jnp.exp(before.confidence), -jnp.inf), axis=1)
             sigma = share * self._bound(before)[:, None]
         else:
             sigma = self.scale(before)[:, None]
-        back = before.committed & (before.uniforms(Purpose.REMASK)[..., 0] < sigma)
+        back = before.unmasked & (before.uniforms(Purpose.REMASK)[..., 0] < sigma)
         return after.replace(open=after.open | back)
 
     def busy(self, before: View, after: View, memory: Memory) -> Array:
@@ -88,7 +88,7 @@ class ReMDM(Counts, Revise):
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskBottom(Counts, Revise):
+class MaskBottom(Counts, Remask):
     """MaskGIT (Chang et al. 2022) as its loop is written: all candidates are taken (`All`) and the least sure of this
     step's are masked again, so many as the cosine schedule leaves; at least one stays."""
 
@@ -106,7 +106,7 @@ class MaskBottom(Counts, Revise):
 
 
 @dataclasses.dataclass(frozen=True)
-class Edit(Revise):
+class Edit(Remask):
     """Token-to-token editing (LLaDA 2.1, 2026): a decided token gives way to another candidate whose probability is
     above `threshold`. A full region is edited until nothing changes, for at most `most` more steps."""
 
@@ -115,7 +115,7 @@ class Edit(Revise):
 
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
         sure = reaches(seen, "model", "confidence", self.threshold, strict=True) & seen.reached & (seen.token >= 0)
-        edit = before.committed & sure & (seen.token != before.tokens)
+        edit = before.unmasked & sure & (seen.token != before.tokens)
         return after.replace(tokens=jnp.where(edit, seen.token, after.tokens))
 
     def busy(self, before: View, after: View, memory: Memory) -> Array:
@@ -124,7 +124,7 @@ class Edit(Revise):
 
 
 @dataclasses.dataclass(frozen=True)
-class Renoise(Revise):
+class Renoise(Remask):
     """Uniform diffusion (DiffusionGemma): what was not accepted in this step gets a random token, and everything is
     decided anew in the next. A stop rule ends it."""
 

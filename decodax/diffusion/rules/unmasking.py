@@ -1,4 +1,4 @@
-"""Which candidates are committed in a step: quotas, thresholds, factors, entropy bounds, prefixes, coins, all."""
+"""Which candidates are unmasked in a step: quotas, thresholds, factors, entropy bounds, prefixes, coins, all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.keys import Purpose, uniforms
-from decodax.diffusion.policies import Commit, Counts, Memory, Seen, View
+from decodax.diffusion.policies import Counts, Memory, Seen, Unmask, View
 from decodax.diffusion.rules.scores import Of
 from decodax.diffusion.stats import rank
 
@@ -38,14 +38,14 @@ def time(step: Array, steps: int, eps: float = 0.0) -> tuple[Array, Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quota(Counts, Commit):
+class Quota(Counts, Unmask):
     """The best so many, fixed in advance.
 
     Attributes:
         steps: of a region; None: one position a step.
         schedule: "even": LLaDA's split of the positions open at first, remainder first. "width": the same split of the
             whole region, the prompt's tokens in it counted in (SDAR, LLaDA 2). "time": Dream's share `1 - s/t` of those
-            still open, rounded down, all in the last step. The share may be less than one position: such a step commits
+            still open, rounded down, all in the last step. The share may be less than one position: such a step unmasks
             nothing (with as many steps as positions, the published default, the first one). "cosine": MaskGIT's: after
             step `i` (from 1) `floor(opened * cos(pi/2 * i/steps))` are left, but one at least before the last step.
             "power": ReCAP's: from step to step what `floor(opened * (1 - (i/steps)^2.5))` falls by, one at least, and
@@ -94,7 +94,7 @@ def remaining(view: View, steps: int) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold(Commit):
+class Threshold(Unmask):
     """All that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen et al. 2025).
 
     Attributes:
@@ -118,8 +118,8 @@ class Threshold(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Factor(Commit):
-    """Fast-dLLM's factor rule: the more are committed at once, the surer each must be. By falling confidence, rank `r`
+class Factor(Unmask):
+    """Fast-dLLM's factor rule: the more are unmasked at once, the surer each must be. By falling confidence, rank `r`
     from 1, the first always:
 
     Attributes:
@@ -148,7 +148,7 @@ class Factor(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class EntropyBound(Commit):
+class EntropyBound(Unmask):
     """Entropy-bounded unmasking (EB-sampler, Ben-Hamu et al. 2025): the longest list by falling score whose entropies
     sum to at most `bound`, the largest of them not counted, so one is always taken; `inclusive` counts it (SDAR)."""
 
@@ -165,7 +165,7 @@ class EntropyBound(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefix(Commit):
+class ConfidentPrefix(Unmask):
     """All up to the first that is not sure enough (SDLM, Liu et al. 2025). With `Position` as the score the first one
     is always taken."""
 
@@ -180,7 +180,7 @@ class Prefix(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ancestral(Counts, Commit):
+class Ancestral(Counts, Unmask):
     """Ancestral sampling of the absorbing process (MDLM, Sahoo et al. 2024; Dream's "origin") over `steps` even steps
     of time from 1 to `eps`, the last of which takes all that is left.
 
@@ -204,10 +204,10 @@ class Ancestral(Counts, Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Coins(Counts, Commit):
+class Coins(Counts, Unmask):
     """A coin for each position and step, for processes that also take tokens back (ReMDM, Wang et al. 2025): from time
     t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, `a` the share of decided ones
-    by the schedule, `1 - t` unless `remask` has its own; all in the last step. A step in which no coin falls commits
+    by the schedule, `1 - t` unless `remask` has its own; all in the last step. A step in which no coin falls unmasks
     nothing.
 
     Attributes:
@@ -227,9 +227,9 @@ class Coins(Counts, Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalLeap(Commit):
+class LocalLeap(Unmask):
     """Local determinism propagation (LocalLeap, Kong et al. 2025): positions whose candidate has a probability of
-    `anchor` are committed, and those within `radius` of one that reach `relaxed`. Only open positions of the block are
+    `anchor` are unmasked, and those within `radius` of one that reach `relaxed`. Only open positions of the block are
     anchors, as in the authors' code."""
 
     anchor: float = 0.9
@@ -249,7 +249,7 @@ class LocalLeap(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments(Commit):
+class Segments(Unmask):
     """dInfer's hierarchy decoder (Ma et al. 2025): all above `threshold`, and in each run of open positions side by
     side the surest one if it is above `low`, which divides the run."""
 
@@ -266,7 +266,7 @@ class Segments(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class All(Commit):
+class All(Unmask):
     """All of them."""
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
@@ -274,8 +274,8 @@ class All(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtLeast(Commit):
-    """What `rule` commits where that is a step's quota or more, else the quota's (SDAR's dynamic rule, LLaDA 2)."""
+class AtLeast(Unmask):
+    """What `rule` unmasks where that is a step's quota or more, else the quota's (SDAR's dynamic rule, LLaDA 2)."""
 
     rule: Any
     quota: Quota = Quota()
@@ -294,7 +294,7 @@ class AtLeast(Commit):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockQuota(Counts, Commit):
+class BlockQuota(Counts, Unmask):
     """LLaDA's even quota for each block of a region that is filled block by block (`WholeBlocks`): `steps` a block,
     remainder first; past them one a step.
 
@@ -335,7 +335,7 @@ def current(view: View, block: int) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Anchored(Commit):
+class Anchored(Unmask):
     """A region's first position in its first step, however sure, and nothing else; then as `rule` says: Fast-dLLM's
     code for Dream, where the cached forwards of a block do not reach what predicts its first position, and Fast-dLLM
     v2, where the forward that finishes a block predicts the next one's first token."""
