@@ -1,18 +1,19 @@
 """Masked diffusion decoding: a canvas of unknown tokens is decided over several rounds, in any order.
 
-One algorithm for the whole family; what the published samplers differ in are its nine policies (`policies.py`). A
-round looks at one region of each row:
+All published samplers are one algorithm here. They differ in its nine policies (`policies.py`). A round works on one
+region of each row:
 
-1. adapter: tokens, positions and who sees whom; `Caching` says what is recomputed and what is read.
-2. statistics: candidates and what the model says of them (`Seen`), through the shaper and the policy's transforms.
-3. windows: which open positions may be unmasked now.
-4. score: in which order. 5. unmask: which. At least one a row and step, so every step makes progress.
-6. remask: what is taken back or overwritten.
-7. stop: whether the text ends here. Verify picks among several canvases that took steps 2 to 7 side by side.
-8. windows: what is final. It joins the verified text, where end of sequence, stop strings and budgets are looked at,
-   and the region moves behind it.
+    1. adapter: tokens, positions and attention. `Caching` decides what is recomputed and what is read from the cache.
+    2. statistics: candidates and the model's probabilities (`Seen`), after the shaper and the policy's transforms.
+    3. windows: which open positions may be unmasked in this step.
+    4. score: the order in which they are unmasked.
+    5. unmask: which of them are unmasked; at least one a row and step, so every step makes progress.
+    6. remask: which tokens are masked or overwritten again.
+    7. stop: whether the text ends here. Verify picks among several canvases that took steps 2 to 7 side by side.
+    8. windows: which positions are final. They join the verified text, which is searched for end of sequence and stop
+       strings and counted against the budget, and the region moves behind them.
 
-Rows have their own regions, steps and phases; none depends on its batch mates. Prompt and frozen tokens never change.
+Each row has its own region, steps and phase, independent of its batch mates. Prompt and frozen tokens never change.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class MaskedDiffusion(Algorithm):
     """A sampler made of nine policies.
 
     Attributes:
-        adapter: how the model speaks of a canvas.
-        windows, score, unmask, remask, caching, verify, stops, shaper: see `decodax.diffusion.policies`; stops are
-            several.
+        adapter: how the model reads a canvas.
+        windows, score, unmask, remask, caching, verify, shaper: see `decodax.diffusion.policies`.
+        stops: any number of `Stop` rules.
 
     Raises:
         ValueError: parts that do not fit each other.
@@ -71,11 +72,12 @@ class MaskedDiffusion(Algorithm):
             raise ValueError(f"caching: got {self.caching} for causal attention, takes one that persists, or NoCache")
 
     def fit(self, budget: int) -> MaskedDiffusion:
-        """With windows and a cache for texts of `budget` new tokens, where their size was left open."""
+        """The sampler for texts of `budget` new tokens, with the sizes of windows and cache filled in that were left
+        open."""
         return dataclasses.replace(self, windows=self.windows.fit(budget), caching=self.caching.fit(budget))
 
     def most_rounds(self, budget: int, rows: int) -> int:
-        """More rounds than a batch can take for `budget` new tokens a row."""
+        """An upper bound on the rounds that a batch can take for `budget` new tokens a row."""
         steps = max(rule.longest for rule in (self.unmask, self.remask, *self.stops))
         steps = max(steps, self.windows.width) + self.remask.most + 2
         # a region moves by its width, or by less; rows may wait for the others' wide rounds
@@ -84,11 +86,11 @@ class MaskedDiffusion(Algorithm):
 
     @property
     def weights(self) -> Any:
-        """A second model's, which a front door puts into `Params.draft`; None without one."""
+        """The weights of the second model, which `generate` puts into `Params.draft`; None without one."""
         return self.verify.weights
 
     def bare(self) -> MaskedDiffusion:
-        """This sampler without the weights that it was made with, as the compiled programs take it."""
+        """The sampler without the second model's weights, as the compiled programs take it."""
         return dataclasses.replace(self, verify=self.verify.bare())
 
     @property
@@ -110,7 +112,7 @@ class MaskedDiffusion(Algorithm):
 
     @property
     def kinds(self) -> tuple[Round, ...]:
-        """Wide and narrow rounds, those by size, or the ones that occur."""
+        """The kinds of rounds: wide ones and narrow ones of each size, as far as they occur."""
         if self.caching.phases:
             return tuple(Round(self, wide, phase=i) for i, wide in enumerate(self.caching.phases))
         wide = (Round(self, True),) if self.caching.wide and not self.prefills else ()
@@ -118,12 +120,12 @@ class MaskedDiffusion(Algorithm):
 
     @property
     def variants(self) -> tuple[Round, ...]:
-        """What the core picks from."""
+        """The kinds of rounds among which the core chooses each time."""
         return self.kinds if len(self.kinds) > 1 else ()
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        """Wide where half of the running rows need it: rows that need the other kind wait. Narrow rounds are as small
-        as their rows' nodes allow. Of phases the one that most running rows are in."""
+        """A wide round where half of the running rows need one; rows that need the other kind wait. Narrow rounds are
+        as small as their rows' nodes allow. With phases it is the phase that most running rows are in."""
         if count := len(self.caching.phases):
             wanted = jnp.where(s.running, self.phase(s), -1)
             return jnp.argmax((wanted[:, None] == jnp.arange(count)).sum(0)).astype(jnp.int32)
@@ -161,7 +163,7 @@ class MaskedDiffusion(Algorithm):
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
     def whole(self, s: State) -> Array:
-        """`i32[B]`: the end of a text that no stop rule ends earlier."""
+        """`i32[B]`: the end of the text if no stop rule ends it earlier."""
         # a text beyond the buffer is cut there, and says so
         end = jnp.minimum(s.max_length, s.tokens.shape[1] - self.windows.width)
         if self.adapter.attention.overhangs and not self.adapter.canvas.given:
@@ -188,7 +190,7 @@ class MaskedDiffusion(Algorithm):
     # the steps of a round, for one canvas a row
 
     def advance(self, view: View, seen: Seen, memory: Any) -> View:
-        """One step: 3 to 7. `view` and the result lie over the same positions."""
+        """Takes steps 3 to 7 once. `view` and the result cover the same positions."""
         view = view.replace(active=self.windows.active(view, seen, memory["windows"]) & view.masked & seen.reached)
         score = self.score(view, seen, memory["score"])
         unmask = self.unmask(view, seen, score, memory["unmask"]) & view.active
@@ -216,7 +218,7 @@ class MaskedDiffusion(Algorithm):
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:
-        """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, so many steps further."""
+        """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, each some steps ahead of it."""
         K = len(self.verify.taken)
         ahead = jnp.array([len(taken) for taken in self.verify.taken], jnp.int32)
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
@@ -227,7 +229,7 @@ class MaskedDiffusion(Algorithm):
         return wide.replace(step=wide.step + ahead, round=wide.round + ahead)
 
     def no_drafts(self, view: View) -> Any:
-        """Drafts that equal the canvas, and so no result of a step."""
+        """Drafts that equal the canvas, so that none of them is the result of a step."""
         more = len(self.verify.taken) - 1
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))
