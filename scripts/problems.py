@@ -1,12 +1,12 @@
-"""Small problems with checkable answers: what parallel decoding costs shows on them, in seconds and on a CPU.
+"""Small problems with checkable answers, which show in seconds and on a CPU what parallel decoding costs.
 
-After ParallelBench (Kang et al. 2025): operations on lists, arithmetic, brackets and 4x4 sudoku, from answers whose
-tokens follow from the prompt one by one (copy) to answers whose tokens depend on one another (another order of a list:
-every element is as likely at every place, so tokens that are drawn at once repeat). The shipped `tasks-diffusion` is
-trained on them by `scripts/train_diffusion.py`; `scripts/evaluate.py` measures with them.
+The problems follow ParallelBench (Kang et al. 2025): operations on lists, arithmetic, brackets and 4x4 sudoku. In some,
+each token of the answer follows from the prompt by itself (copy). In others, the tokens depend on one another: in
+another order of a list every element is equally likely at every place, so tokens that are drawn at once repeat. The
+shipped `tasks-diffusion` is trained on them by `scripts/train_diffusion.py`; `scripts/evaluate.py` measures with them.
 
-Nothing but a seed decides what the problems are. One in `HELD_OUT` of all prompts, by a checksum of the prompt, is kept
-from training.
+A seed alone decides what the problems are. One in `HELD_OUT` of all prompts, by a checksum of the prompt, is kept from
+training.
 
 >>> problem = problems("sort", 1, seed=3)[0]
 >>> problem.prompt, problem.answer, problem.correct(problem.answer), problem.correct("A")
@@ -47,7 +47,7 @@ class ProblemTask:
     """A kind of problem.
 
     Attributes:
-        name: the word its prompts begin with. summary: one line, with an example.
+        name: the word that its prompts begin with. summary: one line, with an example.
         make: from a source of randomness to the prompt without that word, and one right answer.
         check: whether an answer to such a prompt is right; there may be several right ones.
     """
@@ -85,10 +85,10 @@ def draw(task: str, rng: random.Random, held: bool = False) -> Problem:
 
 
 def problems(task: str, count: int, seed: int = 0, held: bool = True) -> list[Problem]:
-    """`count` different problems, the same at every call; more of them begin with those of fewer.
+    """`count` different problems, the same at every call; a larger count only appends problems.
 
     Args:
-        held: those that the shipped model was not trained on; False: those that training draws from.
+        held: True: problems that the shipped model was not trained on; False: those that training draws from.
 
     Raises:
         ValueError: an unknown task, or a count below 1.
@@ -116,13 +116,14 @@ def ids() -> dict[str, int]:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a prompt or an answer; as `tokenizer` does it, and faster."""
+    """Token ids of a prompt or an answer; faster than `tokenizer`, with the same result."""
     word, space, rest = text.partition(" ")
     return [ids()[word], *map(ids().__getitem__, rest)] if space else [ids()[c] for c in text]
 
 
 def tokenizer() -> Tokenizer:
-    """A token for each task word and for each character; spaces only separate. Other characters are an error."""
+    """A tokenizer with a token for each task word and for each character. Spaces only separate. Other characters are an
+    error."""
     backend = Tokenizer(models.WordLevel(ids()))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("[a-z]+|."), "isolated")])

@@ -1,10 +1,10 @@
-"""Decoding methods side by side on one model: the same prompts, in turn, against plain decoding in the same run.
+"""Compares decoding methods on one model: the same prompts, in turn, against plain decoding in the same run.
 
     lm = dx.load("pycode")
     found = compare(lm, {"lookup": dx.Speculative(dx.drafts.PromptLookup(length=7))}, tasks=["copy-edit"], batch=[1])
     print(found.markdown())
 
-`decodax compare` does this for the systems of `decodax.systems`; docs/speculation.md says what the columns mean.
+`decodax compare` does this for the systems of `decodax.systems`; docs/speculation.md explains the columns.
 """
 
 from __future__ import annotations
@@ -41,18 +41,22 @@ Contender = Algorithm | Callable[[int], Algorithm]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One system on one task at one batch size. What was not measured (yet) is None.
+    """One system on one task at one batch size. Figures that were not measured (yet) are None.
 
     Attributes:
         task, batch, system, guarantee: what was run. prompts: how many; they are taken `batch` at a time.
         tokens, forwards: new tokens, and target forwards of the decode loop, over all prompts.
         mean_accepted_length: 1 + accepted drafts a round, pooled over rows, as vLLM counts.
-        tokens_per_forward: new tokens a row and round; below the former where the end cuts a round short.
+        tokens_per_forward: new tokens a row and round; less than `mean_accepted_length` where the end of a text cuts a
+            round short.
         tokens_per_second: median over the repeats, decode loop only. seconds: of each repeat.
-        speedup: median ratio of tokens a second to plain decoding's in the same repeat. spread: lowest and highest.
+        speedup: median ratio of tokens a second to plain decoding's in the same repeat. spread: the lowest and highest
+            ratio.
         overhead: c = mean_accepted_length / speedup - 1: by how much a round costs more than a plain step.
-        equal: share of plain decoding's tokens that came out in their places; None unless the guarantee is seed-exact.
-        copied: share of new tokens copied from the prompt. repeated: from anywhere before; see `tasks.copied`.
+        equal: share of plain decoding's tokens that came out at the same positions; None unless the guarantee is
+            seed-exact.
+        copied: share of new tokens copied from the prompt. repeated: share copied from the output before; see
+            `tasks.copied`.
         error: why it failed, if it did.
     """
 
@@ -91,12 +95,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` measured.
+    """The result of `compare`.
 
     Attributes:
         rows: task by task, batch by batch, plain decoding first.
         facts: model, machine, versions and arguments.
-        interrupted: Ctrl-C ended it; the rows hold what was measured until then.
+        interrupted: whether Ctrl-C ended the comparison; the rows hold what was measured until then.
     """
 
     rows: list[Row]
@@ -121,7 +125,7 @@ class Comparison:
         return {**self.facts, "interrupted": self.interrupted, "rows": [dataclasses.asdict(row) for row in self.rows]}
 
     def title(self, task: str, batch: int) -> str:
-        """The line over the table of a task and batch size."""
+        """The heading of the table of a task and batch size."""
         first = self.cells[task, batch][0]
         line = f"{task}, batch {batch}: {first.prompts} prompts"
         if first.copied is None or first.repeated is None:
@@ -146,7 +150,8 @@ class Comparison:
         return "\n\n".join(parts) + "\n"
 
     def plot(self, path: str | Path) -> None:
-        """Draws speedup and mean accepted length side by side, a line a system, a mark a task and batch size.
+        """Draws speedup and mean accepted length side by side, with a line for each system and a mark for each task and
+        batch size.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -191,17 +196,19 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
             draft: str | None = None, report: Report | None = None) -> Comparison:
     """Runs each algorithm and plain decoding on each task and batch size.
 
-    Every method first runs once, which compiles its programs and gives tokens and counts; then all of them run in turn,
-    `repeats` times, each repeat beginning with another one. An algorithm that raises an error has it in its row and the
-    others go on. Ctrl-C ends the comparison and returns what is there.
+    Every method first runs once, which compiles its programs and gives tokens and counts. Then all of them run in turn,
+    `repeats` times, and each repeat begins with another method. If an algorithm raises an error, the error is noted in
+    its row and the others go on. Ctrl-C ends the comparison and returns the rows measured so far.
 
     Args:
-        algorithms: by the names they shall have in the table; a function is given the batch size.
+        algorithms: the algorithms by their names in the table; a function is called with the batch size and returns
+            one.
         tasks: names in `decodax.bench.tasks.TASKS`, or tasks of your own.
-        batch: batch sizes. prompts: how many prompts for each of them, cut down to whole batches; one at least.
-        new_tokens: of each prompt at most. seed: of the prompts' choice and of sampling.
-        draft: what to note as the draft model.
-        report: is told before each run.
+        batch: batch sizes. prompts: how many prompts for each of them, rounded down to whole batches; at least one
+            batch.
+        new_tokens: the most new tokens of a prompt. seed: of the prompts' choice and of sampling.
+        draft: the name of the draft model, for the record.
+        report: called before each run with the number of runs done, their total and a description.
 
     Raises:
         ValueError: an argument out of its range, by name.
@@ -241,7 +248,7 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
 
 
 def percent(share: float) -> str:
-    """Rounded down, so that only all is 100%.
+    """A share as a percentage, rounded down, so that only all is 100%.
 
     >>> percent(0.9999), percent(1.0), percent(0.5)
     ('99.9%', '100%', '50%')
@@ -267,9 +274,10 @@ class _Cell:
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def measure(self, repeats: int) -> Iterator[tuple[int, str]]:
-        """One run of each that does not count, then `repeats` of each in turn; says before each how many it did.
+        """Runs each method once without counting, then `repeats` times in turn; reports before each run how many are
+        done.
 
-        Where the process has no room for the programs of all, they are measured in groups, each beside plain decoding.
+        If the process has no room for all programs, the methods are measured in groups, each beside plain decoding.
         """
         left, done = [name for name in self.contenders if name != PLAIN], 0
         where = f"{self.task.name}, batch {self.batch}"
@@ -301,7 +309,8 @@ class _Cell:
         yield done, where
 
     def attempt(self, name: str) -> float | None:
-        """Runs one, and keeps what the first run gives; the seconds of the decode loop, or None if it failed."""
+        """Runs one method and keeps what its first run gives. Returns the seconds of the decode loop, or None if it
+        failed."""
         if name in self.errors:
             return None
         try:
@@ -315,7 +324,7 @@ class _Cell:
         return float(sum(r.stats.seconds for r in results))
 
     def run(self, name: str) -> list[Result]:
-        """All prompts, `batch` at a time. A prompt's draws are the same at every batch size."""
+        """Runs all prompts, `batch` at a time. The draws of a prompt are the same at every batch size."""
         if name not in self.made:
             given = self.contenders[name]
             self.made[name] = given(self.batch) if callable(given) else given
@@ -326,7 +335,7 @@ class _Cell:
                 for i in starts]
 
     def rows(self) -> list[Row]:
-        """What is known so far."""
+        """The rows as far as they are known."""
         return [self.row(name) for name in self.contenders]
 
     def row(self, name: str) -> Row:
@@ -363,13 +372,13 @@ class _Cell:
 
 
 def _equal(plain: list[list[int]], other: list[list[int]]) -> float:
-    """The share of positions, those of the longer row, at which both rows have the same token."""
+    """The share of positions at which both rows have the same token, out of those of the longer row."""
     same = sum(x == y for a, b in zip(plain, other, strict=True) for x, y in zip(a, b, strict=False))
     return same / max(sum(max(len(a), len(b)) for a, b in zip(plain, other, strict=True)), 1)
 
 
 def _crowded() -> bool:
-    """Whether compiled programs hold near half of the memory maps that Linux grants a process by default.
+    """Whether compiled programs take nearly half of the memory maps that Linux grants a process by default.
 
     On CPU a program takes hundreds of the 65,530; a comparison of all systems compiles hundreds of programs.
     """
@@ -378,7 +387,7 @@ def _crowded() -> bool:
 
 
 def _make_room() -> None:
-    """Drops compiled programs where they crowd the process."""
+    """Drops compiled programs if they take too many memory maps."""
     if _crowded():
         jax.clear_caches()
         gc.collect()

@@ -1,7 +1,7 @@
-"""What a compiled program does, read from XLA's optimised text: copies, collectives, memory traffic.
+"""Reads what a compiled program does from XLA's optimised text: copies, collectives, memory traffic.
 
-The text is all that a compile-only client gives, and what a law can hold on to: that the cache is not copied, that
-replicas do not wait for each other, that a step reads little more than weights and cache.
+A compile-only client gives nothing but this text. The tests use it to check that the cache is not copied, that replicas
+do not wait for each other, and that a step reads little more than weights and cache.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def parse(text: str) -> Program:
 
 
 def copies(program: Program, elements: int, within: str | None = None) -> list[Instruction]:
-    """Copies of arrays with so many elements, whatever their shape and layout, in the whole program or within one
-    computation and what it calls. The asynchronous move of an array between memories of a chip is none."""
+    """Copies of arrays of the given number of elements, of any shape and layout, in the whole program or within one
+    computation and what it calls. Asynchronous moves of an array between memories of a chip do not count."""
     found = program.all() if within is None else program.inside(within)
     return [x for x in found if x.opcode in ("copy", "transpose") and math.prod(x.result[0].dims) == elements]
 
@@ -138,13 +138,14 @@ def callbacks(program: Program) -> list[Instruction]:
 
 def total(program: Program, trips: Callable[[Instruction], int],
           value: Callable[[dict[str, Instruction], Instruction], int] = lambda computation, instruction: 1) -> int:
-    """The sum of a value over what one execution runs: operations, unless `value` says otherwise.
+    """The sum of a value over what one execution runs; of the number of operations by default.
 
-    Of a conditional the most expensive branch counts. What is fused is one operation; tuples, views and waits are none.
+    Of a conditional the most expensive branch counts. A fused computation is one operation; tuples, views and waits are
+    none.
 
     Args:
         trips: how often a `while` instruction runs its body.
-        value: of an instruction, given the computation that it stands in.
+        value: of an instruction, given the computation that contains it.
     """
     def cost(name: str) -> int:
         computation = program.computations[name]
@@ -179,8 +180,8 @@ def traffic(program: Program, trips: Callable[[Instruction], int],
 
 
 def cycles(program: Program, trips: Callable[[Instruction], int]) -> int:
-    """XLA's own estimate of a TPU's clock cycles, added up over one execution. It knows fused operations, not
-    collectives, scatters or waits for memory: good to compare programs, no time."""
+    """XLA's own estimate of a TPU's clock cycles, added up over one execution. It covers fused operations, but not
+    collectives, scatters or waits for memory: use it to compare programs, not as a time."""
     def estimated(computation: dict[str, Instruction], x: Instruction) -> int:
         found = re.search(r'"estimated_cycles":"(\d+)"', x.text)
         return int(found.group(1)) if found else 0
@@ -190,7 +191,7 @@ def cycles(program: Program, trips: Callable[[Instruction], int]) -> int:
 
 def _moved(program: Program, computation: dict[str, Instruction], x: Instruction,
            counted: Callable[[Buffer], bool]) -> int:
-    """Bytes that one instruction reads and writes of arrays that count."""
+    """Bytes that one instruction reads and writes of the arrays that count."""
     if x.opcode.endswith("-start"):       # the result repeats the operand; its second half is where the data goes
         source = computation[x.operands[0]].result
         rest = [b for b in x.result if b.dims]
@@ -243,7 +244,7 @@ def _written(program: Program, computation: dict[str, Instruction], x: Instructi
 
 
 def _update(computation: dict[str, Instruction], x: Instruction) -> int:
-    """Bytes that are new in a result: of an update in place the update alone."""
+    """Bytes of a result that are new: of an update in place only the updated part."""
     while x.opcode in _VIEWS and x.operands:
         x = computation[x.operands[0]]
     if x.opcode in ("dynamic-update-slice", "scatter"):

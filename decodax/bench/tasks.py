@@ -1,8 +1,9 @@
-"""Prompts to compare decoding methods on: code that the shipped models were not trained on, copied code, sampled code.
+"""Prompts to compare decoding methods on: code that the shipped models were not trained on, copied code, and sampled
+code.
 
-The text is the running interpreter's own standard library: functions from the files that `scripts/pycode_data.py` keeps
-from the training of `pycode` and its tokenizer. So nothing is downloaded, and nothing but the Python version and a seed
-decides what the prompts are.
+The text is the running interpreter's own standard library: functions from the files that `scripts/pycode_data.py` holds
+out from the training of `pycode` and its tokenizer. So nothing is downloaded, and the prompts depend only on the Python
+version and a seed.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _OTHER_PREFIXES = ("_sysconfigdata", "test/encoded_modules", "test/bad", "test/m
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Prompts and the sampling they are continued with.
+    """Prompts and the sampling settings of their continuation.
 
     Attributes:
         name: such as "copy-edit". summary: one line.
-        prompts: `(lm, count, new_tokens, seed)` to token ids of `count` prompts, the same at every call; more prompts
-            begin with those of fewer.
+        prompts: `(lm, count, new_tokens, seed)` to token ids of `count` prompts, the same at every call; a larger count
+            only appends prompts.
         sampling: keyword arguments of `generate`.
     """
 
@@ -53,7 +54,8 @@ class Task:
 
 
 def held_out_files(root: Path | None = None) -> list[tuple[str, str]]:
-    """Path inside the standard library (with "/") and text of files that `pycode` has not seen, in a fixed order."""
+    """Path inside the standard library (with "/") and text of the files that `pycode` was not trained on, in a fixed
+    order."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     paths = []
     for folder, below, names in os.walk(root):
@@ -76,7 +78,8 @@ def held_out_files(root: Path | None = None) -> list[tuple[str, str]]:
 
 
 def functions(files: Sequence[tuple[str, str]], seed: int) -> list[str]:
-    """The source of every function and method, unindented: one of each file in turn, in the order that `seed` gives."""
+    """The source of every function and method, unindented: one of each file in turn, in an order that `seed` decides.
+    """
     found = []
     for path, text in files:
         with warnings.catch_warnings():
@@ -122,9 +125,9 @@ def completion(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]
 
 
 def copy_edit(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]:
-    """A function as the model itself finishes it greedily, then its first half again, the function renamed.
+    """A function as the model itself completes it greedily, then the first half of it again with the function renamed.
 
-    What is left to do is to copy. A model with strong induction copies any text; one as small as `pycode` copies hardly
+    The continuation is a copy. A model with strong induction copies any text; one as small as `pycode` hardly copies
     more than what it would have written anyway, hence a text that it wrote. `copied` measures how much it does.
     """
     texts = heads(lm, count, _longest(lm, new_tokens, copies=2), seed)
@@ -142,7 +145,7 @@ def copy_edit(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]
 
 
 def _longest(lm: LM, new_tokens: int, copies: int) -> int:
-    """The most tokens of a head so that `copies` times head and new tokens fit what the model was made for."""
+    """The most tokens of a head, so that `copies` times head and new tokens fit into the model's context."""
     context = getattr(getattr(lm.model, "config", None), "context", 1 << 30)
     room = min(LONGEST, context // copies - new_tokens - 8)
     if room < SHORTEST:
@@ -152,7 +155,8 @@ def _longest(lm: LM, new_tokens: int, copies: int) -> int:
 
 
 def copied(prompt: list[int], new: list[int], own: bool = False) -> float:
-    """The share of new tokens that end a run of `RUN` tokens which the prompt holds, or with `own` the output before.
+    """The share of new tokens that end a run of `RUN` tokens which occurs in the prompt, or with `own` in the output
+    before.
 
     >>> copied(list(range(20)), [*range(5, 15), 99, 99]), copied([0], [1] * 16), copied([0], [1] * 16, own=True)
     (0.25, 0.0, 0.5)
@@ -169,7 +173,7 @@ def copied(prompt: list[int], new: list[int], own: bool = False) -> float:
 
 
 def sampled(temperature: float = 0.8, top_p: float = 0.95) -> Task:
-    """Held-out functions, sampled."""
+    """The task of completing held-out functions with sampling."""
     return Task("sampled", f"the prompts of completion at temperature {temperature:g}, top-p {top_p:g}",
                 completion, {"temperature": temperature, "top_p": top_p})
 

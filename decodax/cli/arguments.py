@@ -53,7 +53,7 @@ TASKS = ("copy-edit", "completion", "sampled")
 
 
 def parser(generate: Command, systems: Command, compare: Command, info: Command) -> argparse.ArgumentParser:
-    """The command line, with what each command runs."""
+    """The parser of the command line, given the function that runs each command."""
     debug = argparse.ArgumentParser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
     common = argparse.ArgumentParser(add_help=False, parents=[debug])
@@ -145,5 +145,5 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
 
 
 def flag(name: str) -> str:
-    """The command line's name of a sampling argument."""
+    """The command-line flag of a sampling argument."""
     return "--" + name.replace("_", "-")

@@ -1,7 +1,7 @@
-"""The command line: `decodax generate` continues a prompt, `decodax systems` and `decodax compare` are about decoding
-methods, `decodax info` says what is here.
+"""The commands of the command line: `decodax generate` continues a prompt, `decodax systems` lists decoding methods,
+`decodax compare` measures them, and `decodax info` shows versions, devices and models.
 
-JAX is imported by the commands that need it, so that help and usage errors come at once.
+JAX is imported only by the commands that need it, so that help and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def _show(found: Comparison, args: argparse.Namespace) -> None:
 
 
 def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What each `NAME[:OPTION=VALUE,...]` asks for; "all" is every system that is measured against plain decoding,
-    under one of its names."""
+    """The system and options of each `NAME[:OPTION=VALUE,...]`; "all" is every system that is measured against plain
+    decoding, under one of its names."""
     from decodax.systems import SYSTEMS, parse
 
     every = [name for name, entry in SYSTEMS.items()
@@ -188,7 +188,7 @@ def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
-    """The algorithm of a system, or what makes it where it depends on the batch size."""
+    """The algorithm of a system, or a function of the batch size that makes it if it depends on that."""
     from decodax.systems import SYSTEMS, system
 
     entry = SYSTEMS[name]
@@ -240,7 +240,7 @@ def info(args: argparse.Namespace) -> None:
 
 
 def _held_out(model: Mapping[str, Any]) -> str:
-    """How good a shipped model is on what it was not trained on, from its card's figures."""
+    """The quality of a shipped model on held-out data, from its card's figures."""
     if "held_out_bits_per_byte" in model:
         return f"{model['held_out_bits_per_byte']:.2f} bits/byte"
     each = model.get("held_out", {})
@@ -251,7 +251,7 @@ def _held_out(model: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _naming_the_argument() -> Iterator[None]:
-    """Errors about values count as wrong usage: by house rule their text names the argument at fault."""
+    """Turns errors about values into usage errors: their text names the argument."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -259,7 +259,7 @@ def _naming_the_argument() -> Iterator[None]:
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """The prompt from where the arguments say."""
+    """The prompt from the arguments: given directly, in a file, or on standard input."""
     if args.prompt is not None and args.file is not None:
         raise UsageError("got a prompt and --file; give one of them")
     if args.system is not None and not args.chat:
@@ -295,7 +295,7 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stream(pieces: Any, prefix: str) -> Result:
-    """Prints pieces as they come."""
+    """Prints pieces as they arrive."""
     last = prefix
     sys.stdout.write(prefix)
     sys.stdout.flush()
@@ -309,7 +309,7 @@ def _stream(pieces: Any, prefix: str) -> Result:
 
 
 def _as_json(result: Result, args: argparse.Namespace, prompt: str) -> dict[str, Any]:
-    """The result as plain data; lists have one entry a sample."""
+    """The result as plain data; lists have one entry for each sample."""
     stats = result.stats
     report: dict[str, Any] = {
         "model": args.model, "algorithm": args.algorithm, "seed": args.seed, "prompt": prompt, "text": result.text,

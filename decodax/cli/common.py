@@ -1,4 +1,4 @@
-"""What the commands of the command line share. Imports no JAX."""
+"""Helpers that the commands share. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class UsageError(Exception):
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Prints a table; to a file or a pipe each row in one line."""
+    """Prints a table; if the output is a file or a pipe, each row is one line."""
     from rich.console import Console
     from rich.table import Table
 
@@ -26,7 +26,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
 
 
 def keep_programs() -> str:
-    """Keeps compiled programs between calls, where that is possible; returns where, or why not."""
+    """Keeps compiled programs between calls if possible. Returns the directory, or why it is not possible."""
     from decodax.programs import cache_programs
 
     try:

@@ -1,4 +1,4 @@
-"""`decodax score`: how likely a model holds given texts to be. Imports no JAX before it runs."""
+"""`decodax score`: how likely given texts are under a model. Imports JAX only when it runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _read(file: str, lines: bool) -> list[tuple[str, str]]:
 
 
 def _figures(tokens: int, logprob: float, size: int) -> dict[str, Any]:
-    """What is printed; None where there is no number."""
+    """The figures of a text; None where there is no number."""
     sound = math.isfinite(logprob)
     return {"tokens": tokens, "bytes": size, "logprob": logprob if sound else None,
             "perplexity": math.exp(-logprob / tokens) if sound and tokens else None,

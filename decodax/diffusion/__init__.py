@@ -1,19 +1,19 @@
 """Masked diffusion: samplers that fill a canvas in any order.
 
-One algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them (`systems`). To add one,
-write what is new of it as a frozen dataclass that inherits `Rule`, in a file of its own, and a maker with `@entry`.
-What each policy sees and gives back is stated in `policies`; in short, with `R` rows and a region of `W`
-positions that begins at `view.start`:
+There is one algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them (`systems`). To add
+a sampler, write its new rules as frozen dataclasses that inherit from a base class of `policies`, in a file of their
+own, and a maker with `@entry`. The docstrings of `policies` say what each policy gets and returns. In short, with `R`
+rows and a region of `W` positions that begins at `view.start`:
 
-    Shaper    (view, logits, memory) -> f32[R, W, V]        what the model said, annealed or joined with earlier steps
+    Shaper    (view, logits, memory) -> f32[R, W, V]        the model's logits, annealed or mixed with earlier steps'
     Windows   active(view, seen, memory) -> bool[R, W]      which open positions may be unmasked now
               finished(view, memory) -> i32[R]              how many positions from `start` on are final
               last(start, end) -> i32[B]                    where the last region ends, if it is as wide as the others
-    Score     (view, seen, memory) -> f32[R, W]             the larger, the sooner
-    Unmask    (view, seen, score, memory) -> bool[R, W]     one a row is forced if it names none, unless `patient`
+    Score     (view, seen, memory) -> f32[R, W]             larger scores are unmasked sooner
+    Unmask    (view, seen, score, memory) -> bool[R, W]     which positions are unmasked; the best one if there are none
     Remask    (before, seen, after, memory) -> View         other `tokens`, or reopened positions (`open`)
-              busy(before, after, memory) -> bool[R]        a full region that is not final yet
-    Stop      early_stop(view, seen, memory) -> bool[R]     unmask all that is open now
+              busy(before, after, memory) -> bool[R]        nothing is open, but the region is not final yet
+    Stop      early_stop(view, seen, memory) -> bool[R]     unmask all open positions now
               end(before, seen, after, memory) -> i32[R]    where the text ends, if it ends early
     Caching   stale(view, memory) -> bool[B]                rows that need a forward over the whole text
               nodes(view, left, memory) -> Nodes            what the other forwards score
@@ -22,11 +22,11 @@ positions that begins at `view.start`:
     Adapter   mask, shift, attention (`Full`, `BlockCausal`, `PromptBlocks`, `CausalPrefix`), canvas (`Masks`,
               `Template`, `Noise`)
 
-`view` holds tokens, open, editable, when and with what confidence each position was decided, the step and the round;
-`seen` the candidates and what the model (or the policy) says of them. A rule that remembers gives its memory in `init`
-and renews it in `learn`. Draws are `view.uniforms(purpose)`: addressed by row, position and round, never by the batch.
-A rule never mixes rows, keeps nothing of the vocabulary's size, and holds no numbers that a user changes from call to
-call: those belong to the policy.
+`view` holds tokens, open, editable, the round and the confidence with which each position was decided, and counters of
+steps and rounds. `seen` holds the candidates and the statistics of their distributions. A rule with a memory creates it
+in `init` and updates it in `learn`. Random numbers come from `view.uniforms(purpose)`, addressed by row, position and
+round, never by the place in the batch. A rule never mixes rows, keeps nothing as wide as the vocabulary, and has no
+attributes that users change from call to call: those belong to the policy.
 """
 
 from decodax.diffusion.adapter import Adapter, BlockCausal, CausalPrefix, Full, Masks, Noise, PromptBlocks, Template

@@ -1,5 +1,5 @@
-"""What a forward recomputes and what it reads from the cache: nothing kept, prefix and dual, exact by blocks, fused,
-and inside a block."""
+"""Cache rules for samplers that work block by block: no cache, Fast-dLLM's prefix and dual caches, exact caches of
+finished blocks, and a cache inside a block."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from decodax.diffusion.rules.unmasking import current, number
 
 @dataclasses.dataclass(frozen=True)
 class NoCache(Caching):
-    """Every forward reads the whole text."""
+    """No cache: every forward scores the whole text."""
 
     narrow = False
 
 
 @dataclasses.dataclass(frozen=True)
 class DualCache(Caching):
-    """Fast-dLLM's dual cache (Wu et al. 2025): a wide forward when a region begins, whose entries of all other
-    positions serve until its end.
+    """Fast-dLLM's dual cache (Wu et al. 2025): one wide forward when a block begins; its entries of all other positions
+    are read until the block is done.
 
     Attributes:
-        refresh: a wide forward also every so many steps; 1: each forward is one, as without a cache.
-        anchored: where logits point to the next position, do not recompute the one before the region, which predicts
-            the region's first: wide forwards must unmask that one (Fast-dLLM's code for Dream; see `Anchored`).
+        refresh: a wide forward also after this many steps; with 1 each forward is wide, as without a cache.
+        anchored: where logits point to the next position, do not recompute the position before the block, which
+            predicts the block's first token. Wide forwards must then unmask that token (Fast-dLLM's code for Dream; see
+            `Anchored`).
     """
 
     refresh: int | None = None
@@ -54,11 +55,11 @@ class DualCache(Caching):
 
 @dataclasses.dataclass(frozen=True)
 class PrefixCache(DualCache):
-    """Fast-dLLM's prefix cache: a narrow forward recomputes the region and what follows it.
+    """Fast-dLLM's prefix cache: a narrow forward recomputes the block and what follows it.
 
     Attributes:
-        suffix: so many positions from the region's beginning on; as many as the text has new tokens for the published
-            rule. What lies behind them is read from the cache.
+        suffix: the number of positions, from the block's start on, that are recomputed. In the published rule it is at
+            least the number of new tokens. The entries of all positions behind them are read from the cache.
     """
 
     suffix: int = 256
@@ -69,9 +70,9 @@ class PrefixCache(DualCache):
 
 @dataclasses.dataclass(frozen=True)
 class BlockCache(Caching):
-    """The exact cache of block-causal and causal models: when a region is done, one more forward writes the entries of
-    its final tokens, and then they are emitted (SDAR, Fast-dLLM v2, LLaDA 2, DiffusionGemma). A block-causal model's
-    prompt is written by one wide forward, a causal model's by the prefill."""
+    """The exact cache of block-causal and causal models: when a block is done, one more forward writes the entries of
+    its final tokens, and then the tokens are emitted (SDAR, Fast-dLLM v2, LLaDA 2, DiffusionGemma). The prompt of a
+    block-causal model is written by one wide forward, that of a causal model by the prefill."""
 
     persists = True
 
@@ -84,8 +85,8 @@ class BlockCache(Caching):
 
 @dataclasses.dataclass(frozen=True)
 class FusedCache(BlockCache):
-    """The same without forwards of their own: final tokens are scored once more beside the next region, whose window is
-    twice as wide for it (SDLM, SBD)."""
+    """`BlockCache` without additional forwards: final tokens are scored once more beside the next block, in a window
+    that is twice as wide (SDLM, SBD)."""
 
     fused = True
 
@@ -99,10 +100,9 @@ class FusedCache(BlockCache):
 @dataclasses.dataclass(frozen=True)
 class AnchorCache(BlockCache):
     """Fast-dLLM v2's exact cache (Wu et al. 2025): the forward over a finished block, which writes its entries, also
-    predicts the next block's first token where logits point to the next position. All others are over the block at
-    work, which no longer needs the token before it. With the unmasking rule `Anchored`, which holds the wide forward of
-    the prompt to the same.
-    """
+    predicts the next block's first token where logits point to the next position. All other forwards score the current
+    block only, without the token before it. Use it with the unmasking rule `Anchored`, which makes the wide forward of
+    the prompt unmask that first token only."""
 
     fused = True
 
@@ -110,7 +110,7 @@ class AnchorCache(BlockCache):
         return view.start - view.kept > view.positions.shape[1]
 
     def _stores(self, view: View) -> Array:
-        """`bool[R]`: rows whose next forward is over the block before the region."""
+        """`bool[R]`: rows whose next forward is over the block before the current one."""
         return view.kept < view.start
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
@@ -123,11 +123,12 @@ class AnchorCache(BlockCache):
 
 @dataclasses.dataclass(frozen=True)
 class SubBlockCache(AnchorCache):
-    """Fast-dLLM v2's cache inside a block (Wu et al. 2025): forwards over the whole block until the sub-block's first
-    token is decided, then over the sub-block alone, beside the entries that the last of those made of the rest of the
-    block. Finished blocks are exact, as ever. Each row changes over by itself, where the authors' code waits for all.
+    """Fast-dLLM v2's cache inside a block (Wu et al. 2025): forwards score the whole block until the sub-block's first
+    token is decided. Afterwards they score the sub-block only and read the entries that the last such forward wrote for
+    the rest of the block. Finished blocks are exact. Each row changes over by itself, where the authors' code waits for
+    all rows.
 
-    It remembers which block (its first position, `i32[B]`) a forward over the whole of it has written.
+    The memory is the block (its first position, `i32[B]`) that a forward over the whole of it has written.
 
     Attributes:
         sub: positions of a sub-block, as in `SubBlocks`.
@@ -149,7 +150,7 @@ class SubBlockCache(AnchorCache):
         return jnp.where(self._whole(before, memory) & ~blind, before.start, memory)
 
     def _whole(self, view: View, memory: Memory) -> Array:
-        """`bool[R]`: rows whose next forward is over the whole block, the one at work or the one before it."""
+        """`bool[R]`: rows whose next forward is over a whole block, the current one or the one before it."""
         first = jnp.minimum(current(view, self.sub) * self.sub, view.positions.shape[1] - 1)
         begins = self._stores(view) | (memory != view.start) | ~view.masked.any(1)
         return begins | take(view.masked, first[:, None])[:, 0]

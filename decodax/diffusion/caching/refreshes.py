@@ -1,7 +1,7 @@
-"""Approximate caches by what they recompute: a vicinity, what was just decided, a few positions; frozen prefixes.
+"""Approximate caches that refresh some entries: those around the block, those of recently decided tokens, or none.
 
-Under attention in both directions every entry of the cache goes stale with each unmasked token. These rules, all
-training-free, differ in which positions a narrow forward computes anew and in when a wide one refreshes all of them.
+Under attention in both directions every entry of the cache becomes stale with each unmasked token. These rules need no
+training. They differ in which positions a narrow forward recomputes, and in when a wide forward refreshes all of them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from decodax.diffusion.stats import rank
 
 @dataclasses.dataclass(frozen=True)
 class Vicinity(DualCache):
-    """dInfer's vicinity refresh (Ma et al. 2025): Fast-dLLM's dual cache whose narrow forwards also recompute the
-    positions around the region, since entries change most near what was just decided.
+    """dInfer's vicinity refresh (Ma et al. 2025): Fast-dLLM's dual cache, except that narrow forwards also recompute
+    the positions around the block, since entries change most near tokens that were just decided.
 
     Attributes:
-        before, after: so many positions on either side of the region.
-        warmup: the text's first so many steps, and the one that fills the cache, are wide.
+        before, after: the number of recomputed positions on either side of the block.
+        warmup: the number of first steps of the text that are wide, besides the one that fills the cache.
     """
 
     before: int = 16
@@ -44,17 +44,17 @@ class Vicinity(DualCache):
 
 @dataclasses.dataclass(frozen=True)
 class OwnBlock(DualCache):
-    """The dual cache of blocks that have their own lengths (AdaBlock, Lu et al. 2025): a narrow forward recomputes the
-    block, not all of the region in which it may end.
+    """The dual cache of blocks of different lengths (AdaBlock, Lu et al. 2025): a narrow forward recomputes the block,
+    not the whole region in which its end was searched.
 
     Attributes:
-        windows: the sampler's, a `Delimited`. The lengths that it remembers are remembered here once more.
+        windows: the sampler's `Delimited` rule. The block lengths that it remembers are kept here a second time.
     """
 
     windows: Any = None
 
     def fit(self, budget: int) -> OwnBlock:
-        """With the windows that fit texts of `budget` new tokens."""
+        """The rule with windows for texts of `budget` new tokens."""
         return dataclasses.replace(self, windows=self.windows.fit(budget))
 
     @property
@@ -73,7 +73,7 @@ class OwnBlock(DualCache):
 
 
 class Rewriting(Caching):
-    """A cache into which every forward writes what it computed."""
+    """A cache into which every forward writes the entries that it computed."""
 
     approximate = True
 
@@ -83,14 +83,16 @@ class Rewriting(Caching):
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Rewriting):
-    """FreeCache (FlashDLM, Hu et al. 2025): one wide forward at the beginning, and never again. A narrow forward
-    recomputes the region and what follows it; as the region moves on, the entries behind it stay as the last forward
-    made them, those unmasked last from their mask tokens.
+    """FreeCache (FlashDLM, Hu et al. 2025): one wide forward at the beginning, and no other. A narrow forward
+    recomputes the region and what follows it. Once the region has moved past a position, its entry stays as the last
+    forward computed it; for tokens that were unmasked last this was from their mask tokens.
 
     Attributes:
-        suffix: so many positions from the region's beginning on; what lies behind them is read from the cache.
-        before: so many positions before the region are recomputed too, and freeze later (FlashDLM's sliding window).
-        near: what lies behind the suffix is not read, but by the first forward.
+        suffix: the number of positions, from the region's start on, that are recomputed; entries of positions behind
+            them are read from the cache.
+        before: the number of positions before the region that are recomputed too, and frozen later (FlashDLM's sliding
+            window).
+        near: positions behind the suffix are seen by the first forward only.
     """
 
     suffix: int = 256
@@ -110,20 +112,20 @@ class Frozen(Rewriting):
 
 @dataclasses.dataclass(frozen=True)
 class DelayedTokens(Rewriting):
-    """dKV-Cache-Decode (Ma et al. 2025): a token's entries enter the cache a step after it was decided, since its own
-    embedding changes most then. A narrow forward recomputes what is open, in the region and behind it, and what the
-    last step decided. With logits that point to the next position, the positions before open ones count as open, as in
-    the authors' variant for Dream.
+    """dKV-Cache-Decode (Ma et al. 2025): a token's entries enter the cache one step after it was decided, since its own
+    embedding changes most in that step. A narrow forward recomputes the open positions, in the region and behind it,
+    and those that the last step decided. With logits that point to the next position, the positions before open ones
+    count as open, as in the authors' variant for Dream.
 
-    Wide forwards come as in the authors' code for LLaDA: in a region's first `1 + delay` steps and whenever its step
-    is a multiple of `refresh`.
+    Wide forwards are those of the authors' code for LLaDA: the first `1 + delay` steps of a region, and every step
+    whose number is a multiple of `refresh`.
 
     Attributes:
-        delay: steps for which a decided token is recomputed. 0: its entry stays that of the mask token. None: until the
-            next wide forward.
-        refresh: steps from wide forward to wide forward; None: the region's first ones alone.
-        packed: sizes of narrow rounds, ascending: what is live is gathered into the smallest that fits; what fits none
-            takes a narrow round as long as the text.
+        delay: the number of steps in which a decided token is recomputed. 0: its entry stays that of the mask token.
+            None: until the next wide forward.
+        refresh: steps from one wide forward to the next; None: only the region's first ones are wide.
+        packed: sizes of narrow rounds, ascending: live nodes are gathered into the smallest size that fits. If none
+            fits, the narrow round is as long as the text.
     """
 
     delay: int | None = 1
@@ -154,13 +156,14 @@ class DelayedTokens(Rewriting):
 @dataclasses.dataclass(frozen=True)
 class DKVCacheGreedy(Rewriting):
     """dKV-Cache-Greedy (Ma et al. 2025): a narrow forward recomputes only the positions that this step decides, those
-    that the last one did, and the open ones nearest to the first. It must know them beforehand: the sampler's score
-    has to be `Random(once=True)`, and its unmasking rule this `quota`.
+    that the last step decided, and the open positions nearest to the former. It must know these positions beforehand:
+    the sampler's score has to be `Random(once=True)`, and its unmasking rule this `quota`.
 
     Attributes:
-        quota: which positions the step decides, by that score.
-        window: open positions that are recomputed for each of them, by turns the nearest to its left and to its right.
-        refresh: a wide forward whenever the region's step is a multiple of this.
+        quota: the sampler's unmasking rule, which says what the step decides.
+        window: how many open positions are recomputed for each of them: the nearest ones, alternately on its left and
+            right.
+        refresh: a wide forward in every step of the region whose number is a multiple of this.
         packed: as in `DelayedTokens`. A step that unmasks `q` positions recomputes at most `q * (2 + window)`, and `q`
             more where logits point to the next position.
     """
@@ -211,7 +214,7 @@ def scattered(live: Array) -> Nodes:
 
 
 def with_left(these: Array, left: int) -> Array:
-    """Also the `left` positions before each."""
+    """The same positions and the `left` positions before each of them."""
     for _ in range(left):
         these = these | jnp.pad(these[:, 1:], ((0, 0), (0, 1)))
     return these

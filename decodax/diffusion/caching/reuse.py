@@ -1,8 +1,8 @@
-"""ReCAP (Liu et al. 2025): masked generation whose steps are full ones now and then, and local ones in between.
+"""ReCAP (Liu et al. 2025): masked generation with a full step now and then, and local steps in between.
 
-A full step computes the whole text and chooses what it and the local steps behind it decide: as many positions as
-their quotas add up to, in the order that it gives them. A local step computes these targets alone, decided or not,
-beside the entries that the full step made of all other positions, and decides the next of them.
+A full step scores the whole text and chooses what it and the following local steps decide: as many positions as their
+quotas add up to, in the order of its scores. A local step scores only these targets, decided or not, against the
+entries that the full step wrote for all other positions, and decides the next of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from decodax.diffusion.stats import rank
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Which steps of a region are full: the first `lead` of them, and of those that follow every `every`-th, the first
-    one too."""
+    """Which steps of a region are full: the first `lead` steps; of the following ones, the first and every `every`-th
+    after it."""
 
     every: int = 2
     lead: int = 0
@@ -35,13 +35,13 @@ class Turns:
             raise ValueError(f"every, lead: got {self.every}, {self.lead}, take 1 or more and 0 or more")
 
     def full(self, step: Array) -> Array:
-        """`bool[R]`."""
+        """`bool[R]`: rows whose step is a full one."""
         return (step < self.lead) | ((step - self.lead) % self.every == 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class FullStepOrder(Score):
-    """What `score` gave in the last full step. It remembers that, `f32[B, W]`."""
+    """The scores that `score` gave in the last full step. The memory is these scores, `f32[B, W]`."""
 
     score: Any
     turns: Turns
@@ -62,14 +62,14 @@ class FullStepOrder(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Targets(Rewriting):
-    """ReCAP's cache: full steps are wide forwards, local ones compute the targets.
+    """ReCAP's cache: full steps are wide forwards, local steps score the targets.
 
-    It remembers the targets, `bool[B, W]`.
+    The memory is the targets, `bool[B, W]`.
 
     Attributes:
         quota: how many positions a step decides. score: in which order. turns: which steps are full.
-        packed: sizes of narrow rounds, ascending: the live nodes are gathered into the smallest that fits; what fits
-            none takes a round as long as the text.
+        packed: sizes of narrow rounds, ascending: the live nodes are gathered into the smallest size that fits. If none
+            fits, the round is as long as the text.
     """
 
     quota: Quota = Quota()

@@ -1,8 +1,8 @@
-"""Several canvases in one forward: FreeDave, FreeDave++ and SSD, which take several steps of a sampler at once.
+"""Several canvases in one forward: FreeDave, FreeDave++ and SSD take several steps of a sampler at once.
 
-Drafts are what the coming steps would make of the canvas if the candidates at hand stayed as they are. One forward
-scores the canvas and all of its drafts. A draft that equals the true result of a true one is true itself, so its own
-result is the sampler's next state: walking along them takes as many steps as the candidates foresaw, and one at least.
+Drafts are what the next steps would make of the canvas if the current candidates stayed the same. One forward scores
+the canvas and all of its drafts. A draft that equals the result of a true canvas is true itself, so its own result is
+the sampler's next state. A round therefore takes as many steps as the candidates foresaw correctly, and at least one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Sequential(Verify):
 
 
 def walk(agree: Array) -> Array:
-    """`bool[B, K]`: the drafts that are passed from draft 0 on, each time to the last one that `agree`s with the result
-    at hand: `agree[b, i, j]` says that draft `j` may follow the result of draft `i`, for `j > i` only.
+    """`bool[B, K]`: the drafts that a walk from draft 0 visits. From each draft it goes to the last one that `agree`s
+    with that draft's result: `agree[b, i, j]` says that draft `j` may follow the result of draft `i`, for `j > i` only.
 
     >>> walk(jnp.array([[[0, 1, 0], [0, 0, 0], [0, 0, 0]]], bool)).tolist()
     [[True, True, False]]
@@ -46,7 +46,8 @@ def walk(agree: Array) -> Array:
 
 
 def _compare(drafts: View, results: View, loose: bool) -> Array:
-    """`bool[B, K, K]`: draft `j` equals the result of draft `i`, which is not done. `loose`: or leaves more open."""
+    """`bool[B, K, K]`: draft `j` equals the result of draft `i`, and the latter is not done. With `loose`, draft `j`
+    may leave more positions open."""
     pair = lambda a, b: (a[:, None] == b[:, :, None])
     tokens, open = pair(drafts.tokens, results.tokens), pair(drafts.open, results.open)
     same = (tokens & open) | drafts.open[:, None] if loose else tokens & open
@@ -55,7 +56,7 @@ def _compare(drafts: View, results: View, loose: bool) -> Array:
 
 
 def _exact(steps: tuple[tuple[int, ...], ...], drafts: View, results: View) -> Array:
-    """`Verify.path` where a draft is true if it equals the result of a true one and took one step more."""
+    """`Verify.path` if a draft is true when it equals the result of a true one and is one step further."""
     taken = np.array([len(own) for own in steps])
     return walk(_compare(drafts, results, loose=False) & (taken == taken[:, None] + 1))
 
@@ -64,8 +65,8 @@ def _exact(steps: tuple[tuple[int, ...], ...], drafts: View, results: View) -> A
 class BranchExact(Verify):
     """FreeDave (Wu and Zhang 2025) with the rule "exact match": the drafts are the canvas after 1 .. K - 1 more steps.
 
-    The output is that of one step a forward, token for token, in no more forwards, whatever the unmasking rule. A cache
-    that is renewed every so many steps is the exception: a forward that takes several steps passes over the renewals.
+    The output equals that of one step a forward, token for token, in no more forwards, for every unmasking rule. The
+    exception is a cache that is refreshed every few steps: a forward that takes several steps may skip a refresh.
 
     Attributes:
         branches: `K`, canvases a forward.
@@ -87,18 +88,18 @@ class BranchExact(Verify):
 
 @dataclasses.dataclass(frozen=True)
 class BranchLater(BranchExact):
-    """FreeDave++ (Wu and Zhang 2025), as in the authors' code: of all later drafts that may follow a result the last
-    one is taken, whatever the number of steps between them. By the rule "exact match" it equals the result; by the rule
-    "subset" it may lack some of its tokens.
+    """FreeDave++ (Wu and Zhang 2025), as in the authors' code: of all later drafts that may follow a result, the last
+    one is taken, even if it is several steps further. By the rule "exact match" it equals the result; by the rule
+    "subset" it may lack some of the result's tokens.
 
-    With one token a step both are `BranchExact`. With a rule that unmasks several at once (`Threshold`) a result may be
-    a draft two steps further. By "exact match" the output of a greedy row is still that of one step a forward; a
-    sampled row's is not bound to it token for token, since draws are addressed by the number of the step. By "subset"
-    a row may go on from a draft that leaves out some of a result's tokens, and neither its output nor its number of
-    forwards is bound to those of the rule alone.
+    With one token a step both rules are `BranchExact`. With an unmasking rule that decides several tokens at once
+    (`Threshold`) a result may equal a draft two steps further. By "exact match" the output of a greedy row is still
+    that of one step a forward. A sampled row may differ, since draws are addressed by the number of the step. By
+    "subset" a row may continue from a draft that lacks some of a result's tokens, so neither its output nor its number
+    of forwards need be those of the sampler alone.
 
     Attributes:
-        match: "exact" or "subset".
+        branches: `K`, canvases a forward. match: "exact" or "subset".
     """
 
     match: Literal["exact", "subset"] = "subset"
@@ -112,16 +113,17 @@ class BranchLater(BranchExact):
 
 @dataclasses.dataclass(frozen=True)
 class BranchTree(Verify):
-    """Self speculative decoding, SSD (Gao et al. 2025): drafts take the next steps, those of the surest candidates, in
-    several orders, so that a step that comes a little earlier or later than foreseen is found as well.
+    """Self speculative decoding, SSD (Gao et al. 2025): the drafts take the next steps, those of the surest candidates,
+    in several orders, so that a step that comes a little earlier or later than foreseen is found as well.
 
-    The output is that of one step a forward, token for token, in no more forwards. A draft has children that take one
-    of the first `top` steps it has not taken; drafts that took the same steps in another order are one canvas. With
-    `top` = 1 it is the chain of `BranchExact`. The paper has a chain and a mixed order; that trees share canvases is
-    ours.
+    The output equals that of one step a forward, token for token, in no more forwards. A draft's children take one of
+    the first `top` steps that it has not taken; drafts that took the same steps in another order are one canvas. With
+    `top` = 1 it is the chain of `BranchExact`. The paper has a chain and a mixed order; sharing canvases within a tree
+    is an addition of this library.
 
     Attributes:
-        length: steps ahead. top: choices at each. most: canvases a forward, those of the fewest steps first.
+        length: steps ahead. top: choices at each.
+        most: canvases a forward; those of the fewest steps come first.
 
     >>> BranchTree(2, 2).taken
     ((), (0,), (1,), (0, 1))

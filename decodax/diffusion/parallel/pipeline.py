@@ -1,9 +1,9 @@
 """Several blocks at once: the pipelines of D2F (Wang et al. 2025) and d3LLM (Qian et al. 2026).
 
-A block joins the work before the one in front of it is done: `Pipeline` says when, `Pipelined` what is unmasked in
-blocks that are still half blind, and `Delayed` when a finished block is clean enough to be cached. The rules are those
-of the authors' code, which are not the same for LLaDA and for Dream (`WithBest`, `InTurn`). `Pipeline(add=1, full=1)`
-is `Blocks`, `Delayed(0, refresh=1)` no cache.
+Work on a block begins before the block in front of it is done. `Pipeline` says when, `Pipelined` which candidates of
+blocks that have incomplete context are unmasked, and `Delayed` when a finished block may be cached. The rules are those
+of the authors' code, which differ for LLaDA and Dream (`WithBest`, `InTurn`). `Pipeline(add=1, full=1)` is `Blocks`,
+and `Delayed(0, refresh=1)` is no cache.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from decodax.struct import Struct, struct
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline(Blocks):
-    """Blocks of `block` positions, up to `most` of them at work; the region begins with the first unfinished one.
+    """Blocks of `block` positions, at most `most` of them at a time. The region begins with the first unfinished block.
 
-    A block is added when the share `add` of the one before it is decided, and is fully active when that is the share
-    `full`. The authors add blocks without a bound, so as many as the text has are the published rule.
+    A block is added when the share `add` of the block before it is decided, and becomes fully active when that share
+    reaches `full`. The authors add blocks without a bound; with as many blocks as the text has this is the published
+    rule.
 
     Attributes:
-        add: more than 0. full: matters to `Pipelined` only. most: bounds the positions of a round.
+        add: more than 0. full: used by `Pipelined` only. most: bounds the positions of a round.
     """
 
     add: float = 0.1
@@ -73,11 +74,12 @@ class Pipeline(Blocks):
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined(Unmask):
-    """What `rule` unmasks anywhere, and the best by score of fully active blocks in which that is nothing.
+    """The candidates that `rule` unmasks in any block, and the best one by score of each fully active block in which
+    there are none.
 
     Attributes:
-        windows: the pipeline whose blocks they are.
-        force: "each" fully active block (D2F), or the "first" with open positions (d3LLM).
+        windows: the pipeline to which the blocks belong.
+        force: "each" fully active block (D2F), or only the "first" block with open positions (d3LLM).
     """
 
     rule: Any
@@ -102,7 +104,7 @@ class Pipelined(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class WithBest(Unmask):
-    """What `rule` unmasks, and the best by score in any case: of all blocks at work, wherever it lies (d3LLM's code for
+    """The candidates that `rule` unmasks, and always the best one by score in all active blocks (d3LLM's code for
     LLaDA, whose loop over the positions by rising entropy spares the first)."""
 
     rule: Any
@@ -117,8 +119,8 @@ class WithBest(Unmask):
 
 @struct
 class Lag(Struct):
-    """`begins`: `i32[B, delay]` where the region began in the steps before, the oldest first. `cached`: `i32[B]` the
-    cache holds the positions before it."""
+    """The memory of `Delayed`: `begins`: `i32[B, delay]`, where the region began in the last steps, oldest first.
+    `cached`: `i32[B]`, the cache holds the positions before it."""
 
     begins: Array
     cached: Array
@@ -126,19 +128,21 @@ class Lag(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Delayed(Caching):
-    """d3LLM's cache for models that see the whole text: blocks are cached from left to right, each `delay` forwards
-    after it and those before it are done, when its neighbours have settled (the authors' code for Dream; `InTurn` is
-    that for LLaDA).
+    """d3LLM's cache for models that attend to the whole text: blocks are cached from left to right. A block is cached
+    `delay` forwards after it and all blocks before it are done, when its neighbours have settled (the authors' code for
+    Dream; `InTurn` is that for LLaDA).
 
-    While a finished block waits, forwards are wide, and what was cached before is renewed by them. Afterwards a narrow
-    forward recomputes all that is not cached: the finished blocks that it stores, the region, and what follows. With
-    block-causal models entries of finished blocks are exact, and so is this.
+    While a finished block waits, forwards are wide and also refresh what was cached before. Afterwards a narrow forward
+    recomputes all that is not cached: the finished blocks that it stores, the region, and what follows. With
+    block-causal models the entries of finished blocks are exact, and so is this cache.
 
     Attributes:
-        delay: 0 or more. refresh: every so many forwards is a wide one, unless it is to store a block; 1: each is.
-        suffix: positions from the region's beginning on that a narrow forward reads; as many as the text has new tokens
-            for the published rule.
-        lead: finished positions that a narrow forward can store; more of them take a wide one. None: a region's width.
+        delay: 0 or more. refresh: steps from one wide forward to the next, except where a forward is to store a block;
+            with 1 each forward is wide.
+        suffix: the number of positions, from the region's start on, that a narrow forward scores. In the published rule
+            it is at least the number of new tokens.
+        lead: the number of finished positions that a narrow forward can store; if there are more, the forward is wide.
+            None: the width of a region.
     """
 
     delay: int = 1
@@ -188,9 +192,9 @@ class Delayed(Caching):
 
 @struct
 class Turn(Struct):
-    """`first`: `i32[B]` where the text's first block begins. `cached`: `i32[B]` the cache holds the positions before
-    it. `since`: `i32[B]` the forward, counted from 1, in which the delay of the next block to be cached began, -1 while
-    that block is not done."""
+    """The memory of `InTurn`. `first`: `i32[B]`, where the text's first block begins. `cached`: `i32[B]`, the cache
+    holds the positions before it. `since`: `i32[B]`, the forward, counted from 1, in which the delay of the next block
+    to be cached began; -1 while that block is not done."""
 
     first: Array
     cached: Array
@@ -199,12 +203,8 @@ class Turn(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class InTurn(Delayed):
-    """`Delayed` with a block's delay beginning when the one before it is cached, if it is done then (d3LLM's code for
-    LLaDA): two blocks that are done at once are cached `delay` forwards apart.
-
-    Attributes:
-        block: positions of a block.
-    """
+    """`Delayed`, except that a block's delay begins only once the block before it is cached (d3LLM's code for LLaDA):
+    two blocks that are done at once are cached `delay` forwards apart."""
 
     block: int = 32
 

@@ -1,10 +1,11 @@
 """Adaptive parallel decoding, APD (Israel, Van den Broeck, Grover 2025): a diffusion model writes from left to right,
-and a small autoregressive model says how many of its tokens fit together.
+and a small autoregressive model decides how many of its tokens are kept at once.
 
-One forward gives a distribution `p_D` at each of the next positions. Its candidates are drawn with Gumbel noise; the
-autoregressive model scores them as a sequence, `p_AR`, and a token is drawn with the same noise from the product of
-both, `p_D^R p_AR^(1-R)`. Candidates are kept up to the first that differs, the first in any case. Shared noise makes
-two like distributions draw the same token, so the more the models agree, the longer the run.
+One forward gives a distribution `p_D` at each of the next positions, and candidates are drawn from it with Gumbel
+noise. The autoregressive model scores the candidates as a sequence, `p_AR`, and a token is drawn with the same noise
+from the product of both, `p_D^R p_AR^(1-R)`. Candidates are kept up to the first one that differs; the first candidate
+is always kept. With shared noise two similar distributions draw the same token, so the run is longer the more the
+models agree.
 
 The rule is the paper's. The authors' code draws the product's token without noise, so it is a token of largest
 probability at any temperature; at temperature 0 the two are the same.
@@ -34,15 +35,17 @@ from decodax.struct import Struct, struct
 
 @struct
 class Assistant(Struct):
-    """`cache`: the second model's, of all final tokens but the last. `weights`: its own, within a round."""
+    """The state of the second model. `cache`: its entries of all final tokens but the last. `weights`: its weights,
+    within a round."""
 
     cache: Cache
     weights: Any = None
 
 
 class Judged(Sequential):
-    """A second, autoregressive model with the same tokenizer judges the candidates: `Seen.agreed`. The base of those
-    that say how, by `verdict`; their attributes are `model`, `weights` and `chunk`, as in `Product`."""
+    """Base of rules by which a second, autoregressive model with the same tokenizer judges the candidates
+    (`Seen.agreed`). Subclasses define `verdict`; their attributes include `model`, `weights` and `chunk`, as in
+    `Product`."""
 
     model: Any
     weights: Any
@@ -63,7 +66,7 @@ class Judged(Sequential):
         return dataclasses.replace(self, weights=None)      # type: ignore[call-arg]
 
     def begin(self, params: Params, s: State, slots: int) -> Assistant:
-        """The prompts, all but their last tokens, in a cache of `slots`."""
+        """Puts the prompts, except for their last tokens, into a cache of `slots`."""
         if params.draft is None:
             raise ValueError(f"params: {type(self).__name__} needs its model's weights in Params.draft")
         cache = self.model.init_cache(s.batch, slots)
@@ -83,8 +86,8 @@ class Judged(Sequential):
 
     def judge(self, state: Assistant, view: View, last: Array, logits: Array,
               process: Callable[[Array], Array]) -> tuple[Array, Array, WindowKV]:
-        """Candidates `i32[B, W]`, which of them the assistant agrees to `bool[B, W]`, and its entries of the positions
-        `start - 1 ..`.
+        """The candidates `i32[B, W]`, which of them the second model agrees to `bool[B, W]`, and its entries of the
+        positions `start - 1 ..`.
 
         Args:
             last: `i32[B]` the token before the region. logits: `f32[B, W, V]` the diffusion model's.
@@ -103,16 +106,17 @@ class Judged(Sequential):
         return jnp.where(broken, jnp.minimum(token, INVALID), token), self.verdict(token, logits, own, pick), out.kv
 
     def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
-        """`bool[B, W]`: whether the candidates `token` are agreed to.
+        """`bool[B, W]`: whether the second model agrees to the candidates `token`.
 
         Args:
-            logits, own: `f32[B, W, V]` of the diffusion model and of this one.
-            draw: the policy's token from such logits, with the noise that drew the candidates.
+            logits, own: `f32[B, W, V]` of the diffusion model and of the second model.
+            draw: the policy's token from given logits, with the noise that drew the candidates.
         """
         raise NotImplementedError
 
     def settle(self, state: Assistant, kv: WindowKV, begun: Array, start: Array) -> Assistant:
-        """After a step that moved the region from `begun` to `start` (`i32[B]`): the entries of what became final."""
+        """Writes the entries of newly final tokens, after a step that moved the region from `begun` to `start`
+        (`i32[B]`)."""
         positions = begun[:, None] - 1 + jnp.arange(kv[0][0].shape[1], dtype=jnp.int32)
         true = (positions >= 0) & (positions < start[:, None] - 1)
         return Assistant(cache=state.cache.commit(kv, jnp.where(true, positions, -1)))
@@ -120,13 +124,13 @@ class Judged(Sequential):
 
 @dataclasses.dataclass(frozen=True)
 class Product(Judged):
-    """APD's judge: the token drawn from the product of both models is the same.
+    """APD's judge: it agrees if the token drawn from the product of both models is the candidate.
 
     Attributes:
-        model: a `Model`, or what `decodax.load` gave.
-        weight: `R`, 0 to 1: 1 agrees with everything, 0 with the autoregressive model's own draws alone.
-        weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
-        chunk: prompt tokens a forward when it begins.
+        model: a `Model`, or what `decodax.load` returns.
+        weight: `R`, 0 to 1. 1 agrees with everything; 0 agrees only with the autoregressive model's own draws.
+        weights: the model's weights, if it is a bare `Model`; at low level they go into `Params.draft` instead.
+        chunk: prompt tokens a forward when the model begins.
     """
 
     model: Any
@@ -148,12 +152,14 @@ class Product(Judged):
 
 @dataclasses.dataclass(frozen=True)
 class GuidedDiffusion(Judged):
-    """Guided diffusion (FlashDLM, Hu et al. 2025): an autoregressive model agrees to its own likeliest tokens.
+    """Guided diffusion (FlashDLM, Hu et al. 2025): an autoregressive model agrees to the tokens that it finds likeliest
+    itself.
 
     Attributes:
         model, weights, chunk: as in `Product`.
-        top: to so many of them; 1: the authors' "deterministic" rule, more: their "topk".
-        relative: if they have at least this share of the likeliest one's probability ("topk_relative").
+        top: the number of likeliest tokens that are accepted; 1 is the authors' "deterministic" rule, more is their
+            "topk".
+        relative: the least probability of an accepted token, as a share of the likeliest one's ("topk_relative").
     """
 
     model: Any
@@ -182,8 +188,8 @@ class Agreed(Unmask):
     """The first open position, and those that follow it up to the first on which the models disagree.
 
     Attributes:
-        go_on: whether the run goes on behind a first position on which they disagree (APD), or is that one alone
-            (FlashDLM).
+        go_on: if the models disagree on the first position, the run still continues behind it (APD); False: it ends
+            there (FlashDLM).
     """
 
     go_on: bool = True
@@ -197,7 +203,7 @@ class Agreed(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class LimitedLookahead(Full):
-    """Full attention to the text up to the region's end: what lies behind is not fed in (APD's `M`)."""
+    """Full attention to the text up to the region's end. The positions behind it are not scored (APD's `M`)."""
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
         return jnp.minimum(start + width, end)
@@ -206,7 +212,7 @@ class LimitedLookahead(Full):
 @dataclasses.dataclass(frozen=True)
 class Trailing(Caching):
     """APD's cache: a forward recomputes what the one before it decided, the `window - 1` positions before that, and the
-    region; older entries stay as they were when they were last computed.
+    region. Older entries stay as they were computed last.
 
     Attributes:
         window: `W`, 1 or more.

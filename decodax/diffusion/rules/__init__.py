@@ -1,1 +1,3 @@
-"""The rules of one step: where it works, in which order and how much is decided, what is taken back, when it ends."""
+"""The rules of a step: which positions are worked on, in which order and how many are unmasked, which are remasked, and
+when the text ends.
+"""

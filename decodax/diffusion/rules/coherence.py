@@ -1,10 +1,10 @@
-"""Coherent contextual decoding, CCD (Chen et al. 2025), as in the code that its authors released: positions that two
-steps in a row agree on are decided, and as many of them as there are (CCD-DS).
+"""Coherent contextual decoding, CCD (Chen et al. 2025), after the code that its authors released: positions on which
+two successive steps agree are decided together, however many there are (CCD-DS).
 
-Each step keeps the surest positions that it left open, and every position's likeliest token. The next step looks at
-its own surest positions: those among them that were kept, and whose likeliest token is the same, are decided together.
-Where the step's very surest positions are new, or too few agree, the step's quota is decided as ever. The list of kept
-positions grows by one a step.
+Each step remembers the surest positions that it left open, and the likeliest token of every position. The next step
+looks at its own surest positions: those among them that were remembered, and whose likeliest token is unchanged, are
+decided together. If the surest positions of all are new, or too few agree, the step decides its quota. The list of
+remembered positions grows by one a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Kept(Struct):
     """What a step leaves for the next one.
 
     Attributes:
-        surest: `bool[B, W]`: its surest positions that stayed open. token: `i32[B, W]`: likeliest ones.
+        surest: `bool[B, W]`: its surest positions that stayed open. token: `i32[B, W]`: the likeliest tokens.
         size: `i32[B]`: how many positions `surest` may have.
     """
 
@@ -38,14 +38,14 @@ class Kept(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Agreeing(Counts, Unmask):
-    """The positions that this step and the one before it agree on, or the step's quota.
+    """The positions on which this step and the one before it agree, or the step's quota.
 
     Attributes:
-        steps: of a region: the quota is its open positions divided by them, rounded down, and 1 at least. None: one
-            position a step. The last step takes its quota.
-        adaptive: all that agree are decided (CCD-DS); False: no more than the quota, chosen among them.
-        grow: the list of kept positions grows to `1 + grow` times the quota.
-        warmup: so many first steps take their quota.
+        steps: steps of a region: the quota is its open positions divided by them, rounded down, and at least 1. None:
+            one position a step. The last step takes its quota.
+        adaptive: all that agree are decided (CCD-DS); False: at most the quota, chosen among them.
+        grow: the list of remembered positions grows to `1 + grow` times the quota.
+        warmup: the number of first steps that take their quota.
         score: which positions are the surest.
     """
 

@@ -1,4 +1,5 @@
-"""Dimple's confident decoding (Yu et al. 2025): all positions above a threshold, or what the noise schedule gives."""
+"""Dimple's confident decoding (Yu et al. 2025): all positions above a threshold, else as many as the noise schedule
+says."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from decodax.diffusion.rules.unmasking import best, reaches
 
 @dataclasses.dataclass(frozen=True)
 class Confident(Counts, Unmask):
-    """All positions whose candidate has a probability above `threshold`. In a step in which none has, the schedule says
-    how many are unmasked, by the score: time runs from 1 to `eps` in even steps, the share of positions that are still
-    open says where it stands, and the next step of time that gives at least one position is taken. The last step
-    unmasks all that is left.
+    """All positions whose candidate has a probability above `threshold`. If there are none, the schedule says how many
+    positions are unmasked, the best by score: time runs from 1 to `eps` in even steps; the share of positions that are
+    still open gives the current time, and the first later step of time that yields at least one position is taken. The
+    last step unmasks all that is left.
 
     Attributes:
         threshold, eps: see above. steps: of a region; None: as many as it has open positions.
@@ -34,7 +35,7 @@ class Confident(Counts, Unmask):
         return jnp.maximum(view.opened, 1) if self.steps is None else jnp.full_like(view.opened, self.steps)
 
     def count(self, view: View) -> Array:
-        """`i32[R]`: what the schedule gives."""
+        """`i32[R]`: the number of positions that the schedule gives."""
         steps, left = self._steps(view)[:, None], view.masked.sum(1, dtype=jnp.int32)[:, None]
         step = jnp.arange(max(self.steps or 0, view.positions.shape[1]) + 1, dtype=jnp.int32)
         time = 1 - (1 - self.eps) * step.astype(jnp.float32) / steps                        # s

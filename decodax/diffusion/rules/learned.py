@@ -1,11 +1,12 @@
-"""Learn2PD (Bao et al. 2025): a small trained network says of each candidate of a block whether it is final, and the
-text is cut at the end that the model predicts.
+"""Learn2PD (Bao et al. 2025): a small trained network predicts for each candidate of a block whether it is final, and
+the text is cut at the end that the model predicts.
 
-As in the authors' code a block's candidates are unmasked where the filter's probability is above a threshold, and the
-step's quota of the surest ones in any case. End-of-text prediction looks at the whole canvas: where a candidate is an
-end of sequence that the filter accepts, the text ends behind the first of them; else, where any candidate is one,
-behind the surest, whose token is not unmasked yet: later steps may decide it otherwise, which there leaves a text
-without an end. Here the last token of a text that was cut is an end of sequence in any case.
+As in the authors' code, a block's candidates are unmasked where the filter's probability is above a threshold, and the
+step's quota of the surest ones in any case. End-of-text prediction looks at the whole canvas. If some candidate is an
+end of sequence that the filter accepts, the text ends behind the first such candidate. Otherwise, if some candidate is
+an end of sequence, the text ends behind the surest of them. That token is not unmasked yet, and later steps of the
+authors' code may decide another one there, which leaves a text without an end. Here the last token of a cut text is
+always an end of sequence.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ class Filter:
 
     @property
     def block(self) -> int:
-        """`n`."""
+        """`n`, the positions of a block."""
         return self.hidden.shape[0]
 
     def __call__(self, confidence: Array) -> Array:
-        """Logits `f32[..., n]` that the candidates are final, from their probabilities `f32[..., n]`."""
+        """Logits `f32[..., n]` that the candidates are final, given their probabilities `f32[..., n]`."""
         return jax.nn.relu(confidence @ self.hidden + self.hidden_bias) @ self.out + self.out_bias
 
     def _key(self) -> tuple[Any, ...]:
@@ -87,7 +88,7 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class Learned(Counts, Unmask):
-    """What the filter accepts with a probability above `threshold`, and the step's quota.
+    """The candidates that the filter accepts with a probability above `threshold`, and the step's quota.
 
     Attributes:
         steps: of a block, for the quota; None: one position a step.
@@ -108,7 +109,7 @@ class Learned(Counts, Unmask):
         return self.quota.learn(before, seen, after, memory)
 
     def accepts(self, view: View, seen: Seen) -> Array:
-        """`bool[R, W]`: positions of the current block."""
+        """`bool[R, W]`: the positions of the current block whose candidates the filter accepts."""
         n, W = self.filter.block, view.positions.shape[1]
         block = current(view, n)[:, None]
         place = block * n + jnp.arange(n, dtype=jnp.int32)
@@ -123,8 +124,9 @@ class Learned(Counts, Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class PredictedEnd(Stop):
-    """Where a candidate is an end of sequence that the filter accepts, the text ends behind the first of them; else,
-    where any candidate is one, behind the surest. It may still be open, and is decided in its turn.
+    """The text ends behind the first candidate that is an end of sequence and that the filter accepts. If there is
+    none, it ends behind the surest candidate that is an end of sequence. That position may still be open, and is
+    decided later.
 
     Attributes:
         learned: the sampler's unmasking rule.
@@ -142,9 +144,9 @@ class PredictedEnd(Stop):
 
 @dataclasses.dataclass(frozen=True)
 class ClosingToken(Keep):
-    """What is decided in the last position of a text that was cut is an end of sequence, whatever the candidate.
+    """Puts an end of sequence into the last position of a text that was cut, instead of the candidate.
 
-    It remembers where the text ended at first, `i32[B]`.
+    The memory is where the text ended at first, `i32[B]`.
     """
 
     def init(self, view: View) -> Memory:

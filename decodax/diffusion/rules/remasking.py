@@ -1,4 +1,4 @@
-"""What becomes of tokens after unmasking: kept, taken back, overwritten, or drowned in noise again."""
+"""Remasking rules: after unmasking, tokens are kept, masked again, replaced by others or by noise."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Keep(Remask):
 
 @dataclasses.dataclass(frozen=True)
 class ReMDM(Counts, Remask):
-    """Remasking with coins (Wang et al. 2025): a decided token is taken back with probability sigma, over `steps`.
+    """Remasking with coins (ReMDM, Wang et al. 2025): each decided token is masked again with probability sigma.
 
     Attributes:
         steps: of a region. eta: the size of sigma.
         kind: "cap": `min(eta, (1 - a_s) / a_t)`. "rescale": `eta` times that bound. "conf": the bound times each
             token's share of softmax(-p) over the decided ones, with `p` its probability when it was decided. "loop":
             the share of decided positions rises to `held` until time `on`, stays there until `off` while sigma is
-            `eta`, and rises to 1; as in the authors' code, with their numbers.
-        eps: where time ends; all of what is open is decided in the last step.
+            `eta`, and then rises to 1; as in the authors' code, with their numbers.
+        eps: where time ends; the last step decides all that is open.
     """
 
     steps: int = 64
@@ -53,7 +53,7 @@ class ReMDM(Counts, Remask):
             raise ValueError(f"held: got {self.held}, takes more than 0 up to 1 / (1 + eta)")
 
     def shares(self, view: View) -> tuple[Array, Array]:
-        """`f32[R]` each: the share of positions that are masked where a step begins and where it ends."""
+        """`f32[R]` each: the share of positions that are masked at the beginning and at the end of a step."""
         t, s = time(view.step, self.steps, self.eps)
         if self.kind != "loop":
             return t, s
@@ -89,8 +89,8 @@ class ReMDM(Counts, Remask):
 
 @dataclasses.dataclass(frozen=True)
 class MaskBottom(Counts, Remask):
-    """MaskGIT (Chang et al. 2022) as its loop is written: all candidates are taken (`All`) and the least sure of this
-    step's are masked again, so many as the cosine schedule leaves; at least one stays."""
+    """MaskGIT (Chang et al. 2022) as its loop is written: all candidates are taken (`All`), and the least sure of this
+    step's are masked again, as many as the cosine schedule leaves open; at least one stays."""
 
     steps: int = 12
     score: Any = Confidence()
@@ -107,8 +107,9 @@ class MaskBottom(Counts, Remask):
 
 @dataclasses.dataclass(frozen=True)
 class Edit(Remask):
-    """Token-to-token editing (LLaDA 2.1, 2026): a decided token gives way to another candidate whose probability is
-    above `threshold`. A full region is edited until nothing changes, for at most `most` more steps."""
+    """Token-to-token editing (LLaDA 2.1, 2026): a decided token is replaced by another candidate whose probability is
+    above `threshold`. A region without open positions is edited until nothing changes, for at most `most` more steps.
+    """
 
     threshold: float = 0.9
     most: int = 16
@@ -125,8 +126,8 @@ class Edit(Remask):
 
 @dataclasses.dataclass(frozen=True)
 class Renoise(Remask):
-    """Uniform diffusion (DiffusionGemma): what was not accepted in this step gets a random token, and everything is
-    decided anew in the next. A stop rule ends it."""
+    """Uniform diffusion (DiffusionGemma): positions that were not accepted in this step get a random token, and all
+    positions are decided again in the next step, until a stop rule ends it."""
 
     vocabulary: int
     noisy = True

@@ -1,4 +1,5 @@
-"""What is unmasked first: confidence, margin, entropy, random, left to right; each with Gumbel noise if wanted."""
+"""The order of unmasking: by confidence, margin or entropy, at random, or from left to right; each with optional Gumbel
+noise."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Confidence(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Margin(Score):
-    """The two largest probabilities' difference (Dream's "topk_margin")."""
+    """The difference of the two largest probabilities (Dream's "topk_margin")."""
 
     of: Of = "model"
 
@@ -52,7 +53,7 @@ class NegEntropy(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Random(Score):
-    """A uniform number: positions in random order, which is drawn anew each step, or `once` for the whole text."""
+    """A uniform random number. It is drawn anew in each step, or with `once` a single time for the whole text."""
 
     once: bool = False
 
@@ -74,7 +75,7 @@ class Noisy(Score):
     """A score plus `temperature` times Gumbel noise.
 
     The `n` best are then `n` draws without replacement from softmax(score / temperature): Dream's `alg_temp`. With
-    `steps` the temperature falls linearly to 0 over so many steps: MaskGIT's choice temperature.
+    `steps` the temperature falls linearly to 0 over that many steps: MaskGIT's choice temperature.
     """
 
     score: Any

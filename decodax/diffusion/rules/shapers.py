@@ -1,8 +1,8 @@
-"""What becomes of the model's distributions before anything is read off them: annealed, or joined with what the model
-said in the steps before (CCD's average, dInfer's credit).
+"""Changes to the model's distributions before candidates are drawn: a temperature that falls, or a mixture with the
+distributions of earlier steps (CCD's average, dInfer's credit).
 
-A memory of distributions is kept for their likeliest tokens only: a carry as wide as the vocabulary would cost more
-than the cache. What is lost by that is stated at each method.
+Distributions are remembered for their likeliest tokens only: a carry as wide as the vocabulary would cost more than the
+cache. Each rule says what is lost by that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from decodax.struct import Struct, struct
 
 @dataclasses.dataclass(frozen=True)
 class AsIs(Shaper):
-    """The model's own."""
+    """The model's own distributions."""
 
     def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
         return logits
@@ -28,9 +28,8 @@ class AsIs(Shaper):
 
 @dataclasses.dataclass(frozen=True)
 class Anneal(Shaper):
-    """A temperature that falls evenly from `first` in a region's first step towards `last`, which a step number `steps`
-    would have (DiffusionGemma). The policy's temperature comes on top: 1 for the published rule.
-    """
+    """A temperature that falls linearly from `first` in a region's first step and would reach `last` one step after
+    `steps` steps (DiffusionGemma). The policy's temperature is applied on top; the published rule has 1 there."""
 
     first: float = 0.8
     last: float = 0.4
@@ -47,7 +46,8 @@ class Anneal(Shaper):
 
 @struct
 class Past(Struct):
-    """Numbers of tokens: ids `i32[B, W, n]` with `f32[B, W, n]`; an unused place holds the number 0."""
+    """Amounts for some tokens of each position: ids `i32[B, W, n]` and amounts `f32[B, W, n]`; an unused place has
+    amount 0."""
 
     ids: Array
     amount: Array
@@ -58,7 +58,7 @@ class Past(Struct):
         return cls(ids=jnp.zeros(shape, jnp.int32), amount=jnp.zeros(shape, jnp.float32))
 
     def unless(self, gone: Array) -> Past:
-        """Emptied in the rows `gone` (`bool[B]`)."""
+        """The same, with all amounts 0 in the rows `gone` (`bool[B]`)."""
         keep = ~gone[:, None, None]
         return Past(jnp.where(keep, self.ids, 0), jnp.where(keep, self.amount, 0))
 
@@ -69,11 +69,11 @@ class Past(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Average(Shaper):
-    """Coherent contextual decoding (CCD, Chen et al. 2025): the mean of a position's distributions in this step and the
-    `past` ones before it in the region, an estimate of its marginal over contexts. Past ones count with their `kept`
-    likeliest tokens; the mass of the others is lost, and the mean is normalised without it.
+    """Coherent contextual decoding (CCD, Chen et al. 2025): the mean of a position's distributions in this step and in
+    the `past` steps before it, an estimate of its marginal over contexts. Past distributions count with their `kept`
+    likeliest tokens; the mass of all others is lost, and the mean is normalised without it.
 
-    The paper averages over all steps so far and keeps a few of the last ones; its released code decides by agreement
+    The paper averages over all steps so far and keeps a few of the last ones. The released code decides by agreement
     instead (`Agreeing`).
     """
 
@@ -108,12 +108,13 @@ class Average(Shaper):
 
 @dataclasses.dataclass(frozen=True)
 class Credit(Shaper):
-    """dInfer's credit decoding (Ma et al. 2025), as its code has it: in each step an open position's likeliest token
-    earns its probability to the power `gamma`, older credit fades by `beta`, and logits rise by
-    `alpha * log(1 + credit)`.
+    """dInfer's credit decoding (Ma et al. 2025), after its code: in each step an open position's likeliest token earns
+    its probability to the power `gamma`, older credit is multiplied by `beta`, and logits rise by `alpha * log(1 +
+    credit)`.
 
-    The published matrix `[B, W, V]` is kept for `kept` tokens a position, those of most credit. A position earns one
-    token a step, so this is exact for its first `kept` steps, and as long as no more tokens were ever likeliest.
+    The published matrix `[B, W, V]` is kept for the `kept` tokens of most credit at each position. One token of a
+    position earns credit in a step, so this is exact for the first `kept` steps, and as long as no more than `kept`
+    different tokens were likeliest.
     """
 
     alpha: float = 0.7

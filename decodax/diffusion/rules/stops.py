@@ -1,4 +1,5 @@
-"""When a row is done before its canvas is: the end of the text or of the steps, a stable canvas, a sure answer."""
+"""Rules that end a row before its whole canvas is decided: at the end of the text, after a number of steps, when the
+canvas is stable or the answer is sure."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from decodax.diffusion.policies import Counts, Memory, Seen, Stop, View
 
 
 def ends(view: View, tokens: Array) -> Array:
-    """`bool[R, W]`: which of `tokens` (`i32[R, W]`) would end the text where they stand."""
+    """`bool[R, W]`: which of `tokens` (`i32[R, W]`) would end the text at their positions."""
     eos = (tokens[:, :, None] == view.eos[:, None, :]).any(-1) & (tokens >= 0)
     return eos & view.editable & view.inside & (view.positions - view.prompt_length[:, None] >= view.min_new[:, None])
 
 
 @dataclasses.dataclass(frozen=True)
 class EndOfText(Stop):
-    """The text ends behind its first end of sequence that has nothing open before it. What follows is dropped."""
+    """The text ends behind the first end of sequence that has no open position before it. The rest is dropped."""
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
         clean = jnp.cumprod(~after.open | ~after.inside, 1).astype(bool)
@@ -27,15 +28,15 @@ class EndOfText(Stop):
 
 @dataclasses.dataclass(frozen=True)
 class FirstEnd(Stop):
-    """The text ends behind the first end of sequence that is decided, whatever is open before it: the canvas is cut
-    there.
+    """The text ends behind the first end of sequence that is decided, even if positions before it are open: the canvas
+    is cut there.
 
     Attributes:
-        filled: the canvas keeps its length, and what is open before the end sees more ends of sequence behind it
-            (d3LLM).
-        once: a second one, before the first, cuts nothing more (Elastic-Cache's loop). What is open between them is
-            still filled in, and the text that is returned ends at the earlier one. It remembers whether it has cut,
-            `bool[B]`.
+        filled: the canvas keeps its length. Positions that are open before the end then attend to more ends of sequence
+            behind it (d3LLM).
+        once: the canvas is cut only once (Elastic-Cache's loop). If an end of sequence is decided later at an earlier
+            position, the positions between the two are still filled in, and the returned text ends at the earlier one.
+            The memory is whether the row has been cut, `bool[B]`.
     """
 
     filled: bool = False
@@ -53,13 +54,14 @@ class FirstEnd(Stop):
 
 
 def behind(view: View, hit: Array) -> Array:
-    """`i32[R]`: the end of the text if it ends behind the first of `hit` (`bool[R, W]`), if there is one."""
+    """`i32[R]`: the end of the text if it ends behind the first position of `hit` (`bool[R, W]`); unchanged if there is
+    none."""
     return jnp.where(hit.any(1), view.start + jnp.argmax(hit, 1).astype(jnp.int32) + 1, view.end)
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps(Counts, Stop):
-    """A region takes at most `steps` steps: the last unmasks all that is open."""
+    """A region takes at most `steps` steps: the last one unmasks all open positions."""
 
     steps: int
 
@@ -69,11 +71,11 @@ class Steps(Counts, Stop):
 
 @dataclasses.dataclass(frozen=True)
 class Stable(Stop):
-    """A region is done when its likeliest tokens are those of the `times` steps before and their mean entropy is below
-    `entropy` nats (DiffusionGemma, as in transformers; google-deepmind/gemma compares them with the tokens that stand
-    in the region, noise and all).
+    """A region is done when its likeliest tokens are the same as in the `times` steps before and their mean entropy is
+    below `entropy` nats. This is DiffusionGemma as in transformers; google-deepmind/gemma compares with the tokens on
+    the canvas, noise included.
 
-    It remembers those tokens, `i32[B, times, W]`.
+    The memory is those tokens, `i32[B, times, W]`.
     """
 
     entropy: float = 0.005
@@ -96,13 +98,13 @@ class Stable(Stop):
 
 @dataclasses.dataclass(frozen=True)
 class Gap(Counts, Stop):
-    """Prophet (Li et al. 2025): when the answer is sure, everything is unmasked at once. It is sure when the mean
-    difference of the two largest logits over its positions reaches 7.5, 5.0 or 2.5, in the first, second and last third
+    """Prophet (Li et al. 2025): everything is unmasked at once when the answer is sure. It is sure when the mean
+    difference of the two largest logits over its positions reaches 7.5, 5.0 or 2.5 in the first, second and last third
     of the steps (progress below 0.33, below 0.67, and beyond, as in the authors' code).
 
     Attributes:
         steps: of a block. block: positions of one.
-        answer: where the answer stands, first position behind the prompt and length; None: the whole text.
+        answer: the first position of the answer behind the prompt, and its length; None: the whole text.
         gaps: the three thresholds.
     """
 

@@ -1,4 +1,5 @@
-"""Which candidates are unmasked in a step: quotas, thresholds, factors, entropy bounds, prefixes, coins, all."""
+"""Unmasking rules: the candidates that are decided in a step, by quotas, thresholds, factors, entropy bounds, prefixes
+or coins."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ Measure = Literal["confidence", "margin", "entropy"]
 
 
 def reaches(seen: Seen, of: Of, measure: Measure, value: float, strict: bool = False) -> Array:
-    """`bool[R, W]`: the candidate's probability or the margin is at least `value`, or the entropy at most; with
-    `strict` more than that, or less."""
+    """`bool[R, W]`: the candidate's probability or margin is at least `value`, or its entropy at most `value`; with
+    `strict` above or below it."""
     stats = seen.of(of)
     x, bar = {"confidence": (stats.log_prob, jnp.log(jnp.float32(value))), "margin": (stats.margin, jnp.float32(value)),
               "entropy": (-stats.entropy, jnp.float32(-value))}[measure]
@@ -32,24 +33,24 @@ def best(score: Array, among: Array, count: Array) -> Array:
 
 
 def time(step: Array, steps: int, eps: float = 0.0) -> tuple[Array, Array]:
-    """Where a step of `steps` goes from and to, `f32[R]` each: from 1 down to `eps`, evenly."""
+    """The time at which a step of `steps` begins and ends, `f32[R]` each: it falls evenly from 1 to `eps`."""
     at = lambda i: 1 - (1 - eps) * jnp.minimum(i, steps).astype(jnp.float32) / steps
     return at(step), at(step + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Quota(Counts, Unmask):
-    """The best so many, fixed in advance.
+    """The best candidates by score, as many as a schedule says.
 
     Attributes:
         steps: of a region; None: one position a step.
-        schedule: "even": LLaDA's split of the positions open at first, remainder first. "width": the same split of the
-            whole region, the prompt's tokens in it counted in (SDAR, LLaDA 2). "time": Dream's share `1 - s/t` of those
-            still open, rounded down, all in the last step. The share may be less than one position: such a step unmasks
-            nothing (with as many steps as positions, the published default, the first one). "cosine": MaskGIT's: after
-            step `i` (from 1) `floor(opened * cos(pi/2 * i/steps))` are left, but one at least before the last step.
-            "power": ReCAP's: from step to step what `floor(opened * (1 - (i/steps)^2.5))` falls by, one at least, and
-            all in the last.
+        schedule: "even": LLaDA's split of the positions open at first, with the remainder in the first steps. "width":
+            the same split of the whole region, including the prompt's tokens in it (SDAR, LLaDA 2). "time": Dream's
+            share `1 - s/t` of the positions still open, rounded down; all of them in the last step. The share may be
+            less than one position: such a step unmasks nothing (with as many steps as positions, the published default,
+            the first step). "cosine": MaskGIT's: after step `i` (from 1) `floor(opened * cos(pi/2 * i/steps))`
+            positions are left, but at least one before the last step. "power": ReCAP's: the decrease of `floor(opened *
+            (1 - (i/steps)^2.5))` from step to step, at least one; all in the last step.
         eps: where time ends ("time").
     """
 
@@ -95,12 +96,13 @@ def remaining(view: View, steps: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Unmask):
-    """All that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen et al. 2025).
+    """All candidates that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen et al.
+    2025).
 
     Attributes:
         value, measure, of, strict: see `reaches`.
-        slack: of "confidence": the bar is never above the surest one's probability less this, so those that are as good
-            as equal to it go with it (dInfer's threshold decoder, 1e-5).
+        slack: for "confidence": the threshold is at most the largest probability minus this, so that candidates almost
+            as sure as the surest one are taken with it (dInfer's threshold decoder, 1e-5).
     """
 
     value: float = 0.9
@@ -119,13 +121,14 @@ class Threshold(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class Factor(Unmask):
-    """Fast-dLLM's factor rule: the more are unmasked at once, the surer each must be. By falling confidence, rank `r`
-    from 1, the first always:
+    """Fast-dLLM's factor rule: the more candidates are unmasked at once, the surer each of them must be. Candidates are
+    taken by falling confidence `c_r`, with rank `r` from 1, as long as the condition of the variant holds; the first
+    one is always taken.
 
     Attributes:
         factor: `f`.
-        variant: "a": while `c_r >= 1 - f / (r + 1)`, as in the paper. "b": as the authors' code, which also takes the
-            last of all open positions when it is the only one to fail. "c": while `c_r > 1 - f / r`, looser.
+        variant: "a": `c_r >= 1 - f / (r + 1)`, as in the paper. "b": as the authors' code, which also takes the last of
+            all open positions when it is the only one to fail. "c": `c_r > 1 - f / r`, looser.
     """
 
     factor: float = 1.0
@@ -149,8 +152,9 @@ class Factor(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class EntropyBound(Unmask):
-    """Entropy-bounded unmasking (EB-sampler, Ben-Hamu et al. 2025): the longest list by falling score whose entropies
-    sum to at most `bound`, the largest of them not counted, so one is always taken; `inclusive` counts it (SDAR)."""
+    """Entropy-bounded unmasking (EB-sampler, Ben-Hamu et al. 2025): the longest list by falling score whose entropies,
+    without the largest of them, sum to at most `bound`; so at least one is taken. `inclusive` counts the largest too
+    (SDAR)."""
 
     bound: float = 0.1
     inclusive: bool = False
@@ -166,8 +170,8 @@ class EntropyBound(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class ConfidentPrefix(Unmask):
-    """All up to the first that is not sure enough (SDLM, Liu et al. 2025). With `Position` as the score the first one
-    is always taken."""
+    """The candidates before the first one that is not sure enough (SDLM, Liu et al. 2025). With `Position` as the score
+    the first open position is always taken."""
 
     value: float = 0.9
     measure: Measure = "confidence"
@@ -182,12 +186,12 @@ class ConfidentPrefix(Unmask):
 @dataclasses.dataclass(frozen=True)
 class Ancestral(Counts, Unmask):
     """Ancestral sampling of the absorbing process (MDLM, Sahoo et al. 2024; Dream's "origin") over `steps` even steps
-    of time from 1 to `eps`, the last of which takes all that is left.
+    of time from 1 to `eps`; the last step takes all that is left.
 
-    A position falls in the step from t to s with probability `1 - s/t`, whatever the others do: at a uniform time. So
-    each draws its time at once, and the steps in which none falls, whose forward would change nothing (MDLM's cached
-    sampler skips it), do not take place. With steps without end this is first-hitting sampling: one position at a time
-    in random order (`Quota` by `Random`).
+    In the step from t to s a position is unmasked with probability `1 - s/t`, independently of all others: that is, at
+    a uniform random time. So each position draws its time at once. Steps in which no position's time comes would not
+    change the canvas (MDLM's cached sampler skips their forward), so they are left out. With infinitely many steps this
+    is first-hitting sampling: one position at a time, in random order (`Quota` by `Random`).
     """
 
     steps: int = 64
@@ -205,13 +209,13 @@ class Ancestral(Counts, Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class Coins(Counts, Unmask):
-    """A coin for each position and step, for processes that also take tokens back (ReMDM, Wang et al. 2025): from time
-    t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, `a` the share of decided ones
-    by the schedule, `1 - t` unless `remask` has its own; all in the last step. A step in which no coin falls unmasks
-    nothing.
+    """A coin for each position and step, for processes that also remask tokens (ReMDM, Wang et al. 2025): in the step
+    from time t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, where `a` is the
+    share of decided positions by the schedule, `1 - t` unless `remask` has its own. The last step decides all
+    positions. A step may unmask nothing.
 
     Attributes:
-        steps: of a region. remask: a `ReMDM` with the same steps, whose sigma counts; None: 0.
+        steps: of a region. remask: a `ReMDM` with the same steps, which gives sigma; None: sigma is 0.
     """
 
     steps: int = 64
@@ -228,9 +232,9 @@ class Coins(Counts, Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class LocalLeap(Unmask):
-    """Local determinism propagation (LocalLeap, Kong et al. 2025): positions whose candidate has a probability of
-    `anchor` are unmasked, and those within `radius` of one that reach `relaxed`. Only open positions of the block are
-    anchors, as in the authors' code."""
+    """Local determinism propagation (LocalLeap, Kong et al. 2025): candidates with a probability of at least `anchor`
+    are unmasked, and candidates within `radius` of one of them with a probability of at least `relaxed`. Only open
+    positions of the block are anchors, as in the authors' code."""
 
     anchor: float = 0.9
     relaxed: float = 0.75
@@ -250,8 +254,8 @@ class LocalLeap(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class Segments(Unmask):
-    """dInfer's hierarchy decoder (Ma et al. 2025): all above `threshold`, and in each run of open positions side by
-    side the surest one if it is above `low`, which divides the run."""
+    """dInfer's hierarchy decoder (Ma et al. 2025): all candidates above `threshold`, and in each run of adjacent open
+    positions the surest one if it is above `low`; it divides the run."""
 
     threshold: float = 0.9
     low: float = 0.4
@@ -267,7 +271,7 @@ class Segments(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class All(Unmask):
-    """All of them."""
+    """All candidates."""
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         return view.active
@@ -275,7 +279,8 @@ class All(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast(Unmask):
-    """What `rule` unmasks where that is a step's quota or more, else the quota's (SDAR's dynamic rule, LLaDA 2)."""
+    """The candidates that `rule` unmasks if they are as many as the step's quota or more, else the quota (SDAR's
+    dynamic rule, LLaDA 2)."""
 
     rule: Any
     quota: Quota = Quota()
@@ -296,10 +301,10 @@ class AtLeast(Unmask):
 @dataclasses.dataclass(frozen=True)
 class BlockQuota(Counts, Unmask):
     """LLaDA's even quota for each block of a region that is filled block by block (`WholeBlocks`): `steps` a block,
-    remainder first; past them one a step.
+    with the remainder in the first steps; one position a step beyond them.
 
-    It remembers the step in which the block began and its positions then, `i32[B]` each: the text may end in the block
-    later.
+    The memory is the step in which the block began and its positions then, `i32[B]` each, since the text may come to
+    end inside the block later.
     """
 
     block: int = 32
@@ -325,7 +330,7 @@ class BlockQuota(Counts, Unmask):
 
 
 def number(view: View, block: int) -> Array:
-    """`i32[R, W]`: which block of the region a position lies in."""
+    """`i32[R, W]`: the number of the block of the region that a position lies in."""
     return (view.positions - view.start[:, None]) // block
 
 
@@ -336,9 +341,9 @@ def current(view: View, block: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Anchored(Unmask):
-    """A region's first position in its first step, however sure, and nothing else; then as `rule` says: Fast-dLLM's
-    code for Dream, where the cached forwards of a block do not reach what predicts its first position, and Fast-dLLM
-    v2, where the forward that finishes a block predicts the next one's first token."""
+    """Only a region's first position in its first step, however sure it is; afterwards as `rule` says. This is
+    Fast-dLLM's code for Dream, where the cached forwards of a block do not include the position that predicts its first
+    one, and Fast-dLLM v2, where the forward that finishes a block predicts the first token of the next."""
 
     rule: Any
 

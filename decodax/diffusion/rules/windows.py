@@ -1,5 +1,5 @@
-"""Which part of the text is worked on, and when it is final: the whole, blocks, blocks in blocks, blocks that end where
-the text has a seam, a sliding window."""
+"""Which part of the text is worked on, and when it is final: the whole text, blocks, sub-blocks, blocks that end at a
+delimiter, or a sliding window."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from decodax.diffusion.rules.unmasking import current, number
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Windows):
-    """The whole text is one region of at most `size` positions; a longer one is filled region after region. None: as
-    many as the front door's longest budget."""
+    """The whole text is one region of at most `size` positions; a longer text is filled in several regions. None: the
+    largest budget of the call."""
 
     size: int | None = None
     align = None
@@ -31,15 +31,16 @@ class Whole(Windows):
         return self.size
 
     def fit(self, budget: int) -> Whole:
-        """With a size for texts of `budget` new tokens: a power of two, so that few programs serve all budgets."""
+        """The rule with a size for texts of `budget` new tokens: a power of two, so that few programs serve all
+        budgets."""
         size = max(1 << max(budget - 1, 0).bit_length(), 8)
         return dataclasses.replace(self, size=size) if self.size is None else self
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeBlocks(Whole):
-    """The whole text is one region, filled in blocks of `block` positions from left to right: as `Blocks`, for rules
-    that look at all of the text."""
+    """The whole text is one region, in which blocks of `block` positions are filled from left to right. It unmasks what
+    `Blocks` does, for rules that look at the whole text."""
 
     block: int = 32
 
@@ -94,13 +95,13 @@ class SubBlocks(Blocks):
 @dataclasses.dataclass(frozen=True)
 class Delimited(Windows):
     """Blocks that end with a delimiter (AdaBlock, Lu et al. 2025), as in the authors' code: in a block's first step the
-    candidates of the next positions, `share` of the text's new ones, are searched for `delimiters`. The surest ends the
-    block if its probability is at least `threshold`; else the block is `block` positions long.
+    candidates of the next positions (`share` of the text's new ones) are searched for `delimiters`. The surest
+    delimiter ends the block if its probability is at least `threshold`; otherwise the block has `block` positions.
 
-    It remembers the block's length, `i32[B]`. The window is as wide as the longest block can be.
+    The memory is the block's length, `i32[B]`. The region is as wide as the longest possible block.
 
     Attributes:
-        size: most new tokens of a text, of which the window takes `share`; None: the front door's longest budget.
+        size: the most new tokens of a text, of which the region takes `share`; None: the largest budget of the call.
     """
 
     delimiters: tuple[int, ...]
@@ -124,12 +125,13 @@ class Delimited(Windows):
         return max(int(self.size * self.share), self.block)
 
     def fit(self, budget: int) -> Delimited:
-        """With a size for texts of `budget` new tokens: a power of two, so that few programs serve all budgets."""
+        """The rule with a size for texts of `budget` new tokens: a power of two, so that few programs serve all
+        budgets."""
         size = max(1 << max(budget - 1, 0).bit_length(), 8)
         return dataclasses.replace(self, size=size) if self.size is None else self
 
     def _length(self, view: View, seen: Seen) -> Array:
-        """`i32[R]`: of a block that begins now."""
+        """`i32[R]`: the length of a block that begins now."""
         text = (view.end - view.prompt_length).astype(jnp.float32)
         searched = view.inside & (view.positions - view.start[:, None] < jnp.floor(text * self.share)[:, None])
         found = searched & seen.reached & (seen.token[..., None] == jnp.array(self.delimiters, jnp.int32)).any(-1)
@@ -154,7 +156,7 @@ class Delimited(Windows):
 
 @dataclasses.dataclass(frozen=True)
 class Sliding(Windows):
-    """The next `size` positions behind the last final one; what is decided without a gap is final (SDLM)."""
+    """The `size` positions behind the last final one. Positions are final once no open one lies before them (SDLM)."""
 
     size: int = 8
     align = None

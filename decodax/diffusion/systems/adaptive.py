@@ -1,5 +1,5 @@
-"""Published samplers whose pace follows what the model says: early stops, learned and local rules, memories of earlier
-steps, blocks that end where the text does, canvases of noise."""
+"""Published samplers that adapt to what the model predicts: early stops, learned and local rules, memories of earlier
+steps, blocks that end at delimiters, and canvases of noise."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from decodax.diffusion.systems.entries import blocks, entry
        "LLaDA that unmasks everything at once as soon as the answer is sure")
 def prophet(lm: Any, block: int = 32, steps: int | None = None, answer: tuple[int, int] | None = None,
             gaps: tuple[float, float, float] = (7.5, 5.0, 2.5), size: int | None = None) -> MaskedDiffusion:
-    """`steps` of a block. `answer`: first position behind the prompt and length (5 as published); None: the whole text
-    is watched."""
+    """`steps`: of a block. `answer`: the first position of the answer behind the prompt, and its length (5 as
+    published); None: the whole text."""
     gap = Gap(block if steps is None else steps, block, answer, gaps)
     return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, block), unmask=BlockQuota(block, steps),
                            stops=(gap, EndOfText()))
@@ -38,11 +38,11 @@ def prophet(lm: Any, block: int = 32, steps: int | None = None, answer: tuple[in
        "Bao et al. 2025", "a trained filter on a block's confidences, and the canvas cut at the predicted end of text")
 def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.96, steps: int | None = None,
              end_of_text: bool = True, size: int | None = None) -> MaskedDiffusion:
-    """`filter`: its weights, or their file; None: the `filter.safetensors` beside the model. Its width is the block.
-    `steps` of a block.
+    """`filter`: its weights, or their file; None: the `filter.safetensors` in the model's directory. Its width is the
+    block. `steps`: of a block.
 
     Raises:
-        ValueError: no filter given, and none beside the model.
+        ValueError: no filter given, and none in the model's directory.
     """
     own = filter if isinstance(filter, Filter) else Filter.load(filter or _beside(lm))
     learned = Learned(own, threshold, steps)
@@ -52,7 +52,7 @@ def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.9
 
 
 def _beside(lm: Any) -> Path:
-    """The filter that lies in a model's directory."""
+    """The filter in a model's directory."""
     directory = getattr(lm, "directory", None)
     if directory is None or not (directory / "filter.safetensors").is_file():
         where = directory or "a directory of the model"
@@ -66,9 +66,9 @@ def _beside(lm: Any) -> Path:
 def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_threshold: float = 0.3, block: int = 32,
              threshold: float = 0.9, cache: Literal["none", "prefix", "dual"] = "none", suffix: int = 256,
              size: int | None = None) -> MaskedDiffusion:
-    """`delimiters`: token ids; None: the newline. `block`: where none is found. `suffix`: see `PrefixCache`. With
-    a cache, a model whose logits point to the next position decides as the authors' code for Dream does: see
-    `Anchored`."""
+    """`delimiters`: token ids; None: the newline. `block`: the length where no delimiter is found. `suffix`: see
+    `PrefixCache`. With a cache, a model whose logits point to the next position decides as in the authors' code for
+    Dream: see `Anchored`."""
     if delimiters is None:
         delimiters = tuple(lm.tokenizer.encode("\n", add_special_tokens=False)) if lm.tokenizer else ()
         if len(delimiters) != 1:
@@ -85,7 +85,7 @@ def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_thres
        "sure positions, and less sure ones in their neighbourhood")
 def localleap(lm: Any, anchor: float = 0.9, relaxed: float = 0.75, radius: int = 4,
               block: int | None = None) -> MaskedDiffusion:
-    """The authors' values for LLaDA."""
+    """The defaults are the authors' values for LLaDA."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     return MaskedDiffusion(a, windows, unmask=LocalLeap(anchor, relaxed, radius), caching=caching)
@@ -98,9 +98,9 @@ def ccd(lm: Any, rule: Literal["agreement", "mean"] = "agreement", steps: int | 
         past: int = 3, kept: int = 8, bound: float | None = None, block: int | None = None) -> MaskedDiffusion:
     """`rule` "agreement" is what the authors released, over the whole text: see `Agreeing` for `steps`, `adaptive` and
     `grow`. "mean" is the paper's estimate of a token's distribution over contexts, which the released code does not
-    compute: candidates and their order by the mean of this step's distributions and the `past` ones before it, in
-    blocks of `block` with quotas of `steps`, or with `bound` all whose mean has at most this entropy, in nats. Past
-    distributions count with their `kept` likeliest tokens."""
+    compute: candidates and their order come from the mean of this step's distributions and the `past` ones before it,
+    in blocks of `block`. Each step unmasks the quota of `steps`, or with `bound` all positions whose mean has at most
+    this entropy, in nats. Past distributions count with their `kept` likeliest tokens."""
     a = Adapter.of(lm)
     score: Score = NegEntropy() if order == "entropy" else Confidence()
     if rule == "agreement":
@@ -122,7 +122,7 @@ def dinfer_hierarchy(lm: Any, threshold: float = 0.9, low: float = 0.4, block: i
        "all sure positions, where a token that stays the likeliest earns credit")
 def dinfer_credit(lm: Any, threshold: float = 0.9, alpha: float = 0.7, gamma: float = 0.2, beta: float = 0.8,
                   kept: int = 8, block: int | None = None) -> MaskedDiffusion:
-    """Credit is kept for `kept` tokens a position."""
+    """`kept`: the number of tokens a position for which credit is kept."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     return MaskedDiffusion(a, windows, unmask=Threshold(threshold, slack=1e-5), caching=caching,
@@ -134,9 +134,9 @@ def dinfer_credit(lm: Any, threshold: float = 0.9, alpha: float = 0.7, gamma: fl
 def dimple(lm: Any, threshold: float = 0.95, steps: int | None = None,
            order: Literal["random", "confidence", "margin", "entropy"] = "random", size: int | None = None,
            prefill: bool = True) -> MaskedDiffusion:
-    """`steps`: None: as many as tokens. `order`: by which a step unmasks in which no position is above the threshold;
-    "random" is the authors' "origin", "confidence" their "maskgit_plus". The threshold is on the probability whatever
-    the order. `prefill`: the prompt's entries, but for its last token's, are computed in the first forward alone.
+    """`steps`: None: as many as tokens. `order`: the score by which a step unmasks if no position is above the
+    threshold; "random" is the authors' "origin", "confidence" their "maskgit_plus". The threshold is on the probability
+    in any order. `prefill`: the prompt's entries, except its last token's, are computed in the first forward only.
     Structure priors are given tokens in the canvas: `decodax.infill`."""
     scores: dict[str, Score] = {"random": Random(), "confidence": Confidence(), "margin": Margin(),
                                 "entropy": NegEntropy()}
@@ -148,9 +148,9 @@ def dimple(lm: Any, threshold: float = 0.95, steps: int | None = None,
        "a canvas of random tokens, decided anew in each step until it stands still; exact block cache")
 def diffusion_gemma(lm: Any, bound: float = 0.1, steps: int = 48, canvas: int | None = None, entropy: float = 0.005,
                     temperatures: tuple[float, float] = (0.8, 0.4)) -> MaskedDiffusion:
-    """The temperature falls over the `steps` of a canvas; set the policy's to 1. A canvas that stops (`Stable`), or has
-    no step left, gets this step's candidates, not the noise in the place of unsure ones; transformers gives the
-    likeliest tokens, which are the same at temperature 0. Without self-conditioning, which takes a model that reads
+    """The temperature falls over the `steps` of a canvas; set the policy's to 1. A canvas that stops (`Stable`) or has
+    no step left gets this step's candidates, and no noise stays at unsure positions. transformers takes the likeliest
+    tokens there, which are the same at temperature 0. Self-conditioning is not included; it needs a model that reads
     embeddings beside tokens."""
     a = Adapter.of(lm, Noise(lm.vocab_size))
     windows, caching = blocks(a, canvas, getattr(getattr(lm, "diffusion", None), "block", None) or 256)

@@ -29,7 +29,7 @@ from decodax.diffusion.systems.entries import blocks, entry
        "blocks from left to right, so many tokens a step, the surest or random ones")
 def llada(lm: Any, block: int | None = None, steps: int | None = None,
           order: Literal["confidence", "random"] = "confidence") -> MaskedDiffusion:
-    """`steps` are a block's; None: one for each position."""
+    """`steps`: of a block; None: one for each position."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     return MaskedDiffusion(a, windows, Random() if order == "random" else Confidence(), Quota(steps), caching=caching)
@@ -42,8 +42,9 @@ def dream(lm: Any, steps: int = 64, order: Literal["entropy", "margin", "confide
     """`order_temperature` is Dream's `alg_temp`; order "random" is its "origin". A step may decide nothing, as `Quota`
     says.
 
-    Scores are those of the policy: `generate(top_p=..., temperature=0)` filters what they see, as in the authors' code;
-    with top-k too, that comes first (there top-p does)."""
+    Scores are those of the policy: `generate(top_p=..., temperature=0)` filters the distributions that they see, as in
+    the authors' code. If top-k is given too, it is applied before top-p (in the authors' code after it).
+    """
     scores: dict[str, Score] = {"entropy": NegEntropy("policy"), "margin": Margin("policy"), "random": Random(),
                                 "confidence": Confidence("policy", log=False)}
     score = scores[order]
@@ -56,7 +57,8 @@ def dream(lm: Any, steps: int = 64, order: Literal["entropy", "margin", "confide
 @entry("maskgit", "MaskGIT: Masked Generative Image Transformer", "Chang et al. 2022",
        "the whole text at once, cosine quotas, confidence with Gumbel noise that fades")
 def maskgit(lm: Any, steps: int = 12, choice_temperature: float = 4.5, size: int | None = None) -> MaskedDiffusion:
-    """Drawing all open positions and masking the least sure again is unmasking the others: see `MaskBottom`."""
+    """Drawing all open positions and masking the least sure ones again is the same as unmasking the others: see
+    `MaskBottom`."""
     score = Noisy(Confidence("policy"), choice_temperature, steps)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), score, Quota(steps, "cosine"))
 
@@ -71,7 +73,7 @@ def mdlm(lm: Any, steps: int = 64, size: int | None = None) -> MaskedDiffusion:
 @entry("bd3-lm", "Block Diffusion: Interpolating Between Autoregressive and Diffusion Language Models",
        "Arriola et al. 2025", "diffusion inside blocks, one position a step at first-hitting times, exact block cache")
 def bd3_lm(lm: Any, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
-    """`steps` of a block; None: first-hitting times."""
+    """`steps`: of a block; None: first-hitting times."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block, 16)
     return MaskedDiffusion(a, windows, Random(), Quota() if steps is None else Ancestral(steps), caching=caching)
@@ -81,8 +83,8 @@ def bd3_lm(lm: Any, block: int | None = None, steps: int | None = None) -> Maske
        "ancestral sampling that takes tokens back")
 def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf", "loop"] = "cap",
           on: float = 0.55, off: float = 0.05, held: float = 0.9, size: int | None = None) -> MaskedDiffusion:
-    """`on`, `off`, `held`: the times and the share of decided positions of the loop. Each step takes a forward; the
-    authors' code scores an unchanged canvas once."""
+    """`on`, `off`, `held`: the times of the loop, and the share of decided positions in it. Each step takes a forward;
+    the authors' code does not score an unchanged canvas again."""
     remask = ReMDM(steps, eta, kind, on, off, held)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Coins(steps, remask), remask, stops=())
 
@@ -91,9 +93,9 @@ def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "res
        "sub-blocks of blocks, all sure positions at once, exact block cache")
 def fast_dllm_2(lm: Any, sub: int = 8, threshold: float = 0.9,
                 cache: Literal["block", "dual"] = "block") -> MaskedDiffusion:
-    """`cache`: exact by blocks, or also inside a block (the authors' `use_block_cache`), which is approximate. Where
-    logits point to the next position, as in the authors' models, a block's first token is the likeliest one of the
-    forward that finishes the block before it."""
+    """`cache`: exact for finished blocks; "dual" also inside a block (the authors' `use_block_cache`), which is
+    approximate. Where logits point to the next position, as in the authors' models, a block's first token is the
+    likeliest one of the forward that finishes the block before it."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, None)
     unmask: Unmask = Threshold(threshold, strict=True)
@@ -120,10 +122,10 @@ def entropy_bounded(lm: Any, bound: float = 0.1, block: int | None = None,
 @entry("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
        "blocks of masks behind a causal prefix, as many positions as an entropy budget allows, exact cache")
 def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusion:
-    """`bound`: the paper's gamma, in nats; 0.1 and 0.35 for reasoning there, 0.35 and 0.6 for chat. `block`: its k, at
-    which a model is asked for all block sizes that it was trained with, 2 to 16; default the model's. A block's entries
-    are written by the first forward of the next one (the paper's algorithm 3). For models made from autoregressive ones
-    whose masks see one another and predict their own positions."""
+    """`bound`: the paper's gamma, in nats; the paper has 0.1 and 0.35 for reasoning, 0.35 and 0.6 for chat. `block`:
+    its k; the paper's models are trained with all block sizes from 2 to 16; default the model's. A block's entries are
+    written by the first forward of the next one (the paper's algorithm 3). For models made from autoregressive ones
+    whose masks attend to one another and predict their own positions."""
     a = Adapter.of(lm)
     if not a.attention.causal or a.shift:
         raise ValueError(f"lm: got {a.attention}, takes causal-prefix attention without shift")
@@ -135,10 +137,11 @@ def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusi
        "Cheng et al. 2025", "small blocks with an exact cache; static, dynamic, sequential or entropy-bounded quotas")
 def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "random"] = "dynamic",
          threshold: float = 0.9, steps: int | None = None, bound: float = 0.1) -> MaskedDiffusion:
-    """`steps` of a block; `threshold` of the dynamic rule, which falls back on the quota; `bound`: inclusive.
+    """`steps`: of a block. `threshold`: of the dynamic rule, which falls back on the quota. `bound`: inclusive.
 
     Where fewer positions are open than the quota, the authors' static and dynamic rules also overwrite decided ones,
-    the prompt's among them; here such a step takes those that are open."""
+    including the prompt's; here such a step takes only the open ones.
+    """
     a = Adapter.of(lm)
     windows, caching = blocks(a, None, 4)
     scores: dict[str, Score] = {"sequential": Position(), "random": Random(), "entropy": NegEntropy()}
@@ -153,8 +156,8 @@ def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "r
 def sdlm(lm: Any, size: int | None = None, threshold: float = 0.9,
          measure: Literal["confidence", "entropy"] = "confidence") -> MaskedDiffusion:
     """`size`: positions predicted at once, from the last token and `size - 1` masks; default the model's block.
-    `threshold`: tokens above this probability, or below this entropy in nats, where the authors' code takes
-    `1 - entropy / log(vocabulary)`. Its self-speculative mode is not here: each of its drafts has masks of its own
+    `threshold`: tokens above this probability, or below this entropy in nats, where the authors' code takes `1 -
+    entropy / log(vocabulary)`. The self-speculative mode is not included: each of its drafts has masks of its own
     behind it, beyond the region that drafts share."""
     a = Adapter.of(lm)
     size = size or getattr(getattr(lm, "diffusion", None), "block", None) or 4
@@ -165,7 +168,8 @@ def sdlm(lm: Any, size: int | None = None, threshold: float = 0.9,
 @entry("dparallel", "dParallel: Learnable Parallel Decoding for dLLMs", "Chen et al. 2025",
        "all positions of low entropy at once, for models trained to be certain early")
 def dparallel(lm: Any, entropy: float = 0.5, block: int | None = None) -> MaskedDiffusion:
-    """Below `entropy`, in nats, as in the authors' loop for Dream; theirs for LLaDA takes what is equal to it too."""
+    """Unmasks candidates with an entropy below `entropy`, in nats, as in the authors' loop for Dream; theirs for LLaDA
+    also takes those equal to it."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     return MaskedDiffusion(a, windows, NegEntropy(), Threshold(entropy, "entropy", strict=True), caching=caching)
@@ -174,7 +178,7 @@ def dparallel(lm: Any, entropy: float = 0.5, block: int | None = None) -> Masked
 @entry("llada2", "LLaDA2.0: Scaling Up Diffusion Language Models to 100B", "Bie et al. 2025",
        "sure positions or the step's quota, whichever is more, exact block cache")
 def llada2(lm: Any, threshold: float = 0.95, steps: int | None = 32, block: int | None = None) -> MaskedDiffusion:
-    """`steps` of a block, whose quotas split its size, also where the prompt has a share of it."""
+    """`steps`: of a block. The quotas divide the whole block, even if it begins with tokens of the prompt."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     quota = Quota(None if steps is None else min(steps, windows.block), "width")
@@ -185,6 +189,7 @@ def llada2(lm: Any, threshold: float = 0.95, steps: int | None = 32, block: int 
        "LLaDA 2 that also overwrites decided tokens")
 def llada2_1(lm: Any, threshold: float = 0.7, edit: float = 0.5, most: int = 16,
              block: int | None = None) -> MaskedDiffusion:
-    """`edit`: a token gives way to another above this probability. `most`: editing steps of a full block, after which
-    the end of the text is looked for. A step in which nothing reaches the `threshold` unmasks one position."""
+    """`edit`: a token is replaced by another one above this probability. `most`: editing steps of a block without open
+    positions, after which the end of the text is searched. A step in which nothing reaches the `threshold` unmasks one
+    position."""
     return dataclasses.replace(llada2(lm, threshold, None, block), remask=Edit(edit, most))

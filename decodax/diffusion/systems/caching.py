@@ -1,4 +1,4 @@
-"""Published caches for models that see the text in both directions, each with the sampler it was published with."""
+"""Published caches for models with attention in both directions, each with the sampler that it was published with."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from decodax.diffusion.systems.entries import CACHE, entry
 def fast_dllm(lm: Any, block: int = 32, threshold: float | None = 0.9, steps: int | None = None,
               factor: float | None = None, variant: Literal["a", "b", "c"] = "a",
               cache: Literal["dual", "prefix", "none"] = "dual", suffix: int = 256) -> MaskedDiffusion:
-    """`factor` in the threshold's place takes the factor rule, of which three variants are about (see `Factor`). The
-    default, "a", is the paper's; the authors' code ("b") also takes the last open position when it alone fails, which
-    the paper's bound does not cover; "c" is looser. `threshold` None without a factor: quotas of `steps` a block, the
-    cache alone. `suffix`: see `PrefixCache`.
+    """`factor` replaces the threshold by the factor rule, of which three variants exist (see `Factor`). The default,
+    "a", is the paper's. The authors' code ("b") also takes the last open position when it alone fails, which the
+    paper's bound does not cover. "c" is looser. `threshold` None without a factor: quotas of `steps` a block, so that
+    only the cache is Fast-dLLM's. `suffix`: see `PrefixCache`.
 
-    With a cache, a model whose logits point to the next position decides as the authors' code for Dream does: see
-    `Anchored`; its quotas go by entropy along the noise schedule, as Dream's."""
+    With a cache, a model whose logits point to the next position decides as in the authors' code for Dream: see
+    `Anchored`. Its quotas go by entropy along the noise schedule, as Dream's.
+    """
     a = Adapter.of(lm)
     anchored = a.shift and cache != "none"
     score: Score = Confidence()
@@ -54,8 +55,8 @@ def fast_dllm(lm: Any, block: int = 32, threshold: float | None = 0.9, steps: in
        "all sure positions at once, a dual cache that also recomputes what lies around the block", CACHE)
 def dinfer_vicinity(lm: Any, block: int = 32, threshold: float = 0.9, before: int = 16, after: int = 16,
                     warmup: int = 0) -> MaskedDiffusion:
-    """`before`, `after`: positions around the block. `warmup`: text-wide steps at the beginning. Where they end behind
-    the first block, the authors' code computes the whole text twice more; here once."""
+    """`before`, `after`: recomputed positions around the block. `warmup`: steps at the beginning that score the whole
+    text. Where these end after the first block, the authors' code scores the whole text twice more, here once."""
     return MaskedDiffusion(Adapter.of(lm), Blocks(block), unmask=Threshold(threshold, slack=1e-5),
                            caching=Vicinity(before=before, after=after, warmup=warmup))
 
@@ -64,9 +65,9 @@ def dinfer_vicinity(lm: Any, block: int = 32, threshold: float = 0.9, before: in
        "LLaDA whose tokens enter the cache a step after they were decided", CACHE)
 def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block: int = 32, steps: int | None = None,
               refresh: int | None = None, window: int = 4, packed: tuple[int, ...] | None = None) -> MaskedDiffusion:
-    """`steps` of a block. `refresh`: steps from one text-wide forward to the next; None: 8, greedy 2. `window`: open
-    positions that greedy recomputes beside each it decides. `packed`: sizes of narrow forwards; None: 64 and 128 for
-    "decode", what a step takes for "greedy", whose order is random."""
+    """`steps`: of a block. `refresh`: steps from one wide forward to the next; None: 8, for "greedy" 2. `window`: open
+    positions that "greedy" recomputes beside each one that it decides. `packed`: sizes of narrow forwards; None: 64 and
+    128 for "decode", and for "greedy", whose order is random, what a step takes."""
     a, quota = Adapter.of(lm), Quota(steps)
     if variant == "greedy":
         most = (-(-block // steps) if steps else 1) * (2 + window + a.shift)
@@ -82,7 +83,8 @@ FLASHDLM = "Accelerating Diffusion Language Model Inference via Efficient KV Cac
 @entry("freecache", FLASHDLM, "Hu et al. 2025",
        "LLaDA with a cache that is never refreshed: blocks freeze as they are done", CACHE)
 def freecache(lm: Any, block: int = 32, steps: int | None = None, suffix: int = 256) -> MaskedDiffusion:
-    """FlashDLM's cache alone. `steps` of a block. `suffix`: positions recomputed, from the block's beginning on."""
+    """FlashDLM's cache without its guided diffusion. `steps`: of a block. `suffix`: positions recomputed, from the
+    block's start on."""
     return MaskedDiffusion(Adapter.of(lm), Blocks(block), unmask=Quota(steps), caching=Frozen(suffix))
 
 
@@ -90,12 +92,12 @@ def freecache(lm: Any, block: int = 32, steps: int | None = None, suffix: int = 
        "from left to right, what a small autoregressive model would have said too, with FreeCache", CACHE, draft=True)
 def flashdlm(lm: Any, draft: Any, top: int = 1, relative: float = 0.0, window: int = 128,
              lookahead: int = 32) -> MaskedDiffusion:
-    """Guided diffusion with the authors' sliding window. `top`: how far down the autoregressive model's list a token
-    may stand (1: their "deterministic", more: "topk"); `relative`: and what share of the likeliest one's probability it
-    must have ("topk_relative"). `window`: positions before the last decided one that are recomputed, and masks behind
-    it that are; what lies further behind is seen by the first forward alone. `lookahead`: masks judged at once; the
-    authors judge all of the window, and in the first forward all of the text. Their cache places what is fed in where
-    the window of the forward before began; here it stands where it is."""
+    """Guided diffusion with the authors' sliding window. `top`: how many of the autoregressive model's likeliest tokens
+    are accepted (1: their "deterministic", more: "topk"). `relative`: the least probability of an accepted token, as a
+    share of the likeliest one's ("topk_relative"). `window`: how many positions before the last decided one are
+    recomputed, and how many masks behind it; the first forward alone scores what lies further behind. `lookahead`:
+    masks judged at once; the authors judge all of the window, and in the first forward all of the text. Their cache
+    writes new entries where the window of the forward before began; here each entry is at its own position."""
     if window < 2:
         raise ValueError(f"window: got {window}, takes 2 or more")
     return MaskedDiffusion(Adapter.of(lm), Sliding(min(lookahead, window - 1)), Position(), Agreed(go_on=False),
@@ -109,9 +111,9 @@ def recap(lm: Any, steps: int = 24, every: int = 2, lead: int = 0,
           order: Literal["random", "confidence"] = "confidence", choice_temperature: float = 5.5,
           schedule: Literal["power", "cosine"] = "power", size: int | None = None,
           packed: tuple[int, ...] = ()) -> MaskedDiffusion:
-    """`every`: steps from one full step to the next, after `lead` full ones in the beginning (the authors'
-    `num_cache_iters` plus 1, and their `pre_full_iters`). `schedule`: of the quotas; "power" is the authors'. `order`:
-    "confidence" has Gumbel noise of `choice_temperature`, which fades; "random" is MAR's. `packed`: see `Targets`."""
+    """`every`: steps from one full step to the next, after the first `lead` full ones (the authors' `num_cache_iters`
+    plus 1, and their `pre_full_iters`). `schedule`: of the quotas; "power" is the authors'. `order`: "confidence" has
+    Gumbel noise of `choice_temperature`, which fades; "random" is MAR's. `packed`: see `Targets`."""
     turns, quota = Turns(every, lead), Quota(steps, schedule)
     score: Score = Random() if order == "random" else \
         Noisy(Confidence("policy"), choice_temperature, steps) if choice_temperature else Confidence("policy")
@@ -123,8 +125,8 @@ def recap(lm: Any, steps: int = 24, every: int = 2, lead: int = 0,
        "Liu et al. 2025", "LLaDA that recomputes, layer by layer, the tokens whose values changed most", CACHE)
 def dllm_cache(lm: Any, block: int = 32, steps: int | None = None, prompt: int = 50, response: int = 7,
                ratio: float = 0.25, size: int | None = None) -> MaskedDiffusion:
-    """`steps` of a block. `prompt`, `response`: intervals of their refreshes; `ratio` of the response's tokens in
-    between."""
+    """`steps`: of a block. `prompt`, `response`: the intervals at which their entries are refreshed. `ratio`: the share
+    of the response's tokens that are recomputed in between."""
     return MaskedDiffusion(Adapter.of(lm), Blocks(block), unmask=Quota(steps),
                            caching=Similarity(prompt, response, ratio, size))
 
@@ -134,7 +136,7 @@ def dllm_cache(lm: Any, block: int = 32, steps: int | None = None, prompt: int =
        "all sure ones of the first masks; entries are recomputed where attention moved", CACHE)
 def elastic_cache(lm: Any, window: int = 16, threshold: float = 0.9, gamma: float = 0.9,
                   size: int | None = None) -> MaskedDiffusion:
-    """`window`: the masked positions of a forward. `gamma`: the least likeness of attention to that of the forward
+    """`window`: masked positions of a forward. `gamma`: the least similarity of attention to that of the forward
     before."""
     a = Adapter.of(lm)
     if a.mask is None or a.shift:

@@ -1,7 +1,7 @@
-"""The table of published samplers, and what its lines share.
+"""The table of published samplers, and helpers that its entries share.
 
 `ENTRIES` is data: `decodax.systems` makes registry entries of it. A maker takes the loaded model first (its `diffusion`
-says how it speaks) and gives a `MaskedDiffusion`; its other arguments are the system's options.
+says how it reads a canvas) and returns a `MaskedDiffusion`; its other arguments are the system's options.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MASKED, CACHE = "masked-diffusion", "diffusion-cache"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A published system: the paper's title, authors and year, its family, a line on it, and what makes it.
+    """A published system: the paper's title, authors and year, its family, a one-line summary, and its maker.
 
-    `guarantee`: "seed-exact" where the output is that of the sampler that it speeds up, token for token. `draft`:
-    whether the maker takes a second model, of that name, after the first.
+    `guarantee`: "seed-exact" if the output equals that of the sampler that it speeds up, token for token. `draft`:
+    whether the maker takes a second model after the first.
     """
 
     title: str
@@ -42,7 +42,7 @@ ENTRIES: dict[str, Entry] = {}
 
 def entry(name: str, title: str, authors: str, summary: str, family: str = MASKED,
           **more: Any) -> Callable[[Callable[..., MaskedDiffusion]], Callable[..., MaskedDiffusion]]:
-    """Registers the maker below it."""
+    """Registers the maker that it decorates."""
     def add(make: Callable[..., MaskedDiffusion]) -> Callable[..., MaskedDiffusion]:
         assert name not in ENTRIES
         ENTRIES[name] = Entry(title, authors, summary, make, family, **more)
@@ -52,7 +52,8 @@ def entry(name: str, title: str, authors: str, summary: str, family: str = MASKE
 
 
 def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Blocks, Caching]:
-    """Blocks and their exact cache as the model's attention has them; `block` is free where it sees everything."""
+    """Block windows and the exact cache that the model's attention allows. `block` may be chosen for models with
+    attention in both directions or causal attention; block-causal models have their own."""
     attention = adapter.attention
     if isinstance(attention, BlockCausal):
         if block not in (None, attention.block):
@@ -62,7 +63,7 @@ def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Bloc
 
 
 def default(lm: Any) -> MaskedDiffusion:
-    """One position a step, the surest first, in blocks as the model has them (LLaDA's sampler)."""
+    """LLaDA's sampler: one position a step, the surest first, in blocks that suit the model."""
     adapter = Adapter.of(lm)
     windows, caching = blocks(adapter, None)
     return MaskedDiffusion(adapter, windows, caching=caching)

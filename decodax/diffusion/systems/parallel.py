@@ -1,5 +1,5 @@
-"""Published samplers that take several steps or several blocks in one forward: lossless verification, pipelines, and a
-second model that says how much may be taken."""
+"""Published samplers that take several steps or several blocks in one forward: lossless verification, pipelines of
+blocks, and a second model that decides how many tokens are kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Cache = Literal["none", "prefix", "dual"]
 
 def _verified(lm: Any, verify: Verify, unmask: Unmask, block: int | None, cache: Cache = "none",
               suffix: int = 256) -> MaskedDiffusion:
-    """`cache`: Fast-dLLM's, of models that see the whole text; with it a shifted model's blocks are `Anchored`."""
+    """`cache`: Fast-dLLM's, for models that attend to the whole text; with it the blocks of a shifted model are
+    `Anchored`."""
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     if cache != "none":
@@ -42,9 +43,9 @@ def _verified(lm: Any, verify: Verify, unmask: Unmask, block: int | None, cache:
        "several steps of LLaDA in one forward, token for token the same output", guarantee="seed-exact")
 def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None, cache: Cache = "none",
              suffix: int = 256) -> MaskedDiffusion:
-    """`branches`: the authors' `draft_steps`. `steps` of a block; None: one token a step, as published. `cache` of
-    models with full attention: Fast-dLLM's, of which the authors always use one; `suffix`: see `PrefixCache`. Their
-    eager mode, which drafts into the next block, is not here."""
+    """`branches`: the authors' `draft_steps`. `steps`: of a block; None: one token a step, as published. `cache`:
+    Fast-dLLM's, for models with full attention; the authors always use one. `suffix`: see `PrefixCache`. The authors'
+    eager mode, which drafts into the next block, is not included."""
     return _verified(lm, BranchExact(branches), Quota(steps), block, cache, suffix)
 
 
@@ -53,10 +54,10 @@ def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | 
 def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9,
                   match: Literal["exact", "subset"] | None = None, block: int | None = None, cache: Cache = "none",
                   suffix: int = 256) -> MaskedDiffusion:
-    """`threshold` None: one token a step, where it is FreeDave. `match`: see `BranchLater`; None: the authors' choice,
-    "exact" for block-causal models and "subset" for those with full attention. `branches`, `cache` and `suffix` as
-    FreeDave's. With a cache and shifted logits the authors draft a block's first canvases token by token; here they are
-    drafted by the threshold, as all others."""
+    """`threshold`: None: one token a step, which makes it FreeDave. `match`: see `BranchLater`; None: the authors'
+    choice, "exact" for block-causal models and "subset" for those with full attention. `branches`, `cache` and `suffix`
+    are as in `freedave`. With a cache and shifted logits the authors draft a block's first canvases token by token;
+    here they are drafted by the threshold, as all others."""
     match = match or ("subset" if isinstance(Adapter.of(lm).attention, Full) else "exact")
     unmask: Unmask = Quota() if threshold is None else Threshold(threshold)
     return _verified(lm, BranchLater(branches, match), unmask, block, cache, suffix)
@@ -66,7 +67,7 @@ def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9,
        "a tree of LLaDA's surest candidates in several orders in one forward, token for token the same output",
        guarantee="seed-exact")
 def ssd(lm: Any, length: int = 3, top: int = 2, most: int = 16, block: int | None = None) -> MaskedDiffusion:
-    """`top` 1: a chain."""
+    """`top`: 1 drafts a chain."""
     return _verified(lm, BranchTree(length, top, most), Quota(), block)
 
 
@@ -79,9 +80,9 @@ def _pipeline(adapter: Adapter, block: int | None, add: float, full: float, most
        "a pipeline of blocks, the later ones half blind, exact block cache")
 def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, most: int = 8,
         block: int | None = None) -> MaskedDiffusion:
-    """`most` blocks at once; the authors set no bound. Their models are LLaDA and Dream, fine-tuned to see only the
-    blocks up to their own, where the prompt is one block: so a model whose checkpoint says that it sees everything is
-    run. A block-causal model keeps its own blocks."""
+    """`most`: blocks at once; the authors set no bound. Their models are LLaDA and Dream, fine-tuned so that a position
+    attends only to blocks up to its own, with the prompt as one block. Therefore a model whose checkpoint has full
+    attention is run with that pattern. A block-causal model keeps its own blocks."""
     a = Adapter.of(lm)
     windows = _pipeline(a, block, add, full, most)
     if isinstance(a.attention, Full):
@@ -95,11 +96,11 @@ def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, m
 def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, most: int = 8, delay: int | None = 1,
           refresh: int | None = None, suffix: int = 256, kind: Literal["llada", "dream"] | None = None,
           block: int | None = None) -> MaskedDiffusion:
-    """`delay` None: no cache. `most` blocks at once; the authors set no bound. `suffix`: see `Delayed`. `kind`: which
-    of the authors' two loops, which differ: that for LLaDA unmasks the position of the lowest entropy in any case, and
-    times the delay of a block from the moment when the one before it is cached. None: the model's, by whether its
-    logits point to the next position. Theirs for Dream, with a cache, predicts the first position that it recomputes
-    from that position's own logits; here it is predicted from the one before it, as everywhere."""
+    """`delay`: None: no cache. `most`: blocks at once; the authors set no bound. `suffix`: see `Delayed`. `kind`: which
+    of the authors' two loops; None: by whether the model's logits point to the next position. The loop for LLaDA always
+    unmasks the position of lowest entropy, and starts the delay of a block when the one before it is cached. The loop
+    for Dream, with a cache, predicts the first position that it recomputes from that position's own logits; here it is
+    predicted from the position before it, as everywhere."""
     a = Adapter.of(lm)
     windows = _pipeline(a, block, add, full, most)
     sure: Unmask = Threshold(entropy, "entropy")
@@ -114,8 +115,8 @@ def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, m
 @entry("apd", "Accelerating Diffusion LLMs via Adaptive Parallel Decoding", "Israel, Van den Broeck, Grover 2025",
        "left to right, as many tokens as a small autoregressive model goes along with", draft=True)
 def apd(lm: Any, draft: Any, weight: float = 0.7, lookahead: int = 32, window: int | None = 16) -> MaskedDiffusion:
-    """`weight` of the diffusion model in the product, the authors' R; `lookahead` masked positions fed in, M (theirs:
-    100 and more); `window` positions recomputed before them, W (None: all)."""
+    """`weight`: of the diffusion model in the product, the authors' R. `lookahead`: masked positions that are scored, M
+    (theirs: 100 and more). `window`: positions recomputed before them, W (None: all)."""
     a = Adapter.of(lm)
     if a.attention.causal or isinstance(a.attention, BlockCausal):
         raise ValueError(f"lm: got {a.attention}, takes a model that sees the whole text")
