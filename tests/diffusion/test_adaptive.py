@@ -347,7 +347,7 @@ def test_ancestral_sampling_takes_as_many_forwards_as_its_chain_has_changes():
         assert abs(first[m] / rows - p) < 4.5 * math.sqrt(p * (1 - p) / rows) + 1e-9
 
 
-def test_coins_that_all_fall_on_the_other_side_commit_nothing():
+def test_coins_that_all_fall_on_the_other_side_unmask_nothing():
     remask = d.ReMDM(40, 0.0)
     alg = d.MaskedDiffusion(d.Adapter(MASK), d.Whole(4), d.Random(), d.Coins(40, remask), remask, stops=())
     assert run(alg, 4)[1] == [40] * 3
