@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Rejection,
         SeedExact,
         Speculative,
-        Typical,
+        TypicalAcceptance,
         automatic,
         drafts,
         fit_layers,
@@ -55,7 +55,8 @@ _HOMES = {
     "decodax.cache": ["Cache", "Window"],
     "decodax.canvas": ["Frame", "Infilled", "Watch", "infill", "watch"],
     "decodax.core.round": ["python_loop", "run", "step"],
-    "decodax.core.state": ["State", "Status", "init_state"],
+    "decodax.core.start": ["init_state"],
+    "decodax.core.state": ["State", "Status"],
     "decodax.core.types": ["Algorithm", "Decision", "Model", "Out", "Params"],
     "decodax.diffusion": ["MaskedDiffusion"],
     "decodax.io.load": ["LM", "load", "zoo"],
@@ -65,7 +66,8 @@ _HOMES = {
     "decodax.scoring": ["Scores", "score"],
     "decodax.sharding": ["lanes"],
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
-                            "Typical", "automatic", "drafts", "fit_layers", "fit_predictor", "fit_tree", "shapes"],
+                            "TypicalAcceptance", "automatic", "drafts", "fit_layers", "fit_predictor", "fit_tree",
+                            "shapes"],
     "decodax.systems": ["system"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -73,10 +75,10 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
     "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
-    "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic",
-    "cache_programs", "diffusion", "drafts", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill",
-    "init_state", "lanes", "load", "policy", "python_loop", "run", "score", "shapes", "step", "stream", "system",
-    "systems", "watch", "zoo",
+    "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance", "Watch", "Window",
+    "automatic", "cache_programs", "diffusion", "drafts", "fit_layers", "fit_predictor", "fit_tree", "generate",
+    "infill", "init_state", "lanes", "load", "policy", "python_loop", "run", "score", "shapes", "step", "stream",
+    "system", "systems", "watch", "zoo",
 ]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from decodax.autoregressive import Autoregressive
 from decodax.core.stops import StopTable, stop_strings
 from decodax.core.types import Algorithm
-from decodax.diffusion.entries import default as fills
+from decodax.diffusion.systems.entries import default as fills
 from decodax.io.load import LM, find, load
 from decodax.io.prompts import read_prompts
 from decodax.memory import afford

@@ -133,7 +133,7 @@ class MLP(nnx.Module):
         return self.down(act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x))
 
 
-class Block(nnx.Module):
+class DecoderLayer(nnx.Module):
     """Attention and MLP with the norms where `DecoderConfig.block` has them."""
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
@@ -194,7 +194,7 @@ class Decoder(nnx.Module):
         self.c = c
         self.embed = weight(rngs, (c.vocab, c.width), ("vocab", "embed"))
         self.positions = weight(rngs, (c.learned_positions, c.width), (None, "embed")) if c.learned_positions else None
-        self.layers = nnx.Dict({str(i): Block(c, layer, rngs) for i, layer in enumerate(c.layers)})
+        self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
         self.norm = Norm(c.norm, (c.width,), ("embed",))
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 

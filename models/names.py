@@ -18,7 +18,7 @@ from decodax.models.transformer import Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class WeightSource:
     """A weight's place in a file.
 
     Attributes:
@@ -95,7 +95,8 @@ IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 """What a model that also sees images has beside its language model."""
 
 
-def sources(family: str, config: DecoderConfig, shapes: Weights, present: Collection[str] = ()) -> dict[str, Source]:
+def sources(family: str, config: DecoderConfig, shapes: Weights,
+            present: Collection[str] = ()) -> dict[str, WeightSource]:
     """Where each weight comes from, by its dotted path in `shapes` (`Transformer.abstract_params`).
 
     `present` are the tensor names of a file that is to be read: files saved from the bare model lack the first part of
@@ -129,10 +130,10 @@ def _names(family: str, present: Collection[str]) -> Names:
     return dataclasses.replace(names, stem=stem, head=head)
 
 
-def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> Source:
+def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> WeightSource:
     whole = {"embed": names.embed, "positions": names.positions}
     if path in whole:
-        return Source((f"{names.stem}{whole[path]}.weight",), False, None, sizes[path])
+        return WeightSource((f"{names.stem}{whole[path]}.weight",), False, None, sizes[path])
     module, leaf = path.rsplit(".", 1)
     tail = "bias" if leaf == "bias" else "weight"
     shape, transpose = sizes[path], leaf == "kernel" and (names.transposed or module == "lm_head")
@@ -150,8 +151,8 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> Sourc
             start = sum(widths[:group.index(inner)])
             part, shape = (start, start + shape[-1]), (*shape[:-1], sum(widths))
         if "{head}" in name:
-            return Source(tuple(name.format(head=h) for h in range(shape[0])), False, None, shape[1:])
-    return Source((name,), transpose, part, shape[::-1] if transpose else shape)
+            return WeightSource(tuple(name.format(head=h) for h in range(shape[0])), False, None, shape[1:])
+    return WeightSource((name,), transpose, part, shape[::-1] if transpose else shape)
 
 
 def flatten(tree: Weights) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from decodax.models.config import Activation, Layer, NormConfig
-from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Rope, Scaling, Yarn, mscale
+from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Scaling, Yarn, mscale
 
 Json = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ def read_scaling(c: Json, r: Json, context: int) -> Scaling | None:
     if kind in ("default", None):
         return None
     if kind == "linear":
-        return Linear(float(r["factor"]))
+        return LinearScaling(float(r["factor"]))
     if kind == "dynamic":
         return Dynamic(float(r["factor"]), context)
     if kind == "llama3":

@@ -47,7 +47,7 @@ class Rope:
                 raise ValueError(f"rope scaling: got {self.scaling}, which gives no finite frequencies")
 
     def _scaled(self, context: int | None) -> tuple[np.ndarray, float]:
-        scaling = Linear(1.0) if self.scaling is None else self.scaling
+        scaling = LinearScaling(1.0) if self.scaling is None else self.scaling
         with np.errstate(all="ignore"):
             return scaling.scaled(self.width, self.theta, context)
 
@@ -69,7 +69,7 @@ def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class LinearScaling:
     """Position interpolation: all frequencies divided by `factor` (Chen et al., 2023)."""
 
     factor: float

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import problems
 import pycode_data
 from diffusion_training import Batch
-
-from decodax import problems
 
 LENGTH = problems.LONGEST_PROMPT + problems.CANVAS
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import problems
 import pycode_data
 from diffusion_filter import save_filter
 from lm_export import hardware
 from tokenizers import Tokenizer
 
-from decodax import problems
 from decodax.io.checkpoint import load_diffusion, save_model
 from decodax.models import Diffusion, Transformer
 

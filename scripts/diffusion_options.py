@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from decodax import problems
+import problems
 
 Stage = Literal["certainty", "filter"]
 
@@ -18,7 +18,7 @@ class Preset:
     """A Llama shape with the training settings that suit it.
 
     Attributes:
-        data: "problems" of `decodax.problems`, or "text", the Python standard library's source.
+        data: "problems" of `problems.py`, or "text", the Python standard library's source.
         shape: keywords of `decodax.models.llama`, less the vocabulary; empty: the shape of `init`.
         batch: rows a step. length: tokens in a row of text.
         peak: highest learning rate. warmup: steps of linear warm-up. minutes: default time budget.

@@ -108,7 +108,7 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
     """Runs each point on each task. A point that fails has the error in its row, and the others go on.
 
     Args:
-        lm: what `dx.load` gave, with the vocabulary of `decodax.problems`.
+        lm: what `dx.load` gave, with the vocabulary of `problems.py`.
         problems: held-out problems of a task, the same for all points. batch: taken at a time.
         repeats: timed runs of each point and task, after one that compiles.
         report: told before each run: runs done, runs in all, what runs now.
@@ -117,8 +117,9 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
     Raises:
         ValueError: fewer repeats than 1.
     """
+    import problems as source
+
     import decodax as dx
-    from decodax import problems as source
 
     if repeats < 1:
         raise ValueError(f"repeats: got {repeats}, takes at least 1")
@@ -285,11 +286,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     import jax
+    from problems import TASKS
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     import decodax as dx
-    from decodax.problems import TASKS
 
     tasks = list(TASKS) if "all" in args.task else list(dict.fromkeys(args.task))
     console = Console(stderr=True)

@@ -101,8 +101,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     """The figures, as a dict; bytes are those of one device."""
     import jax
 
+    from decodax.bench.report import Instruction, callbacks, collectives, copies, cycles, parse, total, traffic
     from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
-    from decodax.sharding.report import Instruction, callbacks, collectives, copies, cycles, parse, total, traffic
 
     compiled, facts = compile_step(args)
     text = compiled.as_text()

@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 import lm_training as lm
 import numpy as np
+import problems
 import pycode_data
 from diffusion_options import PRESETS, Options, parse
 from rich.console import Console
 from tokenizers import Tokenizer
 from training_run import Cadence, Run, keep_freed_memory
 
-from decodax import problems
 from decodax.io.checkpoint import load_model
 from decodax.io.load import ZOO, find
 from decodax.models import Diffusion, Transformer, llama
@@ -241,7 +241,7 @@ def finish(run: Run, options: Options, made: Setting, console: Console) -> None:
     corpus = pycode_data.corpus_name() if options.corpus is None else f"the .py files of {options.corpus.name}"
     facts: dict[str, Any] = {
         "preset": options.preset, "stage": options.stage, "init": options.init and Path(options.init).name,
-        "data": corpus if PRESETS[options.preset].data == "text" else "problems made by decodax/problems.py",
+        "data": corpus if PRESETS[options.preset].data == "text" else "problems made by scripts/problems.py",
         "steps": run.step, "tokens": run.tokens, "held_out": {k: round(v, 4) for k, v in measured.items()},
         "held_out_each": SHIPPED_WINDOWS if PRESETS[options.preset].data == "text" else HELD_OUT_SHIPPED,
         "parameters": int(sum(x.size for x in jax.tree.leaves(shipped))),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax import cli, compare, tasks
 from decodax.autoregressive import Autoregressive
+from decodax.bench import compare, tasks
+from decodax.cli import commands as cli
 from decodax.core.state import Status
 from decodax.result import Result, Statistics
 from decodax.systems import SYSTEMS, System

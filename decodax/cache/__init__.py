@@ -3,11 +3,31 @@
 from decodax.cache.base import ALL, Cache, Entries, Feature, require
 from decodax.cache.dense import Dense, dense
 from decodax.cache.recurrent import Recurrent
-from decodax.cache.scratch import Draftable, Scratch, View
+from decodax.cache.scratch import AttentionView, Draftable, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
 from decodax.cache.window import Window, bidirectional, block_causal, causal, causal_prefix, parents, take
 from decodax.cache.wrapper import Wrapper
 
-__all__ = ["ALL", "Cache", "Dense", "Draftable", "Entries", "Feature", "Recurrent", "Scratch", "Slotted", "View",
-           "Window", "Wrapper", "bidirectional", "block_causal", "causal", "causal_prefix", "dense", "empty_slots",
-           "parents", "require", "take"]
+__all__ = [
+           "ALL",
+           "AttentionView",
+           "Cache",
+           "Dense",
+           "Draftable",
+           "Entries",
+           "Feature",
+           "Recurrent",
+           "Scratch",
+           "Slotted",
+           "Window",
+           "Wrapper",
+           "bidirectional",
+           "block_causal",
+           "causal",
+           "causal_prefix",
+           "dense",
+           "empty_slots",
+           "parents",
+           "require",
+           "take",
+]

@@ -69,8 +69,9 @@ class Cache(Struct, abc.ABC):
 
         Args:
             k, v: `f[B, K, G, d]` and `f[B, K, G, e]` keys and values of the window. `K` is `W`, unless nodes of earlier
-                windows stand before its own (`View`).
-            window: a `Window` or a `View`, of which it reads `visible()`, `positions`, `key_positions` and `cached`.
+                windows stand before its own (`AttentionView`).
+            window: a `Window` or an `AttentionView`, of which it reads `visible()`, `positions`, `key_positions` and
+                `cached`.
 
         Returns:
             `f[B, W, H, e]`, and the entry of this layer: a pytree of arrays `[B, W, ...]`.

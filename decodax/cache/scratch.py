@@ -19,7 +19,7 @@ from decodax.struct import Struct, struct
 
 
 @struct
-class View(Struct):
+class AttentionView(Struct):
     """What attention reads of a window whose keys are more than its queries.
 
     Attributes:
@@ -96,7 +96,7 @@ class Scratch(Draftable):
         """As `Cache.attend`."""
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
-        view = View(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
+        view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
                     key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
         k, v = (jnp.concatenate([x, new], 1) for x, new in zip(self.entries[layer][:2], (k, v), strict=True))
         return self.base.attend(layer, q, k, v, view, scale=scale, sliding=sliding, softcap=softcap)

@@ -1,4 +1,5 @@
-"""How a model speaks of a canvas: where its logits point, who sees whom, and what stands at an unknown position."""
+"""How a model reads a canvas: which position its logits predict, which positions attend to which, and what an unknown
+position holds."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from decodax.struct import Struct, struct
 
 @struct
 class Nodes(Struct):
-    """Positions of a forward, `[B, n]` each.
+    """The positions that a forward scores, `[B, n]` each.
 
     Attributes:
         positions: `i32`. live: `bool`.
-        own: `bool`, of the region: they are worked on. The others hold final tokens, or what lies behind the region.
+        own: `bool` nodes of the region, which is worked on. The others hold final tokens, or lie behind the region.
         prompt: `i32[B]`, the prompts' lengths.
     """
 
@@ -29,29 +30,29 @@ class Nodes(Struct):
     prompt: Array | None = None
 
 
-class Attention(Protocol):
-    """Who sees whom."""
+class AttentionPattern(Protocol):
+    """Which positions attend to which."""
 
     @property
     def causal(self) -> bool:
-        """Whether a causal prefill computes the entries of the prompt."""
+        """Whether a causal prefill computes the prompt's entries."""
 
     @property
     def joined(self) -> bool:
-        """Whether the last final token, where a shifted model predicts the region's first, is seen by the region as one
-        of its own: through a copy, since its entries in the cache are others."""
+        """Whether the region attends to the last final token as one of its own, where a shifted model predicts the
+        region's first token from it. It is scored as a copy, since its entries in the cache are different."""
 
     @property
     def overhangs(self) -> bool:
-        """Whether the last region is as wide as the others, also where the text ends inside it: models that see nothing
-        behind a region were trained on whole ones."""
+        """Whether the last region is as wide as the others even if the text ends inside it. Models that attend to
+        nothing behind a region were trained on whole ones."""
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
-        """`bool[B, n, n]`: entry `[b, i, j]` says that node `i` sees node `j`. `front` (`i32[B]`) is where what is
-        worked on begins: all before it is final."""
+        """`bool[B, n, n]`: entry `[b, i, j]` says that node `i` attends to node `j`. `front` (`i32[B]`) is where the
+        region begins: all positions before it are final."""
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
-        """`i32[B]`: the end of what a forward looks at."""
+        """`i32[B]`: the end of the positions that a forward reads."""
 
 
 def _pairs(x: Array) -> tuple[Array, Array]:
@@ -60,7 +61,7 @@ def _pairs(x: Array) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """Every position sees the whole text in both directions (LLaDA, Dream, MDLM)."""
+    """Every position attends to the whole text, in both directions (LLaDA, Dream, MDLM)."""
 
     causal = joined = overhangs = False
 
@@ -73,9 +74,9 @@ class Full:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCausal:
-    """A position sees its own block and those before it (BD3-LM, SDAR, Fast-dLLM v2, LLaDA 2). Blocks of `block`
-    positions are counted from the beginning of the sequence, so the prompt's last tokens share one with the first new
-    ones."""
+    """A position attends to its own block and those before it (BD3-LM, SDAR, Fast-dLLM v2, LLaDA 2). Blocks of `block`
+    positions are counted from the beginning of the sequence, so the prompt's last tokens may share a block with the
+    first new ones."""
 
     block: int
     causal = joined = False
@@ -91,7 +92,7 @@ class BlockCausal:
 
 @dataclasses.dataclass(frozen=True)
 class PromptBlocks:
-    """A position sees its own block and those before it, where the prompt is one block and blocks of `block` positions
+    """A position attends to its own block and those before it. The prompt is one block, and blocks of `block` positions
     are counted from its end (D2F)."""
 
     block: int
@@ -109,11 +110,12 @@ class PromptBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CausalPrefix:
-    """Final tokens see those before them, the region sees them and all of itself (SBD, DiffusionGemma).
+    """Final tokens attend to those before them; the region attends to them and to all of itself (SBD, DiffusionGemma).
 
     Attributes:
-        joined: the last final token is one of the region's as well, which sees it through a copy (SDLM).
-        ordered: the region's positions see only those before them: causal attention throughout (SDLM's `causal_attn`).
+        joined: the last final token is also part of the region, which attends to a copy of it (SDLM).
+        ordered: the region's positions attend only to those before them: causal attention throughout (SDLM's
+            `causal_attn`).
 
     With either, the last final token predicts the region's first, so a region of `W` positions has `W - 1` masks.
     """
@@ -136,8 +138,8 @@ class CausalPrefix:
         return jnp.minimum(start + width - int(self.joined or self.ordered), end)
 
 
-class Canvas(Protocol):
-    """What stands at positions that are not known yet."""
+class InitialCanvas(Protocol):
+    """What positions hold before they are decided."""
 
     def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
         """The canvas `i32[B, N]` and its open positions `bool[B, N]`, from the token buffer `i32[B, N]`, the prompts'
@@ -145,7 +147,7 @@ class Canvas(Protocol):
 
     @property
     def given(self) -> bool:
-        """Whether the end of the text is given, and nothing follows it."""
+        """Whether the end of the text is given, so that nothing follows it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,20 +193,21 @@ def noise(uniforms: Array, vocabulary: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """How a model speaks of a canvas.
+    """How a model reads a canvas.
 
     Attributes:
-        mask: the id of the mask token; None for models without one. It never reaches the text: its logit is removed.
-        shift: whether logits at a position predict the next one (models made from autoregressive ones, such as
-            Dream), and not the position itself (LLaDA).
-        attention: who sees whom.
-        canvas: what stands at unknown positions.
+        mask: the id of the mask token; None for models without one. Its logit is removed, so it never occurs in the
+            text.
+        shift: whether logits at a position predict the next position (models made from autoregressive ones, such as
+            Dream) instead of the position itself (LLaDA).
+        attention: which positions attend to which.
+        canvas: what undecided positions hold at first.
     """
 
     mask: int | None
     shift: bool = False
-    attention: Attention = Full()
-    canvas: Canvas = Masks()
+    attention: AttentionPattern = Full()
+    canvas: InitialCanvas = Masks()
 
     def __post_init__(self) -> None:
         ordered = isinstance(self.attention, CausalPrefix) and self.attention.ordered
@@ -214,17 +217,17 @@ class Adapter:
             raise ValueError("mask: got None, takes the id of the mask token; only a canvas of noise does without")
 
     @classmethod
-    def of(cls, model: Any, canvas: Canvas | None = None) -> Adapter:
-        """How a loaded model speaks; `model` is what `load` gives, or its `diffusion`.
+    def of(cls, model: Any, canvas: InitialCanvas | None = None) -> Adapter:
+        """The adapter of a loaded model; `model` is what `load` returns, or its `diffusion`.
 
         Raises:
-            ValueError: the model does not fill masks.
+            ValueError: the model is not a masked diffusion model.
         """
         d = getattr(model, "diffusion", model)
         if d is None:
             name = getattr(model, "name", model)
             raise ValueError(f"lm: got {name}, which is autoregressive, takes a diffusion model")
-        attention: Attention = Full()
+        attention: AttentionPattern = Full()
         if d.attention == "block-causal":
             attention = BlockCausal(d.block)
         elif d.attention != "full":
@@ -234,9 +237,9 @@ class Adapter:
 
     @property
     def blank(self) -> int:
-        """What an open position holds before its canvas says otherwise."""
+        """The token of an open position, unless the canvas says otherwise."""
         return 0 if self.mask is None else self.mask
 
     def clean(self, head: Any) -> Any:
-        """The model's head without the mask token."""
+        """The model's head with the mask token's logit removed."""
         return head if self.mask is None else lambda hidden: head(hidden).at[..., self.mask].set(-jnp.inf)

@@ -1,18 +1,19 @@
 """Masked diffusion decoding: a canvas of unknown tokens is decided over several rounds, in any order.
 
-One algorithm for the whole family; what the published samplers differ in are its nine policies (`policies.py`). A
-round looks at one region of each row:
+All published samplers are one algorithm here. They differ in its nine policies (`policies.py`). A round works on one
+region of each row:
 
-1. adapter: tokens, positions and who sees whom; `Caching` says what is recomputed and what is read.
-2. statistics: candidates and what the model says of them (`Seen`), through the shaper and the policy's transforms.
-3. windows: which open positions may be committed now.
-4. score: in which order. 5. commit: which. At least one a row and step, so every step makes progress.
-6. revise: what is taken back or overwritten.
-7. stop: whether the text ends here. Verify picks among several canvases that took steps 2 to 7 side by side.
-8. windows: what is final. It joins the verified text, where end of sequence, stop strings and budgets are looked at,
-   and the region moves behind it.
+    1. adapter: tokens, positions and attention. `Caching` decides what is recomputed and what is read from the cache.
+    2. statistics: candidates and the model's probabilities (`Seen`), after the shaper and the policy's transforms.
+    3. windows: which open positions may be unmasked in this step.
+    4. score: the order in which they are unmasked.
+    5. unmask: which of them are unmasked; at least one a row and step, so every step makes progress.
+    6. remask: which tokens are masked or overwritten again.
+    7. stop: whether the text ends here. Verify picks among several canvases that took steps 2 to 7 side by side.
+    8. windows: which positions are final. They join the verified text, which is searched for end of sequence and stop
+       strings and counted against the budget, and the region moves behind them.
 
-Rows have their own regions, steps and phases; none depends on its batch mates. Prompt and frozen tokens never change.
+Each row has its own region, steps and phase, independent of its batch mates. Prompt and frozen tokens never change.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from decodax.core.record import empty_record
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
 from decodax.diffusion.adapter import Adapter
-from decodax.diffusion.caching import NoCache
+from decodax.diffusion.caching.blocks import NoCache
 from decodax.diffusion.canvas import Canvas, look, survey
-from decodax.diffusion.commits import Quota, best
 from decodax.diffusion.guidance import guide
-from decodax.diffusion.policies import Caching, Commit, Revise, Score, Seen, Shaper, Stop, Verify, View, Windows
-from decodax.diffusion.revisions import Keep
+from decodax.diffusion.parallel.branches import Sequential
+from decodax.diffusion.policies import Caching, Remask, Score, Seen, Shaper, Stop, Unmask, Verify, View, Windows
 from decodax.diffusion.round import Round
-from decodax.diffusion.scores import Confidence
-from decodax.diffusion.shapers import AsIs
-from decodax.diffusion.stops import EndOfText
-from decodax.diffusion.verifies import Sequential
-from decodax.diffusion.windows import Fixed
+from decodax.diffusion.rules.remasking import Keep
+from decodax.diffusion.rules.scores import Confidence
+from decodax.diffusion.rules.shapers import AsIs
+from decodax.diffusion.rules.stops import EndOfText
+from decodax.diffusion.rules.unmasking import Quota, best
+from decodax.diffusion.rules.windows import Blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +49,19 @@ class MaskedDiffusion(Algorithm):
     """A sampler made of nine policies.
 
     Attributes:
-        adapter: how the model speaks of a canvas.
-        windows, score, commit, revise, caching, verify, stops, shaper: see `decodax.diffusion.policies`; stops are
-            several.
+        adapter: how the model reads a canvas.
+        windows, score, unmask, remask, caching, verify, shaper: see `decodax.diffusion.policies`.
+        stops: any number of `Stop` rules.
 
     Raises:
         ValueError: parts that do not fit each other.
     """
 
     adapter: Adapter
-    windows: Windows = Fixed()
+    windows: Windows = Blocks()
     score: Score = Confidence()
-    commit: Commit = Quota()
-    revise: Revise = Keep()
+    unmask: Unmask = Quota()
+    remask: Remask = Keep()
     caching: Caching = NoCache()
     verify: Verify = Sequential()
     stops: tuple[Stop, ...] = (EndOfText(),)
@@ -71,24 +72,25 @@ class MaskedDiffusion(Algorithm):
             raise ValueError(f"caching: got {self.caching} for causal attention, takes one that persists, or NoCache")
 
     def fit(self, budget: int) -> MaskedDiffusion:
-        """With windows and a cache for texts of `budget` new tokens, where their size was left open."""
+        """The sampler for texts of `budget` new tokens, with the sizes of windows and cache filled in that were left
+        open."""
         return dataclasses.replace(self, windows=self.windows.fit(budget), caching=self.caching.fit(budget))
 
     def most_rounds(self, budget: int, rows: int) -> int:
-        """More rounds than a batch can take for `budget` new tokens a row."""
-        steps = max(rule.longest for rule in (self.commit, self.revise, *self.stops))
-        steps = max(steps, self.windows.width) + self.revise.most + 2
+        """An upper bound on the rounds that a batch can take for `budget` new tokens a row."""
+        steps = max(rule.longest for rule in (self.unmask, self.remask, *self.stops))
+        steps = max(steps, self.windows.width) + self.remask.most + 2
         # a region moves by its width, or by less; rows may wait for the others' wide rounds
         regions = -(-budget // self.windows.least) + 1
         return (regions * steps + 8) * (rows + 1 if self.variants else 1)
 
     @property
     def weights(self) -> Any:
-        """A second model's, which a front door puts into `Params.draft`; None without one."""
+        """The weights of the second model, which `generate` puts into `Params.draft`; None without one."""
         return self.verify.weights
 
     def bare(self) -> MaskedDiffusion:
-        """This sampler without the weights that it was made with, as the compiled programs take it."""
+        """The sampler without the second model's weights, as the compiled programs take it."""
         return dataclasses.replace(self, verify=self.verify.bare())
 
     @property
@@ -116,7 +118,7 @@ class MaskedDiffusion(Algorithm):
 
     @property
     def kinds(self) -> tuple[Round, ...]:
-        """Wide and narrow rounds, those by size, or the ones that occur."""
+        """The kinds of rounds: wide ones and narrow ones of each size, as far as they occur."""
         if self.caching.phases:
             return tuple(Round(self, wide, phase=i) for i, wide in enumerate(self.caching.phases))
         wide = (Round(self, True),) if self.caching.wide and not self.prefills else ()
@@ -124,12 +126,12 @@ class MaskedDiffusion(Algorithm):
 
     @property
     def variants(self) -> tuple[Round, ...]:
-        """What the core picks from."""
+        """The kinds of rounds among which the core chooses each time."""
         return self.kinds if len(self.kinds) > 1 else ()
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        """Wide where half of the running rows need it: rows that need the other kind wait. Narrow rounds are as small
-        as their rows' nodes allow. Of phases the one that most running rows are in."""
+        """A wide round where half of the running rows need one; rows that need the other kind wait. Narrow rounds are
+        as small as their rows' nodes allow. With phases it is the phase that most running rows are in."""
         if count := len(self.caching.phases):
             wanted = jnp.where(s.running, self.phase(s), -1)
             return jnp.argmax((wanted[:, None] == jnp.arange(count)).sum(0)).astype(jnp.int32)
@@ -157,7 +159,7 @@ class MaskedDiffusion(Algorithm):
             valid=slots < kept[:, None], drafts=None, memory=None,
             record=None if s.record is None else empty_record((s.batch, N), s.record.count))
         view = look(s, c, W)
-        names = ("shaper", "windows", "score", "commit", "revise", "caching", "verify")
+        names = ("shaper", "windows", "score", "unmask", "remask", "caching", "verify")
         memory = {name: getattr(self, name).init(view) for name in names}
         memory["stops"] = tuple(stop.init(view) for stop in self.stops)
         if self.verify.assists:
@@ -167,7 +169,7 @@ class MaskedDiffusion(Algorithm):
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
     def whole(self, s: State) -> Array:
-        """`i32[B]`: the end of a text that no stop rule ends earlier."""
+        """`i32[B]`: the end of the text if no stop rule ends it earlier."""
         # a text beyond the buffer is cut there, and says so
         end = jnp.minimum(s.max_length, s.tokens.shape[1] - self.windows.width)
         if self.adapter.attention.overhangs and not self.adapter.canvas.given:
@@ -194,35 +196,35 @@ class MaskedDiffusion(Algorithm):
     # the steps of a round, for one canvas a row
 
     def advance(self, view: View, seen: Seen, memory: Any) -> View:
-        """One step: 3 to 7. `view` and the result lie over the same positions."""
+        """Takes steps 3 to 7 once. `view` and the result cover the same positions."""
         view = view.replace(active=self.windows.active(view, seen, memory["windows"]) & view.masked & seen.reached)
         score = self.score(view, seen, memory["score"])
-        commit = self.commit(view, seen, score, memory["commit"]) & view.active
-        force = best(score, view.active, jnp.ones_like(view.step)) & ~commit.any(1)[:, None]
-        if self.commit.patient:
+        unmask = self.unmask(view, seen, score, memory["unmask"]) & view.active
+        force = best(score, view.active, jnp.ones_like(view.step)) & ~unmask.any(1)[:, None]
+        if self.unmask.patient:
             force = jnp.zeros_like(force)
-        rush = jnp.zeros(view.step.shape, bool)
+        early = jnp.zeros(view.step.shape, bool)
         for stop, own in zip(self.stops, memory["stops"], strict=True):
-            rush = rush | stop.rush(view, seen, own)
-        commit = jnp.where(rush[:, None], view.masked & seen.reached, commit | force)
+            early = early | stop.early_stop(view, seen, own)
+        unmask = jnp.where(early[:, None], view.masked & seen.reached, unmask | force)
         after = view.replace(
-            tokens=jnp.where(commit, seen.token, view.tokens), open=view.open & ~commit, step=view.step + 1,
+            tokens=jnp.where(unmask, seen.token, view.tokens), open=view.open & ~unmask, step=view.step + 1,
             round=view.round + 1, full=jnp.where(view.masked.any(1), 0, view.full + 1))
-        new = self.revise(view, seen, after, memory["revise"])
-        may = view.editable & view.inside & ~rush[:, None]
+        new = self.remask(view, seen, after, memory["remask"])
+        may = view.editable & view.inside & ~early[:, None]
         after = after.replace(tokens=jnp.where(may, new.tokens, after.tokens),
                               open=jnp.where(may, new.open, after.open))
-        if not self.revise.noisy:
+        if not self.remask.noisy:
             after = after.replace(tokens=jnp.where(after.open & may, jnp.int32(self.adapter.blank), after.tokens))
-        # a token that may still be revised ends nothing, unless a stop rule has committed it for good
-        open = self.revise.busy(view, after, memory["revise"]) & ~rush
+        # a token that may still be remasked ends nothing, unless a stop rule has unmasked it for good
+        open = self.remask.busy(view, after, memory["remask"]) & ~early
         for stop, own in zip(self.stops, memory["stops"], strict=True):
             cut = jnp.minimum(after.end, stop.end(view, seen, after, own))
             after = after.replace(end=jnp.where(open, after.end, cut))
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:
-        """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, so many steps further."""
+        """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, each some steps ahead of it."""
         K = len(self.verify.taken)
         ahead = jnp.array([len(taken) for taken in self.verify.taken], jnp.int32)
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
@@ -233,7 +235,7 @@ class MaskedDiffusion(Algorithm):
         return wide.replace(step=wide.step + ahead, round=wide.round + ahead)
 
     def no_drafts(self, view: View) -> Any:
-        """Drafts that equal the canvas, and so no result of a step."""
+        """Drafts that equal the canvas, so that none of them is the result of a step."""
         more = len(self.verify.taken) - 1
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))

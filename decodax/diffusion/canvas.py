@@ -1,4 +1,4 @@
-"""The state of masked diffusion: the text with what is unknown of it."""
+"""The state of masked diffusion: the text, decided and undecided, with what is known about each position."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from decodax.struct import Struct, struct
 
 @struct
 class Canvas(Struct):
-    """The text with what is unknown of it, by absolute position.
+    """The text of each row by absolute position, with its undecided positions.
 
     Attributes:
         tokens, open, editable, when, confidence: `[B, N]`, as in `View`.
         start, end, step, round, opened, full, kept, refreshed: `i32[B]`, as in `View`.
-        final: `i32[B]` tokens before it are final; beyond `start` while they wait for a commit forward.
+        final: `i32[B]` tokens before it are final. It lies beyond `start` while they wait for a commit forward.
         valid: `bool[B, S]` cache slots that hold an entry.
         drafts: tokens and open positions `[B, K - 1, W]` of the region after further steps, or None.
-        memory: of the policies, by name.
-        record: log-probabilities by position as the tokens were decided, or None.
-        assistant: what a second model knows, or None.
+        memory: the policies' memories, by name.
+        record: log-probabilities by position at the time the tokens were decided, or None.
+        assistant: the state of a second model, or None.
     """
 
     tokens: Array
@@ -61,7 +61,7 @@ def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
 
 
 def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """`look`, with the whole text beside the regions."""
+    """`look`, with the whole text around the regions in `View.text`."""
     return look(s, c, width, eos).replace(text=Text(open=c.open, when=c.when, cache=s.cache))
 
 

@@ -1,8 +1,9 @@
-"""What the nine policies of masked diffusion see and give back. Each kind has a base class here, with its defaults.
+"""The base classes of the nine policies of masked diffusion, with their defaults.
 
-A round looks at each row's *region*: `W` positions of the text from `start` on, `W = windows.width`. Policies get it as
-a `View` and the model's answers at its positions as `Seen`. Their leading axis `R` is `B` rows, or `B * K` where a
-verifier scores `K` canvases a row; a policy never mixes rows, so it need not care.
+A round works on one *region* of each row: the `W = windows.width` positions of the text from `start` on. For samplers
+that fill the text block by block it is the block; for others it is the whole text, a sliding window or several blocks.
+Policies get the region as a `View` and the model's answers at its positions as `Seen`. The leading axis `R` of both is
+`B` rows, or `B * K` where a verifier scores `K` canvases a row. A policy never mixes rows, so it need not know which.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax import Array
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.diffusion.adapter import Nodes
-from decodax.diffusion.stats import Stats
+from decodax.diffusion.stats import DistributionStats
 from decodax.struct import Struct, struct
 
 Memory = Any
@@ -24,7 +25,7 @@ Memory = Any
 
 @struct
 class Text(Struct):
-    """The whole text of each row, by absolute position: `open` (`bool[B, N]`) and `when` (`i32[B, N]`) as in `View`;
+    """The whole text of each row, by absolute position: `open` (`bool[B, N]`) and `when` (`i32[B, N]`) as in `View`,
     and the model's `cache`."""
 
     open: Array
@@ -40,19 +41,19 @@ class View(Struct):
         positions: `i32[R, W]` absolute positions, `start` first.
         tokens: `i32[R, W]`; an open position holds the mask token, or noise.
         open: `bool[R, W]` positions whose token is not decided.
-        editable: `bool[R, W]` positions that decoding may write: not the prompt, no frozen token.
-        active: `bool[R, W]` open positions that may be committed this round (`Windows.active`; False before it ran).
-        when: `i32[R, W]` the `round` that decided the token, -1 for open, given and frozen ones.
+        editable: `bool[R, W]` positions that decoding may write: not those of the prompt or of frozen tokens.
+        active: `bool[R, W]` open positions that may be unmasked in this round (`Windows.active`; False before it ran).
+        when: `i32[R, W]` the `round` that decided the token; -1 where the token is open, given or frozen.
         confidence: `f32[R, W]` the model's log-probability of the token when it was decided.
-        start: `i32[R]` first position of the region: all before it is final.
-        end: `i32[R]` end of the row's text. It shrinks when a stop rule says that the text ends early.
+        start: `i32[R]` first position of the region; all positions before it are final.
+        end: `i32[R]` end of the row's text. It shrinks when a stop rule ends the text early.
         step: `i32[R]` steps since the region moved to `start`. round: `i32[R]` steps of the row.
-        opened: `i32[R]` open positions when the region moved to `start`.
-        full: `i32[R]` steps since the last open position was committed.
+        opened: `i32[R]` how many positions were open when the region moved to `start`.
+        full: `i32[R]` steps since the last open position was unmasked.
         kept: `i32[R]` the cache holds the final entries of all positions before this one (of caches that `persist`).
         refreshed: `i32[R]` the `round` of the row's last wide forward, -1 before the first.
         prompt_length, min_new, key, eos: of the row: `i32[R]`, `i32[R]`, `key[R]`, `i32[R, E]` (padded with -1).
-        text: what lies around the region; only `Caching` gets it.
+        text: the text around the region; None for all policies but `Caching`.
     """
 
     positions: Array
@@ -87,7 +88,7 @@ class View(Struct):
         return self.open & self.inside
 
     @property
-    def committed(self) -> Array:
+    def unmasked(self) -> Array:
         """`bool[R, W]`: decided tokens that decoding wrote and may write again."""
         return ~self.open & self.editable & self.inside
 
@@ -102,15 +103,16 @@ class View(Struct):
 
 @struct
 class Seen(Struct):
-    """What the model says about each position of the region, read off once a round; see `Stats`.
+    """What the model says about each position of the region; see `DistributionStats`.
 
-    The mask token has been removed from the distributions: it has no probability.
+    The mask token is removed from the distributions: its probability is 0.
 
     Attributes:
         token: `i32[R, W]` the candidate, drawn from the policy; negative where there is no distribution.
-        reached: `bool[R, W]` positions that the round's forward scored. The others' numbers mean nothing.
-        model: of the model's own distribution, as the shaper left it.
-        policy: of the policy's, where a greedy row's temperature counts as 1; None unless a rule reads it.
+        reached: `bool[R, W]` positions that the round's forward scored. The numbers of all others are meaningless.
+        model: statistics of the model's own distribution after the shaper.
+        policy: statistics of the policy's distribution, in which a greedy row has temperature 1; None unless a rule
+            reads it.
         likeliest: `i32[R, W, k]` and `f32[R, W, k]` the model's likeliest tokens, before the shaper, and their
             log-probabilities; None unless a rule asks for `k`.
         agreed: `bool[R, W]` whether a second model chose the same token; None without one.
@@ -118,12 +120,12 @@ class Seen(Struct):
 
     token: Array
     reached: Array
-    model: Stats
-    policy: Stats | None
+    model: DistributionStats
+    policy: DistributionStats | None
     likeliest: tuple[Array, Array] | None = None
     agreed: Array | None = None
 
-    def of(self, name: str) -> Stats:
+    def of(self, name: str) -> DistributionStats:
         """`model` or `policy`."""
         stats = self.policy if name == "policy" else self.model
         assert stats is not None
@@ -131,11 +133,11 @@ class Seen(Struct):
 
 
 class Rule:
-    """Base of the policies: a frozen dataclass, static under jit, without a memory unless it says so.
+    """Base of the policies: a frozen dataclass, static under jit. It has a memory only if it overrides `init`.
 
     Attributes:
         of: "policy" makes the algorithm compute `Seen.policy`.
-        reads: `k`, how many of `Seen.likeliest` it wants.
+        reads: `k`, how many of the likeliest tokens the rule wants in `Seen.likeliest`.
     """
 
     of: str = "model"
@@ -143,25 +145,26 @@ class Rule:
 
     @property
     def longest(self) -> int:
-        """How many steps of a region it counts on; 0 if it counts none."""
+        """The largest number of steps of a region that the rule counts on; 0 if it counts none."""
         return 0
 
     def fit(self, budget: int) -> Self:
-        """The rule for texts of `budget` new tokens, where it left a size open."""
+        """The rule for texts of `budget` new tokens, with every size filled in that was left open."""
         return self
 
     def init(self, view: View) -> Memory:
-        """What it remembers, a pytree whose leaves have a leading axis `B` and an explicit dtype, none as wide as the
-        vocabulary; `view` is the first region."""
+        """The rule's memory before the first step: a pytree whose leaves have a leading axis `B` and an explicit dtype,
+        none as wide as the vocabulary. `view` is the first region."""
         return None
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
-        """Its memory after a step. `after` may have moved: `after.start > before.start`, `after.step == 0`."""
+        """The rule's memory after a step. The region may have moved: then `after.start > before.start` and `after.step
+        == 0`."""
         return memory
 
 
 class Counts:
-    """What rules with an attribute `steps` inherit."""
+    """Base of rules with an attribute `steps`, the number of steps of a region."""
 
     steps: int | None
 
@@ -171,74 +174,76 @@ class Counts:
 
 
 class Shaper(Rule, abc.ABC):
-    """Changes the model's distributions before anything is read off them."""
+    """Changes the model's distributions before candidates and statistics are taken from them."""
 
     @abc.abstractmethod
     def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
-        """`f32[R, W, V]` from the model's."""
+        """`f32[R, W, V]`: the new logits, from the model's."""
 
 
 class Windows(Rule, abc.ABC):
-    """Which positions are worked on, and when they are final: by default all of the region, once none of it is open."""
+    """Which positions are worked on, and when they are final. By default all positions of the region are active, and
+    they are final once none of them is open."""
 
     @property
     def align(self) -> int | None:
-        """The first region starts at a multiple of this at or below the prompt's end; None: at the prompt's end."""
+        """The first region starts at a multiple of this, at or below the prompt's end. None: at the prompt's end."""
         return None
 
     @property
     @abc.abstractmethod
     def width(self) -> int:
-        """`W`, the positions of a region: the most tokens that a round can emit."""
+        """`W`, the number of positions of a region, and the most tokens that a round can emit."""
 
     @property
     def least(self) -> int:
-        """The fewest positions that a region moves by, but for the last."""
+        """The fewest positions that a region moves by, except for the last one."""
         return self.width
 
     def active(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """`bool[R, W]`: the part of the region in which open positions may be committed."""
+        """`bool[R, W]`: the part of the region in which open positions may be unmasked."""
         return view.masked
 
     def finished(self, view: View, memory: Memory) -> Array:
-        """`i32[R]`: how many positions from `start` on are final, after a step: the region moves behind them."""
+        """`i32[R]`: how many positions from `start` on are final after a step. The region moves behind them."""
         left = jnp.maximum(jnp.minimum(view.start + view.positions.shape[1], view.end) - view.start, 0)
         return jnp.where(view.masked.any(1), 0, left)
 
     def last(self, start: Array, end: Array) -> Array:
-        """`i32[B]`: where the last region ends if all are equally wide, from where the first begins and the text ends;
-        less than a width behind that. Of models whose regions overhang the text."""
+        """`i32[B]`: where the last region ends if all regions are equally wide, given where the first one begins and
+        where the text ends. It lies less than one width behind the end of the text. For models whose regions overhang
+        the text."""
         return end
 
 
 class Score(Rule, abc.ABC):
-    """Ranks the candidates."""
+    """Ranks the candidates; the best are unmasked first."""
 
     @abc.abstractmethod
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """`f32[R, W]`: the larger, the sooner it is committed."""
+        """`f32[R, W]`: candidates with larger scores are unmasked sooner."""
 
 
-class Commit(Rule, abc.ABC):
-    """Which candidates are committed."""
+class Unmask(Rule, abc.ABC):
+    """Chooses the candidates that are unmasked in a step."""
 
     @property
     def patient(self) -> bool:
-        """Whether a step may commit nothing, since the rule ends by its own clock."""
+        """Whether a step may unmask nothing. Such a rule must end by its own clock."""
         return False
 
     @abc.abstractmethod
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
-        """`bool[R, W]`, of which those in `view.active` count. If there are none the best by score is committed, so
-        every step makes progress; but not where `patient`."""
+        """`bool[R, W]`: the chosen positions; only those in `view.active` count. If there are none, the best one by
+        score is unmasked, so that every step makes progress; a `patient` rule is exempt."""
 
 
-class Revise(Rule, abc.ABC):
-    """What becomes of tokens after the commits.
+class Remask(Rule, abc.ABC):
+    """Masks or overwrites tokens again after unmasking.
 
     Attributes:
-        noisy: open positions keep the tokens that it gave them.
-        most: steps of a full region that it may take.
+        noisy: open positions keep the tokens that the rule gave them.
+        most: the most steps that the rule may spend on a region without open positions.
     """
 
     noisy: bool = False
@@ -246,34 +251,34 @@ class Revise(Rule, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
-        """`after` with other `tokens` or reopened positions (`open`). What it leaves open gets the mask token back,
-        unless `noisy`; only `editable` positions change."""
+        """`after` with other `tokens` or reopened positions (`open`). Positions that it leaves open get the mask token
+        back, unless `noisy`. Only `editable` positions change."""
 
     def busy(self, before: View, after: View, memory: Memory) -> Array:
-        """`bool[R]`: rows whose full region must not be final yet."""
+        """`bool[R]`: rows whose region has no open position left but must not be final yet."""
         return jnp.zeros(after.start.shape, bool)
 
 
 class Stop(Rule):
-    """When a row is done before its canvas is; by default never.
+    """Ends a row before all of its canvas is decided; by default never.
 
     Attributes:
-        filled: what lies behind the end is read as more of its last token, and not left out.
+        filled: the model reads the positions behind the end as copies of the last token; otherwise they are left out.
     """
 
     filled: bool = False
 
-    def rush(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """`bool[R]`: rows whose open positions are all committed now, without revision."""
+    def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
+        """`bool[R]`: rows whose open positions are all unmasked in this step, without remasking."""
         return jnp.zeros(view.start.shape, bool)
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
-        """`i32[R]`: where the text ends, after a step; no larger than `after.end`."""
+        """`i32[R]`: where the text ends after a step; at most `after.end`."""
         return after.end
 
 
 class Caching(Rule):
-    """What a forward recomputes and what it reads from the cache; by default never stale, with nothing that persists.
+    """What a forward recomputes and what it reads from the cache. By default no row is ever stale and nothing persists.
 
     Rounds are wide (the whole text) or narrow (`nodes`). A row takes part in wide rounds while it is `stale` and in
     narrow ones otherwise, so what it computes never depends on its batch mates.
@@ -281,12 +286,14 @@ class Caching(Rule):
     Attributes:
         wide: there are wide rounds. narrow: there are narrow rounds; without them nothing is cached.
         persists: tokens are emitted only once a forward has written their final entries.
-        fused: with `persists`: that forward also works on the next region; else on none (a commit forward).
+        fused: with `persists`: that forward also works on the next region. Otherwise it does nothing else (a commit
+            forward).
         approximate: entries of tokens that are not emitted yet are written.
-        beyond: what a stop rule has cut off stays to be seen: the entries behind the text's new end.
-        sizes: how many nodes the kinds of narrow rounds have, ascending; None, which comes last: as many as `nodes`
-            gives, dead ones and all. A round takes the first size that fits its rows' live nodes.
-        phases: of rules with more kinds of rounds than a wide and a narrow one: which of them are wide. () else.
+        beyond: entries behind the text's new end are still attended to when a stop rule has cut the text.
+        sizes: the numbers of nodes of the kinds of narrow rounds, ascending. None, which comes last, stands for all
+            that `nodes` gives, dead ones included. A round takes the first size that fits its rows' live nodes.
+        phases: for rules with more kinds of rounds than one wide and one narrow: which of the kinds are wide; otherwise
+            ().
     """
 
     wide: bool = True
@@ -299,11 +306,11 @@ class Caching(Rule):
     phases: tuple[bool, ...] = ()
 
     def phase(self, view: View, memory: Memory) -> Array:
-        """`i32[B]`: which of its phases a row's next round is. A rule with phases is asked this and not `stale`."""
+        """`i32[B]`: which of its phases a row's next round is. For rules with phases this replaces `stale`."""
         return (~self.stale(view, memory)).astype(jnp.int32)
 
     def through(self, model: Any, phase: int) -> Any:
-        """Of rules with phases: the model as rounds of one run it, and as it makes its cache."""
+        """For rules with phases: the model as the rounds of one phase run it, and as it makes its cache."""
         return model
 
     def hint(self, view: View, positions: Array, phase: int) -> Any:
@@ -316,8 +323,9 @@ class Caching(Rule):
         return jnp.zeros(view.start.shape, bool)
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
-        """What a narrow round scores: the region, the `left` positions before it, where a shifted model predicts its
-        first token, and whatever else is worth it. Among the nodes that are `own` no position stands twice."""
+        """The nodes of a narrow round: the region, the `left` positions before it (where a shifted model predicts its
+        first token), and any others that the rule recomputes. No position occurs twice among the nodes that are `own`.
+        """
         return span(view, left, view.positions.shape[1])
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
@@ -325,23 +333,25 @@ class Caching(Rule):
 
         Args:
             final: `i32[B]`: tokens before it are final.
-            valid: `bool[B, n]`: the position has an entry. None has in a wide round, which begins with an empty cache.
+            valid: `bool[B, n]`: the position has an entry already. No position has in a wide round, which begins with
+                an empty cache.
         """
         return jnp.zeros(positions.shape, bool)
 
 
 def span(view: View, before: int, width: int) -> Nodes:
-    """`width` positions from the region's beginning on and `before` ones before it; all that lie in the text."""
+    """The `width` positions from the region's start on and the `before` ones before it, as far as they lie in the text.
+    """
     positions = view.start[:, None] - before + jnp.arange(before + width, dtype=jnp.int32)
     return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
                  own=jnp.ones(positions.shape, bool))
 
 
 class Verify(Rule, abc.ABC):
-    """Several canvases a row in one forward: which of their steps are true.
+    """Chooses among several canvases of a row that one forward scored.
 
     Attributes:
-        assists: a second model judges the candidates: see `decodax.diffusion.product`.
+        assists: a second model judges the candidates: see `decodax.diffusion.parallel.product`.
     """
 
     assists: bool = False
@@ -349,12 +359,12 @@ class Verify(Rule, abc.ABC):
     @property
     @abc.abstractmethod
     def taken(self) -> tuple[tuple[int, ...], ...]:
-        """Which of the coming steps, counted from 0, each canvas of a forward has taken. The first, `()`, is the canvas
-        itself; the others are drafts, by the number of steps."""
+        """Which of the coming steps, counted from 0, each canvas of a forward has taken. The first one, `()`, is the
+        canvas itself. The others are drafts, ordered by their number of steps."""
 
     @property
     def weights(self) -> Any:
-        """The second model's weights that it was made with."""
+        """The weights of the second model, if the rule was made with them."""
         return None
 
     def bare(self) -> Self:
@@ -363,5 +373,5 @@ class Verify(Rule, abc.ABC):
 
     @abc.abstractmethod
     def path(self, drafts: View, results: View) -> Array:
-        """`bool[B, K]`: the drafts that are true, of which the last one's result is taken. `drafts` and `results` have
-        the axes `[B, K, ...]`: draft 0 is the canvas itself, and `results` are the drafts one step later."""
+        """`bool[B, K]`: the drafts that are true; the result of the last one is taken. `drafts` and `results` have the
+        axes `[B, K, ...]`: draft 0 is the canvas itself, and `results` are the drafts one step later."""

@@ -23,7 +23,7 @@ from decodax.struct import Struct, struct
 
 @struct
 class _Text(Struct):
-    """What the policy's transforms read of a row: a state whose text is the canvas."""
+    """What the policy's transforms read of a row: a stand-in for the state whose text is the canvas."""
 
     tokens: Array
     length: Array
@@ -34,8 +34,9 @@ class _Text(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Round(Algorithm):
-    """A kind of round of the sampler `of`: `wide` ones read the whole text, and write the cache if there is one.
-    Narrow ones have `size` nodes a row; None: as many as the caching rule gives. `phase`: of rules with phases."""
+    """One kind of round of the sampler `of`. A `wide` round reads the whole text and writes the cache if there is one.
+    A narrow one scores `size` nodes a row, or as many as the caching rule gives if that is None. `phase` is set for
+    rules with phases."""
 
     of: Any
     wide: bool
@@ -59,7 +60,7 @@ class Round(Algorithm):
 
     @property
     def branches(self) -> int:
-        """`K`, canvases a row. The wide rounds of a cache begin a region, where there are no drafts."""
+        """`K`, canvases a row; 1 in the wide rounds of a cache, which begin a region, where there are no drafts yet."""
         return 1 if self.wide and self.of.caching.narrow else len(self.of.verify.taken)
 
     def _turn(self, s: State) -> Array:
@@ -102,7 +103,7 @@ class Round(Algorithm):
                       hints=() if hint is None else (hint,)), c
 
     def _text(self, s: State, c: Canvas) -> Canvas:
-        """The canvas as the model reads it: behind an early end as a stop rule has it filled."""
+        """The canvas as the model reads it. Behind an early end it holds what the stop rule fills in."""
         if not any(stop.filled for stop in self.of.stops):
             return c
         N = c.tokens.shape[1]
@@ -111,7 +112,7 @@ class Round(Algorithm):
         return c.replace(tokens=jnp.where(jnp.arange(N) >= c.end[:, None], last, c.tokens), end=end)
 
     def _nodes(self, s: State, c: Canvas) -> Nodes:
-        """What this round scores."""
+        """The nodes that this round scores."""
         of, attention, N, W = self.of, self.of.adapter.attention, c.tokens.shape[1], self.of.windows.width
         # before the first round the entry of a prefilled prompt's last token is missing
         left = int(of.adapter.shift or of.prefills)
@@ -138,7 +139,7 @@ class Round(Algorithm):
         return nodes.replace(prompt=s.prompt_length)
 
     def _end(self, s: State, c: Canvas) -> Array:
-        """`i32[B]`: the end of what may be seen."""
+        """`i32[B]`: the end of the positions that are attended to."""
         return self.of.whole(s) if self.of.caching.beyond else c.end
 
     def live_nodes(self, s: State) -> Array:
@@ -146,7 +147,7 @@ class Round(Algorithm):
         return self._nodes(s, self._text(s, s.algo)).live.sum(1, dtype=jnp.int32)
 
     def _branch_tokens(self, drafts: Array, positions: Array, tokens: Array, c: Canvas) -> Array:
-        """`i32[B, K * n]`: each draft (`i32[B, K, W]`) in the place of the region."""
+        """`i32[B, K * n]`: the window's tokens once for each draft (`i32[B, K, W]`), which replaces the region."""
         W = drafts.shape[-1]
         offset = positions - c.start[:, None]
         inside = (offset >= 0) & (offset < W)
@@ -182,8 +183,8 @@ class Round(Algorithm):
 
         # what is final, what is emitted, and where the region goes
         front = jnp.maximum(c.final, c.start)       # all before it has final tokens, which this forward saw
-        # what a stop rule has ended is not revised any more: the token that ends it might go
-        busy = of.revise.busy(before, after, c.memory["revise"]) & (after.end == view.end)
+        # what a stop rule has ended is not remasked any more: the token that ends it might go
+        busy = of.remask.busy(before, after, c.memory["remask"]) & (after.end == view.end)
         count = of.windows.finished(after, c.memory["windows"])
         # a region that overhangs the budget is done when what lies before it is decided
         left = (after.masked & (after.positions < s.max_length[:, None])).any(1)
@@ -229,7 +230,8 @@ class Round(Algorithm):
             record=None if noted is None else jax.tree.map(lambda x: cut(x, s.length, W), again.record), idle=~turn)
 
     def _writes(self, view: View, c: Canvas, positions: Array, live: Array, front: Array) -> tuple[Array, Array]:
-        """`bool[B, n]` which entries are written, and `bool[B, S]` which there are then."""
+        """`bool[B, n]` which nodes' entries are written, and `bool[B, S]` which cache slots hold an entry afterwards.
+        """
         if not self.of.caches:
             return jnp.zeros(positions.shape, bool), c.valid
         S = c.valid.shape[1]
@@ -247,7 +249,8 @@ class Round(Algorithm):
                 for name, old in memory.items()}
 
     def _drafted(self, c: Canvas, there: View, after: View, seen: Seen, works: Array, moved: Array) -> Any:
-        """The next round's drafts: more steps with the answers at hand; none in a region that has just begun."""
+        """The next round's drafts: further steps that reuse this round's answers. A region that has just begun has
+        none."""
         if c.drafts is None:
             return None
         wanted = self.of.verify.taken[1:]
@@ -276,8 +279,8 @@ class Round(Algorithm):
         return jnp.where(at >= 0, take(index, jnp.maximum(at, 0)), -1)
 
     def _see(self, policy: Any, s: State, c: Canvas, drafts: View, node: Array, out: Out) -> tuple[Seen, Any, Any]:
-        """Step 2: what the model says of the regions `[B * K, W]`, what notes log-probabilities (or None), and a second
-        model's entries (or None)."""
+        """Step 2: the model's answers on the regions `[B * K, W]`, the record of log-probabilities (or None), and a
+        second model's entries (or None)."""
         of = self.of
         B, K, W = drafts.tokens.shape
         hidden = out.hidden.reshape(B, -1, out.hidden.shape[-1])
@@ -314,7 +317,7 @@ class Round(Algorithm):
             draws = [lifted.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
                                  salt=c.round + len(of.verify.taken[k])) for k in range(K)]
             token = jnp.concatenate(draws, 1)
-        rules = (of.windows, of.score, of.commit, of.revise, *of.stops)
+        rules = (of.windows, of.score, of.unmask, of.remask, *of.stops)
         second = None
         if any(rule.of == "policy" for rule in rules):
             second = statistics(lift(policy.policy.warm, logits).processed(), token)
@@ -330,7 +333,7 @@ class Round(Algorithm):
 
     def _noted(self, view: View, after: View, drafts: View, results: View, seen: Seen, path: Array, c: Canvas,
                note: Any) -> tuple[View, Any]:
-        """When and with what probability each token was decided: step by step along the drafts that were true."""
+        """When each token was decided and with what log-probability, step by step along the drafts that were true."""
         when, confidence, kept = view.when, view.confidence, None
         if note is not None:
             kept = jax.tree.map(lambda x: cut(x, c.start, view.tokens.shape[1]), c.record)
@@ -352,13 +355,14 @@ def _scatter(x: Array, positions: Array, where: Array, new: Array) -> Array:
 
 
 def _packed(nodes: Nodes, size: int) -> Nodes:
-    """The first `size` live nodes of each row, in order; dead ones where there are fewer."""
+    """The first `size` live nodes of each row, in order, filled up with dead ones."""
     first = jnp.argsort(~nodes.live, axis=1, stable=True)[:, :size]
     return jax.tree.map(lambda x: jnp.take_along_axis(x, first, 1), nodes)
 
 
 def _side_by_side(mask: Array, count: int) -> Array:
-    """`bool[B, count * n, count * n]`: canvases that see themselves by `bool[B, n, n]` and not one another."""
+    """`bool[B, count * n, count * n]`: several canvases in one window, each attending to itself by `bool[B, n, n]` and
+    not to the others."""
     apart = jnp.eye(count, dtype=bool)[:, None, :, None]
     return (apart & mask[:, None, :, None, :]).reshape(mask.shape[0], count * mask.shape[1], -1)
 

@@ -1,8 +1,8 @@
-"""Statistics of a distribution over the vocabulary, read in one pass.
+"""Statistics of a distribution over the vocabulary, computed in one pass.
 
-The logits are walked once in chunks that stay in the processor's cache, each chunk folded into running sums (the online
-softmax of Milakov and Gimelshein 2018, with the two largest logits and the entropy beside it). What is kept is a few
-numbers a position; nothing of the vocabulary's size.
+The logits are read once, in chunks that stay in the processor's cache. Each chunk is folded into running sums: the
+online softmax of Milakov and Gimelshein (2018), with the two largest logits and the entropy beside it. Only a few
+numbers a position are kept, nothing as wide as the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CHUNK = 4096
 
 
 @struct
-class Stats(Struct):
-    """Of distributions with any leading axes `...`; all are `f32[...]`, natural logarithms.
+class DistributionStats(Struct):
+    """Statistics of distributions with any leading axes `...`, all `f32[...]`, in natural logarithms.
 
     Attributes:
-        log_prob: of the given token, exact to a relative 1e-7 also where the probability is close to 1.
+        log_prob: of the given token; the relative error is 1e-7 even where the probability is close to 1.
         entropy: in nats.
         lse: log of the sum of exponentials of the logits.
         top, second: the two largest logits.
@@ -50,8 +50,8 @@ class Stats(Struct):
         return self.top - self.second
 
 
-def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> Stats:
-    """The numbers of `Stats` for `f32[..., V]` and tokens `i32[...]` (negative ones count as token 0).
+def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> DistributionStats:
+    """The numbers of `DistributionStats` for `f32[..., V]` and tokens `i32[...]` (negative ones count as token 0).
 
     >>> s = statistics(jnp.log(jnp.array([[0.5, 0.25, 0.25]])), jnp.array([0]))
     >>> [round(float(x[0]), 4) for x in (s.prob, s.entropy, s.margin, s.gap)]
@@ -91,13 +91,14 @@ def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> Stats:
     y = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0] - top
     # near 1 the others' sum tells probabilities apart that a difference of logarithms rounds to the same number
     likely = jnp.exp(y) * 2 > total
-    return Stats(log_prob=jnp.where(likely, -jnp.log1p(rest / jnp.where(likely, jnp.exp(y), 1)), y - log_total),
-                 entropy=jnp.maximum(log_total - weighted / total, 0), lse=top + log_total, top=top, second=second)
+    return DistributionStats(
+        log_prob=jnp.where(likely, -jnp.log1p(rest / jnp.where(likely, jnp.exp(y), 1)), y - log_total),
+        entropy=jnp.maximum(log_total - weighted / total, 0), lse=top + log_total, top=top, second=second)
 
 
 def cosine(a: Array, b: Array, axis: int = -1) -> Array:
-    """Cosine similarity `f32[...]` along an axis, each length taken to be at least 1e-8, as torch has it. A floor under
-    the product of both lengths would make short vectors unlike themselves.
+    """Cosine similarity `f32[...]` along an axis. Each length counts as at least 1e-8, as in torch. A floor under the
+    product of both lengths instead would make short vectors dissimilar to themselves.
 
     >>> x = jnp.array([1e-6, 2e-6])
     >>> round(float(cosine(x, x)), 4)
@@ -108,8 +109,8 @@ def cosine(a: Array, b: Array, axis: int = -1) -> Array:
 
 
 def rank(score: Array, among: Array) -> Array:
-    """`i32[R, W]`: places 0, 1, ... by falling score among the given positions; equal ones from left to right. The
-    others come behind them.
+    """`i32[R, W]`: places 0, 1, ... by falling score among the given positions, from left to right among equals. All
+    other positions come behind them.
 
     >>> rank(jnp.array([[1.0, 3.0, 3.0, 2.0]]), jnp.array([[True, False, True, True]])).tolist()
     [[2, 3, 0, 1]]

@@ -23,8 +23,8 @@ from decodax.io.files import ONE, CheckpointError, Files, read_json
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import WITH_IMAGES, read_config, text_part
-from decodax.models.names import IGNORED, IMAGES, Source, flatten, head_tensor, layers_in, sources
-from decodax.models.rope import Dynamic, Linear, Llama3, LongRope, Yarn
+from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
+from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
 from decodax.models.transformer import Transformer, Weights
 
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -119,7 +119,7 @@ def dtype_name(dtype: jax.typing.DTypeLike) -> str:
     return name
 
 
-def _check(where: dict[str, Source], files: Files, spare: set[str], ignored: list[re.Pattern[str]]) -> None:
+def _check(where: dict[str, WeightSource], files: Files, spare: set[str], ignored: list[re.Pattern[str]]) -> None:
     """Every tensor is there, of the right shape and kind, and none but `spare` and what is `ignored` is left over."""
     wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
     missing = [tensor for tensor in wanted if tensor not in files.home]
@@ -158,7 +158,7 @@ def _some(tensors: list[str]) -> str:
     return f"tensor{'s' if len(tensors) > 1 else ''} {', '.join(tensors[:5])}{more}"
 
 
-def _load(files: Files, source: Source, shape: tuple[int, ...], dtype: np.dtype,
+def _load(files: Files, source: WeightSource, shape: tuple[int, ...], dtype: np.dtype,
           place: jax.sharding.Sharding) -> jax.Array:
     """One weight, each device's part read and cast by itself; devices that hold the same part share one reading."""
     parts: dict[Any, np.ndarray] = {}
@@ -172,7 +172,7 @@ def _load(files: Files, source: Source, shape: tuple[int, ...], dtype: np.dtype,
     return jax.make_array_from_callback(shape, place, read)
 
 
-def _read(files: Files, source: Source, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
     """The part `bounds` of a weight from the file."""
     if len(bounds) > len(source.full):
         rest = tuple(slice(*b) for b in bounds[1:])
@@ -232,7 +232,7 @@ def _llama_config(c: DecoderConfig) -> dict[str, Any]:
         raise ValueError("config: a model without rotary embedding is no Llama; give its config.json")
     scaling: dict[str, Any] = {"rope_type": "default"}
     match rope.scaling:
-        case Linear(factor):
+        case LinearScaling(factor):
             scaling = {"rope_type": "linear", "factor": factor}
         case Dynamic(factor, _):
             scaling = {"rope_type": "dynamic", "factor": factor}

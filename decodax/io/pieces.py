@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class TokenBytes:
     """Bytes by token id: `first` where nothing stands before, `rest` elsewhere; b"" for unknown and skipped tokens."""
 
     first: tuple[bytes, ...]
@@ -33,7 +33,7 @@ class Pieces:
         return b"".join(out), started
 
 
-def pieces(tokens: dict[int, str], decoder: dict[str, Any] | None, skipped: frozenset[int]) -> Pieces:
+def pieces(tokens: dict[int, str], decoder: dict[str, Any] | None, skipped: frozenset[int]) -> TokenBytes:
     """The table for a vocabulary.
 
     Args:
@@ -48,7 +48,7 @@ def pieces(tokens: dict[int, str], decoder: dict[str, Any] | None, skipped: froz
     ids = range(max(tokens, default=-1) + 1)
     skipped = skipped | {i for i in ids if i not in tokens}
     make = lambda i, first: b"" if i in skipped else _apply(steps, tokens[i], first)
-    return Pieces(tuple(make(i, True) for i in ids), tuple(make(i, False) for i in ids), skipped)
+    return TokenBytes(tuple(make(i, True) for i in ids), tuple(make(i, False) for i in ids), skipped)
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

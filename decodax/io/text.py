@@ -19,7 +19,7 @@ import tokenizers
 from decodax.core.stops import first_match, held, stop_strings
 from decodax.io.chat import ChatTemplateError, Message, render_chat
 from decodax.io.files import read_json
-from decodax.io.pieces import Pieces, byte_of_char, pieces
+from decodax.io.pieces import TokenBytes, byte_of_char, pieces
 
 
 class Tokenizer:
@@ -43,7 +43,7 @@ class Tokenizer:
         self.bos_id, self.eos_ids, self.pad_id = bos_id, tuple(eos_ids), pad_id
         self.special_tokens, self.chat_templates = dict(special_tokens or {}), dict(chat_templates or {})
         self.template_files = dict(template_files or {})
-        self._pieces: dict[bool, Pieces] = {}
+        self._pieces: dict[bool, TokenBytes] = {}
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -194,7 +194,7 @@ class Tokenizer:
         """The bytes that each token adds to a text that has begun; b"" for special tokens (or their literal)."""
         return list(self.pieces(skip_special_tokens).rest)
 
-    def pieces(self, skip_special_tokens: bool = True) -> Pieces:
+    def pieces(self, skip_special_tokens: bool = True) -> TokenBytes:
         """The table behind `decode`, made once."""
         if skip_special_tokens not in self._pieces:
             added = self.backend.get_added_tokens_decoder()
@@ -220,7 +220,7 @@ class Detokenizer:
         include_stop: whether the text ends with the stop string.
     """
 
-    def __init__(self, pieces: Pieces, prompt_ids: Iterable[int] = (), *, stop: str | Sequence[str] | None = None,
+    def __init__(self, pieces: TokenBytes, prompt_ids: Iterable[int] = (), *, stop: str | Sequence[str] | None = None,
                  min_new: int = 0, include_stop: bool = False):
         self._pieces, self._include = pieces, include_stop
         self._stops = [s.encode() for s in stop_strings(stop)]

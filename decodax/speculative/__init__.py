@@ -17,16 +17,16 @@ from decodax.speculative.verify import (
     Greedy,
     KSeq,
     LongestBranch,
-    Margin,
     MultiRound,
     Rejection,
     SeedExact,
-    TopK,
-    Typical,
+    SpecVerification,
+    TopKAcceptance,
+    TypicalAcceptance,
     Verifier,
 )
 
 __all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Cut", "Distance", "Draft", "Greedy", "KSeq",
-           "Logistic", "LongestBranch", "Margin", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact",
-           "Shape", "Skips", "Source", "Speculative", "TopK", "Tree", "Typical", "Verifier", "automatic", "chain",
-           "drafts", "fit_layers", "fit_predictor", "fit_tree", "measure", "shapes"]
+           "Logistic", "LongestBranch", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact", "Shape", "Skips",
+           "Source", "SpecVerification", "Speculative", "TopKAcceptance", "Tree", "TypicalAcceptance", "Verifier",
+           "automatic", "chain", "drafts", "fit_layers", "fit_predictor", "fit_tree", "measure", "shapes"]

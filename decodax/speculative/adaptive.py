@@ -24,7 +24,7 @@ from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.speculative.algorithm import Speculative
-from decodax.speculative.controllers import Arms, Controller, Seen
+from decodax.speculative.controllers import Arms, Controller, RoundOutcome
 from decodax.speculative.source import CHAINS, Draft, Drawn
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
@@ -203,7 +203,7 @@ class _Arm(Algorithm):
 
         return lax.cond(due, look, lambda: paper)
 
-    def _compare(self, control: Any, papers: Any, s: State, d: Decision, seen: Seen) -> tuple[Any, Any]:
+    def _compare(self, control: Any, papers: Any, s: State, d: Decision, seen: RoundOutcome) -> tuple[Any, Any]:
         """What the drafts on paper show after this round. One in which others drafted is no test for them: it ends."""
         if self.arm != NOTHING:
             return control, tuple(paper.replace(held=jnp.zeros_like(paper.held)) for paper in papers)
@@ -224,9 +224,10 @@ class _Arm(Algorithm):
         d = self.arm.judge(policy, s, window, out, tree)
         assert d.accepted is not None
         depth, running = jnp.arange(1, self.emits), s.running[:, None]
-        seen = Seen(arm=jnp.asarray(self.index, jnp.int32), running=s.running, tokens=d.count, accepted=d.accepted,
-                    tried=running & (depth <= d.accepted[:, None] + 1) & (depth < self.arm.emits),
-                    held=running & (depth <= d.accepted[:, None]))
+        seen = RoundOutcome(
+            arm=jnp.asarray(self.index, jnp.int32), running=s.running, tokens=d.count, accepted=d.accepted,
+            tried=running & (depth <= d.accepted[:, None] + 1) & (depth < self.arm.emits),
+            held=running & (depth <= d.accepted[:, None]))
         spare = self.emits - d.tokens.shape[1]
         wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, spare))), (d.tokens, d.source))
         states = self.adaptive._tell(s, window, out, d, states)

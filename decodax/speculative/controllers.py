@@ -41,7 +41,7 @@ class Arms:
 
 
 @struct
-class Seen(Struct):
+class RoundOutcome(Struct):
     """What a controller learns of a round.
 
     Attributes:
@@ -77,10 +77,10 @@ class Controller(abc.ABC):
         """The next arm, `i32[]`."""
 
     @abc.abstractmethod
-    def update(self, of: Arms, state: Any, seen: Seen) -> Any:
+    def update(self, of: Arms, state: Any, seen: RoundOutcome) -> Any:
         """After a round."""
 
-    def note(self, of: Arms, state: Any, seen: Seen) -> Any:
+    def note(self, of: Arms, state: Any, seen: RoundOutcome) -> Any:
         """After drafts were tried on paper."""
         return state
 
@@ -172,7 +172,7 @@ class Automatic(Controller):
         probe = (lengths[best] == 0) & (wait <= 0) & (probes > 0) & costly.any()
         return jnp.where(probe, jnp.argmin(jnp.where(costly, time, jnp.inf)), best).astype(jnp.int32)
 
-    def update(self, of: Arms, state: Rates, seen: Seen) -> Rates:
+    def update(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
         lengths, costs = jnp.array(of.lengths), jnp.array(self.costs, jnp.float32)
         plain = jnp.where(lengths == 0, costs, jnp.inf).min()
         extra = jnp.where(jnp.isfinite(plain), jnp.maximum(costs[seen.arm] / plain - 1, 0), 0)
@@ -183,7 +183,7 @@ class Automatic(Controller):
         state = state.replace(wait=jnp.where(drafted, wait, state.wait - 1), probes=jnp.maximum(probes, drafted))
         return self.note(of, state, seen)
 
-    def note(self, of: Arms, state: Rates, seen: Seen) -> Rates:
+    def note(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
         """Adds what was seen of an arm's drafts to the rates of all arms with the same draft."""
         family = jnp.array(of.families)
         same = (family == family[seen.arm])[:, None] & seen.tried[:, None, :]
@@ -249,7 +249,7 @@ class Bandit(Controller):
         bonus = jnp.sqrt(self.explore * jnp.log(jnp.maximum(state.round, 1)) / pulls)
         return jnp.argmax(jnp.where(state.count == 0, jnp.inf, state.reward / pulls + bonus)).astype(jnp.int32)
 
-    def update(self, of: Arms, state: Pulls, seen: Seen) -> Pulls:
+    def update(self, of: Arms, state: Pulls, seen: RoundOutcome) -> Pulls:
         state, rows = of_batch(state), seen.running
         costs = jnp.array(self.costs or (1.0,) * len(of), jnp.float32)
         best = max(n / c for n, c in zip((k + 1 for k in of.lengths), self.costs or (1.0,) * len(of), strict=True))
@@ -265,7 +265,7 @@ class Bandit(Controller):
 
 
 @struct
-class Common(Struct):
+class BassState(Struct):
     """`Bass`'s memory, the batch's: the length `i32[]`, and whether it was cut last time, `i32[]`."""
 
     length: Array
@@ -291,20 +291,20 @@ class Bass(Controller):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
 
-    def init(self, of: Arms, batch: int) -> Common:
-        return Common(length=jnp.full(batch, min(self.start, of.longest), jnp.int32),
-                      cut=jnp.zeros(batch, jnp.int32))
+    def init(self, of: Arms, batch: int) -> BassState:
+        return BassState(length=jnp.full(batch, min(self.start, of.longest), jnp.int32),
+                         cut=jnp.zeros(batch, jnp.int32))
 
-    def choose(self, of: Arms, state: Common, s: State) -> Array:
+    def choose(self, of: Arms, state: BassState, s: State) -> Array:
         lengths = jnp.array(of.lengths)
         fits = jnp.where(lengths <= of_batch(state).length, lengths, -1)
         return jnp.where(fits.max() >= 0, jnp.argmax(fits), jnp.argmin(lengths)).astype(jnp.int32)
 
-    def update(self, of: Arms, state: Common, seen: Seen) -> Common:
+    def update(self, of: Arms, state: BassState, seen: RoundOutcome) -> BassState:
         drafted = jnp.array(of.lengths)[seen.arm]
         grown = jnp.minimum(state.length + self.grow, of.longest)
         cut = state.length - -(-state.length // self.shrink) - state.cut
         most = jnp.where(seen.running, seen.accepted, 0).max()
         whole = most >= drafted
-        return Common(length=jnp.where(whole, grown, jnp.maximum(jnp.maximum(cut, most), 1)),
-                      cut=jnp.broadcast_to(~whole, state.cut.shape).astype(jnp.int32))
+        return BassState(length=jnp.where(whole, grown, jnp.maximum(jnp.maximum(cut, most), 1)),
+                         cut=jnp.broadcast_to(~whole, state.cut.shape).astype(jnp.int32))

@@ -122,7 +122,7 @@ class Watched(Draft):
 
 def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, length: int = 8, verify: Any = None,
                   rejected: float = 1.0, max_new_tokens: int = 64, seed: int = 0, **sampling: Any) -> Logistic:
-    """A predictor of acceptance for the shapes that stop by one: `Threshold`, `RiskThreshold`, `Sliced`.
+    """A predictor of acceptance for the shapes that stop by one: `ConfidenceChain`, `RiskThreshold`, `Sliced`.
 
     Args:
         lm: what `decodax.load` gave. draft: a `Source`, such as `drafts.DraftModel(small)`.

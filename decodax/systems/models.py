@@ -14,8 +14,8 @@ from decodax.speculative import (
     Rejection,
     SeedExact,
     Speculative,
-    TopK,
-    Typical,
+    TopKAcceptance,
+    TypicalAcceptance,
     drafts,
     fit_predictor,
     shapes,
@@ -134,14 +134,14 @@ def _staged(draft: Any, length: int = 6, nodes: int = 16, width: int = 4, branch
 @entry("confidence-threshold", "Assisted generation with a confidence threshold", "Gante 2023; Joao et al. 2024",
        LINEAR, "drafting stops at the first doubtful token", DRAFT)
 def _threshold(draft: Any, length: int = 12, least: float = 0.4) -> Any:
-    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.Threshold(length, least))
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.ConfidenceChain(length, least))
 
 
 @entry("disco", "Accelerating Speculative Decoding using Dynamic Speculation Length", "Mamou et al. 2024", LINEAR,
        "drafting stops when a fitted predictor says that the draft is rejected", SAMPLED)
 def _disco(lm: Any, draft: Any, length: int = 12, least: float = 0.4, predictor: Any = None,
            samples: Any = None) -> Any:
-    shape = shapes.Threshold(length, least, _predictor("disco", lm, draft, predictor, samples))
+    shape = shapes.ConfidenceChain(length, least, _predictor("disco", lm, draft, predictor, samples))
     return Speculative(drafts.DraftModel(draft), SeedExact(), shape)
 
 
@@ -190,14 +190,14 @@ def _greedy(draft: Any, length: int = 4) -> Any:
 @entry("typical-acceptance", "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads (its "
        "acceptance)", "Cai et al. 2024", TREE, "drafts hold while they are typical", DRAFT, "approximate")
 def _typical(draft: Any, epsilon: float = 0.09, delta: float = 0.3, shape: Any = CHAIN) -> Any:
-    return Speculative(drafts.DraftModel(draft), Typical(epsilon, delta), shape)
+    return Speculative(drafts.DraftModel(draft), TypicalAcceptance(epsilon, delta), shape)
 
 
 @entry("blockwise-top-k", "Blockwise Parallel Decoding for Deep Autoregressive Models (its acceptance)",
        "Stern, Shazeer, Uszkoreit 2018", BLOCKWISE, "drafts hold while they are among the k likeliest", DRAFT,
        "approximate")
 def _top_k(draft: Any, k: int = 3, length: int = 4) -> Any:
-    return Speculative(drafts.DraftModel(draft), TopK(k), shapes.Chain(length))
+    return Speculative(drafts.DraftModel(draft), TopKAcceptance(k), shapes.Chain(length))
 
 
 @entry("blockwise-distance", "Blockwise Parallel Decoding for Deep Autoregressive Models (its acceptance)",

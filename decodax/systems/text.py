@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from decodax.autoregressive import Autoregressive
-from decodax.speculative import Cut, Margin, Speculative, drafts, fit_tree, shapes
+from decodax.speculative import Cut, Speculative, SpecVerification, drafts, fit_tree, shapes
 from decodax.speculative.drafts.recycling import template
 from decodax.systems.registry import CHAIN, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
 
@@ -35,7 +35,7 @@ def _iad(length: int = 16, max_match: int | None = None, beta: int | None = None
         return Speculative(draft, verify or EXACT)
     if verify is not None:
         raise ValueError(f"verify: got {verify} beside beta={beta} and tau={tau}, which are a verifier of their own")
-    return Speculative(draft, Margin(3 if beta is None else beta, 1.0 if tau is None else tau))
+    return Speculative(draft, SpecVerification(3 if beta is None else beta, 1.0 if tau is None else tau))
 
 
 @entry("sam-decoding", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024", LINEAR,

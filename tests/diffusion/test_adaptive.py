@@ -28,7 +28,7 @@ def made(name, speaks="full", **options):
 
 
 def block_by_block(prompt, block, choose, shape=lambda memory, x, open, lp: lp):
-    """Blocks from left to right; `choose(open, confidence, step)` gives the positions of the block to commit."""
+    """Blocks from left to right; `choose(open, confidence, step)` gives the positions of the block to unmask."""
     x, rounds = np.array(prompt + [MASK] * NEW), 0
     for lo in range(len(prompt), len(x), block):
         here, memory, step = slice(lo, lo + block), {}, 0
@@ -95,7 +95,7 @@ def test_credit_of_few_tokens_is_the_whole_matrix():
     choose = lambda open, confidence, step, lp: confidence >= math.log(0.5)
     rounds = agrees(made("dinfer-credit", threshold=0.5, block=8, kept=6),
                     lambda p: block_by_block(p, 8, choose, credit))
-    plain = run(d.MaskedDiffusion(d.Adapter(MASK), d.Fixed(8), commit=d.Threshold(0.5)))
+    plain = run(d.MaskedDiffusion(d.Adapter(MASK), d.Blocks(8), unmask=d.Threshold(0.5)))
     assert sum(rounds) < sum(plain[1])
     assert run(made("dinfer-credit", threshold=0.5, block=8, alpha=0.0)) == plain
 
@@ -126,7 +126,7 @@ def test_ccd_may_decide_by_the_mean_over_steps(kept, bound):
 
 
 def test_ccd_without_a_past_is_the_base():
-    base = d.MaskedDiffusion(d.Adapter(MASK), d.Fixed(8), d.NegEntropy(), d.Quota(3))
+    base = d.MaskedDiffusion(d.Adapter(MASK), d.Blocks(8), d.NegEntropy(), d.Quota(3))
     mean = functools.partial(made, "ccd", rule="mean", steps=3, block=8)
     assert run(mean(past=0)) == run(base) != run(mean(past=2))
 
@@ -155,7 +155,7 @@ def prophet(prompt, steps, block, answer, gaps):
 
 
 @pytest.mark.parametrize(("answer", "gaps"), [((9, 14), (1.6, 1.4, 0.9)), (None, (0.49, 0.6, 0.55))])
-def test_prophet_commits_everything_when_the_answer_is_sure(answer, gaps):
+def test_prophet_unmasks_everything_when_the_answer_is_sure(answer, gaps):
     given = None if answer is None else (answer[0], answer[1] - answer[0])
     rounds = agrees(made("prophet", block=8, steps=5, answer=given, gaps=gaps),
                     lambda p: prophet(p, 5, 8, answer, gaps))
@@ -263,7 +263,7 @@ def adablock(prompt, delimiters, bar, block, threshold):
 def test_adablock_ends_a_block_at_the_surest_delimiter():
     alg = made("adablock", delimiters=(5, 11), delimiter_threshold=0.3, block=6, threshold=0.5)
     agrees(alg, lambda p: adablock(p, (5, 11), 0.3, 6, 0.5))
-    fixed = d.MaskedDiffusion(d.Adapter(MASK), d.Fixed(6), commit=d.Threshold(0.5))
+    fixed = d.MaskedDiffusion(d.Adapter(MASK), d.Blocks(6), unmask=d.Threshold(0.5))
     never = made("adablock", delimiters=(5, 11), delimiter_threshold=1.1, block=6, threshold=0.5)
     assert run(alg) != run(fixed) == run(never)
 
@@ -347,7 +347,7 @@ def test_ancestral_sampling_takes_as_many_forwards_as_its_chain_has_changes():
         assert abs(first[m] / rows - p) < 4.5 * math.sqrt(p * (1 - p) / rows) + 1e-9
 
 
-def test_coins_that_all_fall_on_the_other_side_commit_nothing():
+def test_coins_that_all_fall_on_the_other_side_unmask_nothing():
     remask = d.ReMDM(40, 0.0)
     alg = d.MaskedDiffusion(d.Adapter(MASK), d.Whole(4), d.Random(), d.Coins(40, remask), remask, stops=())
     assert run(alg, 4)[1] == [40] * 3
@@ -384,7 +384,7 @@ def test_remdm_keeps_the_share_of_masks_that_its_chain_has(kind):
 
 
 def test_maskgit_keeps_a_position_for_its_last_step():
-    from decodax.diffusion.commits import remaining
+    from decodax.diffusion.rules.unmasking import remaining
     view = view_of(1, 7)
     left = [int(remaining(view.replace(step=view.step + i), 24)[0]) for i in range(24)]
     assert left == [max(math.floor(7 * math.cos(math.pi / 2 * (i + 1) / 24)), 1) for i in range(23)] + [0]

@@ -45,7 +45,7 @@ def quota(masks, steps):
     return [masks // steps + (i < masks % steps) for i in range(steps)]
 
 
-def commit(x, lp, where, among, count):
+def unmask(x, lp, where, among, count):
     """The `count` surest masks of `among` get their likeliest tokens; `lp` are the log-probabilities at `where`."""
     confidence = np.full(len(x), -np.inf)
     confidence[where] = lp.max(-1)
@@ -69,7 +69,7 @@ def dkv_decode(prompt, steps, reload, delay=1):
         history, cache = [], net().empty(len(x))
         for i, count in enumerate(quota(BLOCK, steps)):
             where = place if i % reload == 0 or i <= delay else np.flatnonzero(~history[i - delay - 1])
-            commit(x, net().forward(x[where], where, cache), where, block, count)
+            unmask(x, net().forward(x[where], where, cache), where, block, count)
             history.append(x != MASK)
             computed += len(where)
     return x[len(prompt):].tolist(), computed
@@ -94,7 +94,7 @@ def vicinity(prompt, threshold, before, after, warmup):
             best = np.full(len(x), -np.inf)
             best[where] = lp.max(-1)
             sure = int((best[open] >= np.log(threshold)).sum())
-            commit(x, lp, where, block, max(sure, 1))
+            unmask(x, lp, where, block, max(sure, 1))
             step, first = step + 1, False
     return x[len(prompt):].tolist(), step
 
@@ -107,7 +107,7 @@ def freecache(prompt, steps):
     for block in among:
         for count in quota(BLOCK, steps):
             where = place if first else place[place >= place[block][0]]
-            commit(x, net().forward(x[where], where, cache), where, block, count)
+            unmask(x, net().forward(x[where], where, cache), where, block, count)
             first = False
     return x[len(prompt):].tolist()
 
@@ -191,7 +191,7 @@ def dllm_cache(prompt, steps, of_prompt, of_response, ratio):
                 stream = stream + added[i]
                 more[i][chosen] = n.mlp(i, stream[chosen])
                 stream = stream + more[i]
-            commit(x, n.log_probs(stream), place, block, count)
+            unmask(x, n.log_probs(stream), place, block, count)
             step += 1
     return x[len(prompt):].tolist()
 
@@ -210,7 +210,7 @@ def fast_dllm_dream(prompt, threshold, dual):
             lp = shifted(net().forward(x[where], where, cache))[:BLOCK]
             open = x[block] == MASK
             sure = int((lp.max(-1)[open] >= np.log(threshold)).sum())
-            commit(x, lp, place[block], block, max(sure, 1))
+            unmask(x, lp, place[block], block, max(sure, 1))
             forwards += 1
     return x[len(prompt):].tolist(), forwards
 
@@ -234,7 +234,7 @@ def fast_dllm_2(prompt, threshold, sub, inside):
                 lp = net().forward(x[where], where, cache, sees[where, :hi])
                 lp = np.concatenate([lp[:1], lp[:-1]])          # logits point to the next position
                 open = among[where] & (x[where] == MASK)
-                commit(x, lp, where, among, max(int((lp.max(-1)[open] > np.log(threshold)).sum()), 1))
+                unmask(x, lp, where, among, max(int((lp.max(-1)[open] > np.log(threshold)).sum()), 1))
                 first = False
     return x[len(prompt):len(prompt) + NEW].tolist()
 
@@ -306,7 +306,7 @@ def elastic(prompt, threshold, window, gamma):
 
 
 IDS = prompts(3, longest=9)
-QUOTA = dict(windows=d.Fixed(BLOCK), commit=d.Quota(5))
+QUOTA = dict(windows=d.Blocks(BLOCK), unmask=d.Quota(5))
 EXACT = MaskedDiffusion(A, **QUOTA)
 
 
@@ -324,8 +324,8 @@ def test_delayed_is_dkv_cache_decode(packed):
 
 
 def test_greedy_is_dkv_cache_greedy():
-    order = dict(windows=d.Fixed(BLOCK), score=d.Random(once=True), commit=d.Quota(5))
-    alg = MaskedDiffusion(A, **order, caching=d.Greedy(d.Quota(5), window=2, refresh=3, packed=(8,)))
+    order = dict(windows=d.Blocks(BLOCK), score=d.Random(once=True), unmask=d.Quota(5))
+    alg = MaskedDiffusion(A, **order, caching=d.DKVCacheGreedy(d.Quota(5), window=2, refresh=3, packed=(8,)))
     assert made(alg)[0] == [dkv_greedy(p, i, 5, 3, 2) for i, p in enumerate(IDS)]
     assert made(alg)[0] != [dkv_greedy(p, i, 5, 1, 2) for i, p in enumerate(IDS)]
 
@@ -333,7 +333,7 @@ def test_greedy_is_dkv_cache_greedy():
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_vicinity_is_dinfers(warmup):
     caching = d.Vicinity(before=2, after=1, warmup=warmup)
-    alg = MaskedDiffusion(A, d.Fixed(BLOCK), commit=d.Threshold(0.3), caching=caching)
+    alg = MaskedDiffusion(A, d.Blocks(BLOCK), unmask=d.Threshold(0.3), caching=caching)
     wanted = [vicinity(p, 0.3, 2, 1, warmup) for p in IDS]
     assert made(alg) == ([text for text, _ in wanted], [steps for _, steps in wanted])
 
@@ -387,7 +387,7 @@ def test_the_cache_inside_a_block_needs_blocks():
 
 @pytest.mark.parametrize("gamma", [0.998])
 def test_drift_is_elastic_cache(gamma):
-    alg = MaskedDiffusion(A, d.Leading(NEW, 5), commit=d.Threshold(0.2), caching=d.Drift(MASK, 5, gamma))
+    alg = MaskedDiffusion(A, d.Leading(NEW, 5), unmask=d.Threshold(0.2), caching=d.Drift(MASK, 5, gamma))
     s = decode(alg, "llama", IDS, {}, new=NEW)
     wanted = [elastic(p, 0.2, 5, gamma) for p in IDS]
     got = texts(s), np.asarray(s.stats.rounds).tolist(), np.asarray(s.cache.renewals).tolist()

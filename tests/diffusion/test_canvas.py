@@ -13,7 +13,7 @@ from tests.diffusion.toy import MASK, PROMPTS, lm, normal, raw, run
 from tests.small_tokenizers import of_words
 
 WORDS = Tokenizer(of_words("a </s> b c d e f g h ab cd abc de gh fa ha", "</s>"))
-LLADA = d.MaskedDiffusion(d.Adapter(MASK), d.Fixed(4), commit=d.Quota(2))
+LLADA = d.MaskedDiffusion(d.Adapter(MASK), d.Blocks(4), unmask=d.Quota(2))
 
 
 def guided(prompt, new, block, steps, cfg):

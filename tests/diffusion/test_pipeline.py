@@ -11,8 +11,8 @@ import decodax.diffusion as d
 from decodax.core import drivers, keys
 from decodax.core.keys import Purpose
 from decodax.core.types import Params
-from decodax.diffusion.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
-from decodax.diffusion.product import Agreed, Lookahead, Product, Trailing
+from decodax.diffusion.parallel.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
+from decodax.diffusion.parallel.product import Agreed, LimitedLookahead, Product, Trailing
 from decodax.models.transformer import _network
 from decodax.policy import build
 from decodax.policy.draw import exponentials
@@ -179,7 +179,7 @@ def matches(alg, loop, seeds=SEEDS, **options):
 def test_the_pipeline_is_d2fs(full):
     pipe = Pipeline(BLOCK, add=0.25, full=full, most=4)
     alg = d.MaskedDiffusion(d.Adapter(MASK, attention=d.PromptBlocks(BLOCK)), pipe, caching=d.FusedCache(),
-                            commit=Pipelined(d.Threshold(0.3, strict=True), pipe))
+                            unmask=Pipelined(d.Threshold(0.3, strict=True), pipe))
     made = matches(alg, lambda params, ids: d2f(params, ids, 0.25, full, 0.3))
     assert made != [[d2f(weights(seed), ids, 1.0, 1.0, 0.3) for ids in IDS] for seed in SEEDS]
     assert made != [[d2f(weights(seed), ids, 0.25, full, 1.0) for ids in IDS] for seed in SEEDS]
@@ -203,8 +203,8 @@ def test_the_pipeline_is_d3llms(delay, refresh, kind):
 
 PIPE = Pipeline(BLOCK, True, 0.25, 0.5, 3)
 CAUSAL = dict(adapter=d.Adapter(MASK, attention=d.BlockCausal(BLOCK)), windows=PIPE,
-              commit=Pipelined(d.Threshold(0.5), PIPE))
-FIXED = dict(adapter=A, windows=d.Fixed(BLOCK), commit=d.Threshold(0.3))
+              unmask=Pipelined(d.Threshold(0.5), PIPE))
+FIXED = dict(adapter=A, windows=d.Blocks(BLOCK), unmask=d.Threshold(0.3))
 AGREE = {
     "pipeline-1-1": (FIXED | dict(windows=Pipeline(BLOCK, add=1, full=1, most=3)), FIXED),
     "delayed-0-1": (dict(**FIXED, caching=Delayed(0, 1)), FIXED),
@@ -256,7 +256,7 @@ def apd(params, prompt, row, weight, lookahead, window, temperature, shift, seed
 
 def product(weight, lookahead, window, shift=True):
     return d.MaskedDiffusion(
-        d.Adapter(MASK, shift=shift, attention=Lookahead()), d.Sliding(lookahead), d.Position(), Agreed(),
+        d.Adapter(MASK, shift=shift, attention=LimitedLookahead()), d.Sliding(lookahead), d.Position(), Agreed(),
         caching=d.NoCache() if window is None else Trailing(window), verify=Product(NETWORK, weight))
 
 
@@ -290,7 +290,7 @@ def test_a_product_that_is_the_diffusion_models_own_takes_everything():
 def test_an_early_end_cuts_the_pipeline():
     """d3LLM: what lies behind the first end of sequence that is decided is never filled in, what lies before it is."""
     pipe = Pipeline(BLOCK, add=0.25, full=0.5, most=4)
-    alg = d.MaskedDiffusion(A, pipe, commit=Pipelined(d.Threshold(0.3), pipe, "first"), stops=(d.FirstEnd(),))
+    alg = d.MaskedDiffusion(A, pipe, unmask=Pipelined(d.Threshold(0.3), pipe, "first"), stops=(d.FirstEnd(),))
     whole = decode(alg, weights(9))
     # a token that is decided before one to the left of it
     when, rows = np.asarray(whole.algo.when)[:, START:END], np.array(texts(whole))
@@ -313,4 +313,4 @@ def test_parts_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"params: Product needs its model's weights in Params.draft"):
         decode(product(0.5, 4, None), weights(7))
     with pytest.raises(ValueError, match=r"verify: got BranchExact.*with rules that remember"):
-        decode(d.MaskedDiffusion(A, d.Fixed(4), caching=Delayed(1), verify=d.BranchExact(2)), weights(7))
+        decode(d.MaskedDiffusion(A, d.Blocks(4), caching=Delayed(1), verify=d.BranchExact(2)), weights(7))

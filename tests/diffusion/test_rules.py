@@ -1,4 +1,4 @@
-"""Statistics of the vocabulary and the commit rules against plain NumPy, written as the papers' loops."""
+"""Statistics of the vocabulary and the unmasking rules against plain NumPy, written as the papers' loops."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 import decodax.diffusion as d
 from decodax.diffusion.policies import Seen, View
-from decodax.diffusion.stats import Stats, cosine, rank, statistics
+from decodax.diffusion.stats import DistributionStats, cosine, rank, statistics
 from decodax.struct import fields
 
 
@@ -30,11 +30,11 @@ def test_statistics_are_those_of_float64(chunk, offset):
     p /= p.sum(-1, keepdims=True)
     chosen = np.arange(6), token
     with np.errstate(divide="ignore", invalid="ignore"):
-        expected = Stats(
+        expected = DistributionStats(
             log_prob=np.log(p[chosen]), entropy=-np.where(p > 0, p * np.log(p), 0).sum(-1),
             lse=y.max(-1) + np.log(np.exp(y - y.max(-1, keepdims=True)).sum(-1)),
             top=np.sort(y)[:, -1], second=np.sort(y)[:, -2])
-    for field in fields(Stats):
+    for field in fields(DistributionStats):
         np.testing.assert_allclose(getattr(s, field.name), getattr(expected, field.name), rtol=3e-5, atol=2e-6)
     assert s.gap[3] == 0 and s.margin[3] == 0
     # a difference of logarithms rounds the doubt about a sure token to 0
@@ -72,7 +72,7 @@ def scene():
     places = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (R, W))
     named = dict(positions=places, tokens=places, open=active, editable=active, active=active, end=zero + W, start=zero)
     view = View(**{f.name: named.get(f.name, zero) for f in fields(View) if f.name != "text"})
-    stats = Stats(log_prob=jnp.log(p), entropy=jnp.asarray(entropy), lse=none, top=none, second=none)
+    stats = DistributionStats(log_prob=jnp.log(p), entropy=jnp.asarray(entropy), lse=none, top=none, second=none)
     seen = Seen(token=places, reached=jnp.ones((R, W), bool), model=stats, policy=None)
     return view.replace(**{k: jnp.asarray(v) for k, v in named.items()}), seen, active, p, entropy
 

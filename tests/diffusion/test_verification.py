@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import decodax.diffusion as d
+from decodax.bench.report import parse
 from decodax.cache import bidirectional
 from decodax.core import drivers
 from decodax.core.round import run
 from decodax.core.types import Params
-from decodax.diffusion.verifies import BranchExact, BranchLater, Tree
+from decodax.diffusion.parallel.branches import BranchExact, BranchLater, BranchTree
 from decodax.policy import build
-from decodax.sharding.report import parse
 from tests.laws import test_compiled as programs
 from tests.laws.cases import MASK, VOCABULARY, model, texts
 
@@ -44,16 +44,16 @@ def decode(alg, params, temperature):
     return drivers.advance(alg, NETWORK, Params(params), chain, s, jnp.int32(alg.most_rounds(NEW, 3)))
 
 
-BLOCKS = dict(adapter=d.Adapter(MASK, shift=True, attention=d.BlockCausal(4)), windows=d.Fixed(4, aligned=True),
+BLOCKS = dict(adapter=d.Adapter(MASK, shift=True, attention=d.BlockCausal(4)), windows=d.Blocks(4, aligned=True),
               caching=d.BlockCache())
-FULL = dict(adapter=A, windows=d.Fixed(BLOCK))
+FULL = dict(adapter=A, windows=d.Blocks(BLOCK))
 RULES = {
     "freedave": dict(**FULL, verify=BranchExact(4)),
     "freedave++": dict(**FULL, verify=BranchLater(4)),
-    "ssd": dict(**FULL, verify=Tree(3, 2)),
-    "freedave-threshold": dict(**FULL, verify=BranchExact(4), commit=SURE),
-    "freedave-dual": dict(**FULL, verify=BranchExact(4), caching=d.Dual()),
-    "ssd-blocks": dict(**BLOCKS, verify=Tree(3, 2)),
+    "ssd": dict(**FULL, verify=BranchTree(3, 2)),
+    "freedave-threshold": dict(**FULL, verify=BranchExact(4), unmask=SURE),
+    "freedave-dual": dict(**FULL, verify=BranchExact(4), caching=d.DualCache()),
+    "ssd-blocks": dict(**BLOCKS, verify=BranchTree(3, 2)),
     "freedave-random-order": dict(**FULL, verify=BranchExact(4), score=d.Random()),
 }
 OFTEN = ("ssd", "freedave-dual")
@@ -142,7 +142,7 @@ TREE = [(0,), (1,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
 def test_a_loop_is_the_published_one(name, orders, threshold, follows):
     verify = RULES[name]["verify"]
     assert list(verify.taken[1:]) == orders
-    alg = d.MaskedDiffusion(A, d.Fixed(BLOCK), verify=verify, commit=SURE if threshold else d.Quota())
+    alg = d.MaskedDiffusion(A, d.Blocks(BLOCK), verify=verify, unmask=SURE if threshold else d.Quota())
     differ = 0
     for seed in SEEDS:
         s = decode(alg, weights(seed), 0.0)
@@ -158,7 +158,7 @@ def test_a_loop_is_the_published_one(name, orders, threshold, follows):
 @pytest.mark.slow
 def test_forwards_are_counted_for_rows_and_for_the_batch():
     """Rows whose blocks begin at different rounds wait for one another's wide forwards; the batch takes them all."""
-    alg = d.MaskedDiffusion(**RULES["freedave-dual"] | dict(commit=SURE))
+    alg = d.MaskedDiffusion(**RULES["freedave-dual"] | dict(unmask=SURE))
     tokens = np.zeros((3, SIZE), np.int32)
     tokens[:, :5] = IDS
     params, chain = Params(weights(7)), build(3, vocab_size=VOCABULARY, eos_token_id=None, temperature=0.0)
@@ -185,7 +185,7 @@ def test_canvases_share_the_cache_and_cost_their_nodes():
     text only the region stands there once a canvas; the wide forward that begins a region has one canvas."""
     rows, block, branches = 3, 8, 3
     mask = programs.VOCABULARY - 1
-    rules = dict(windows=d.Fixed(block), caching=d.Dual(), verify=BranchExact(branches))
+    rules = dict(windows=d.Blocks(block), caching=d.DualCache(), verify=BranchExact(branches))
     program = parse(programs.compiled(d.MaskedDiffusion(d.Adapter(mask), **rules), rows).as_text())
     assert programs.copies_in_loops(program, rows * programs.ENTRIES) == []
     arrays = {b.dims for x in program.all() for b in x.result}

@@ -80,6 +80,6 @@ def test_parts_out_of_range_are_named():
                           (lambda: d.Agreeing(grow=-1), "grow, warmup: got -1, 5"),
                           (lambda: d.Turns(0), "every, lead: got 0, 0"),
                           (lambda: ENTRIES["flashdlm"].make(lm(), lm(), window=1), "window: got 1, takes 2 or more"),
-                          (lambda: d.Guided(lm(), relative=2.0), "relative: got 2.0, takes 0 to 1")):
+                          (lambda: d.GuidedDiffusion(lm(), relative=2.0), "relative: got 2.0, takes 0 to 1")):
         with pytest.raises(ValueError, match=message):
             make()

@@ -15,7 +15,7 @@ from decodax.core import drivers, keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Params
-from decodax.diffusion import Adapter, Fixed, MaskedDiffusion, Quota, Random
+from decodax.diffusion import Adapter, Blocks, MaskedDiffusion, Quota, Random
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.policy import build
@@ -54,9 +54,9 @@ ALGORITHMS = {
     "autoregressive": Autoregressive(),
     "lookup": LEFT_TO_RIGHT["lookup"],
     "lookup-rejection": Speculative(PromptLookup(length=4), Rejection()),
-    "llada": MaskedDiffusion(Adapter(MASK), Fixed(8)),
-    "llada-quota": MaskedDiffusion(Adapter(MASK), Fixed(8), commit=Quota(3)),
-    "llada-random-shifted": MaskedDiffusion(Adapter(MASK, shift=True), Fixed(4), Random()),
+    "llada": MaskedDiffusion(Adapter(MASK), Blocks(8)),
+    "llada-quota": MaskedDiffusion(Adapter(MASK), Blocks(8), unmask=Quota(3)),
+    "llada-random-shifted": MaskedDiffusion(Adapter(MASK, shift=True), Blocks(4), Random()),
 }
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 import decodax as dx
 from decodax import diffusion
 from decodax.autoregressive import Autoregressive
+from decodax.bench.report import callbacks, collectives, copies, parse
 from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.start import init_state
@@ -24,7 +25,6 @@ from decodax.models.diffusion import Diffusion
 from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.sharding import lanes, place
-from decodax.sharding.report import callbacks, collectives, copies, parse
 from decodax.speculative import NOTHING, Adaptive, Automatic, Rejection, Speculative
 from decodax.speculative.drafts import DraftModel, DynamicExit, LayerSkip, Lookahead, PromptLookup, TokenRecycling
 from decodax.speculative.shapes import Chain, Fixed
@@ -41,7 +41,7 @@ ALGORITHMS = {
     "autoregressive": Autoregressive(),
     "lookup": Speculative(PromptLookup(length=4)),
     "lookup-rejection": Speculative(PromptLookup(length=4), Rejection()),
-    "llada": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8)),
+    "llada": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Blocks(8)),
 }
 # drafts with caches, trees, probes and rounds of several shapes; the draft model's cache has the target's size
 WIDER = {
@@ -51,14 +51,14 @@ WIDER = {
     "lookahead": Speculative(Lookahead(3, 3, 2)),
     "layerskip": Speculative(LayerSkip.exit(NETWORK, 1), shape=Chain(3)),
     "del": Speculative(DynamicExit(NETWORK, most=3)),
-    "dual-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
-                                            caching=diffusion.Dual()),
-    "delayed-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
+    "dual-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Blocks(8),
+                                            caching=diffusion.DualCache()),
+    "delayed-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Blocks(8),
                                                caching=diffusion.DelayedTokens(1, 4, packed=(48,))),
-    "feature-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Fixed(8),
+    "feature-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Blocks(8),
                                                caching=diffusion.Similarity(size=32)),
     "block-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1, attention=diffusion.BlockCausal(8)),
-                                             diffusion.Fixed(8, aligned=True), caching=diffusion.BlockCache()),
+                                             diffusion.Blocks(8, aligned=True), caching=diffusion.BlockCache()),
     "adaptive": Adaptive((NOTHING, Speculative(PromptLookup(length=4), shape=Chain(2)),
                           Speculative(PromptLookup(length=4))), Automatic((1.0, 1.1, 1.2))),
 }
@@ -98,7 +98,7 @@ def test_no_round_copies_the_cache(algorithm, driver, batch):
 def test_a_cache_that_renews_layers_copies_what_it_computed_and_nothing_that_it_held():
     """What it computes of a layer has the size of the cache, so the law above cannot tell them apart."""
     alg = diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Leading(32, 8),
-                                    commit=diffusion.Threshold(), caching=diffusion.Drift(VOCABULARY - 1, 8))
+                                    unmask=diffusion.Threshold(), caching=diffusion.Drift(VOCABULARY - 1, 8))
     found = copies_in_loops(parse(compiled(alg, 8).as_text()), 8 * ENTRIES)
     assert [x for x in found if x.opcode == "copy" and "(%get-tuple-element" in x.text] == []
 

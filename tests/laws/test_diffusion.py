@@ -171,7 +171,7 @@ def test_every_step_makes_progress_even_if_the_model_predicts_mask(name):
     s = sample(alg, prompts(3, longest=9), lean=1e4)
     assert np.asarray(s.status).tolist() == [Status.LENGTH] * 3
     assert all(MASK not in row for row in texts(s))
-    if not isinstance(alg.revise, d.ReMDM | d.Edit):
+    if not isinstance(alg.remask, d.ReMDM | d.Edit):
         # a step a token, also of a last block that overhangs, and for each of four blocks at most a forward that writes
         # its entries
         spare = (BLOCK - 1) * alg.adapter.attention.overhangs
@@ -220,21 +220,21 @@ BLOCKS = d.Adapter(MASK, attention=d.BlockCausal(BLOCK))
 SHIFTED = d.Adapter(MASK, shift=True, attention=d.BlockCausal(BLOCK))
 JOINED = d.Adapter(MASK, shift=True, attention=d.CausalPrefix(joined=True))
 CAUSAL = d.Adapter(MASK, attention=d.CausalPrefix())
-SURE, ANCHORED = dict(commit=d.Threshold(0.15)), dict(commit=d.Anchored(d.Threshold(0.15)))
-FIXED, ALIGNED = d.Fixed(BLOCK), d.Fixed(BLOCK, aligned=True)
-RUN = dict(windows=d.Sliding(BLOCK), score=d.Position(), commit=d.ConfidentPrefix(0.12))
+SURE, ANCHORED = dict(unmask=d.Threshold(0.15)), dict(unmask=d.Anchored(d.Threshold(0.15)))
+FIXED, ALIGNED = d.Blocks(BLOCK), d.Blocks(BLOCK, aligned=True)
+RUN = dict(windows=d.Sliding(BLOCK), score=d.Position(), unmask=d.ConfidentPrefix(0.12))
 SAME = {
-    "threshold-1": (MaskedDiffusion(A, FIXED, commit=d.Threshold(1.0)), MaskedDiffusion(A, FIXED)),
-    "entropy-bound-0": (MaskedDiffusion(A, FIXED, commit=d.EntropyBound(0.0)), MaskedDiffusion(A, FIXED)),
-    "factor-0": (MaskedDiffusion(A, FIXED, commit=d.Factor(0.0)), MaskedDiffusion(A, FIXED)),
-    "dual-every-step": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Dual(1)), MaskedDiffusion(A, FIXED, **SURE)),
+    "threshold-1": (MaskedDiffusion(A, FIXED, unmask=d.Threshold(1.0)), MaskedDiffusion(A, FIXED)),
+    "entropy-bound-0": (MaskedDiffusion(A, FIXED, unmask=d.EntropyBound(0.0)), MaskedDiffusion(A, FIXED)),
+    "factor-0": (MaskedDiffusion(A, FIXED, unmask=d.Factor(0.0)), MaskedDiffusion(A, FIXED)),
+    "dual-every-step": (MaskedDiffusion(A, FIXED, **SURE, caching=d.DualCache(1)), MaskedDiffusion(A, FIXED, **SURE)),
     "vicinity-of-all": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Vicinity(64, 64)),
                         MaskedDiffusion(A, FIXED, **SURE)),
     "frozen-nowhere": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Frozen(64, before=64)),
                        MaskedDiffusion(A, FIXED, **SURE)),
     "delayed-tokens-0-1": (MaskedDiffusion(A, FIXED, **SURE, caching=d.DelayedTokens(0, 1)),
                            MaskedDiffusion(A, FIXED, **SURE)),
-    "greedy-every-step": (MaskedDiffusion(A, FIXED, d.Random(once=True), caching=d.Greedy(refresh=1)),
+    "greedy-every-step": (MaskedDiffusion(A, FIXED, d.Random(once=True), caching=d.DKVCacheGreedy(refresh=1)),
                           MaskedDiffusion(A, FIXED, d.Random(once=True))),
     "similarity-1-1": (MaskedDiffusion(A, FIXED, **SURE, caching=d.Similarity(1, 1, size=NEW)),
                        MaskedDiffusion(A, FIXED, **SURE)),
@@ -261,12 +261,12 @@ SAME = {
                       MaskedDiffusion(CAUSAL, FIXED, **SURE)),
     "causal-fused": (MaskedDiffusion(CAUSAL, FIXED, **SURE, caching=d.FusedCache()),
                      MaskedDiffusion(CAUSAL, FIXED, **SURE)),
-    "maskgit-as-written": (MaskedDiffusion(A, d.Whole(NEW), commit=d.All(), revise=d.MaskBottom(5)),
-                           MaskedDiffusion(A, d.Whole(NEW), commit=d.Quota(5, "cosine"))),
+    "maskgit-as-written": (MaskedDiffusion(A, d.Whole(NEW), unmask=d.All(), remask=d.MaskBottom(5)),
+                           MaskedDiffusion(A, d.Whole(NEW), unmask=d.Quota(5, "cosine"))),
     "sub-blocks-of-all": (MaskedDiffusion(A, d.SubBlocks(BLOCK, sub=BLOCK)), MaskedDiffusion(A, FIXED)),
     "freedave": (MaskedDiffusion(A, FIXED, verify=d.BranchExact(3)), MaskedDiffusion(A, FIXED)),
-    "freedave-quota": (MaskedDiffusion(A, d.Fixed(8), commit=d.Quota(3), verify=d.BranchExact(3)),
-                       MaskedDiffusion(A, d.Fixed(8), commit=d.Quota(3))),
+    "freedave-quota": (MaskedDiffusion(A, d.Blocks(8), unmask=d.Quota(3), verify=d.BranchExact(3)),
+                       MaskedDiffusion(A, d.Blocks(8), unmask=d.Quota(3))),
     "freedave-cached": (MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache(), verify=d.BranchExact(3)),
                         MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache())),
 }
@@ -288,7 +288,7 @@ def test_two_ways_of_saying_the_same_agree(case):
 
 
 def test_frozen_tokens_stay_and_holes_are_filled():
-    caching = d.Dual()
+    caching = d.DualCache()
     alg = MaskedDiffusion(dataclasses.replace(A, canvas=d.Template()), FIXED, **SURE, caching=caching)
     template = [MASK, MASK, 3, MASK, 7, 7, 7, 7, MASK, 9, MASK, 2]
     s = sample(alg, prompts(3, longest=9), template=template)
@@ -355,7 +355,8 @@ def llada(prompt, new, block, steps, shift):
 @pytest.mark.parametrize(("block", "steps", "shift"), [(8, 3, False), (4, 2, True)])
 def test_the_sampler_is_lladas(block, steps, shift):
     ids = prompts(3, longest=9)
-    s = decode(MaskedDiffusion(d.Adapter(MASK, shift), d.Fixed(block), commit=d.Quota(steps)), "llama", ids, {}, new=16)
+    alg = MaskedDiffusion(d.Adapter(MASK, shift), d.Blocks(block), unmask=d.Quota(steps))
+    s = decode(alg, "llama", ids, {}, new=16)
     assert texts(s) == [llada(p, 16, block, steps, shift) for p in ids]
     assert np.asarray(s.stats.rounds).tolist() == [16 // block * steps] * 3
 
@@ -387,7 +388,7 @@ def test_the_sampler_is_dreams(order, steps):
 
 
 def fast_dllm(prompt, new, block, threshold, cache):
-    """Fast-dLLM: a full forward at each block's start, which commits too; then forwards of the block (dual) or of the
+    """Fast-dLLM: a full forward at each block's start, which unmasks too; then forwards of the block (dual) or of the
     block and what follows it (prefix) beside the keys and values of that full forward."""
     x = np.array(prompt + [MASK] * new)
     forwards = 0
@@ -424,8 +425,8 @@ def test_the_sampler_is_fast_dllms(cache):
     assert texts(s) != [llada(p, 16, 8, 8, False) for p in ids]
 
 
-def test_log_probabilities_are_those_of_the_round_that_committed():
-    s = decode(MaskedDiffusion(A, d.Fixed(8), commit=d.Quota(4)), "llama", prompts(2), dict(temperature=1.0), new=8,
+def test_log_probabilities_are_those_of_the_round_that_unmasked():
+    s = decode(MaskedDiffusion(A, d.Blocks(8), unmask=d.Quota(4)), "llama", prompts(2), dict(temperature=1.0), new=8,
                top_logprobs=2)
     raw, done = np.asarray(s.record.raw), np.asarray(s.length)
     for i, end in enumerate(done):
@@ -446,7 +447,7 @@ def test_parts_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="which is autoregressive, takes a diffusion model"):
         ENTRIES["llada"].make(LM(*model("llama"), VOCABULARY))
     with pytest.raises(ValueError, match=r"caching: got Dual.*takes one that persists"):
-        MaskedDiffusion(CAUSAL, FIXED, caching=d.Dual())
+        MaskedDiffusion(CAUSAL, FIXED, caching=d.DualCache())
     with pytest.raises(ValueError, match="without shift, which alone has use for the last token"):
         d.Adapter(MASK, attention=d.CausalPrefix(ordered=True))
     with pytest.raises(ValueError, match="joined: got True, takes False with ordered"):

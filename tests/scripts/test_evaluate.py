@@ -11,11 +11,11 @@ from pathlib import Path
 import diffusion_export
 import evaluate
 import jax
+import problems
 import pytest
 from evaluate import Row
 
 import decodax as dx
-from decodax import problems
 from decodax.models import Diffusion, Transformer, llama
 
 

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import lm_training as lm
 import numpy as np
+import problems
 import pytest
 import train_diffusion
 from diffusion_options import Options, parse
 from rich.console import Console
 
 import decodax as dx
-from decodax import problems
 from decodax.diffusion import MaskedDiffusion
 from decodax.models import Diffusion, Transformer, llama
 from decodax.systems import system

@@ -13,12 +13,12 @@ import numpy as np
 import pycode_data as data
 import pytest
 import train_diffusion
+from problems import TASKS
 from tokenizers import Tokenizer
 
 import decodax as dx
 import decodax.models
 from decodax.io.checkpoint import load_diffusion, load_model
-from decodax.problems import TASKS
 
 ZOO = Path(next(iter(decodax.models.__path__))) / "zoo"
 NAMES = sorted(p.name for p in ZOO.iterdir() if p.is_dir())

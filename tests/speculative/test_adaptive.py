@@ -11,7 +11,7 @@ from decodax.autoregressive import Autoregressive
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, shapes
-from decodax.speculative.controllers import Seen
+from decodax.speculative.controllers import RoundOutcome
 from decodax.speculative.source import Grower, Growth
 from tests.laws.cases import decode, prompts, texts
 
@@ -32,8 +32,8 @@ def seen(arm, tried, held):
     """A round of rows of which each tried some depths and found some to hold."""
     tried, held = jnp.atleast_1d(jnp.array(tried)), jnp.atleast_1d(jnp.array(held))
     to = lambda n: jnp.arange(4) < n[:, None]
-    return Seen(arm=jnp.int32(arm), running=jnp.ones(tried.shape, bool), tokens=held + 1, accepted=held,
-                tried=to(tried), held=to(held))
+    return RoundOutcome(arm=jnp.int32(arm), running=jnp.ones(tried.shape, bool), tokens=held + 1, accepted=held,
+                        tried=to(tried), held=to(held))
 
 
 def rows(*left):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from decodax.speculative.shapes import Chain, Fixed
-from decodax.speculative.verify import Distance, Margin, TopK, Typical
+from decodax.speculative.verify import Distance, SpecVerification, TopKAcceptance, TypicalAcceptance
 from tests.speculative.test_verify import V, judge
 
 
@@ -20,25 +20,27 @@ FLAT = [0.28, 0.26, 0.24, 0.22]          # H = 1.38, 0.3 exp(-H) = 0.075: that i
 
 
 def test_typical_asks_less_of_a_flat_distribution():
-    assert chained(Typical(), [0, 3], [SHARP, FLAT, SHARP]) == ([0, 3, 0], 2)
-    assert chained(Typical(), [1, 3], [SHARP, FLAT, SHARP]) == ([0], 0)                     # 0.06 < 0.09
-    assert chained(Typical(), [1, 3], [[0.85, 0.12, 0.02, 0.01], FLAT, SHARP]) == ([1, 3, 0], 2)
-    assert chained(Typical(epsilon=0.5, delta=0.95), [0, 3], [SHARP, FLAT, SHARP]) == ([0, 0], 1)   # 0.22 < 0.239
-    assert chained(Typical(), [0, 3], [SHARP, FLAT, SHARP], temperature=0) == ([0, 0], 1)   # greedy decoding
+    assert chained(TypicalAcceptance(), [0, 3], [SHARP, FLAT, SHARP]) == ([0, 3, 0], 2)
+    assert chained(TypicalAcceptance(), [1, 3], [SHARP, FLAT, SHARP]) == ([0], 0)                     # 0.06 < 0.09
+    assert chained(TypicalAcceptance(), [1, 3], [[0.85, 0.12, 0.02, 0.01], FLAT, SHARP]) == ([1, 3, 0], 2)
+    rule = TypicalAcceptance(epsilon=0.5, delta=0.95)
+    assert chained(rule, [0, 3], [SHARP, FLAT, SHARP]) == ([0, 0], 1)                       # 0.22 < 0.239
+    assert chained(TypicalAcceptance(), [0, 3], [SHARP, FLAT, SHARP], temperature=0) == ([0, 0], 1)   # greedy decoding
 
 
 def test_top_k_takes_ranks_and_margin_also_asks_for_a_log_probability():
     p = [[0.5, 0.3, 0.15, 0.05], [0.1, 0.6, 0.2, 0.1], [0.2, 0.2, 0.2, 0.4]]
+    rule = SpecVerification(beta=2, tau=1.0)
     near, third = [0.05, 0.64, 0.24, 0.07], [0.4, 0.3, 0.2, 0.1]
     for temperature in (1.0, 0.0):
-        assert chained(TopK(2), [1, 2], p, temperature) == ([1, 2, 3], 2)
-        assert chained(TopK(2), [2, 2], p, temperature) == ([0], 0)
-        assert chained(TopK(9), [2, 2], p, temperature) == ([2, 2, 3], 2)
-        assert chained(Margin(beta=2, tau=1.0), [1, 2], p, temperature) == ([1, 1], 1)      # ln(0.6 / 0.2) = 1.099
-        assert chained(Margin(beta=2, tau=1.0), [1, 2], [p[0], near, p[2]], temperature) == ([1, 2, 3], 2)      # 0.981
-        assert chained(Margin(beta=2, tau=1.0), [2, 2], [third, near, p[2]], temperature) == ([0], 0)
-    assert chained(Margin(beta=2, tau=1.0), [1, 2], p, 2.0) == ([1, 2, 3], 2)               # halved by the temperature
-    assert chained(TopK(9), [2, 2], [[0.5, 0.5, 0, 0]] * 3) == ([0], 0)                     # a rank among the forbidden
+        assert chained(TopKAcceptance(2), [1, 2], p, temperature) == ([1, 2, 3], 2)
+        assert chained(TopKAcceptance(2), [2, 2], p, temperature) == ([0], 0)
+        assert chained(TopKAcceptance(9), [2, 2], p, temperature) == ([2, 2, 3], 2)
+        assert chained(rule, [1, 2], p, temperature) == ([1, 1], 1)              # ln(0.6 / 0.2) = 1.099
+        assert chained(rule, [1, 2], [p[0], near, p[2]], temperature) == ([1, 2, 3], 2)             # 0.981
+        assert chained(rule, [2, 2], [third, near, p[2]], temperature) == ([0], 0)
+    assert chained(rule, [1, 2], p, 2.0) == ([1, 2, 3], 2)                      # halved by the temperature
+    assert chained(TopKAcceptance(9), [2, 2], [[0.5, 0.5, 0, 0]] * 3) == ([0], 0)  # a rank among the forbidden
 
 
 def test_distance_takes_neighbours_of_the_best_token():
@@ -50,8 +52,8 @@ def test_distance_takes_neighbours_of_the_best_token():
 
 def test_the_likeliest_of_the_longest_paths_holds():
     p = np.log([[0.4, 0.3, 0.2, 0.1]] * 5)[None]
-    made, accepted = judge(Typical(), Fixed.of([[0], [1], [0, 0], [1, 0]]), [[0, 2, 1, 0, 0]], p)
+    made, accepted = judge(TypicalAcceptance(), Fixed.of([[0], [1], [0, 0], [1, 0]]), [[0, 2, 1, 0, 0]], p)
     assert made.tolist() == [[1, 0, 0]] and accepted.tolist() == [2]
-    made, accepted = judge(Typical(), Fixed.of([[0], [1], [0, 0], [1, 0]]), [[0, 2, 1, 0, 0]], p,
+    made, accepted = judge(TypicalAcceptance(), Fixed.of([[0], [1], [0, 0], [1, 0]]), [[0, 2, 1, 0, 0]], p,
                            live=[[True, True, True, False]])
     assert made.tolist() == [[2, 0, 0]] and accepted.tolist() == [2]

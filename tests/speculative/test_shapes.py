@@ -21,6 +21,7 @@ from decodax.speculative.shapes import (
     MEDUSA_63,
     CaPE,
     Chain,
+    ConfidenceChain,
     ConfidenceTree,
     DySpec,
     Fixed,
@@ -28,7 +29,6 @@ from decodax.speculative.shapes import (
     RiskThreshold,
     Sliced,
     StochasticBeam,
-    Threshold,
     expected,
     from_acceptance,
     probability,
@@ -200,7 +200,7 @@ def test_dyspec_by_layers_is_the_heaps_tree(shape):
 
 UNEVEN = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 0, 0]]
 SAMPLED = [DySpec(nodes=8, length=3, fanout=4), StochasticBeam(3, 3), CaPE(3, ((0.3, 4), (0.6, 3), (1.0, 1)), nodes=7),
-           Threshold(4, 0.15), RiskThreshold(4, 0.8), Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4)]
+           ConfidenceChain(4, 0.15), RiskThreshold(4, 0.8), Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4)]
 
 
 @pytest.mark.parametrize("shape", SAMPLED, ids=lambda s: type(s).__name__)
@@ -285,9 +285,10 @@ class ByEntropy:
 
 def test_a_threshold_ends_the_chain_after_the_first_doubtful_draft():
     whole, _ = grow(Chain(6), temperature=1.0)
-    stops = [(Threshold(6, 0.2), lambda f, h, i: f[i] < 0.2),
+    stops = [(ConfidenceChain(6, 0.2), lambda f, h, i: f[i] < 0.2),
              (RiskThreshold(6, 0.9), lambda f, h, i: 1 - f[:i + 1].prod() > 0.9),
-             (Threshold(6, 0.4, ByEntropy(0.5)), lambda f, h, i: np.exp(-0.5 * h[i]) * (1 if i < 2 else 0.5) < 0.4)]
+             (ConfidenceChain(6, 0.4, ByEntropy(0.5)),
+              lambda f, h, i: np.exp(-0.5 * h[i]) * (1 if i < 2 else 0.5) < 0.4)]
     for shape, stop in stops:
         p, nodes = grow(shape, temperature=1.0)
         counts = []
@@ -322,7 +323,7 @@ def test_a_sliced_tree_is_the_trees_first_levels(least, predictor, depths):
     assert (nodes >= 0).sum() == sum(map(len, inner[:max(found) - 1]))      # drafting ended with the longest row
 
 
-@pytest.mark.parametrize("shape", [Threshold(6, 0.2), OptTree(6, 0.6, 5), DySpec(12, 4, 5, threshold=0.25),
+@pytest.mark.parametrize("shape", [ConfidenceChain(6, 0.2), OptTree(6, 0.6, 5), DySpec(12, 4, 5, threshold=0.25),
                                    Sliced(Fixed.of(UNEVEN), 0.4)],
                          ids=lambda s: type(s).__name__)
 def test_a_rows_tree_does_not_depend_on_its_batch_mates(shape):
@@ -414,8 +415,8 @@ def test_published_trees():
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: Threshold(0), "length: got 0, takes at least 1"),
-    (lambda: Threshold(least=2), "least: got 2, takes 0 to 1"),
+    (lambda: ConfidenceChain(0), "length: got 0, takes at least 1"),
+    (lambda: ConfidenceChain(least=2), "least: got 2, takes 0 to 1"),
     (lambda: OptTree(delta=-1), "delta: got -1"), (lambda: CaPE(bins=((0.5, 2),)), "bins: got"),
     (lambda: CaPE(5, nodes=4), "nodes: got 4, takes at least the length, 5"), (lambda: DySpec(nodes=0), "nodes: got 0"),
     (lambda: sequoia([1.5], 2), "accept: got"), (lambda: from_acceptance(Chain(2), [1], 1), "accepted: got"),
@@ -468,7 +469,7 @@ class Pruned:
 @pytest.mark.parametrize(("shape", "verify", "exact"), [
     (DySpec(nodes=5, length=2, fanout=3), MultiRound(), True), (StochasticBeam(3, 2), MultiRound(), True),
     (CaPE(2, ((0.4, 3), (1.0, 1)), nodes=4), MultiRound(), True),
-    (Sliced(Fixed.balanced(2, 2), 0.4), MultiRound(), True), (Threshold(3, 0.2), Rejection(), True),
+    (Sliced(Fixed.balanced(2, 2), 0.4), MultiRound(), True), (ConfidenceChain(3, 0.2), Rejection(), True),
     (Pruned(), MultiRound(), False)], ids=lambda x: type(x).__name__)
 def test_sampled_trees_keep_the_targets_distribution(shape, verify, exact):
     """And a tree that prunes draws by their own probability does not: the test sees it, in the first two tokens."""

@@ -20,12 +20,12 @@ from decodax.speculative.verify import (
     Distance,
     Greedy,
     KSeq,
-    Margin,
     MultiRound,
     Rejection,
     SeedExact,
-    TopK,
-    Typical,
+    SpecVerification,
+    TopKAcceptance,
+    TypicalAcceptance,
 )
 from decodax.speculative.verify.kseq import smallest
 from decodax.struct import Struct, struct
@@ -348,8 +348,8 @@ EXACT = [SeedExact(), MultiRound(), KSeq()]
 def test_greedy_rows_have_one_result_by_every_rule():
     draw = np.random.default_rng(9)
     for shape, rules in ((TREE, [SeedExact(), MultiRound(), KSeq(), Greedy()]),
-                         (Chain(2), [*EXACT, Block(), Rejection(), Greedy(), Margin(beta=1), TopK(1), Distance(0),
-                                     Typical()])):
+                         (Chain(2), [*EXACT, Block(), Rejection(), Greedy(), SpecVerification(beta=1),
+                                     TopKAcceptance(1), Distance(0), TypicalAcceptance()])):
         tokens = drafts(draw, np.full((V, V), 0.1) + 0.5 * (np.arange(V) == 1), shape, SMALL, True)
         logits = draw.normal(size=(*tokens.shape, V)) + 2 * (np.arange(V) == 1)
         q = np.log(simplex(draw, SMALL, 1 + shape.parents.max(), V))
@@ -361,8 +361,9 @@ def test_greedy_rows_have_one_result_by_every_rule():
                 assert (made == first).all() and (accepted == depth).all(), rule
 
 
-@pytest.mark.parametrize("rule", [*EXACT, Rejection(), Block(), Greedy(), Typical(), Margin(beta=2, tau=1.0),
-                                  TopK(2), Distance(1)],
+@pytest.mark.parametrize("rule", [*EXACT, Rejection(), Block(), Greedy(), TypicalAcceptance(),
+                                  SpecVerification(beta=2, tau=1.0),
+                                  TopKAcceptance(2), Distance(1)],
                          ids=lambda r: type(r).__name__)
 def test_a_broken_distribution_is_a_status_where_the_row_gets_to_it(rule):
     sure, none = [50.0, 0, 0, 0, 0], [-np.inf] * V
@@ -386,11 +387,11 @@ def test_a_broken_draft_leaves_the_targets_distribution(rule):
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: KSeq(rho=0.5), "rho: got 0.5, takes 'auto' or a number of at least 1"),
-    (lambda: Typical(epsilon=1), "epsilon: got 1, takes a number between 0 and 1"),
-    (lambda: Typical(delta=0), "delta: got 0, takes a number above 0"),
-    (lambda: TopK(0), "k: got 0, takes at least 1"),
-    (lambda: Margin(beta=0), "beta: got 0, takes at least 1"),
-    (lambda: Margin(tau=-1), "tau: got -1, takes at least 0"),
+    (lambda: TypicalAcceptance(epsilon=1), "epsilon: got 1, takes a number between 0 and 1"),
+    (lambda: TypicalAcceptance(delta=0), "delta: got 0, takes a number above 0"),
+    (lambda: TopKAcceptance(0), "k: got 0, takes at least 1"),
+    (lambda: SpecVerification(beta=0), "beta: got 0, takes at least 1"),
+    (lambda: SpecVerification(tau=-1), "tau: got -1, takes at least 0"),
     (lambda: Distance(-1), "epsilon: got -1, takes at least 0"),
 ])
 def test_what_a_rule_cannot_take_is_named(make, message):
@@ -406,4 +407,5 @@ def test_chains_only():
 def test_every_rule_says_what_it_keeps():
     exact = {type(r) for r in EXACT[1:]} | {Block, Rejection}
     assert {r.guarantee for r in exact} == {"distribution-exact"} and SeedExact.guarantee == "seed-exact"
-    assert {r.guarantee for r in (Greedy, Typical, Margin, TopK, Distance)} == {"approximate"}
+    approximate = Greedy, TypicalAcceptance, SpecVerification, TopKAcceptance, Distance
+    assert {r.guarantee for r in approximate} == {"approximate"}

@@ -7,8 +7,8 @@ below `gamma`, and after each round
     gamma <- beta2 gamma + (1 - beta2) gamma'
 
 where gamma' is gamma + epsilon while AR is below the aim alpha, gamma as it is after a round that drafted all it may,
-and gamma - epsilon else. Each row has a threshold of its own. As in `Threshold` the doubtful token is verified and only
-what would follow it is not drafted, so every verifier keeps its guarantee.
+and gamma - epsilon else. Each row has a threshold of its own. As in `ConfidenceChain` the doubtful token is verified
+and only what would follow it is not drafted, so every verifier keeps its guarantee.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from decodax.struct import Struct, static, struct
 
 
 @struct
-class Common(Struct):
+class CommonTokens(Struct):
     """What `Intersection` has in `Params.draft`.
 
     Attributes:
@@ -74,7 +74,7 @@ class Intersection(Source):
 
     Attributes:
         source: the draft model. room: as in `Realigned`; a row that runs out of it goes on with worse drafts.
-        weights: a `Common`; at low level it goes into `Params.draft` instead.
+        weights: a `CommonTokens`; at low level it goes into `Params.draft` instead.
 
     Raises:
         ValueError: room below 1.
@@ -101,17 +101,17 @@ class Intersection(Source):
         with_tokenizer(lm, draft)
         ids, pieces = common(lm, draft)
         starts = np.cumsum([0, *map(len, pieces)])
-        weights = Common(weights=draft.params, ids=jnp.asarray(ids), prefix=prefix(draft),
-                         pieces=jnp.array([x for tokens in pieces for x in tokens], jnp.int32),
-                         starts=jnp.asarray(starts, jnp.int32), longest=max(map(len, pieces)))
+        weights = CommonTokens(weights=draft.params, ids=jnp.asarray(ids), prefix=prefix(draft),
+                               pieces=jnp.array([x for tokens in pieces for x in tokens], jnp.int32),
+                               starts=jnp.asarray(starts, jnp.int32), longest=max(map(len, pieces)))
         return cls(DraftModel(draft.model), room or int(np.ceil(starts[-1] / len(pieces))) + 1, weights)
 
     def bare(self) -> Intersection:
         return dataclasses.replace(self, weights=None)
 
     def init(self, params: Params, s: State) -> Mapped:
-        if not isinstance(params.draft, Common):
-            raise ValueError("params: Intersection needs its Common in Params.draft")
+        if not isinstance(params.draft, CommonTokens):
+            raise ValueError("params: Intersection needs its CommonTokens in Params.draft")
         size, capacity = room_for(self.source.model, self.room * s.cache.capacity)
         cache = self.source.model.init_cache(s.batch, capacity, params=params.draft.weights)
         require(cache, frozenset(("truncation",)), "a draft model with a vocabulary of its own")
@@ -121,13 +121,13 @@ class Intersection(Source):
                       seen=jnp.zeros(s.batch, jnp.int32), drafting=Drafting(cache=constrain(cache, heads(cache))))
 
     def start(self, params: Params, s: State, state: Mapped, room: int) -> tuple[Mapped, Array]:
-        own: Common = params.draft
+        own: CommonTokens = params.draft
         state = self._read(own, s, state)
         drafting, logits = self.source.start(_inner(params), self._own(s, state), state.drafting, room)
         return state.replace(drafting=drafting), _limited(own, logits)
 
     def extend(self, params: Params, s: State, state: Mapped, level: Level) -> tuple[Mapped, Array]:
-        own: Common = params.draft
+        own: CommonTokens = params.draft
         shift = state.length - s.length
         level = level.replace(tokens=jnp.maximum(own.ids[level.tokens], 0), positions=level.positions + shift[:, None])
         drafting, logits = self.source.extend(_inner(params), self._own(s, state), state.drafting, level)
@@ -152,7 +152,7 @@ class Intersection(Source):
         status = jnp.where(self._fits(state), s.status, jnp.asarray(Status.CAPACITY, jnp.int32))
         return s.replace(tokens=state.tokens, length=state.length, status=status)
 
-    def _read(self, own: Common, s: State, state: Mapped) -> Mapped:
+    def _read(self, own: CommonTokens, s: State, state: Mapped) -> Mapped:
         """With all of each row's text."""
         block = jnp.zeros(max(64, own.longest), jnp.int32)
 
@@ -208,6 +208,6 @@ def _inner(params: Params) -> Params:
     return params.replace(draft=params.draft.weights)
 
 
-def _limited(own: Common, logits: Array) -> Array:
+def _limited(own: CommonTokens, logits: Array) -> Array:
     """The draft model's logits over the target's ids, -inf outside the intersection."""
     return jnp.where(own.ids >= 0, logits[..., jnp.maximum(own.ids, 0)], -jnp.inf)

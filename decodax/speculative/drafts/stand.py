@@ -67,7 +67,7 @@ class Memory(Struct):
 
 
 @struct
-class Seen(Struct):
+class TargetPredictions(Struct):
     """What the target predicted behind each place of the text.
 
     Attributes:
@@ -126,9 +126,10 @@ class Stand(Source):
     def bare(self) -> Stand:
         return dataclasses.replace(self, warm=None)
 
-    def init(self, params: Params, s: State) -> Seen:
+    def init(self, params: Params, s: State) -> TargetPredictions:
         shape = (*s.tokens.shape, self.k)
-        return Seen(tokens=jnp.zeros(shape, jnp.int32), chances=jnp.zeros(shape, jnp.float32), prompt=hashed(s))
+        return TargetPredictions(tokens=jnp.zeros(shape, jnp.int32), chances=jnp.zeros(shape, jnp.float32),
+                                 prompt=hashed(s))
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Array]:
         paths = Paths.start(s, self.order, room)
@@ -151,7 +152,7 @@ class Stand(Source):
         return state.replace(tokens=put(state.tokens, at, tokens.astype(jnp.int32)),
                              chances=put(state.chances, at, chances), paths=None)
 
-    def _logits(self, params: Params, s: State, seen: Seen, contexts: Array) -> Array:
+    def _logits(self, params: Params, s: State, seen: TargetPredictions, contexts: Array) -> Array:
         """`f32[B, w, V]` from contexts `i32[B, w, n]`."""
         B, N = s.tokens.shape
         warm = self.warm if params.draft is None else params.draft
@@ -205,7 +206,7 @@ def remember(s: State, before: Memory | None = None, most: int = 1 << 15) -> Mem
         ValueError: another algorithm's state, or `most` below 1.
     """
     seen = s.algo[0] if isinstance(s.algo, tuple) else None
-    if not isinstance(seen, Seen):
+    if not isinstance(seen, TargetPredictions):
         raise ValueError(f"s: got a state of {type(seen).__name__}, takes one of Speculative(Stand(...))")
     if most < 1:
         raise ValueError(f"most: got {most}, takes at least 1")

@@ -11,8 +11,8 @@ from decodax.speculative.shapes.sequoia import expected, sequoia, sequoia_for
 from decodax.speculative.shapes.sliced import Sliced
 from decodax.speculative.shapes.stochastic_beam import StochasticBeam
 from decodax.speculative.shapes.tetris import Tetris
-from decodax.speculative.shapes.threshold import RiskThreshold, Threshold, probability
+from decodax.speculative.shapes.threshold import ConfidenceChain, RiskThreshold, probability
 
-__all__ = ["EAGLE_25", "MEDUSA_63", "RECYCLING_80", "CaPE", "Chain", "ConfidenceTree", "DySpec", "Fixed", "OptTree",
-           "RiskThreshold", "Sliced", "StochasticBeam", "Tetris", "Threshold", "expected", "from_acceptance",
+__all__ = ["EAGLE_25", "MEDUSA_63", "RECYCLING_80", "CaPE", "Chain", "ConfidenceChain", "ConfidenceTree", "DySpec",
+           "Fixed", "OptTree", "RiskThreshold", "Sliced", "StochasticBeam", "Tetris", "expected", "from_acceptance",
            "probability", "sequoia", "sequoia_for"]

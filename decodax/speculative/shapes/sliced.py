@@ -33,7 +33,7 @@ class Sliced(Shape):
     Attributes:
         tree: the whole tree.
         least: the chance of getting to a level below which it is not drafted.
-        predictor: f, of one node; as in `Threshold`, with `position` the node's level, 0 the first.
+        predictor: f, of one node; as in `ConfidenceChain`, with `position` the node's level, 0 the first.
 
     Raises:
         ValueError: `least` outside [0, 1].

@@ -1,9 +1,9 @@
 """Chains that end where the draft becomes doubtful.
 
-`Threshold` stops after the first token that is too unlikely to be accepted: with the default predictor, the token's own
-draft probability, transformers' assistant_confidence_threshold; with a trained one, DISCO (Mamou et al. 2024).
-`RiskThreshold` stops once it is too likely that *some* draft so far is rejected, 1 - prod f_j > h: SpecDec++ (Huang,
-Guo, Wang 2024).
+`ConfidenceChain` stops after the first token that is too unlikely to be accepted: with the default predictor, the
+token's own draft probability, transformers' assistant_confidence_threshold; with a trained one, DISCO (Mamou et al.
+2024). `RiskThreshold` stops once it is too likely that *some* draft so far is rejected, 1 - prod f_j > h: SpecDec++
+(Huang, Guo, Wang 2024).
 
 The doubtful token is drafted and verified; only what would follow it is not. So whether a position is drafted depends
 on the tokens before it and never on its own, and sampled drafts stay exact under every verifier. Drafting costs as many
@@ -36,7 +36,7 @@ def probability(log_p: Array, entropy: Array, position: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold(Shape):
+class ConfidenceChain(Shape):
     """A chain of at most `length` drafts that ends after the first one whose chance is below `least`.
 
     Raises:

@@ -6,8 +6,15 @@ from decodax.speculative.verify.branch import LongestBranch
 from decodax.speculative.verify.cut import Cut
 from decodax.speculative.verify.kseq import KSeq
 from decodax.speculative.verify.multiround import MultiRound
-from decodax.speculative.verify.pointwise import Distance, Greedy, Margin, SeedExact, TopK, Typical
+from decodax.speculative.verify.pointwise import (
+           Distance,
+           Greedy,
+           SeedExact,
+           SpecVerification,
+           TopKAcceptance,
+           TypicalAcceptance,
+)
 from decodax.speculative.verify.rejection import Rejection
 
-__all__ = ["Block", "Cut", "Distance", "Greedy", "Guarantee", "KSeq", "LongestBranch", "Margin", "MultiRound",
-           "Rejection", "SeedExact", "TopK", "Typical", "Verifier"]
+__all__ = ["Block", "Cut", "Distance", "Greedy", "Guarantee", "KSeq", "LongestBranch", "MultiRound", "Rejection",
+           "SeedExact", "SpecVerification", "TopKAcceptance", "TypicalAcceptance", "Verifier"]

@@ -52,7 +52,7 @@ class Greedy(Verifier):
 
 
 @dataclasses.dataclass(frozen=True)
-class Typical(Verifier):
+class TypicalAcceptance(Verifier):
     """Typical acceptance of Medusa (Cai et al. 2024): a draft `x` holds if `p(x) > min(epsilon, delta * exp(-H(p)))`,
     with the entropy `H` in nats: if it is likely enough, or not much less likely than a typical token.
 
@@ -89,7 +89,7 @@ class Typical(Verifier):
 
 
 @dataclasses.dataclass(frozen=True)
-class Margin(Verifier):
+class SpecVerification(Verifier):
     """Spec-Verification (SpecDec, Xia et al. 2023; GAD++, Ge et al. 2022): a draft holds if it is among the `beta` most
     likely tokens after its parent and its log-probability is at most `tau` below the best one's.
 
@@ -117,9 +117,9 @@ class Margin(Verifier):
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(Verifier):
+class TopKAcceptance(Verifier):
     """Top-k acceptance of blockwise parallel decoding (Stern et al. 2018): a draft holds if it is among the `k` most
-    likely tokens after its parent. `Margin` without a bound on the log-probability; with k 1 it is `Greedy`.
+    likely tokens after its parent. `SpecVerification` without a bound on the log-probability; with k 1 it is `Greedy`.
 
     Raises:
         ValueError: k below 1.

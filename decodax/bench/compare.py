@@ -1,0 +1,393 @@
+"""Compares decoding methods on one model: the same prompts, in turn, against plain decoding in the same run.
+
+    lm = dx.load("pycode")
+    found = compare(lm, {"lookup": dx.Speculative(dx.drafts.PromptLookup(length=7))}, tasks=["copy-edit"], batch=[1])
+    print(found.markdown())
+
+`decodax compare` does this for the systems of `decodax.systems`; docs/speculation.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from decodax.api import generate
+from decodax.autoregressive import Autoregressive
+from decodax.bench.tasks import TASKS, Task, copied
+from decodax.core.types import Algorithm
+from decodax.io.load import LM
+from decodax.result import Result
+
+PLAIN = "plain"
+"""What plain decoding is called among the systems."""
+
+COLUMNS = ("system", "forwards", "MAT", "tokens/forward", "overhead c", "tokens/s", "speedup (spread)", "equal")
+
+Report = Callable[[int, int, str], None]
+"""Told before each run: runs done, runs in all, what runs now."""
+
+Contender = Algorithm | Callable[[int], Algorithm]
+"""An algorithm, or what makes it for a batch size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One system on one task at one batch size. Figures that were not measured (yet) are None.
+
+    Attributes:
+        task, batch, system, guarantee: what was run. prompts: how many; they are taken `batch` at a time.
+        tokens, forwards: new tokens, and target forwards of the decode loop, over all prompts.
+        mean_accepted_length: 1 + accepted drafts a round, pooled over rows, as vLLM counts.
+        tokens_per_forward: new tokens a row and round; less than `mean_accepted_length` where the end of a text cuts a
+            round short.
+        tokens_per_second: median over the repeats, decode loop only. seconds: of each repeat.
+        speedup: median ratio of tokens a second to plain decoding's in the same repeat. spread: the lowest and highest
+            ratio.
+        overhead: c = mean_accepted_length / speedup - 1: by how much a round costs more than a plain step.
+        equal: share of plain decoding's tokens that came out at the same positions; None unless the guarantee is
+            seed-exact.
+        copied: share of new tokens copied from the prompt. repeated: share copied from the output before; see
+            `tasks.copied`.
+        error: why it failed, if it did.
+    """
+
+    task: str
+    batch: int
+    system: str
+    guarantee: str | None
+    prompts: int
+    tokens: int | None = None
+    forwards: int | None = None
+    mean_accepted_length: float | None = None
+    tokens_per_forward: float | None = None
+    tokens_per_second: float | None = None
+    seconds: tuple[float, ...] = ()
+    speedup: float | None = None
+    spread: tuple[float, float] | None = None
+    overhead: float | None = None
+    equal: float | None = None
+    copied: float | None = None
+    repeated: float | None = None
+    error: str | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        """The row in words, one entry for each of `COLUMNS`."""
+        if self.error is not None:
+            return self.system, "failed", *[""] * (len(COLUMNS) - 2)
+        show = lambda x, form: "" if x is None else format(x, form)
+        speedup = show(self.speedup, ".2f")
+        if self.spread is not None and self.system != PLAIN:
+            speedup += f" ({self.spread[0]:.2f} to {self.spread[1]:.2f})"
+        equal = "" if self.tokens is None else "-" if self.equal is None else percent(self.equal)
+        return (self.system, show(self.forwards, ","), show(self.mean_accepted_length, ".2f"),
+                show(self.tokens_per_forward, ".2f"), show(self.overhead, ".2f"),
+                show(self.tokens_per_second, ",.0f"), speedup, equal)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The result of `compare`.
+
+    Attributes:
+        rows: task by task, batch by batch, plain decoding first.
+        facts: model, machine, versions and arguments.
+        interrupted: whether Ctrl-C ended the comparison; the rows hold what was measured until then.
+    """
+
+    rows: list[Row]
+    facts: dict[str, Any]
+    interrupted: bool = False
+
+    @property
+    def cells(self) -> dict[tuple[str, int], list[Row]]:
+        """The rows of each task and batch size."""
+        out: dict[tuple[str, int], list[Row]] = {}
+        for row in self.rows:
+            out.setdefault((row.task, row.batch), []).append(row)
+        return out
+
+    @property
+    def unequal(self) -> list[Row]:
+        """Rows of seed-exact systems whose tokens are not plain decoding's."""
+        return [row for row in self.rows if row.equal is not None and row.equal < 1]
+
+    def json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**self.facts, "interrupted": self.interrupted, "rows": [dataclasses.asdict(row) for row in self.rows]}
+
+    def title(self, task: str, batch: int) -> str:
+        """The heading of the table of a task and batch size."""
+        first = self.cells[task, batch][0]
+        line = f"{task}, batch {batch}: {first.prompts} prompts"
+        if first.copied is None or first.repeated is None:
+            return line
+        return (f"{line}; of the new tokens {percent(first.copied)} are copied from the prompt, "
+                f"{percent(first.repeated)} from anywhere before")
+
+    def setting(self) -> str:
+        """Model, lengths, machine and versions in a line."""
+        f = self.facts
+        draft = f" with draft {f['draft']}" if f.get("draft") else ""
+        return (f"{f['model']}{draft}, {f['new_tokens']} new tokens, {f['repeats']} repeats; {f['device']}, "
+                f"{f['cores']} cores; Python {f['python']}, JAX {f['jax']}")
+
+    def markdown(self) -> str:
+        """Tables to paste into a page."""
+        parts = [self.setting() + "."]
+        for (task, batch), rows in self.cells.items():
+            table = ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
+            table += ["| " + " | ".join(row.cells()) + " |" for row in rows]
+            parts += [f"**{self.title(task, batch)}**", "\n".join(table)]
+        return "\n\n".join(parts) + "\n"
+
+    def plot(self, path: str | Path) -> None:
+        """Draws speedup and mean accepted length side by side, with a line for each system and a mark for each task and
+        batch size.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure
+
+        names = list(dict.fromkeys(row.system for row in self.rows
+                                   if row.system != PLAIN and row.mean_accepted_length is not None))
+        tasks = list(dict.fromkeys(row.task for row in self.rows))
+        figure = Figure(figsize=(11, 1.9 + 0.34 * max(len(names), 1)), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for i, ((task, batch), rows) in enumerate(cells := self.cells.items()):
+            offset = 0.6 * ((i + 0.5) / len(cells) - 0.5)       # marks of one system stand one below the other
+            style: dict[str, Any] = dict(
+                color=f"C{tasks.index(task)}", marker="osD^v"[sorted({b for _, b in self.cells}).index(batch) % 5],
+                linestyle="", markersize=5, capsize=2)
+            rows = [row for row in rows if row.system != PLAIN and row.mean_accepted_length is not None]
+            timed = [row for row in rows if row.speedup is not None and row.spread is not None]
+            middle = np.array([row.speedup for row in timed], float)
+            ends = np.array([row.spread for row in timed], float).reshape(-1, 2)
+            left.errorbar(middle, [names.index(row.system) + offset for row in timed], label=f"{task}, batch {batch}",
+                          xerr=(middle - ends[:, 0], ends[:, 1] - middle), **style)
+            right.errorbar([row.mean_accepted_length for row in rows],
+                           [names.index(row.system) + offset for row in rows], **style)
+        for axis, label in ((left, "speedup: tokens/s over plain decoding's (median, lowest to highest)"),
+                            (right, "mean accepted length: 1 + accepted drafts a round")):
+            axis.axvline(1.0, color="0.4", linewidth=1)
+            axis.set_xlabel(label)
+            axis.set_xlim(left=0)
+            axis.grid(axis="x", color="0.9")
+            axis.set_axisbelow(True)
+        left.set_yticks(range(len(names)), names)
+        left.set_ylim(max(len(names), 1) - 0.5, -0.5)
+        if cells:
+            figure.legend(loc="outside upper center", ncols=min(len(cells), 3), frameon=False)
+        figure.supxlabel(self.setting(), fontsize="small", color="0.4")
+        figure.savefig(path, dpi=150)
+
+
+def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str | Task] = tuple(TASKS),
+            batch: Sequence[int] = (1, 8), prompts: int = 8, new_tokens: int = 128, repeats: int = 5, seed: int = 0,
+            draft: str | None = None, report: Report | None = None) -> Comparison:
+    """Runs each algorithm and plain decoding on each task and batch size.
+
+    Every method first runs once, which compiles its programs and gives tokens and counts. Then all of them run in turn,
+    `repeats` times, and each repeat begins with another method. If an algorithm raises an error, the error is noted in
+    its row and the others go on. Ctrl-C ends the comparison and returns the rows measured so far.
+
+    Args:
+        algorithms: the algorithms by their names in the table; a function is called with the batch size and returns
+            one.
+        tasks: names in `decodax.bench.tasks.TASKS`, or tasks of your own.
+        batch: batch sizes. prompts: how many prompts for each of them, rounded down to whole batches; at least one
+            batch.
+        new_tokens: the most new tokens of a prompt. seed: of the prompts' choice and of sampling.
+        draft: the name of the draft model, for the record.
+        report: called before each run with the number of runs done, their total and a description.
+
+    Raises:
+        ValueError: an argument out of its range, by name.
+    """
+    sizes = {"batch": min(batch, default=0), "prompts": prompts, "new_tokens": new_tokens, "repeats": repeats}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, takes at least 1")
+    if PLAIN in algorithms:
+        raise ValueError(f"algorithms: got one named {PLAIN!r}, which is plain decoding's name")
+    if unknown := [name for name in tasks if isinstance(name, str) and name not in TASKS]:
+        raise ValueError(f"tasks: got {unknown[0]!r}, takes {', '.join(TASKS)}")
+    chosen = [TASKS[task] if isinstance(task, str) else task for task in tasks]
+    contenders: dict[str, Contender] = {PLAIN: Autoregressive(), **algorithms}
+    device = jax.devices()[0]
+    facts = {"model": lm.name, "draft": draft, "new_tokens": new_tokens, "repeats": repeats, "seed": seed,
+             "device": (platform.processor() or platform.machine()) if device.platform == "cpu" else device.device_kind,
+             "cores": os.cpu_count(), "python": platform.python_version(), "jax": jax.__version__}
+    pairs = [(task, size) for task in chosen for size in dict.fromkeys(batch)]
+    total = len(pairs) * len(contenders) * (1 + repeats)
+    cells: list[_Cell] = []
+    try:
+        for i, (task, size) in enumerate(pairs):
+            before = i * total // len(pairs)
+            if report:
+                report(before, total, f"{task.name}, batch {size}: prompts")
+            count = max(prompts // size, 1) * size
+            cell = _Cell(lm, task, size, contenders, task.prompts(lm, count, new_tokens, seed), new_tokens, seed)
+            cells.append(cell)
+            for done, what in cell.measure(repeats):
+                if report:
+                    report(before + done, total, what)
+            _make_room()
+    except KeyboardInterrupt:
+        return Comparison([row for cell in cells for row in cell.rows()], facts, interrupted=True)
+    return Comparison([row for cell in cells for row in cell.rows()], facts)
+
+
+def percent(share: float) -> str:
+    """A share as a percentage, rounded down, so that only all is 100%.
+
+    >>> percent(0.9999), percent(1.0), percent(0.5)
+    ('99.9%', '100%', '50%')
+    """
+    return f"{np.floor(share * 1000) / 10:g}%"
+
+
+@dataclasses.dataclass
+class _Cell:
+    """One task at one batch size."""
+
+    lm: LM
+    task: Task
+    batch: int
+    contenders: Mapping[str, Contender]
+    prompts: list[list[int]]
+    new_tokens: int
+    seed: int
+    made: dict[str, Algorithm] = dataclasses.field(default_factory=dict)
+    first: dict[str, list[Result]] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    beside: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    errors: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def measure(self, repeats: int) -> Iterator[tuple[int, str]]:
+        """Runs each method once without counting, then `repeats` times in turn; reports before each run how many are
+        done.
+
+        If the process has no room for all programs, the methods are measured in groups, each beside plain decoding.
+        """
+        left, done = [name for name in self.contenders if name != PLAIN], 0
+        where = f"{self.task.name}, batch {self.batch}"
+        self.beside[PLAIN] = self.seconds.setdefault(PLAIN, [])
+        while left or PLAIN not in self.first:
+            group = [PLAIN]
+            yield done, f"{where}: {PLAIN} (warm-up)"
+            self.attempt(PLAIN)
+            while left and (len(group) == 1 or not _crowded()):
+                group.append(left.pop(0))
+                yield done + len(group) - 1, f"{where}: {group[-1]} (warm-up)"
+                self.attempt(group[-1])
+            done += len(group)
+            beside: list[float] = []
+            self.beside |= dict.fromkeys(group[1:], beside)
+            for repeat in range(1, repeats + 1):
+                shift = repeat % len(group)
+                for name in group[shift:] + group[:shift]:
+                    yield done, f"{where}: {name}"
+                    done += 1
+                    if (seconds := self.attempt(name)) is None:
+                        continue
+                    self.seconds.setdefault(name, []).append(seconds)
+                    if name == PLAIN:
+                        beside.append(seconds)
+            if left:
+                done -= repeats + 1                     # plain decoding comes once more
+                _make_room()
+        yield done, where
+
+    def attempt(self, name: str) -> float | None:
+        """Runs one method and keeps what its first run gives. Returns the seconds of the decode loop, or None if it
+        failed."""
+        if name in self.errors:
+            return None
+        try:
+            results = self.run(name)
+        except Exception as error:
+            if name == PLAIN:
+                raise
+            self.errors[name] = f"{type(error).__name__}: {error}"
+            return None
+        self.first.setdefault(name, results)
+        return float(sum(r.stats.seconds for r in results))
+
+    def run(self, name: str) -> list[Result]:
+        """Runs all prompts, `batch` at a time. The draws of a prompt are the same at every batch size."""
+        if name not in self.made:
+            given = self.contenders[name]
+            self.made[name] = given(self.batch) if callable(given) else given
+        algorithm = self.made[name]
+        starts = range(0, len(self.prompts), self.batch)
+        return [generate(self.lm, self.prompts[i:i + self.batch], max_new_tokens=self.new_tokens, algorithm=algorithm,
+                         seed=self.seed, request_ids=range(i, i + self.batch), chunk=64, **self.task.sampling)
+                for i in starts]
+
+    def rows(self) -> list[Row]:
+        """The rows as far as they are known."""
+        return [self.row(name) for name in self.contenders]
+
+    def row(self, name: str) -> Row:
+        made = self.made.get(name)
+        guarantee = None if made is None else "approximate" if isinstance(made, str) else made.guarantee
+        row = Row(self.task.name, self.batch, name, guarantee, len(self.prompts), error=self.errors.get(name))
+        if name not in self.first or name in self.errors:
+            return row
+        new, stats = self.new(name), [r.stats for r in self.first[name]]
+        total = lambda field: int(sum(np.sum(getattr(s, field)) for s in stats))
+        rounds, tokens = max(total("rounds"), 1), total("tokens")
+        length = 1 + total("accepted") / rounds
+        row = dataclasses.replace(
+            row, tokens=tokens, forwards=total("forwards"), mean_accepted_length=length,
+            tokens_per_forward=tokens / rounds,
+            copied=float(np.mean([copied(p, n) for p, n in zip(self.prompts, new, strict=True)])),
+            repeated=float(np.mean([copied(p, n, own=True) for p, n in zip(self.prompts, new, strict=True)])))
+        if guarantee == "seed-exact" and name != PLAIN:
+            row = dataclasses.replace(row, equal=_equal(self.new(PLAIN), new))
+        if not (seconds := self.seconds.get(name)):
+            return row
+        base = sum(map(len, self.new(PLAIN)))
+        row = dataclasses.replace(row, seconds=tuple(seconds), tokens_per_second=float(tokens / np.median(seconds)))
+        if not (pairs := list(zip(seconds, self.beside.get(name, []), strict=False))):
+            return row                             # interrupted before plain decoding's turn
+        ratios = [tokens / own / (base / plain) for own, plain in pairs]
+        speedup = float(np.median(ratios))
+        return dataclasses.replace(row, speedup=speedup, spread=(min(ratios), max(ratios)),
+                                   overhead=length / speedup - 1)
+
+    def new(self, name: str) -> list[list[int]]:
+        """New tokens of each prompt."""
+        return [r.row(i).tolist() for r in self.first[name] for i in range(len(r))]
+
+
+def _equal(plain: list[list[int]], other: list[list[int]]) -> float:
+    """The share of positions at which both rows have the same token, out of those of the longer row."""
+    same = sum(x == y for a, b in zip(plain, other, strict=True) for x, y in zip(a, b, strict=False))
+    return same / max(sum(max(len(a), len(b)) for a, b in zip(plain, other, strict=True)), 1)
+
+
+def _crowded() -> bool:
+    """Whether compiled programs take nearly half of the memory maps that Linux grants a process by default.
+
+    On CPU a program takes hundreds of the 65,530; a comparison of all systems compiles hundreds of programs.
+    """
+    maps = Path("/proc/self/maps")
+    return maps.exists() and maps.read_bytes().count(b"\n") > 25_000
+
+
+def _make_room() -> None:
+    """Drops compiled programs if they take too many memory maps."""
+    if _crowded():
+        jax.clear_caches()
+        gc.collect()

@@ -1,0 +1,316 @@
+"""Reads what a compiled program does from XLA's optimised text: copies, collectives, memory traffic.
+
+A compile-only client gives nothing but this text. The tests use it to check that the cache is not copied, that replicas
+do not wait for each other, and that a step reads little more than weights and cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+"""Opcodes that wait for other devices; the asynchronous forms end in "-start"."""
+
+_FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "while", "conditional", "call",
+         "partition-id", "replica-id", "opt-barrier"}
+_VIEWS = {"bitcast", "reshape", "transpose"}
+_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One array of an instruction's result: its type such as "bf16", its dimensions, its bytes, and whether it lies
+    in main memory (a TPU keeps some results in fast memory on the chip)."""
+
+    type: str
+    dims: tuple[int, ...]
+    bytes: int
+    main: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a program.
+
+    Attributes:
+        name, opcode: such as "fusion.3" and "fusion".
+        result: its arrays, the leaves of a tuple in order.
+        operands: names of the instructions it takes.
+        text: the line, for attributes.
+        root: whether it is its computation's result.
+    """
+
+    name: str
+    opcode: str
+    result: tuple[Buffer, ...]
+    operands: tuple[str, ...]
+    text: str
+    root: bool
+
+    def attribute(self, name: str) -> str | None:
+        """A computation named as an attribute: `calls`, `body`, `condition`, ..."""
+        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
+        return found.group(1) if found else None
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The branches of a conditional."""
+        found = re.search(r"branch_computations=\{([^}]*)\}", self.text)
+        names = found.group(1).split(",") if found else [self.attribute("true_computation"),
+                                                         self.attribute("false_computation")]
+        return tuple(n.strip(" %") for n in names if n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: its computations by name, instructions in order, and the name of the entry."""
+
+    computations: dict[str, dict[str, Instruction]]
+    entry: str
+
+    def all(self) -> Iterator[Instruction]:
+        """Every instruction."""
+        for computation in self.computations.values():
+            yield from computation.values()
+
+    def inside(self, name: str) -> Iterator[Instruction]:
+        """The instructions of a computation and of all that it calls."""
+        for x in self.computations[name].values():
+            yield x
+            called = re.findall(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)", x.text)
+            for other in (*called, *(x.branches if x.opcode == "conditional" else ())):
+                yield from self.inside(other)
+
+    def loops(self) -> list[Instruction]:
+        """The entry's `while` instructions, those in branches and calls included."""
+        return [x for x in self.inside(self.entry) if x.opcode == "while"]
+
+
+def parse(text: str) -> Program:
+    """Reads `jax.stages.Compiled.as_text()`.
+
+    >>> lines = "ENTRY %main (x: f32[2]) -> f32[2] {", "  %x = f32[2]{0} parameter(0)", "  ROOT %c = f32[2]{0} copy(%x)"
+    >>> p = parse("\\n".join(lines))
+    >>> [(i.opcode, i.operands, i.result[0].bytes) for i in p.all()]
+    [('parameter', (), 8), ('copy', ('x',), 8)]
+    """
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        line = re.sub(r"/\*index=\d+\*/", "", line)
+        if header := _HEADER.match(line):
+            current = computations.setdefault(header.group(1), {})
+            entry = header.group(1) if line.startswith("ENTRY") else entry
+        elif current is not None and (start := _INSTRUCTION.match(line)):
+            x = _instruction(start.group(1), line, line[start.end():])
+            current[x.name] = x
+    if not entry:
+        raise ValueError("text: has no ENTRY computation, so it is not a compiled program's")
+    return Program(computations, entry)
+
+
+def copies(program: Program, elements: int, within: str | None = None) -> list[Instruction]:
+    """Copies of arrays of the given number of elements, of any shape and layout, in the whole program or within one
+    computation and what it calls. Asynchronous moves of an array between memories of a chip do not count."""
+    found = program.all() if within is None else program.inside(within)
+    return [x for x in found if x.opcode in ("copy", "transpose") and math.prod(x.result[0].dims) == elements]
+
+
+def collectives(program: Program, within: str | None = None) -> list[tuple[Instruction, list[list[int]]]]:
+    """Instructions that wait for other devices, each with the groups of devices that wait for each other."""
+    names = {*COLLECTIVES, *(f"{c}-start" for c in COLLECTIVES)}
+    found = program.all() if within is None else program.inside(within)
+    return [(x, _groups(x.text)) for x in found if x.opcode in names]
+
+
+def callbacks(program: Program) -> list[Instruction]:
+    """Instructions that involve the host."""
+    return [x for x in program.all() if x.opcode in ("infeed", "outfeed", "send", "recv")
+            or (x.opcode == "custom-call" and "callback" in x.text)]
+
+
+def total(program: Program, trips: Callable[[Instruction], int],
+          value: Callable[[dict[str, Instruction], Instruction], int] = lambda computation, instruction: 1) -> int:
+    """The sum of a value over what one execution runs; of the number of operations by default.
+
+    Of a conditional the most expensive branch counts. A fused computation is one operation; tuples, views and waits are
+    none.
+
+    Args:
+        trips: how often a `while` instruction runs its body.
+        value: of an instruction, given the computation that contains it.
+    """
+    def cost(name: str) -> int:
+        computation = program.computations[name]
+        out = 0
+        for x in computation.values():
+            if x.opcode == "while":
+                out += trips(x) * cost(x.attribute("body") or "")
+            elif x.opcode == "conditional":
+                out += max(cost(b) for b in x.branches)
+            elif x.opcode == "call":
+                out += cost(x.attribute("to_apply") or "")
+            elif x.opcode not in _FREE and not x.opcode.endswith("-done") and '"ConcatBitcast"' not in x.text:
+                out += value(computation, x)
+        return out
+
+    return cost(program.entry)
+
+
+def traffic(program: Program, trips: Callable[[Instruction], int],
+            counted: Callable[[Buffer], bool] = lambda buffer: buffer.main) -> int:
+    """Bytes that one device moves to and from main memory in one execution.
+
+    Like XLA's own "bytes accessed" it adds up what operations read and write (of a slice or gather only what is
+    taken, of an update in place only the update), with two differences: what lies in fast memory on the chip does
+    not count, so a weight that is prefetched there is read once; and a loop's body counts as often as it runs.
+
+    Args:
+        trips: how often a `while` instruction runs its body.
+        counted: which arrays count.
+    """
+    return total(program, trips, lambda computation, x: _moved(program, computation, x, counted))
+
+
+def cycles(program: Program, trips: Callable[[Instruction], int]) -> int:
+    """XLA's own estimate of a TPU's clock cycles, added up over one execution. It covers fused operations, but not
+    collectives, scatters or waits for memory: use it to compare programs, not as a time."""
+    def estimated(computation: dict[str, Instruction], x: Instruction) -> int:
+        found = re.search(r'"estimated_cycles":"(\d+)"', x.text)
+        return int(found.group(1)) if found else 0
+
+    return total(program, trips, estimated)
+
+
+def _moved(program: Program, computation: dict[str, Instruction], x: Instruction,
+           counted: Callable[[Buffer], bool]) -> int:
+    """Bytes that one instruction reads and writes of the arrays that count."""
+    if x.opcode.endswith("-start"):       # the result repeats the operand; its second half is where the data goes
+        source = computation[x.operands[0]].result
+        rest = [b for b in x.result if b.dims]
+        target = [b for b in rest if b.dims not in {s.dims for s in source}] or rest[:1]
+        moved = sum(b.bytes for b in target)
+        return moved * any(map(counted, source)) + sum(b.bytes for b in target if counted(b))
+    moved = 0
+    for i, name in enumerate(x.operands):
+        operand = computation[name]
+        if len(operand.result) == 1 and counted(operand.result[0]):
+            moved += _read(program, computation, x, i)
+    return moved + sum(w for w, b in zip(_written(program, computation, x), x.result, strict=True) if counted(b))
+
+
+def _read(program: Program, computation: dict[str, Instruction], x: Instruction, i: int) -> int:
+    """Bytes that instruction `x` reads of its operand `i`."""
+    full = computation[x.operands[i]].result[0].bytes
+    if x.opcode in ("dynamic-slice", "gather", "slice"):
+        return min(full, sum(b.bytes for b in x.result)) if i == 0 else full
+    if x.opcode in ("dynamic-update-slice", "scatter") and i == 0:
+        return 0
+    if x.opcode == "fusion":
+        inner = program.computations[x.attribute("calls") or ""]
+        parameter = next(p for p in inner.values() if p.opcode == "parameter" and f"parameter({i})" in p.text)
+        return min(full, _used(program, inner, parameter.name))
+    return full
+
+
+def _used(program: Program, computation: dict[str, Instruction], name: str) -> int:
+    """Bytes of a value that its users in a fused computation read."""
+    total = 0
+    for x in computation.values():
+        for i, operand in enumerate(x.operands):
+            if operand == name:
+                total += _used(program, computation, x.name) if x.opcode in _VIEWS and not x.root \
+                    else _read(program, computation, x, i)
+    return total
+
+
+def _written(program: Program, computation: dict[str, Instruction], x: Instruction) -> list[int]:
+    """Bytes that an instruction writes of each array of its result."""
+    leaves = [x]
+    if x.opcode == "fusion":
+        computation = program.computations[x.attribute("calls") or ""]
+        root = next(y for y in computation.values() if y.root)
+        leaves = [computation[n] for n in root.operands] if root.opcode == "tuple" else [root]
+    if len(leaves) != len(x.result):
+        return [b.bytes for b in x.result]
+    return [_update(computation, y) for y in leaves]
+
+
+def _update(computation: dict[str, Instruction], x: Instruction) -> int:
+    """Bytes of a result that are new: of an update in place only the updated part."""
+    while x.opcode in _VIEWS and x.operands:
+        x = computation[x.operands[0]]
+    if x.opcode in ("dynamic-update-slice", "scatter"):
+        return computation[x.operands[1 if x.opcode == "dynamic-update-slice" else 2]].result[0].bytes
+    return sum(b.bytes for b in x.result)
+
+
+def _instruction(name: str, line: str, rest: str) -> Instruction:
+    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
+    shape, call = rest[:end], rest[end:].lstrip()
+    opcode, _, arguments = call.partition("(")
+    inside = arguments[:_closing("(" + arguments) - 1]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, opcode, tuple(_buffers(shape)), operands, line, line.lstrip().startswith("ROOT "))
+
+
+def _closing(text: str) -> int:
+    """The index of the parenthesis that closes the first one."""
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if depth == 0:
+            return i
+    return len(text)
+
+
+def _buffers(shape: str) -> Iterator[Buffer]:
+    for kind, dims, layout in _ARRAY.findall(shape):
+        sizes = tuple(int(n) for n in dims.split(",") if n)
+        bits = re.search(r"\d+", kind)
+        width = 1 if kind == "pred" else int(bits.group()) / 8 if bits else 0
+        yield Buffer(kind, sizes, math.ceil(math.prod(sizes) * width), re.search(r"S\(\d+\)", layout) is None)
+
+
+def _groups(text: str) -> list[list[int]]:
+    """Groups of devices in any of XLA's notations.
+
+    >>> _groups("replica_groups={{0,1},{2,3}}"), _groups("replica_groups=[2,2]<=[2,2]T(1,0)")
+    ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    >>> _groups("replica_groups=mesh['a'=2,'b'=2] {'b'}"), _groups("source_target_pairs={{1,0},{3,2}}")
+    ([[0, 1], [2, 3]], [[1, 0], [3, 2]])
+    """
+    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", text):
+        return [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", found.group(1))]
+    if found := re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        return _iota(found.group(1)).tolist()
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", text):
+        axes, order, over = found.groups()
+        names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", axes), strict=True)
+        shape = [int(n) for n in sizes]
+        devices = np.arange(math.prod(shape)) if order is None else _iota(order).reshape(-1)
+        inner = [names.index(n) for n in re.findall(r"'(\w+)'", over)]
+        outer = [i for i in range(len(shape)) if i not in inner]
+        width = math.prod(shape[i] for i in inner)
+        return devices.reshape(shape).transpose(*outer, *inner).reshape(-1, width).tolist()
+    raise ValueError(f"no groups of devices in {text.strip()[:200]!r}")
+
+
+def _iota(text: str) -> np.ndarray:
+    """Device lists in iota notation, `[groups, size]<=[dims]T(permutation)`; without `<=` the dims are the shape."""
+    numbers = lambda t: [int(n) for n in t.split(",")]
+    found = re.fullmatch(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?", text)
+    if found is None:
+        raise ValueError(f"no device list: {text!r}")
+    shape, dims, order = found.groups()
+    source = numbers(dims or shape)
+    devices = np.arange(math.prod(source)).reshape(source)
+    devices = devices.transpose(numbers(order)) if order else devices
+    return devices.reshape(numbers(shape)) if dims else devices

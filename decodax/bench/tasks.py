@@ -1,0 +1,188 @@
+"""Prompts to compare decoding methods on: code that the shipped models were not trained on, copied code, and sampled
+code.
+
+The text is the running interpreter's own standard library: functions from the files that `scripts/pycode_data.py` holds
+out from the training of `pycode` and its tokenizer. So nothing is downloaded, and the prompts depend only on the Python
+version and a seed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import os
+import re
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from decodax.api import generate
+from decodax.io.load import LM
+
+SHORTEST, LONGEST = 24, 96
+"""Tokens of a prompt's head. Prompts of a task are then of similar length, and few programs serve all of them."""
+
+RUN = 8
+"""Tokens in a row that count as a copy."""
+
+# as in scripts/pycode_data.py: what was not in the corpus at all cannot have been held out of it
+_OTHER_DIRECTORIES = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "ensurepip", "encodings", "pydoc_data", "lib2to3", "__phello__",
+     "data", "tokenizedata", "cjkencodings", "badsyntax", "lib-dynload"})
+_OTHER_PREFIXES = ("_sysconfigdata", "test/encoded_modules", "test/bad", "test/mp_", "test/pickletester_data")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Prompts and the sampling settings of their continuation.
+
+    Attributes:
+        name: such as "copy-edit". summary: one line.
+        prompts: `(lm, count, new_tokens, seed)` to token ids of `count` prompts, the same at every call; a larger count
+            only appends prompts.
+        sampling: keyword arguments of `generate`.
+    """
+
+    name: str
+    summary: str
+    prompts: Callable[[LM, int, int, int], list[list[int]]]
+    sampling: Mapping[str, Any]
+
+
+def held_out_files(root: Path | None = None) -> list[tuple[str, str]]:
+    """Path inside the standard library (with "/") and text of the files that `pycode` was not trained on, in a fixed
+    order."""
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    paths = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in _OTHER_DIRECTORIES]
+        paths += [(Path(folder) / name).relative_to(root) for name in names if name.endswith(".py")]
+    out, seen = [], set()
+    for path in sorted(paths):         # all of them: of equal texts the first counts, on whichever side it is
+        name = path.as_posix()
+        if name.startswith(_OTHER_PREFIXES) or not 0 < (root / path).stat().st_size <= 400_000:
+            continue
+        try:
+            text = (root / path).read_bytes().decode("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError:
+            continue
+        digest = hashlib.sha256(name.encode()).digest()
+        if text not in seen and int.from_bytes(digest, "big") % 50 == 0:
+            out.append((digest, name, text))
+        seen.add(text)
+    return [(name, text) for _, name, text in sorted(out)]
+
+
+def functions(files: Sequence[tuple[str, str]], seed: int) -> list[str]:
+    """The source of every function and method, unindented: one of each file in turn, in an order that `seed` decides.
+    """
+    found = []
+    for path, text in files:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")       # of test files about odd literals
+            try:
+                tree = ast.parse(text)
+            except (SyntaxError, ValueError):
+                continue
+        lines = text.split("\n")
+        each = []
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                order = hashlib.sha256(f"{seed}:{path}:{node.lineno}".encode()).digest()
+                each.append((order, textwrap.dedent("\n".join(lines[node.lineno - 1:node.end_lineno]))))
+        found += [(turn, *function) for turn, function in enumerate(sorted(each))]
+    return [source for *_, source in sorted(found)]
+
+
+def heads(lm: LM, count: int, longest: int, seed: int) -> list[str]:
+    """First halves of `count` held-out functions, by lines, of `SHORTEST` to `longest` tokens.
+
+    Raises:
+        ValueError: the model has no tokenizer, or there are not that many.
+    """
+    if lm.tokenizer is None:
+        raise ValueError("model: has no tokenizer, and the tasks are texts")
+    out: list[str] = []
+    for source in functions(held_out_files(), seed):
+        lines = source.split("\n")
+        head = "\n".join(lines[:(len(lines) + 1) // 2]).rstrip()
+        if head not in out and SHORTEST <= len(lm.tokenizer.encode(head)) <= longest:
+            out.append(head)
+        if len(out) == count:
+            return out
+    raise ValueError(f"prompts: got {count}, the held-out files of {sysconfig.get_path('stdlib')} have {len(out)} "
+                     f"functions with a first half of {SHORTEST} to {longest} tokens")
+
+
+def completion(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]:
+    """First halves of held-out functions."""
+    texts = heads(lm, count, _longest(lm, new_tokens, copies=1), seed)
+    return [lm.tokenizer.encode(text) for text in texts] if lm.tokenizer else []
+
+
+def copy_edit(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]:
+    """A function as the model itself completes it greedily, then the first half of it again with the function renamed.
+
+    The continuation is a copy. A model with strong induction copies any text; one as small as `pycode` hardly copies
+    more than what it would have written anyway, hence a text that it wrote. `copied` measures how much it does.
+    """
+    texts = heads(lm, count, _longest(lm, new_tokens, copies=2), seed)
+    assert lm.tokenizer is not None
+    tokenizer = lm.tokenizer
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    first = [tokenizer.encode(text) for text in texts]
+    written = generate(lm, first, max_new_tokens=new_tokens, temperature=0.0)
+    out = []
+    for i, text in enumerate(texts):
+        body = [token for token in written.row(i).tolist() if token not in lm.eos]
+        again = re.sub(r"^(async def|def)( \w+)", r"\1\2_2", text)
+        out.append(first[i] + body + encode("\n\n\n") + encode(again))
+    return out
+
+
+def _longest(lm: LM, new_tokens: int, copies: int) -> int:
+    """The most tokens of a head, so that `copies` times head and new tokens fit into the model's context."""
+    context = lm.model.trained_positions or 1 << 30
+    room = min(LONGEST, context // copies - new_tokens - 8)
+    if room < SHORTEST:
+        raise ValueError(f"new_tokens: got {new_tokens}, the task takes at most {context // copies - SHORTEST - 8} "
+                         f"with a model made for {context} tokens")
+    return room
+
+
+def copied(prompt: list[int], new: list[int], own: bool = False) -> float:
+    """The share of new tokens that end a run of `RUN` tokens which occurs in the prompt, or with `own` in the output
+    before.
+
+    >>> copied(list(range(20)), [*range(5, 15), 99, 99]), copied([0], [1] * 16), copied([0], [1] * 16, own=True)
+    (0.25, 0.0, 0.5)
+    """
+    text = prompt + new
+    run = lambda end: tuple(text[max(end - RUN, 0):end])
+    runs = {run(end) for end in range(RUN, len(prompt) + 1)}
+    hits = 0
+    for end in range(len(prompt) + 1, len(text) + 1):
+        hits += run(end) in runs
+        if own:
+            runs.add(run(end))
+    return hits / max(len(new), 1)
+
+
+def sampled(temperature: float = 0.8, top_p: float = 0.95) -> Task:
+    """The task of completing held-out functions with sampling."""
+    return Task("sampled", f"the prompts of completion at temperature {temperature:g}, top-p {top_p:g}",
+                completion, {"temperature": temperature, "top_p": top_p})
+
+
+TASKS = {task.name: task for task in (
+    Task("copy-edit", "greedy; a function, then its first half again under another name: the rest is a copy",
+         copy_edit, {"temperature": 0.0}),
+    Task("completion", "greedy; the first half of a function that the shipped models were not trained on",
+         completion, {"temperature": 0.0}),
+    sampled(),
+)}
+"""By name."""

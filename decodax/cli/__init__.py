@@ -1,0 +1,5 @@
+"""The command line of decodax: `commands` runs the commands, `arguments` describes what they take."""
+
+from decodax.cli.commands import main
+
+__all__ = ["main"]

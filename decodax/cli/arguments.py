@@ -1,0 +1,149 @@
+"""The arguments of the command line and their help; `decodax.cli.commands` runs the commands. Imports no JAX."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from decodax import __version__
+from decodax.cli import score
+
+Command = Callable[[argparse.Namespace], None]
+
+EXAMPLES = """\
+examples:
+  decodax generate "def fibonacci(n):"
+  decodax generate "def fibonacci(n):" --temperature 0.8 --top-p 0.95 --seed 1 --num-samples 3
+  decodax generate --file module.py --algorithm prompt-lookup --max-new-tokens 200
+  git diff | decodax generate --model path/to/model --stop $'\\n\\n' --json | jq -r '.text[0]'
+  decodax generate "What is a monad?" --chat --model path/to/chat-model
+
+The text goes to standard output as it is made, figures and errors go to standard error.
+"""
+
+COMPARE_EXAMPLES = """\
+examples:
+  decodax compare prompt-lookup token-recycling
+  decodax compare prompt-lookup:length=3 prompt-lookup:length=10 --task copy-edit --batch 1 8 32
+  decodax compare all --model path/to/model --draft path/to/small-model --plot out.png --json out.json
+
+The table goes to standard output, progress to standard error. Ctrl-C ends it with the table of what was measured.
+"""
+
+EXIT_CODES = """\
+exit codes: 0 done; 1 failed (a model that cannot be loaded, a file that cannot be read, ...); 2 wrong usage (an unknown
+flag, a value out of its range); 130 interrupted. A reader that closes the pipe early ends the command quietly, with 0.
+"""
+
+# name of the GenerationConfig field, its type, what it does
+SAMPLING: list[tuple[str, type, str]] = [
+    ("temperature", float, "divides the logits; 0 is greedy"),
+    ("top_k", int, "keep the K most likely tokens"),
+    ("top_p", float, "keep the smallest set of tokens with this much probability"),
+    ("min_p", float, "keep tokens at least this likely relative to the best one"),
+    ("typical_p", float, "locally typical sampling with this much probability"),
+    ("repetition_penalty", float, "divides positive and multiplies negative logits of tokens already there"),
+    ("presence_penalty", float, "subtracted from the logits of generated tokens"),
+    ("frequency_penalty", float, "the same, times their count"),
+    ("no_repeat_ngram_size", int, "no n-gram of this size comes twice"),
+]
+
+TASKS = ("copy-edit", "completion", "sampled")
+
+
+def parser(generate: Command, systems: Command, compare: Command, info: Command) -> argparse.ArgumentParser:
+    """The parser of the command line, given the function that runs each command."""
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common = argparse.ArgumentParser(add_help=False, parents=[debug])
+    common.add_argument("--json", action="store_true", help="print one JSON object")
+
+    manual: Any = {"epilog": EXAMPLES + "\n" + EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+
+    top = argparse.ArgumentParser(prog="decodax", description="Decoding for JAX.", **manual)
+    top.add_argument("--version", action="version", version=f"decodax {__version__}")
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    p = commands.add_parser("generate", parents=[common], help="continue a prompt", **manual,
+                            description="Continues a prompt: an argument, a file, or standard input.")
+    p.set_defaults(command=generate)
+    p.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; without it --file or standard input")
+    p.add_argument("-f", "--file", metavar="PATH", help="read the prompt from a file, - is standard input")
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
+                   help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache")
+    p.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the model's chat template")
+    p.add_argument("--system", metavar="TEXT", help="a system message for --chat")
+    p.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
+    p.add_argument("--quiet", action="store_true", help="no line with figures")
+
+    g = p.add_argument_group("length and number")
+    g.add_argument("-n", "--max-new-tokens", type=int, metavar="N", help="default: the model's own, or 64")
+    g.add_argument("--min-new-tokens", type=int, metavar="N",
+                   help="no end of text or stop string before it; default: the model's own, or 0")
+    g.add_argument("--max-time", type=float, metavar="SECONDS", help="end after about this many seconds")
+    g.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    g.add_argument("--include-stop", action="store_true", help="let the text end behind the stop string, not before it")
+    g.add_argument("--special-tokens", action="store_true", help="show special tokens, such as the end of text")
+    g.add_argument("--num-samples", type=int, metavar="N",
+                   help="continuations of the prompt; default: the model's own, or 1")
+    g.add_argument("--seed", type=int, default=0, metavar="N",
+                   help="addresses every draw, from 0 to 2**64 - 1 (default: 0)")
+    g.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, with the top N")
+
+    g = p.add_argument_group("sampling", "Named as in Hugging Face's GenerationConfig. Without any of them: the\n"
+                             "model's generation_config.json, or greedy.")
+    for name, kind, text in SAMPLING:
+        g.add_argument(flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
+    g.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
+                   help="any other argument of decodax.generate, as JSON; may be given several times")
+
+    g = p.add_argument_group("algorithm")
+    g.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]",
+                   help="a system of `decodax systems`, such as prompt-lookup:length=5; default: plain decoding, or a "
+                        "position a round where the model fills masks")
+    g.add_argument("--draft", default="pycode-draft", metavar="MODEL",
+                   help="the draft model, for systems that need one (default: pycode-draft)")
+
+    p = commands.add_parser("systems", parents=[common], help="the published decoding systems here", epilog=EXIT_CODES,
+                            description="Lists the decoding systems, their guarantee and what they need.")
+    p.set_defaults(command=systems)
+    p.add_argument("--family", metavar="NAME", help="those of one family, such as speculative-tree")
+
+    p = commands.add_parser("compare", parents=[debug], help="systems against plain decoding, side by side",
+                            formatter_class=argparse.RawDescriptionHelpFormatter,
+                            epilog=COMPARE_EXAMPLES + "\n" + EXIT_CODES,
+                            description="Runs decoding systems and plain decoding in turn on the same prompts.")
+    p.set_defaults(command=compare)
+    p.add_argument("names", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
+                   help="systems, see decodax systems; their options are in its --json; all: every system")
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR", help="default: pycode")
+    p.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_DIR",
+                   help="the smaller model, for systems that need one (default: pycode-draft)")
+    p.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
+                   help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "
+                        "greedy; sampled: the same, sampled (default: all)")
+    p.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the task sampled (default: 0.8)")
+    p.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of the task sampled (default: 0.95)")
+    p.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")
+    p.add_argument("--prompts", type=int, default=8, metavar="N",
+                   help="prompts for each batch size, in whole batches (default: 8)")
+    p.add_argument("-n", "--new-tokens", type=int, default=128, metavar="N", help="for each prompt (default: 128)")
+    p.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs of each (default: 5)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and sampling (default: 0)")
+    p.add_argument("--plot", metavar="FILE", help="draw speedup and mean accepted length, as PNG, SVG or PDF")
+    p.add_argument("--json", metavar="FILE", help="write every figure and time")
+    p.add_argument("--markdown", action="store_true", help="print tables in Markdown, with the command")
+
+    p = commands.add_parser("info", parents=[common], help="versions, devices, models, caches", epilog=EXIT_CODES,
+                            description="Says what this installation has to work with.")
+    p.set_defaults(command=info)
+
+    score.add(commands, common, EXIT_CODES)
+    return top
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a sampling argument."""
+    return "--" + name.replace("_", "-")

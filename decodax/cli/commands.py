@@ -1,0 +1,339 @@
+"""The commands of the command line: `decodax generate` continues a prompt, `decodax systems` lists decoding methods,
+`decodax compare` measures them, and `decodax info` shows versions, devices and models.
+
+JAX is imported only by the commands that need it, so that help and usage errors appear at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import reprlib
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decodax import __version__
+from decodax.cli.arguments import SAMPLING, TASKS, flag, parser
+from decodax.cli.common import UsageError, keep_programs, table
+
+if TYPE_CHECKING:
+    from decodax.bench.compare import Comparison, Contender
+    from decodax.io.load import LM
+    from decodax.result import Result
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code; see `decodax.cli.arguments.EXIT_CODES`."""
+    args = parser(generate, systems, compare, info).parse_args(argv)
+    args.line = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args.command(args)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the interpreter flushes standard output once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"decodax: error: {error or type(error).__name__}", file=sys.stderr)
+        return USAGE if isinstance(error, UsageError) else FAILURE
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Continues one prompt."""
+    prompt = _prompt(args)
+    options = _sampling(args)
+    keep_programs()
+    import decodax as dx
+
+    with _naming_the_argument():
+        named = dx.systems.parse(args.algorithm) if args.algorithm else None
+    lm = dx.load(args.model, dtype=args.dtype)
+    if named:
+        name, choices = named
+        draft = dx.load(args.draft) if dx.systems.SYSTEMS[name].drafts else None
+        with _naming_the_argument():
+            options["algorithm"] = dx.system(name, lm, draft, **choices)
+    given: Any = prompt
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system is not None else []
+        given = [*system, {"role": "user", "content": prompt}]
+    options |= {"seed": args.seed, "stop": args.stop, "max_new_tokens": args.max_new_tokens,
+                "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs, "max_time": args.max_time,
+                "include_stop": args.include_stop, "skip_special_tokens": not args.special_tokens}
+    samples = lm.generation_config.get("num_return_sequences") or 1 if args.num_samples is None else args.num_samples
+    with _naming_the_argument():
+        if args.json or samples != 1:
+            result = dx.generate(lm, given, num_samples=args.num_samples, **options)
+        else:
+            result = _stream(dx.stream(lm, given, **options), prompt if args.echo else "")
+    if args.json:
+        print(json.dumps(_as_json(result, args, prompt)))
+    elif len(result) > 1:
+        for i, text in enumerate(result.text or ()):
+            print(f"=== sample {i + 1}: {result.status[i].name.lower()} ===\n{prompt if args.echo else ''}{text}")
+    if not args.quiet:
+        print(_summary(result), file=sys.stderr)
+
+
+def systems(args: argparse.Namespace) -> None:
+    """Prints the table of the published systems."""
+    from decodax.systems import SYSTEMS
+
+    families = sorted({entry.family for entry in SYSTEMS.values()})
+    if args.family not in (None, *families):
+        raise UsageError(f"--family: got {args.family!r}, takes one of {', '.join(families)}")
+    chosen = [entry for entry in SYSTEMS.values() if args.family in (None, entry.family)]
+    if args.json:
+        fields = ("name", "title", "authors", "family", "guarantee", "needs", "summary", "alias_of")
+        print(json.dumps([{**{field: getattr(entry, field) for field in fields},
+                           "options": {name: repr(value) for name, value in entry.options.items()}}
+                          for entry in chosen], indent=2))
+        return
+    paper = lambda e: (f"{e.title} ({e.authors})" if e.authors else e.title) + (
+        f"; another name for {e.alias_of}" if e.alias_of else "")
+    table(("name", "paper", "guarantee", "needs"), [(e.name, paper(e), e.guarantee, e.needs) for e in chosen])
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Runs systems and plain decoding side by side."""
+    if args.plot:
+        import importlib.util
+
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError("--plot takes matplotlib; install decodax[train]")
+    for path in (args.plot, args.json):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"{path}: there is no such directory")
+    keep_programs()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    import decodax as dx
+    from decodax.bench.compare import compare as run
+    from decodax.bench.tasks import sampled
+    from decodax.systems import SYSTEMS
+
+    with _naming_the_argument():
+        chosen = _systems(args.names)
+    lm = dx.load(args.model)
+    needed = any(SYSTEMS[name].drafts for name, _ in chosen.values())
+    draft = dx.load(args.draft) if needed else None
+    shown = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with _naming_the_argument():
+        contenders = {given: _contender(name, options, lm, draft) for given, (name, options) in chosen.items()}
+        with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
+            runs = bar.add_task("", total=None)
+            report = lambda done, total, what: bar.update(runs, completed=done, total=total, description=what)
+            names = TASKS if "all" in args.task else tuple(dict.fromkeys(args.task))
+            tasks = [sampled(args.temperature, args.top_p) if name == "sampled" else name for name in names]
+            found = run(lm, contenders, tasks=tasks, batch=args.batch, prompts=args.prompts,
+                        new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
+                        draft=draft.name if draft else None, report=report)
+    _show(found, args)
+
+
+def _show(found: Comparison, args: argparse.Namespace) -> None:
+    """Prints and writes a comparison, whole or interrupted."""
+    from decodax.bench.compare import COLUMNS
+
+    if args.markdown:
+        print(f"    decodax {shlex.join(args.line)}\n\n{found.markdown()}", end="")
+    else:
+        for (task, batch), rows in found.cells.items():
+            print(found.title(task, batch))
+            table(COLUMNS, [row.cells() for row in rows], right=range(1, len(COLUMNS)))
+            print()
+        print(found.setting())
+    if args.json:
+        Path(args.json).write_text(json.dumps({"command": ["decodax", *args.line], **found.json()}, indent=1) + "\n")
+    if args.plot:
+        found.plot(args.plot)
+    for row in found.unequal:
+        print(f"decodax: {row.system} is seed-exact but differs from plain decoding on {row.task}, batch {row.batch}; "
+              "two nearly equal logits may have changed places", file=sys.stderr)
+    for row in found.rows:
+        if row.error:
+            print(f"decodax: {row.system} failed on {row.task}, batch {row.batch}: {row.error}", file=sys.stderr)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    if any(row.error for row in found.rows):
+        raise RuntimeError("some systems failed")
+
+
+def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The system and options of each `NAME[:OPTION=VALUE,...]`; "all" is every system that is measured against plain
+    decoding, under one of its names."""
+    from decodax.systems import SYSTEMS, parse
+
+    every = [name for name, entry in SYSTEMS.items()
+             if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
+             and "diffusion" not in entry.needs]
+    return {given: parse(given) for name in names for given in (every if name == "all" else [name])}
+
+
+def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
+    """The algorithm of a system, or a function of the batch size that makes it if it depends on that."""
+    from decodax.systems import SYSTEMS, system
+
+    entry = SYSTEMS[name]
+    build = functools.partial(system, name, lm, draft if entry.drafts else None, **options)
+    return (lambda batch: build(batch=batch)) if "batch" in entry.options.keys() - options.keys() else build()
+
+
+def info(args: argparse.Namespace) -> None:
+    """Prints versions, devices, shipped models and cache directories."""
+    programs = keep_programs()
+    import importlib.metadata
+
+    import jax
+
+    from decodax.io.load import ZOO, zoo
+
+    models = []
+    for name in zoo():
+        card = ZOO / name / "training.json"
+        facts = json.loads(card.read_text()) if card.is_file() else {}
+        size = sum(f.stat().st_size for f in (ZOO / name).iterdir() if f.is_file())
+        keys = ("parameters", "held_out_bits_per_byte", "held_out", "tokens", "data")
+        models.append({"name": name, "path": str(ZOO / name), "megabytes": round(size / 1e6, 1),
+                       **{k: facts[k] for k in keys if k in facts}})
+    report: dict[str, Any] = {
+        "versions": {"decodax": __version__, "python": sys.version.split()[0],
+                     **{p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "numpy", "tokenizers")}},
+        "backend": jax.default_backend(),
+        "devices": [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()],
+        "models": models,
+        "cache": {"compiled_programs": programs},
+    }
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print("  ".join(f"{k} {v}" for k, v in report["versions"].items()))
+    console.print(f"backend {report['backend']}: " + ", ".join(f"{d['kind']} {d['id']}" for d in report["devices"]))
+    console.print(f"compiled programs are kept in {programs}")
+    table = Table("model", "parameters", "MB", Column("held out", no_wrap=True), "training data", box=None,
+                  pad_edge=False)
+    for m in models:
+        table.add_row(m["name"], f"{m['parameters']:,}" if "parameters" in m else "", str(m["megabytes"]),
+                      _held_out(m), m.get("data", ""))
+    console.print(table if models else "no models are shipped with this installation")
+
+
+def _held_out(model: Mapping[str, Any]) -> str:
+    """The quality of a shipped model on held-out data, from its card's figures."""
+    if "held_out_bits_per_byte" in model:
+        return f"{model['held_out_bits_per_byte']:.2f} bits/byte"
+    each = model.get("held_out", {})
+    if "bits_per_byte" in each:
+        return f"at most {each['bits_per_byte']:.2f} bits/byte"
+    return f"{sum(each.values()) / len(each):.0%} right" if each else ""
+
+
+@contextlib.contextmanager
+def _naming_the_argument() -> Iterator[None]:
+    """Turns errors about values into usage errors: their text names the argument."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise UsageError(error) from error
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    """The prompt from the arguments: given directly, in a file, or on standard input."""
+    if args.prompt is not None and args.file is not None:
+        raise UsageError("got a prompt and --file; give one of them")
+    if args.system is not None and not args.chat:
+        raise UsageError("--system goes with --chat")
+    if args.logprobs is not None and not args.json:
+        raise UsageError("--logprobs goes with --json")
+    if args.prompt is not None:
+        return args.prompt
+    if args.file is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give one as an argument, with --file, or on standard input")
+    try:
+        return sys.stdin.read() if args.file in (None, "-") else Path(args.file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 text: {error}") from error
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of the policy that were given."""
+    options = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
+    for item in args.set:
+        name, equals, value = item.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--set: got {reprlib.repr(item)}, takes NAME=VALUE")
+        own = "special_tokens" if name == "skip_special_tokens" else name
+        if name in options or own in vars(args).keys() - {name for name, *_ in SAMPLING}:
+            raise UsageError(f"--set: got {reprlib.repr(item)}; {flag(own)} is where that goes, once")
+        try:
+            options[name] = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--set {name}: got {reprlib.repr(value)}, takes a JSON value ({error})") from error
+    return options
+
+
+
+def _stream(pieces: Any, prefix: str) -> Result:
+    """Prints pieces as they arrive."""
+    last = prefix
+    sys.stdout.write(prefix)
+    sys.stdout.flush()
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        last = piece
+    if not last.endswith("\n"):
+        print(flush=True)
+    return pieces.result
+
+
+def _as_json(result: Result, args: argparse.Namespace, prompt: str) -> dict[str, Any]:
+    """The result as plain data; lists have one entry for each sample."""
+    stats = result.stats
+    report: dict[str, Any] = {
+        "model": args.model, "algorithm": args.algorithm, "seed": args.seed, "prompt": prompt, "text": result.text,
+        "tokens": [result.row(i).tolist() for i in range(len(result))],
+        "status": [s.name.lower() for s in result.status],
+        "stats": {
+            "new_tokens": stats.tokens.tolist(), "rounds": stats.rounds.tolist(), "forwards": stats.forwards,
+            "prefill_forwards": stats.prefill_forwards, "tokens_per_forward": stats.tokens_per_forward,
+            "mean_accepted_length": stats.mean_accepted_length, "drafted": stats.drafted.tolist(),
+            "accepted": stats.accepted.tolist(), "tokens_per_second": stats.tokens_per_second,
+            "seconds": stats.seconds, "prefill_seconds": stats.prefill_seconds,
+        },
+    }
+    if result.logprobs is not None:
+        noted, lengths = result.logprobs, result.lengths
+        report["logprobs"] = {name: [x[:n].tolist() for x, n in zip(getattr(noted, name), lengths, strict=True)]
+                              for name in ("raw", "processed", "top_ids", "top")}
+    return report
+
+
+def _summary(result: Result) -> str:
+    """The figures in one line."""
+    stats = result.stats
+    ends = ", ".join(dict.fromkeys(s.name.lower() for s in result.status))
+    return (f"[{int(stats.tokens.sum())} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s, "
+            f"{stats.tokens_per_forward:.2f} tokens per forward; "
+            f"prefill and compilation {stats.prefill_seconds:.2f} s; ended by {ends}]")

@@ -1,0 +1,35 @@
+"""Helpers that the commands share. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UsageError(Exception):
+    """The arguments do not fit together, or one is out of its range."""
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Prints a table; if the output is a file or a pipe, each row is one line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=1000)
+    shown = Table(box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        shown.add_column(column, justify="right" if i in right else "left", no_wrap=i == 0)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+
+
+def keep_programs() -> str:
+    """Keeps compiled programs between calls if possible. Returns the directory, or why it is not possible."""
+    from decodax.programs import cache_programs
+
+    try:
+        return cache_programs()
+    except OSError as error:
+        return f"nowhere: {error}"

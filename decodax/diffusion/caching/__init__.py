@@ -1,0 +1,1 @@
+"""Cache rules: what a forward recomputes and what it reads from the cache."""
