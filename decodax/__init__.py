@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         fit_tree,
         shapes,
     )
-    from decodax.systems import system
+    from decodax.systems import entry, system
 
 __version__ = "0.1.0"
 
@@ -55,7 +55,8 @@ _HOMES = {
     "decodax.cache": ["Cache", "Window"],
     "decodax.canvas": ["Frame", "Infilled", "Watch", "infill", "watch"],
     "decodax.core.round": ["python_loop", "run", "step"],
-    "decodax.core.state": ["State", "Status", "init_state"],
+    "decodax.core.start": ["init_state"],
+    "decodax.core.state": ["State", "Status"],
     "decodax.core.types": ["Algorithm", "Decision", "Model", "Out", "Params"],
     "decodax.diffusion": ["MaskedDiffusion"],
     "decodax.io.load": ["LM", "load", "zoo"],
@@ -66,7 +67,7 @@ _HOMES = {
     "decodax.sharding": ["lanes"],
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
                             "Typical", "automatic", "drafts", "fit_layers", "fit_predictor", "fit_tree", "shapes"],
-    "decodax.systems": ["system"],
+    "decodax.systems": ["entry", "system"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -74,7 +75,7 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
     "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
     "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "Typical", "Watch", "Window", "automatic",
-    "cache_programs", "diffusion", "drafts", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill",
+    "cache_programs", "diffusion", "drafts", "entry", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill",
     "init_state", "lanes", "load", "policy", "python_loop", "run", "score", "shapes", "step", "stream", "system",
     "systems", "watch", "zoo",
 ]

@@ -15,13 +15,11 @@ from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching import AnchorCache, BlockCache, FusedCache, NoCache, SubBlockCache
 from decodax.diffusion.commits import Ancestral, Anchored, AtLeast, Coins, EntropyBound, Quota, Threshold
 from decodax.diffusion.commits import Prefix as ConfidentPrefix
-from decodax.diffusion.entries import CACHE, ENTRIES, MASKED, Entry, blocks, entry
+from decodax.diffusion.entries import blocks, entry
 from decodax.diffusion.policies import Commit, Score
 from decodax.diffusion.revisions import Edit, ReMDM
 from decodax.diffusion.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
 from decodax.diffusion.windows import Sliding, SubBlocks, Whole
-
-__all__ = ["CACHE", "ENTRIES", "MASKED", "Entry", "blocks", "entry"]
 
 
 @entry("llada", "Large Language Diffusion Models", "Nie et al. 2025",

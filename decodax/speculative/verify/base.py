@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jax import Array
 
 from decodax.core.state import State
+from decodax.registry import Guarantee
 
 if TYPE_CHECKING:
     from decodax.speculative.tree import Drawn, Tree
-
-Guarantee = Literal["seed-exact", "distribution-exact", "approximate"]
 
 
 class Verifier(abc.ABC):
