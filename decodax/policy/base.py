@@ -24,6 +24,12 @@ from decodax.struct import Struct, static, struct
 
 PyTree = Any
 
+Reads = Literal["nothing", "bag", "sequence"]
+"""What a transform reads of the earlier tokens: see `Transform`."""
+
+Stage = Literal["logits", "probabilities", "last"]
+"""Where a transform of the user's stands in the chain: see `Transform`."""
+
 
 @struct
 class Context(Struct):
@@ -51,9 +57,21 @@ class Transform(Struct):
     Samplers that fill positions in any order take the first two and refuse the third. A transform that carries a state
     of its own (an automaton, mirostat's mu) gives a pytree from `init`; most read the context and keep none. A state
     never has a vocabulary-sized leaf.
+
+    `stage` says where `build(transforms=...)` puts it. A class fixes it, or makes it a static field that each instance
+    sets, as `Custom` does:
+
+    - "logits": before the temperature, behind the penalties and bans of `build`. Penalties, biases and bans belong
+      here, and whatever greedy decoding must obey.
+    - "probabilities": behind the temperature and the truncations of `build` (top-k to eta), in front of XTC, dynamic
+      temperature and mirostat. Truncations belong here.
+    - "last": behind all others.
+
+    Behind the temperature a greedy row has only its largest logit left, and keeps it whatever a transform returns.
     """
 
-    needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "nothing"
+    needs: ClassVar[Reads] = "nothing"
+    stage: ClassVar[Stage] = "logits"
 
     def init(self, ctx: Context) -> PyTree:
         """State after the prompt `ctx`."""
@@ -306,9 +324,14 @@ class Lifted:
 
 
 def _chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logits: Array) -> Array:
+    cold, only = None, logits
     for transform, state in zip(transforms, states, strict=True):
         logits = transform.logits(state, ctx, logits)
-    return logits
+        if isinstance(transform, Temperature):
+            zero = transform.temperature == 0
+            cold, only = (zero, logits) if cold is None else (cold | zero, jnp.where(cold, only, logits))
+    # a greedy row keeps its one token: `draw` takes it without a look at what stands behind the temperature
+    return logits if cold is None else jnp.where(cold, only, logits)
 
 
 def _advance(transforms: tuple[Transform, ...], states: PyTree, token: Array, log_prob: Array) -> PyTree:
