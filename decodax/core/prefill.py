@@ -39,7 +39,7 @@ class Prefill(Algorithm):
         live = (positions < s.prompt_length[:, None] - 1) & (positions >= start) & s.running[:, None]
         return causal(tokens, jnp.broadcast_to(begin, s.length.shape), live), (inner, start)
 
-    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         inner, start = algo
         finite = jnp.isfinite(out.hidden).all(-1)
         slots = jnp.where(window.live & finite, window.positions, -1)
