@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         fit_tree,
         shapes,
     )
-    from decodax.systems import system
+    from decodax.systems import entry, system
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ _HOMES = {
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
                             "TypicalAcceptance", "automatic", "drafts", "fit_layers", "fit_predictor", "fit_tree",
                             "shapes"],
-    "decodax.systems": ["system"],
+    "decodax.systems": ["entry", "system"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -76,9 +76,9 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
     "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
     "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance", "Watch", "Window",
-    "automatic", "cache_programs", "diffusion", "drafts", "fit_layers", "fit_predictor", "fit_tree", "generate",
-    "infill", "init_state", "lanes", "load", "policy", "python_loop", "run", "score", "shapes", "step", "stream",
-    "system", "systems", "watch", "zoo",
+    "automatic", "cache_programs", "diffusion", "drafts", "entry", "fit_layers", "fit_predictor", "fit_tree",
+    "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop", "run", "score", "shapes", "step",
+    "stream", "system", "systems", "watch", "zoo",
 ]
 
 

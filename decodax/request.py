@@ -40,6 +40,7 @@ from decodax.policy.arguments import (
 )
 from decodax.policy.build import DEFAULTS, assemble, unknown_argument
 from decodax.policy.config import NEUTRAL, blaming, merge
+from decodax.registry import System
 
 CHUNK = 256
 """Prompt tokens a prefill round."""
@@ -243,7 +244,7 @@ def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
         TypeError, ValueError: it is none, or it does not fit the model.
     """
     if isinstance(given, str):
-        method = _named(_Same(lm), given, rows)
+        method = _named(lm, given, rows)
     elif given is None:
         method = Autoregressive() if lm.diffusion is None else fills(lm)
     elif isinstance(given, type):
@@ -279,20 +280,26 @@ class _Same:
         return id(self.lm)
 
 
-@functools.lru_cache(maxsize=2)        # some are measured on the model when they are made
-def _named(lm: _Same, text: str, rows: int) -> Algorithm:
-    from decodax.systems import SYSTEMS, parse, system
+def _named(lm: LM, text: str, rows: int) -> Algorithm:
+    from decodax.systems import SYSTEMS, parse
 
     try:
-        name, options = parse(text)
-        if SYSTEMS[name].drafts:
-            raise ValueError(f"{name!r} needs {SYSTEMS[name].needs}; give decodax.system({name!r}, lm, "
-                             "decodax.load(...))")
-        if "batch" in SYSTEMS[name].options:
-            options = {"batch": rows, **options}
-        return system(name, lm.lm, **options)
+        return _made(_Same(lm), SYSTEMS[parse(text)[0]], text, rows)
     except (ValueError, TypeError) as error:
         raise ValueError(f"algorithm: {error}") from error
+
+
+@functools.lru_cache(maxsize=2)        # some are measured on the model when they are made
+def _made(lm: _Same, found: System, text: str, rows: int) -> Algorithm:
+    """What the entry builds; the entry is part of the key, since a user may register another one under its name."""
+    from decodax.systems import parse, system
+
+    name, options = parse(text)
+    if found.drafts:
+        raise ValueError(f"{name!r} needs {found.needs}; give decodax.system({name!r}, lm, decodax.load(...))")
+    if "batch" in found.options:
+        options = {"batch": rows, **options}
+    return system(name, lm.lm, **options)
 
 
 class _Config:

@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 FLOORS = (
-    "struct", "pallas_kernels", "cache", "core", "policy", "autoregressive", "speculative", "diffusion", "models",
-    "sharding", "io", "systems", "result", "memory", "programs", "request", "job", "api", "scoring", "canvas",
+    "struct", "pallas_kernels", "cache", "core", "registry", "policy", "autoregressive", "speculative", "diffusion",
+    "models", "sharding", "io", "systems", "result", "memory", "programs", "request", "job", "api", "scoring", "canvas",
     "bench", "cli", "__main__",
 )
 """Lowest first."""

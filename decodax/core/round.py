@@ -34,14 +34,14 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
         return s
     window, algo = alg.propose(params, policy, s)
     out = alg.through(model).apply(params.target, window, s.cache)
-    lifted = policy.over(s, window, out)
-    d = alg.decide(lifted, s, window, out, algo)
+    dist = policy.over(s, window, out)
+    d = alg.decide(dist, s, window, out, algo)
     if d.rows is not None:
         s, window, out = s.succeed(d.rows), window.select(d.rows), out.rows(d.rows)
-        lifted = policy.over(s, window, out)
+        dist = policy.over(s, window, out)
     count, status, stop = clip(d, s, policy)
     last = jnp.maximum(count - 1, 0)[:, None]
-    moved = lifted.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])
+    moved = dist.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])
     # entries of tokens that were cut, and all of a row that had finished before, stay out of the cache
     length = s.length + count
     keep = s.running[:, None] & ("rewrites" in alg.cache_needs or d.slots < length[:, None])
@@ -49,7 +49,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     return s.replace(
         tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(out.entries, slots),
         algo=d.algo, policy=_where(count > 0, moved, s.policy), stop=stop, status=status,
-        record=_record(s, d, lifted, count), stats=_count(s, d))
+        record=_record(s, d, dist, count), stats=_count(s, d))
 
 
 def _if(condition: Array, then: Callable[[State], State], s: State) -> State:
@@ -99,12 +99,12 @@ def _where(rows: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
 
 
-def _record(s: State, d: Decision, lifted: Any, count: Array) -> Any:
+def _record(s: State, d: Decision, dist: Any, count: Array) -> Any:
     if s.record is None:
         return None
     new = d.record
     if new is None:
-        new = record(take(lifted.out.logits(), d.source), take(lifted.log_probs(), d.source), d.tokens, s.record.count)
+        new = record(take(dist.logits(), d.source), take(dist.log_probs(), d.source), d.tokens, s.record.count)
     return jax.tree.map(lambda buffer, x: _append(buffer, x, s.length, count), s.record, new)
 
 

@@ -354,8 +354,8 @@ class Algorithm(abc.ABC):
         """The window to score next, and what `decide` gets as `algo`."""
 
     @abc.abstractmethod
-    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
-        """What of it is true. `policy` is lifted over the window: see `decodax.policy.Lifted`."""
+    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
+        """What of it is true. `dist` is the policy at each node of the window: a `decodax.policy.Distribution`."""
 
     def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
         """Its state after a prefill chunk, hidden states and all: drafters that feed on the target's features use

@@ -18,6 +18,7 @@ from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.canvas import Canvas, cut, look, paste, survey
 from decodax.diffusion.policies import Seen, View
 from decodax.diffusion.stats import statistics
+from decodax.policy.base import Distribution
 from decodax.struct import Struct, struct
 
 
@@ -154,19 +155,19 @@ class Round(Algorithm):
         own = jax.vmap(take, (1, None), 1)(drafts, jnp.clip(offset, 0, W - 1))
         return jnp.where(inside[:, None], own, tokens[:, None]).reshape(tokens.shape[0], -1)
 
-    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
+    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
         c, of = algo, self.of
         K, W, B = self.branches, of.windows.width, s.batch
         nodes = self._nodes(s, self._text(s, c))
         positions, n = nodes.positions, nodes.positions.shape[1]
-        turn, view = self._turn(s), look(s, c, W, policy.policy.eos)
+        turn, view = self._turn(s), look(s, c, W, dist.policy.eos)
         live = nodes.live & turn[:, None]
         waits = c.final > c.start       # final tokens that this round's forward persists
         works = turn if of.caching.fused else turn & ~waits
 
         drafts = jax.tree.map(lambda x: x[:, :K], of.drafts(view, c))
         node = self._predicting(view, nodes.replace(live=live), c.tokens.shape[1])
-        seen, note, entries = self._see(policy, s, c, drafts, node, out)
+        seen, note, entries = self._see(dist, s, c, drafts, node, out)
         flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), drafts)
         results = of.advance(flat, seen, c.memory)
         rows = lambda tree: jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), tree)
@@ -278,7 +279,7 @@ class Round(Algorithm):
         at = view.positions - int(self.of.adapter.shift)
         return jnp.where(at >= 0, take(index, jnp.maximum(at, 0)), -1)
 
-    def _see(self, policy: Any, s: State, c: Canvas, drafts: View, node: Array, out: Out) -> tuple[Seen, Any, Any]:
+    def _see(self, dist: Any, s: State, c: Canvas, drafts: View, node: Array, out: Out) -> tuple[Seen, Any, Any]:
         """Step 2: the model's answers on the regions `[B * K, W]`, the record of log-probabilities (or None), and a
         second model's entries (or None)."""
         of = self.of
@@ -303,31 +304,30 @@ class Round(Algorithm):
         window = Window(tokens=merge(drafts.tokens), positions=merge(drafts.positions), live=known,
                         mask=_side_by_side(jnp.ones((1, W, W), bool), K))
 
-        def lift(chain: Any, logits: Array) -> Any:
-            scored = Out(hidden=logits, entries=(), head=lambda x: x)
-            return chain.over(text, window, scored).on_canvas(scored, known, window.positions)
+        def over(logits: Array) -> Distribution:
+            return dist.policy.over_logits(text, window, logits).on_canvas(known, window.positions)
 
-        lifted = lift(policy.policy, logits)
+        here = over(logits)
         agreed = entries = None
         if of.verify.assists:
             last = take(c.tokens, jnp.maximum(c.start - 1, 0)[:, None])[:, 0]
             token, agreed, entries = of.verify.judge(c.assistant, flat, last, logits,
-                                                     lambda x: lift(policy.policy, x).processed())
+                                                     lambda x: over(x).processed())
         else:
-            draws = [lifted.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
-                                 salt=c.round + len(of.verify.taken[k])) for k in range(K)]
+            draws = [here.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
+                               salt=c.round + len(of.verify.taken[k])) for k in range(K)]
             token = jnp.concatenate(draws, 1)
         rules = (of.windows, of.score, of.unmask, of.remask, *of.stops)
         second = None
         if any(rule.of == "policy" for rule in rules):
-            second = statistics(lift(policy.policy.warm, logits).processed(), token)
+            second = statistics(here.warm.processed(), token)
         reached = jnp.broadcast_to((node >= 0)[:, None], (B, K, W))
         seen = split(Seen(token=token, reached=merge(reached), model=statistics(logits, token), policy=second,
                           agreed=agreed))
         if reads := max(rule.reads for rule in (of.shaper, *rules)):
             top, ids = lax.top_k(own, reads)
             seen = seen.replace(likeliest=(ids, top - jax.nn.logsumexp(own, -1, keepdims=True)))
-        note = None if c.record is None else record(logits, lifted.log_probs(), token, c.record.count)
+        note = None if c.record is None else record(logits, here.log_probs(), token, c.record.count)
         note = note if note is None else jax.tree.map(lambda x: x.reshape(B, K, W, *x.shape[2:]), note)
         return seen, note, entries
 

@@ -2,7 +2,7 @@
 
 from decodax.policy.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
 from decodax.policy.bans import AllowedTokens, BadWords, BeginSuppress, LogitBias, SequenceBias, SuppressTokens
-from decodax.policy.base import Context, Lifted, Policy, Temperature, Transform
+from decodax.policy.base import Context, Distribution, Policy, Temperature, Transform
 from decodax.policy.build import build
 from decodax.policy.config import from_generation_config, generation_settings
 from decodax.policy.custom import Custom
@@ -13,9 +13,10 @@ from decodax.policy.warpers import Epsilon, Eta, MinP, TopH, TopK, TopP, Typical
 from decodax.policy.watermark import Detection, GreenList, detect
 
 __all__ = [
-    "UNBOUNDED", "XTC", "AllowedTokens", "BadWords", "BeginSuppress", "Context", "Custom", "Detection", "Dry",
-    "DynamicTemperature", "EncoderNoRepeatNgram", "EncoderRepetition", "Epsilon", "Eta", "ExponentialDecayLength",
-    "ForcedBOS", "ForcedEOS", "GreenList", "Lifted", "LogitBias", "MinLength", "MinP", "Mirostat2", "NoRepeatNgram",
-    "Policy", "PresenceFrequency", "Repetition", "SequenceBias", "SuppressTokens", "Temperature", "TopH", "TopK",
-    "TopNSigma", "TopP", "Transform", "Typical", "build", "detect", "from_generation_config", "generation_settings",
+    "UNBOUNDED", "XTC", "AllowedTokens", "BadWords", "BeginSuppress", "Context", "Custom", "Detection", "Distribution",
+    "Dry", "DynamicTemperature", "EncoderNoRepeatNgram", "EncoderRepetition", "Epsilon", "Eta",
+    "ExponentialDecayLength", "ForcedBOS", "ForcedEOS", "GreenList", "LogitBias", "MinLength", "MinP", "Mirostat2",
+    "NoRepeatNgram", "Policy", "PresenceFrequency", "Repetition", "SequenceBias", "SuppressTokens", "Temperature",
+    "TopH", "TopK", "TopNSigma", "TopP", "Transform", "Typical", "build", "detect", "from_generation_config",
+    "generation_settings",
 ]

@@ -7,7 +7,6 @@ trees alike. Sampler and verifiers take tokens and probabilities from the same l
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -23,6 +22,12 @@ from decodax.policy.draw import draw, first_argmax, winner
 from decodax.struct import Struct, static, struct
 
 PyTree = Any
+
+Reads = Literal["nothing", "bag", "sequence"]
+"""What a transform reads of the earlier tokens: see `Transform`."""
+
+Stage = Literal["logits", "probabilities", "last"]
+"""Where a transform of the user's stands in the chain: see `Transform`."""
 
 
 @struct
@@ -51,9 +56,21 @@ class Transform(Struct):
     Samplers that fill positions in any order take the first two and refuse the third. A transform that carries a state
     of its own (an automaton, mirostat's mu) gives a pytree from `init`; most read the context and keep none. A state
     never has a vocabulary-sized leaf.
+
+    `stage` says where `build(transforms=...)` puts it. A class fixes it, or makes it a static field that each instance
+    sets, as `Custom` does:
+
+    - "logits": before the temperature, behind the penalties and bans of `build`. Penalties, biases and bans belong
+      here, and whatever greedy decoding must obey.
+    - "probabilities": behind the temperature and the truncations of `build` (top-k to eta), in front of XTC, dynamic
+      temperature and mirostat. Truncations belong here.
+    - "last": behind all others.
+
+    Behind the temperature a greedy row has only its largest logit left, and keeps it whatever a transform returns.
     """
 
-    needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "nothing"
+    needs: ClassVar[Reads] = "nothing"
+    stage: ClassVar[Stage] = "logits"
 
     def init(self, ctx: Context) -> PyTree:
         """State after the prompt `ctx`."""
@@ -87,14 +104,30 @@ class Temperature(Transform):
         return jnp.where(greedy, best, logits / jnp.where(greedy, 1, self.temperature))
 
 
-class Rows(Protocol):
-    """What the lift reads of a decoding state."""
+class Decoding(Protocol):
+    """What a policy reads of a decoding state."""
 
     tokens: Array
     length: Array
     prompt_length: Array
     key: Array
     policy: PyTree
+
+
+@struct
+class Texts(Struct):
+    """The verified text of each row, and the states of the transforms after it.
+
+    Attributes:
+        tokens: `i32[B, N]`. length, prompt_length: `i32[B]`. key: `key[B]`.
+        states: one for each transform, `[B, ...]` leaves.
+    """
+
+    tokens: Array
+    length: Array
+    prompt_length: Array
+    key: Array
+    states: PyTree
 
 
 @struct
@@ -120,11 +153,20 @@ class Policy(Struct):
 
         return jax.vmap(one)(self.transforms, tokens, length, prompt_length, key)
 
-    def over(self, s: Rows, window: Window, out: Out) -> Lifted:
-        """The chain lifted over the nodes of a scored window; see `Lifted`."""
-        return Lifted(self, s, window, out, jnp.ones(window.tokens.shape, bool), window.positions + 1)
+    def over(self, s: Decoding, window: Window, out: Out) -> Distribution:
+        """The distribution at each node of a window that the model scored."""
+        return self._at(s, window, out.hidden, out.head)
 
-    def on_draft(self, s: Rows, window: Window, logits: Array,
+    def over_logits(self, s: Decoding, window: Window, logits: Array) -> Distribution:
+        """The distribution at each node of a window whose logits `f32[B, W, V]` are given."""
+        return self._at(s, window, logits, _same)
+
+    def _at(self, s: Decoding, window: Window, hidden: Array, head: Callable[[Array], Array]) -> Distribution:
+        texts = Texts(s.tokens, s.length, s.prompt_length, s.key, s.policy)
+        return Distribution(self, texts, window, hidden, jnp.ones(window.tokens.shape, bool), window.positions + 1,
+                            head)
+
+    def on_draft(self, s: Decoding, window: Window, logits: Array,
                  nodes: Array) -> tuple[Array, Callable[[], Array]]:
         """A draft's own logits `f32[B, W', V]` at window nodes `nodes` (`i32[B, W']`) under the chain.
 
@@ -133,11 +175,10 @@ class Policy(Struct):
         Returns:
             The logits up to the temperature, and what computes those after the whole chain.
         """
-        known, out = jnp.ones(window.tokens.shape, bool), Out(hidden=logits, entries=(), head=lambda x: x)
-        lifted = Lifted(self, s, window, out, known, window.positions + 1)
+        dist = self.over_logits(s, window, logits)
         chain = [(t, state) for t, state in zip(self.transforms, s.policy, strict=True) if not jax.tree.leaves(state)]
         cut = next((i for i, (t, _) in enumerate(chain) if isinstance(t, Temperature)), len(chain))
-        part = lambda links, x: lifted._map(tuple(t for t, _ in links), tuple(z for _, z in links), x, nodes)
+        part = lambda links, x: dist._map(tuple(t for t, _ in links), tuple(z for _, z in links), x, nodes)
         raw = part(chain[:cut], logits)
         return raw, lambda: part(chain[cut:], raw)
 
@@ -160,54 +201,82 @@ class Policy(Struct):
         return jnp.stack(cold).any(0) if cold else jnp.zeros(self.eos.shape[0], bool)
 
 
-class Lifted:
-    """A policy at the nodes of one scored window. It lives inside one trace.
+def _same(logits: Array) -> Array:
+    return logits
 
-    The context of a node is the row's verified sequence plus the window nodes it sees, each at its position.
 
-    Args:
+@struct
+class Distribution(Struct):
+    """What follows each node of one scored window: a policy applied to the model's logits there.
+
+    The context of a node is the row's verified text plus the window nodes it sees, each at its position. Logits are
+    computed by the methods that ask for them. In these, `nodes` is `i32[B, W']`, or None for all nodes in order.
+
+    It is a pytree, so it can be handed to an inner `jit` or `cond`. The model's `head` closes over weights, and
+    so over the tracers of the trace that made it: do not return a distribution from that trace.
+
+    Attributes:
+        policy: the chain of transforms. texts: what is verified.
+        hidden: `f[B, W, D]`, from which `head` makes logits `f32[B, W, V]`.
         known: `bool[B, W]` nodes that hold a token (not a mask).
         predicts: `i32[B, W]` the index of the token that each node's logits predict.
-
-    In the methods `nodes` is `i32[B, W']`, or None for all nodes in order.
+        head: static, and compared by identity.
     """
 
-    def __init__(self, policy: Policy, s: Rows, window: Window, out: Out, known: Array, predicts: Array):
-        self.policy, self.s, self.window, self.out = policy, s, window, out
-        self.known, self.predicts = known, predicts
+    policy: Policy
+    texts: Texts
+    window: Window
+    hidden: Array
+    known: Array
+    predicts: Array
+    head: Callable[[Array], Array] = static()
 
-    def on_canvas(self, out: Out, known: Array, predicts: Array) -> Lifted:
-        """The policy for a window that is filled in any order, with `out` in the scored one's place.
+    def on_canvas(self, known: Array, predicts: Array) -> Distribution:
+        """That of a window which is filled in any order.
 
         Raises:
             ValueError: a transform needs its past in sequence, which a canvas does not have.
         """
-        ordered = [type(t).__name__ for t, state in zip(self.policy.transforms, self.s.policy, strict=True)
+        ordered = [type(t).__name__ for t, state in zip(self.policy.transforms, self.texts.states, strict=True)
                    if t.needs == "sequence" or jax.tree.leaves(state)]
         if ordered:
             raise ValueError(f"{', '.join(ordered)}: reads the text from left to right, and this algorithm fills "
                              "positions in any order; use transforms that need nothing or a bag of tokens")
-        return Lifted(self.policy, self.s, self.window, out, known, predicts)
+        return self.replace(known=known, predicts=predicts)
 
-    def first(self, count: int) -> Lifted:
-        """The policy over the first `count` nodes of the window, none of which sees one behind them."""
+    def first(self, count: int) -> Distribution:
+        """That of the first `count` nodes of the window, none of which sees one behind them."""
         w = self.window
         window = w.replace(tokens=w.tokens[:, :count], positions=w.positions[:, :count],
                            mask=w.mask[:, :count, :count], live=w.live[:, :count])
-        out = dataclasses.replace(self.out, hidden=self.out.hidden[:, :count])
-        return Lifted(self.policy, self.s, window, out, self.known[:, :count], self.predicts[:, :count])
+        return self.replace(window=window, hidden=self.hidden[:, :count], known=self.known[:, :count],
+                            predicts=self.predicts[:, :count])
+
+    @property
+    def warm(self) -> Distribution:
+        """The same with temperature 1 in place of 0.
+
+        A greedy row is certain of one token: all others have log-probability -inf. `dist.warm.log_probs()` tells how
+        likely they are under the rest of the policy, for beams and for rules that go by confidence. Rows that sample
+        are unchanged.
+        """
+        return self.replace(policy=self.policy.warm)
+
+    def logits(self, nodes: Array | None = None) -> Array:
+        """The model's own logits `f32[B, W', V]`, before the policy."""
+        return self.head(self.hidden if nodes is None else take(self.hidden, nodes))
 
     @property
     def stateful(self) -> bool:
         """Whether some transform carries a state from token to token."""
-        return bool(jax.tree.leaves(self.s.policy))
+        return bool(jax.tree.leaves(self.texts.states))
 
     def processed(self, nodes: Array | None = None) -> Array:
         """The chain's output `f32[B, W', V]`: unnormalised, -inf where a token is forbidden."""
         if self.stateful:
             out = self._walk()[1]
             return out if nodes is None else take(out, nodes)
-        return self._map(self.policy.transforms, self.s.policy, self.out.logits(nodes), nodes)
+        return self._map(self.policy.transforms, self.texts.states, self.logits(nodes), nodes)
 
     def log_probs(self, nodes: Array | None = None) -> Array:
         """Normalised log-probabilities `f32[B, W', V]`; all -inf where the policy allows nothing."""
@@ -220,15 +289,15 @@ class Lifted:
         chain = self.policy.transforms
         cut = next((i for i, t in enumerate(chain) if isinstance(t, Temperature)), None)
         predicts = self.predicts if nodes is None else take(self.predicts, nodes)
-        address = lambda: keys.addresses(self.s.key, predicts, purpose, salt)
+        address = lambda: keys.addresses(self.texts.key, predicts, purpose, salt)
         if cut is None or self.stateful:
             return draw(self.processed(nodes), address())
-        logits = self._map(chain[:cut], self.s.policy[:cut], self.out.logits(nodes), nodes)
+        logits = self._map(chain[:cut], self.texts.states[:cut], self.logits(nodes), nodes)
 
         def warm() -> Array:
             # greedy rows are decided by the logits in front of the temperature: nothing behind it can change the choice
             # among one token. Their race is run at temperature 1, for nothing, which costs less than another argmax
-            hot = self._map(self.policy.warm.transforms[cut:], self.s.policy[cut:], logits, nodes)
+            hot = self._map(self.policy.warm.transforms[cut:], self.texts.states[cut:], logits, nodes)
             return draw(hot, address(), (jnp.broadcast_to(cold[:, None], predicts.shape), logits))
 
         cold = self.policy.greedy
@@ -237,7 +306,7 @@ class Lifted:
     def advance(self, node: Array, token: Array) -> PyTree:
         """The transforms' states after `token` (`i32[B]`), decided at `node` (`i32[B]`): the next round's start."""
         if not self.stateful:
-            return self.s.policy
+            return self.texts.states
         states, logits = self._walk()
         state = jax.tree.map(lambda x: take(x, node), states)
         log_prob = jnp.take_along_axis(jax.nn.log_softmax(take(logits, node)), jnp.maximum(token, 0)[:, None], 1)[:, 0]
@@ -248,7 +317,7 @@ class Lifted:
         if nodes is None:
             nodes = jnp.broadcast_to(jnp.arange(self.window.width, dtype=jnp.int32), self.window.tokens.shape)
         reads = any(t.needs != "nothing" for t in transforms)
-        width = self.s.tokens.shape[1]
+        width = self.texts.tokens.shape[1]
 
         def row(tokens: Array, length: Array, prompt_length: Array, key: Array, seen: Array, placed: Array,
                 written: Array, predicts: Array) -> Context:
@@ -263,7 +332,7 @@ class Lifted:
 
             return jax.vmap(node)(seen, predicts)
 
-        s, w = self.s, self.window
+        s, w = self.texts, self.window
         seen = take(jnp.broadcast_to(w.visible(), (*w.tokens.shape, w.width)), nodes) & self.known[:, None, :]
         return jax.vmap(row)(s.tokens, s.length, s.prompt_length, s.key, seen, w.positions, w.tokens,
                              take(self.predicts, nodes))
@@ -301,14 +370,19 @@ class Lifted:
             return lax.scan(visit, (empty, jnp.zeros((width, width))), (nodes, contexts, logits, parent))[1]
 
         contexts = self._contexts(None, self.policy.transforms)
-        return jax.vmap(row)(self.policy.transforms, self.s.policy, contexts, self.out.logits(), self.window.tokens,
+        return jax.vmap(row)(self.policy.transforms, self.texts.states, contexts, self.logits(), self.window.tokens,
                              parents(self.window))
 
 
 def _chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logits: Array) -> Array:
+    cold, only = None, logits
     for transform, state in zip(transforms, states, strict=True):
         logits = transform.logits(state, ctx, logits)
-    return logits
+        if isinstance(transform, Temperature):
+            zero = transform.temperature == 0
+            cold, only = (zero, logits) if cold is None else (cold | zero, jnp.where(cold, only, logits))
+    # a greedy row keeps its one token: `draw` takes it without a look at what stands behind the temperature
+    return logits if cold is None else jnp.where(cold, only, logits)
 
 
 def _advance(transforms: tuple[Transform, ...], states: PyTree, token: Array, log_prob: Array) -> PyTree:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from decodax.policy.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
 from decodax.policy.arguments import bias_rows, id_rows, is_neutral, per_row, sequence_rows, whole, wrong
 from decodax.policy.bans import AllowedTokens, BadWords, BeginSuppress, LogitBias, SequenceBias, SuppressTokens
-from decodax.policy.base import Policy, Temperature, Transform
+from decodax.policy.base import Policy, Reads, Stage, Temperature, Transform
 from decodax.policy.length import UNBOUNDED, ExponentialDecayLength, ForcedBOS, ForcedEOS, MinLength
 from decodax.policy.penalties import EncoderRepetition, PresenceFrequency, Repetition
 from decodax.policy.repeats import Dry, EncoderNoRepeatNgram, NoRepeatNgram
@@ -77,7 +77,7 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
         dry_sequence_breakers: token sequences.
         dynatemp_range: the temperature then acts behind truncation, as in llama.cpp, and within this range.
         min_tokens_to_keep: for the truncations that have it in transformers; static.
-        transforms: further ones, `[B, ...]` fields, in front of the temperature.
+        transforms: further ones, `[B, ...]` fields, each where its `stage` says (see `Transform`), in the given order.
         eos, eos_token_id: tokens that end a row: an id, a list, or a list for each row.
         vocab_size: entries of the model's logits: ids are checked against it, drafts of a model with another number are
             brought to it, and the watermark needs it.
@@ -119,10 +119,11 @@ def assemble(batch: int, arguments: Mapping[str, Any], samples: int = 1) -> Poli
         if given[needs] is None and given[name] is not DEFAULTS[name]:
             raise ValueError(f"{name}: got {given[name]!r} without {needs}")
     # transformers marks last; a greedy row has its one token left there, so it is marked in front of the temperature
-    samplers = _samplers(a)
+    own = _own(a)
+    samplers = _samplers(a, own["probabilities"])
     cold = next(t.temperature == 0 for t in samplers if isinstance(t, Temperature))
-    chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *_own(a), *_watermark(a, cold), *samplers,
-             *_watermark(a, ~cold)]
+    chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *own["logits"], *_watermark(a, cold),
+             *samplers, *_watermark(a, ~cold), *own["last"]]
     return Policy(transforms=tuple(chain), eos=eos, stops=given["stops"], vocab_size=given["vocab_size"])
 
 
@@ -278,18 +279,24 @@ def _ends(a: _Arguments) -> list[Transform]:
     return chain
 
 
-def _own(a: _Arguments) -> list[Transform]:
-    """The caller's transforms, whose arrays have an entry for each row, or for each prompt."""
+def _own(a: _Arguments) -> dict[str, list[Transform]]:
+    """The caller's transforms by stage. Their arrays have an entry for each row, or for each prompt."""
     given = a.given["transforms"]
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, Transform) for t in given):
         raise wrong("transforms", given, "decodax.policy.Transform objects")
+    for t in given:
+        for name, said, known in (("stage", t.stage, Stage), ("needs", t.needs, Reads)):
+            if said not in get_args(known):
+                raise ValueError(f"transforms: {type(t).__name__} has {name}={said!r}, takes one of "
+                                 f"{', '.join(map(repr, get_args(known)))}")
     prompts = a.batch // a.samples
     for leaf in jax.tree.leaves(given):
         if not np.ndim(leaf) or leaf.shape[0] not in (a.batch, prompts):
             raise ValueError(f"transforms: got an array of shape {np.shape(leaf)} in one of them, takes arrays with an "
                              f"entry for each of the {a.batch} rows")
     each = lambda x: x if x.shape[0] == a.batch else x[np.repeat(np.arange(prompts), a.samples)]
-    return list(jax.tree.map(each, tuple(given)))
+    chain = jax.tree.map(each, tuple(given))
+    return {stage: [t for t in chain if t.stage == stage] for stage in get_args(Stage)}
 
 
 LEAST_TEMPERATURE = 1e-30
@@ -323,7 +330,8 @@ def _array(x: np.ndarray) -> Any:
     return x
 
 
-def _samplers(a: _Arguments) -> list[Transform]:
+def _samplers(a: _Arguments, own: list[Transform]) -> list[Transform]:
+    """The temperature and what stands behind it, with the caller's `own` behind the truncations."""
     temperature, keep = _temperature(a), whole("min_tokens_to_keep", a.given["min_tokens_to_keep"], 1)
     dynamic = a.asks("dynatemp_range", 0)
     # a dynamic temperature acts behind truncation; greedy rows are greedy from here on all the same
@@ -347,6 +355,7 @@ def _samplers(a: _Arguments) -> list[Transform]:
         chain.append(Epsilon(a.number("epsilon_cutoff", 0, 1, open_high=True), keep))
     if a.asks("eta_cutoff", 0):
         chain.append(Eta(a.number("eta_cutoff", 0, 1, open_high=True), keep))
+    chain += own
     threshold = a.number("xtc_threshold", 0, 1, neutral=0.1)
     if a.asks("xtc_probability", 0):
         chain.append(XTC(a.number("xtc_probability", 0, 1), threshold))

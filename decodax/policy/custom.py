@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from jax import Array
 
-from decodax.policy.base import Context, PyTree, Transform
+from decodax.policy.base import Context, PyTree, Reads, Stage, Transform
 from decodax.struct import static, struct
 
 
@@ -20,6 +19,7 @@ class Custom(Transform):
     Attributes:
         fn: static, hashable.
         needs: static; what it reads of `ctx.tokens`: "nothing", the "bag" of known tokens, or the "sequence" so far.
+        stage: static; where it stands in the chain, see `Transform`.
 
     >>> import jax.numpy as jnp
     >>> Custom(lambda ctx, logits: logits.at[0].set(-jnp.inf), needs="nothing").logits(None, None, jnp.ones(2)).tolist()
@@ -27,7 +27,8 @@ class Custom(Transform):
     """
 
     fn: Callable[[Context, Array], Array] = static()
-    needs: Literal["nothing", "bag", "sequence"] = static(default="sequence")  # type: ignore[misc]
+    needs: Reads = static(default="sequence")  # type: ignore[misc]
+    stage: Stage = static(default="logits")  # type: ignore[misc]
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         return self.fn(ctx, logits)

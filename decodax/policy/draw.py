@@ -34,12 +34,12 @@ def draw(logits: Array, address: Array, greedy: tuple[Array, Array] | None = Non
         greedy: `bool[...]` and `f32[..., V]`: distributions in whose place the largest entry of another array is taken.
     """
     top = logits.max(-1)
-    scores = -_times(logits, top, address)
+    scores, dead = -_times(logits, top, address), top == -jnp.inf
     if greedy is not None:
-        scores = jnp.where(greedy[0][..., None], greedy[1], scores)
+        scores, dead = jnp.where(greedy[0][..., None], greedy[1], scores), dead & ~greedy[0]
     # a NaN or +inf among the logits makes a NaN here, which XLA's maximum on CPU may pass over
     token, first = _first_max(jnp.where(jnp.isnan(scores), jnp.inf, scores))
-    return _checked(token, jnp.where(top == -jnp.inf, top, first))
+    return _checked(token, jnp.where(dead, -jnp.inf, first))
 
 
 def race(logits: Array, address: Array) -> Array:

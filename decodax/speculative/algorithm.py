@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.policy.base import Distribution
 from decodax.speculative.grown import Grown, Trimmed
 from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Proposal, Tree, tree, window
@@ -84,14 +85,14 @@ class Speculative(Algorithm):
         t = tree(s.newest, proposal, self.drafter.length)
         return window(t, s.length - 1, s.running, proposal.probes, proposal.begun), (state, t)
 
-    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         state, t = algo
-        d = self.judge(policy, s, window, out, t)
+        d = self.judge(dist, s, window, out, t)
         return d.replace(algo=(self.drafter.observe(s, window, out, d, state), None))
 
-    def judge(self, policy: Any, s: State, window: Window, out: Out, t: Tree) -> Decision:
+    def judge(self, dist: Distribution, s: State, window: Window, out: Out, t: Tree) -> Decision:
         """The decision, before anybody is told."""
-        path, accepted, own = self.verify(policy if window.width == t.size else policy.first(t.size), s, t)
+        path, accepted, own = self.verify(dist if window.width == t.size else dist.first(t.size), s, t)
         index = jnp.arange(t.longest + 1, dtype=jnp.int32)
         drafts = take(t.tokens, jnp.concatenate([path[:, 1:], path[:, :1]], 1))
         tokens = jnp.where(index < accepted[:, None], drafts, own[:, None])

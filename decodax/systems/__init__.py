@@ -2,22 +2,31 @@
 
 An entry stands here only when it works: `tests/laws/test_systems.py` runs the laws over all of them. Two papers that
 come to the same algorithm are one entry and an alias of it. The makers lie in `text`, `models`, `layers` and `lengths`;
-those of masked diffusion in `decodax.diffusion`.
+those of masked diffusion in `decodax.diffusion`. The table is that of `decodax.registry`; users add to it by `entry`.
 
 >>> system("prompt-lookup", length=5)
 Speculative(draft=PromptLookup(length=5, max_ngram=3, min_ngram=1, pick='latest'), verify=SeedExact(), shape=None)
 """
 
-from decodax.diffusion.systems import ENTRIES
-from decodax.systems.registry import DIFFUSION, FILLING, SYSTEMS, Needs, System, alias, entry, parse, system
+from decodax.registry import SYSTEMS, Guarantee, Needs, System, alias, entry, find, parse, system
 
 # The order of these is the order of the table.
 # isort: off
 from decodax.systems import text, models, layers, lengths  # noqa: F401
+from decodax.diffusion import systems as _diffusion  # noqa: F401
 # isort: on
 
-for _name, _entry in ENTRIES.items():
-    entry(_name, _entry.title, _entry.authors, _entry.family, _entry.summary,
-          DIFFUSION if _entry.draft else FILLING, _entry.guarantee)(_entry.make)
 
-__all__ = ["SYSTEMS", "Needs", "System", "alias", "entry", "parse", "system"]
+def _arrange() -> None:
+    """Puts the library's own entries in front, those of masked diffusion last among them: the makers of
+    `decodax.diffusion` or of a user may have been imported before those of this package."""
+    packages = "decodax.systems.", "decodax.diffusion."
+    place = lambda e: next((i for i, p in enumerate(packages) if e.module.startswith(p)), len(packages))
+    ordered = sorted(SYSTEMS.values(), key=place)
+    SYSTEMS.clear()
+    SYSTEMS.update({e.name: e for e in ordered})
+
+
+_arrange()
+
+__all__ = ["SYSTEMS", "Guarantee", "Needs", "System", "alias", "entry", "find", "parse", "system"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from decodax.speculative import SeedExact, Speculative, drafts, fit_layers, shapes
-from decodax.systems.registry import SELF, TARGET, entry
+from decodax.systems.shared import SELF, TARGET, entry
 
 
 @entry("self-speculative", "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding",

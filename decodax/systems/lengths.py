@@ -7,7 +7,7 @@ from typing import Any
 from decodax.speculative import Adaptive, Bandit, Bass, SeedExact, Speculative, drafts, shapes
 from decodax.speculative.adaptive import NOTHING
 from decodax.speculative.measure import automatic
-from decodax.systems.registry import BATCH, DRAFT, TARGET, THEORY, alias, entry, system
+from decodax.systems.shared import BATCH, DRAFT, TARGET, THEORY, alias, entry, system
 
 
 @entry("automatic", "Draft length by measured cost and acceptance", "", THEORY,

@@ -20,7 +20,7 @@ from decodax.speculative import (
     fit_predictor,
     shapes,
 )
-from decodax.systems.registry import BLOCKWISE, BOTH, CHAIN, DRAFT, EXACT, LINEAR, SAMPLED, THEORY, TREE, alias, entry
+from decodax.systems.shared import BLOCKWISE, BOTH, CHAIN, DRAFT, EXACT, LINEAR, SAMPLED, THEORY, TREE, alias, entry
 
 # a draft model
 

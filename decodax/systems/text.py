@@ -9,7 +9,7 @@ import numpy as np
 from decodax.autoregressive import Autoregressive
 from decodax.speculative import Cut, Speculative, SpecVerification, drafts, fit_tree, shapes
 from decodax.speculative.drafts.recycling import template
-from decodax.systems.registry import CHAIN, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
+from decodax.systems.shared import CHAIN, EXACT, JACOBI, LINEAR, REJECTION, TARGET, TREE, entry
 
 
 @entry("autoregressive", "Plain autoregressive decoding", "", "ar-sampling", "one token a forward")

@@ -15,9 +15,9 @@ from decodax.core.keys import Purpose
 from decodax.core.round import run
 from decodax.core.types import Params
 from decodax.diffusion import MaskedDiffusion
-from decodax.diffusion.systems import ENTRIES
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
+from decodax.systems import SYSTEMS
 from tests.diffusion.network import Network
 from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, start, texts
 
@@ -344,7 +344,7 @@ def test_frozen_is_freecache():
 
 def test_targets_are_recaps():
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK))
-    alg = ENTRIES["recap"].make(lm, steps=8, every=3, lead=1, choice_temperature=0.0, size=NEW)
+    alg = SYSTEMS["recap"].make(lm, steps=8, every=3, lead=1, choice_temperature=0.0, size=NEW)
     assert made(alg)[0] == [recap(p, 8, 3, 1) for p in IDS]
     assert made(alg)[0] != made(dataclasses.replace(alg, caching=d.NoCache()))[0]
 
@@ -352,7 +352,7 @@ def test_targets_are_recaps():
 def test_guided_and_frozen_is_flashdlm():
     network, weights = model("llama")
     lm = LM(network, weights, VOCABULARY)
-    alg = ENTRIES["flashdlm"].make(dataclasses.replace(lm, diffusion=Diffusion(MASK)), draft=lm, top=6, window=5)
+    alg = SYSTEMS["flashdlm"].make(dataclasses.replace(lm, diffusion=Diffusion(MASK)), draft=lm, top=6, window=5)
     params = Params(weights, weights)
     _, _, chain, s = start(alg, "llama", IDS, {}, new=NEW, draft=weights)
     s = drivers.advance(alg, network, params, chain, s, jnp.int32(99))
@@ -364,7 +364,7 @@ def test_guided_and_frozen_is_flashdlm():
 @pytest.mark.parametrize("cache", ["dual", "prefix"])
 def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True))
-    alg = ENTRIES["fast-dllm"].make(lm, block=BLOCK, threshold=0.2, cache=cache, suffix=NEW)
+    alg = SYSTEMS["fast-dllm"].make(lm, block=BLOCK, threshold=0.2, cache=cache, suffix=NEW)
     wanted = [fast_dllm_dream(p, 0.2, cache == "dual") for p in IDS]
     assert made(alg) == ([text for text, _ in wanted], [n for _, n in wanted])
 
@@ -373,7 +373,7 @@ def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
 @pytest.mark.parametrize("cache", ["block", "dual"])
 def test_the_cache_inside_a_block_is_fast_dllm_2s(cache):
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True, attention="block-causal", block=BLOCK))
-    alg = ENTRIES["fast-dllm-2"].make(lm, sub=4, threshold=0.1, cache=cache)
+    alg = SYSTEMS["fast-dllm-2"].make(lm, sub=4, threshold=0.1, cache=cache)
     wanted = [fast_dllm_2(p, 0.1, 4, cache == "dual") for p in IDS]
     assert made(alg)[0] == wanted
     assert cache == "block" or wanted != [fast_dllm_2(p, 0.1, 4, False) for p in IDS]
@@ -382,7 +382,7 @@ def test_the_cache_inside_a_block_is_fast_dllm_2s(cache):
 def test_the_cache_inside_a_block_needs_blocks():
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK))
     with pytest.raises(ValueError, match="cache: got 'dual', takes 'block'"):
-        ENTRIES["fast-dllm-2"].make(lm, cache="dual")
+        SYSTEMS["fast-dllm-2"].make(lm, cache="dual")
 
 
 @pytest.mark.parametrize("gamma", [0.998])

@@ -7,8 +7,8 @@ import pytest
 
 import decodax as dx
 import decodax.diffusion as d
-from decodax.diffusion.systems import ENTRIES
 from decodax.io.text import Tokenizer
+from decodax.systems import SYSTEMS
 from tests.diffusion.toy import MASK, PROMPTS, lm, normal, raw, run
 from tests.small_tokenizers import of_words
 
@@ -42,7 +42,7 @@ def test_guidance_is_lladas():
 
 @pytest.mark.parametrize("speaks", ["blocks", "canvas"])
 def test_a_guided_cache_is_exact(speaks):
-    cached = ENTRIES["llada"].make(lm(speaks), **({} if speaks == "blocks" else {"block": 4}))
+    cached = SYSTEMS["llada"].make(lm(speaks), **({} if speaks == "blocks" else {"block": 4}))
     assert cached.caching == d.BlockCache()
     plain = dataclasses.replace(cached, caching=d.NoCache())
     options = dict(speaks=speaks, guidance_scale=3.0)
@@ -52,7 +52,7 @@ def test_a_guided_cache_is_exact(speaks):
 def test_guidance_of_a_canvas_knows_no_negative_prompt():
     with pytest.raises(ValueError, match="negative_prompts: a canvas is guided against masks"):
         run(LLADA, 4, guidance_scale=2.0, negative_prompts=PROMPTS)
-    renoise = ENTRIES["diffusion-gemma"].make(lm("canvas"))
+    renoise = SYSTEMS["diffusion-gemma"].make(lm("canvas"))
     none = dataclasses.replace(renoise, adapter=dataclasses.replace(renoise.adapter, mask=None))
     with pytest.raises(ValueError, match="guidance_scale: the model has no mask token"):
         run(none, 4, "canvas", guidance_scale=2.0)

@@ -17,10 +17,10 @@ from decodax.core.round import python_loop, run
 from decodax.core.state import Status
 from decodax.core.types import LayeredModel, Params
 from decodax.diffusion import MaskedDiffusion
-from decodax.diffusion.systems import ENTRIES
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
 from decodax.policy import build
+from decodax.systems import SYSTEMS
 from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, texts
 
 BLOCK, NEW = 4, 12
@@ -67,6 +67,7 @@ CASES = {
     "recap": ("full", dict(steps=5, every=3, packed=(6,), size=NEW)),
 }
 FEW = ("fast-dllm", "sdlm")
+SAMPLERS = [n for n, e in SYSTEMS.items() if "diffusion" in e.needs and not e.alias_of]
 few = lambda names: [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
@@ -116,8 +117,8 @@ def made(name):
     speaks, options = CASES.get(name, ("full", {}))
     network, weights = model("llama")
     lm = LM(network, weights, VOCABULARY)
-    draft = dict(draft=lm) if name in ENTRIES and ENTRIES[name].draft else {}
-    return ENTRIES[name].make(dataclasses.replace(lm, diffusion=SPEAKS[speaks]), **draft, **options)
+    draft = dict(draft=lm) if name in SYSTEMS and SYSTEMS[name].drafts else {}
+    return SYSTEMS[name].make(dataclasses.replace(lm, diffusion=SPEAKS[speaks]), **draft, **options)
 
 
 def begun(alg, ids, *, policy=None, lean=0.0, eos=None, request=None, new=NEW, size=64, template=None):
@@ -148,14 +149,14 @@ def free(name):
 
 
 @pytest.fixture(scope="module",
-                params=[pytest.param(n, marks=pytest.mark.xdist_group(f"sampler {n}")) for n in ENTRIES])
+                params=[pytest.param(n, marks=pytest.mark.xdist_group(f"sampler {n}")) for n in SAMPLERS])
 def name(request):
     """Each entry in turn, with all tests of it in a row and in one process: they run the same program."""
     return request.param
 
 
 def test_every_entry_has_a_case():
-    assert set(CASES) == set(ENTRIES)
+    assert set(CASES) == set(SAMPLERS)
 
 
 def test_a_sampler_finishes_and_keeps_what_it_was_given(name):
@@ -187,14 +188,14 @@ def test_a_row_does_not_depend_on_its_batch_mates(name):
         assert np.asarray(alone.stats.rounds)[0] == np.asarray(free(name).stats.rounds)[i]
 
 
-@pytest.mark.parametrize("name", few(ENTRIES))
+@pytest.mark.parametrize("name", few(SAMPLERS))
 def test_a_batch_equals_its_rows_one_by_one(name):
     ids, alg = prompts(3, longest=9), made(name)
     row = sample(alg, ids[1:2], request=[1], policy=dict(temperature=0.8, repetition_penalty=1.2))
     assert texts(row) == texts(free(name))[1:2]
 
 
-@pytest.mark.parametrize("name", few(ENTRIES))
+@pytest.mark.parametrize("name", few(SAMPLERS))
 def test_the_compiled_loop_is_the_python_loop_bit_for_bit(name):
     alg = made(name)
     network, params, chain, s = begun(alg, prompts(3, longest=9))
@@ -383,7 +384,7 @@ def dream(prompt, new, steps, order):
 def test_the_sampler_is_dreams(order, steps):
     ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["shifted"])
-    s = decode(ENTRIES["dream"].make(lm, steps=steps, order=order, size=16), "llama", ids, {}, new=16)
+    s = decode(SYSTEMS["dream"].make(lm, steps=steps, order=order, size=16), "llama", ids, {}, new=16)
     assert texts(s) == [dream(p, 16, steps, order) for p in ids]
 
 
@@ -417,7 +418,7 @@ def fast_dllm(prompt, new, block, threshold, cache):
 def test_the_sampler_is_fast_dllms(cache):
     ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"])
-    s = decode(ENTRIES["fast-dllm"].make(lm, block=8, threshold=0.2, cache=cache, suffix=16), "llama", ids, {}, new=16)
+    s = decode(SYSTEMS["fast-dllm"].make(lm, block=8, threshold=0.2, cache=cache, suffix=16), "llama", ids, {}, new=16)
     made = [fast_dllm(p, 16, 8, 0.2, cache) for p in ids]
     assert texts(s) == [text for text, _ in made]
     assert np.asarray(s.stats.rounds).tolist() == [forwards for _, forwards in made]
@@ -443,9 +444,9 @@ def test_parts_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="steps: got 0, takes 1 or more"):
         d.Quota(0)
     with pytest.raises(ValueError, match="block: got 8, the model was trained with blocks of 4"):
-        ENTRIES["llada"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), block=8)
+        SYSTEMS["llada"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), block=8)
     with pytest.raises(ValueError, match="which is autoregressive, takes a diffusion model"):
-        ENTRIES["llada"].make(LM(*model("llama"), VOCABULARY))
+        SYSTEMS["llada"].make(LM(*model("llama"), VOCABULARY))
     with pytest.raises(ValueError, match=r"caching: got Dual.*takes one that persists"):
         MaskedDiffusion(CAUSAL, FIXED, caching=d.DualCache())
     with pytest.raises(ValueError, match="without shift, which alone has use for the last token"):
@@ -453,6 +454,6 @@ def test_parts_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="joined: got True, takes False with ordered"):
         d.CausalPrefix(joined=True, ordered=True)
     with pytest.raises(ValueError, match="cache: got 'dual', takes 'none' for BlockCausal"):
-        ENTRIES["freedave"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), cache="dual")
+        SYSTEMS["freedave"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), cache="dual")
     with pytest.raises(ValueError, match=r"lm: got Full.*takes causal-prefix attention without shift"):
-        ENTRIES["sbd"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"]))
+        SYSTEMS["sbd"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"]))

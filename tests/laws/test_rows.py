@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from decodax import Algorithm, Decision
 from decodax.cache import Window, causal
@@ -35,8 +36,8 @@ class Beams(Algorithm):
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         return causal(s.newest[:, None], s.length - 1, s.running[:, None]), s.algo
 
-    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        log_p = policy.log_probs()[:, 0]
+    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        log_p = dist.warm.log_probs()[:, 0]
         total = (algo[:, None] + log_p).reshape(-1, self.size * log_p.shape[-1])
         score, best = jax.lax.top_k(total, self.size)
         group = jnp.arange(total.shape[0])[:, None] * self.size
@@ -57,8 +58,8 @@ class Copies(Algorithm):
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         return causal(s.newest[:, None], s.length - 1, s.running[:, None]), None
 
-    def decide(self, policy: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        log_p = jnp.broadcast_to(policy.log_probs()[:1, 0], (s.batch, VOCABULARY))
+    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        log_p = jnp.broadcast_to(dist.log_probs()[:1, 0], (s.batch, VOCABULARY))
         token = draw(log_p[:, None], addresses(s.key, s.length[:, None], Purpose.TOKEN))
         return Decision(tokens=token, count=jnp.ones(s.batch, jnp.int32), source=jnp.zeros_like(token), algo=None,
                         rows=jnp.zeros(s.batch, jnp.int32), slots=jnp.where(token >= 0, window.positions, -1))
@@ -75,10 +76,12 @@ def scores(texts: list[list[int]], new: int) -> np.ndarray:
     return np.asarray(each[:, -new:].sum(1))
 
 
-def test_beams_wide_enough_are_the_best_of_all_texts() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_beams_wide_enough_are_the_best_of_all_texts(temperature: float) -> None:
+    """Also of greedy rows, whose log-probabilities at temperature 1 count."""
     new, size = 2, VOCABULARY
     ids = [p for p in PROMPTS for _ in range(size)]
-    s = decode(Beams(size), "llama", ids, dict(temperature=1.0), new=new)
+    s = decode(Beams(size), "llama", ids, dict(temperature=temperature), new=new)
     found = np.asarray(s.algo).reshape(len(PROMPTS), size)
     for i, prompt in enumerate(PROMPTS):
         every = [list(tail) for tail in itertools.product(range(VOCABULARY), repeat=new)]

@@ -193,7 +193,7 @@ def test_a_canvas_takes_bags_and_refuses_sequences() -> None:
     known = window.tokens > 1
     bag = build(BATCH, do_sample=True, repetition_penalty=2.0, presence_penalty=0.5)
     s = start(bag)
-    canvas = lambda s, x: bag.over(s, window, out_of(x)).on_canvas(out_of(x), known, window.positions).processed()
+    canvas = lambda s, x: bag.over(s, window, out_of(x)).on_canvas(known, window.positions).processed()
     ours = jax.jit(canvas)(s, logits)
     for b in range(BATCH):
         seen = {t for t, k in zip(np.asarray(window.tokens)[b].tolist(), np.asarray(known)[b], strict=True) if k}
@@ -204,4 +204,45 @@ def test_a_canvas_takes_bags_and_refuses_sequences() -> None:
                            ("Mirostat2", dict(temperature=1, mirostat_tau=3.0))):
         policy = build(BATCH, **settings)
         with pytest.raises(ValueError, match=f"{name}: reads the text from left to right"):
-            policy.over(start(policy), window, out_of(logits)).on_canvas(out_of(logits), known, window.positions)
+            policy.over(start(policy), window, out_of(logits)).on_canvas(known, window.positions)
+
+
+def test_a_distribution_crosses_an_inner_jit_and_a_branch() -> None:
+    """Its head closes over weights that are traced outside, anew in each trace."""
+    policy = build(BATCH, temperature=[0.8, 0.0], repetition_penalty=1.3, top_p=0.9, vocab_size=VOCAB)
+    window, logits = window_and_logits(TREE, seed=6)
+    s = start(policy)
+    told = jax.jit(lambda dist: (dist.log_probs(), dist.draw()))
+
+    @jax.jit
+    def round_of(weights: jax.Array, inside: jax.Array) -> Any:
+        dist = policy.over(s, window, Out(hidden=jnp.asarray(logits), entries=(), head=lambda x: x @ weights))
+        plain = dist.log_probs(), dist.draw()
+        return told(dist), jax.lax.cond(inside, lambda d: (d.log_probs(), d.draw()), lambda _: plain, dist), plain
+
+    rng = np.random.default_rng(0)
+    for size in (VOCAB, VOCAB, VOCAB - 3):       # the last traces again
+        weights = jnp.asarray(rng.normal(size=(VOCAB, size)), jnp.float32)
+        jitted, branched, plain = round_of(weights, jnp.array(True))
+        for (log_p, token), name in ((jitted, "jit"), (branched, "cond")):
+            np.testing.assert_allclose(log_p, plain[0], rtol=1e-5, err_msg=name)
+            assert np.array_equal(token, plain[1]), name
+        raw = logits @ np.asarray(weights)
+        bare = build(BATCH, do_sample=True).over(start(build(BATCH, do_sample=True)), window, out_of(raw)).log_probs()
+        assert plain[0].shape == bare.shape and not np.allclose(plain[0], bare)
+
+
+def test_a_warm_distribution_has_the_probabilities_of_greedy_rows_too() -> None:
+    settings = dict(repetition_penalty=1.4, top_k=5, vocab_size=VOCAB)
+    window, logits = window_and_logits(TREE, seed=7)
+
+    def told(temperature: list[float], warm: bool, **more: Any) -> np.ndarray:
+        policy = build(BATCH, temperature=temperature, **settings, **more)
+        dist = policy.over(start(policy), window, out_of(logits))
+        return np.asarray((dist.warm if warm else dist).log_probs())
+
+    for more in ({}, dict(mirostat_tau=3.0)):       # with a state as well
+        mixed, wanted = told([0.0, 0.7], True, **more), told([1.0, 0.7], False, **more)
+        np.testing.assert_allclose(mixed, wanted, rtol=1e-5)
+        assert (np.isfinite(mixed).sum(-1) > 1).any(1).all()
+        assert (np.isfinite(told([0.0, 0.7], False, **more)[0]).sum(-1) == 1).all()

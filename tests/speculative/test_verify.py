@@ -11,8 +11,8 @@ import pytest
 
 from decodax.core import keys
 from decodax.core.keys import Purpose
-from decodax.core.types import DEAD_END, INVALID, Out
-from decodax.policy.base import Lifted, Policy, Temperature
+from decodax.core.types import DEAD_END, INVALID
+from decodax.policy.base import Policy, Temperature
 from decodax.speculative.shapes import Chain, Fixed
 from decodax.speculative.tree import Proposal, tree, window
 from decodax.speculative.verify import (
@@ -61,9 +61,7 @@ def judged(rule, shape, tokens, logits, log_q, live, temperature):
     proposal = Proposal(tokens=tokens[:, 1:], live=live, parents=None if chain else shape.parents[None], log_q=log_q)
     t = tree(tokens[:, 0], proposal, shape.length)
     w = window(t, length - 1, jnp.ones(B, bool), None)
-    lifted = Lifted(policy, s, w, Out(hidden=logits, entries=(), head=lambda x: x), jnp.ones(w.tokens.shape, bool),
-                    w.positions + 1)
-    return rule(lifted, s, t)
+    return rule(policy.over_logits(s, w, logits), s, t)
 
 
 def judge(rule, shape, tokens, logits, log_q=None, live=None, temperature=1.0):

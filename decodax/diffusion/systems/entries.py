@@ -1,54 +1,35 @@
-"""The table of published samplers, and helpers that its entries share.
+"""What the entries of published samplers share.
 
-`ENTRIES` is data: `decodax.systems` makes registry entries of it. A maker takes the loaded model first (its `diffusion`
-says how it reads a canvas) and returns a `MaskedDiffusion`; its other arguments are the system's options.
+A maker takes the loaded model first (its `diffusion` says how it reads a canvas) and returns a `MaskedDiffusion`; its
+other arguments are the system's options.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
+from decodax import registry
 from decodax.diffusion.adapter import Adapter, BlockCausal
 from decodax.diffusion.algorithm import MaskedDiffusion
 from decodax.diffusion.caching.blocks import BlockCache, NoCache
 from decodax.diffusion.policies import Caching
 from decodax.diffusion.rules.windows import Blocks
+from decodax.registry import DIFFUSION, FILLING, Guarantee
 
 MASKED, CACHE = "masked-diffusion", "diffusion-cache"
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A published system: the paper's title, authors and year, its family, a one-line summary, and its maker.
-
-    `guarantee`: "seed-exact" if the output equals that of the sampler that it speeds up, token for token. `draft`:
-    whether the maker takes a second model after the first.
-    """
-
-    title: str
-    authors: str
-    summary: str
-    make: Callable[..., MaskedDiffusion]
-    family: str = MASKED
-    guarantee: Literal["seed-exact", "approximate"] = "approximate"
-    draft: bool = False
-
-
-ENTRIES: dict[str, Entry] = {}
-"""All of them, by name."""
-
-
 def entry(name: str, title: str, authors: str, summary: str, family: str = MASKED,
-          **more: Any) -> Callable[[Callable[..., MaskedDiffusion]], Callable[..., MaskedDiffusion]]:
-    """Registers the maker that it decorates."""
-    def add(make: Callable[..., MaskedDiffusion]) -> Callable[..., MaskedDiffusion]:
-        assert name not in ENTRIES
-        ENTRIES[name] = Entry(title, authors, summary, make, family, **more)
-        return make
+          guarantee: Guarantee = "approximate", draft: bool = False
+          ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`decodax.entry` with the defaults of a sampler of masked diffusion.
 
-    return add
+    Args:
+        guarantee: "seed-exact" where the output is that of the sampler that it speeds up, token for token.
+        draft: whether the maker takes a second model, of that name, after the first.
+    """
+    return registry.entry(name, title, authors, family, summary, DIFFUSION if draft else FILLING, guarantee)
 
 
 def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Blocks, Caching]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from jax import Array
 
 from decodax.core.state import State
+from decodax.policy.base import Distribution
+from decodax.registry import Guarantee
 
 if TYPE_CHECKING:
     from decodax.speculative.tree import Drawn, Tree
-
-Guarantee = Literal["seed-exact", "distribution-exact", "approximate"]
 
 
 class Verifier(abc.ABC):
@@ -30,12 +30,11 @@ class Verifier(abc.ABC):
         def drawn(self) -> Drawn: ...
 
     @abc.abstractmethod
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         """What holds.
 
         Args:
-            policy: lifted over the tree's nodes (`decodax.policy.Lifted`); node `i` gives the distribution of what
-                follows it.
+            dist: the policy at each of the tree's nodes; node `i` gives the distribution of what follows it.
 
         Returns:
             path: `i32[B, longest + 1]` window nodes from the newest token down; accepted: `i32[B]` how many drafts of

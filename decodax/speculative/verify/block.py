@@ -14,7 +14,7 @@ draft from p. Of all rules that keep p and look at one block, none accepts more 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -23,6 +23,7 @@ from decodax.cache import take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
+from decodax.policy.base import Distribution
 from decodax.policy.draw import draw
 from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import Guarantee, Verifier
@@ -43,8 +44,8 @@ class Block(Verifier):
     guarantee: ClassVar[Guarantee] = "distribution-exact"
     drawn: ClassVar[Drawn] = "independent"
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        log_p = policy.log_probs()
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        log_p = dist.log_probs()
         drafts, live, q = chain_drafts(self, tree, log_p.shape[-1])
         K = drafts.shape[1]
         p = jnp.exp(log_p[:, :K])
@@ -68,7 +69,7 @@ class Block(Verifier):
         node = jnp.arange(K + 1, dtype=jnp.int32)
         h = jnp.where(node == n[:, None], w, jnp.concatenate([h, w[:, K:]], 1))
         # a position may be judged in several rounds: the row's length tells them apart
-        u = keys.uniforms(s.key, policy.predicts[:, :K], Purpose.ACCEPT, s.length)[..., 0]
+        u = keys.uniforms(s.key, dist.predicts[:, :K], Purpose.ACCEPT, s.length)[..., 0]
         passes = (u < h[:, 1:]) & (node[1:] <= n[:, None])
         accepted = jnp.where(passes, node[1:], 0).max(1, initial=0)
 
@@ -77,6 +78,6 @@ class Block(Verifier):
         below = take(q, jnp.minimum(end, K - 1))[:, 0]
         weight = jnp.take_along_axis(w, end, 1)
         left = jnp.where((accepted < n)[:, None], residual(weight * here - below, here), here)
-        predicts = jnp.take_along_axis(policy.predicts, end, 1)
+        predicts = jnp.take_along_axis(dist.predicts, end, 1)
         own = draw(jnp.log(left)[:, None], keys.addresses(s.key, predicts, Purpose.RESIDUAL))[:, 0]
         return jnp.broadcast_to(node, tree.tokens.shape), accepted, own

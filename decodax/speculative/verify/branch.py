@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.state import State
+from decodax.policy.base import Distribution
 from decodax.speculative.tree import Drawn, Tree, deepest
 from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.pointwise import at_end, at_parents, before_temperature
@@ -45,9 +46,9 @@ class LongestBranch(Verifier):
         if self.k < 1:
             raise ValueError(f"k: got {self.k}, takes at least 1")
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        drawn = policy.draw()
-        root = before_temperature(policy.first(1))[:, 0]
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        drawn = dist.draw()
+        root = before_temperature(dist.first(1))[:, 0]
         likely, candidates = lax.top_k(root, min(self.k, root.shape[-1]))
         among = (tree.tokens[..., None] == candidates[:, None]) & (likely > -jnp.inf)[:, None]
         holds = at_parents(tree, drawn) == tree.tokens

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.core.state import State
+from decodax.policy.base import Distribution
 from decodax.speculative.tree import Drawn, Tree, deepest
 from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.pointwise import at_end, at_parents
@@ -34,10 +35,10 @@ class Cut(Verifier):
         if self.rounds < 1:
             raise ValueError(f"rounds: got {self.rounds}, takes at least 1")
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         if not is_chain(tree):
             raise ValueError(f"verify: Cut takes chains, got a tree of {tree.size - 1} drafts, {tree.longest} deep")
-        tokens = policy.draw()
+        tokens = dist.draw()
         path, held = deepest(tree, at_parents(tree, tokens) == tree.tokens)
         whole = tree.live[:, 1:].sum(1, dtype=jnp.int32)
         now = s.stats.rounds == self.rounds

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.state import State
+from decodax.policy.base import Distribution
 from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.walk import certain, residual, walk
@@ -50,8 +51,8 @@ class KSeq(Verifier):
         if self.rho != "auto" and not (isinstance(self.rho, (int, float)) and self.rho >= 1):
             raise ValueError(f"rho: got {self.rho!r}, takes 'auto' or a number of at least 1")
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        return walk(self.siblings, policy, s, tree)
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        return walk(self.siblings, dist, s, tree)
 
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:

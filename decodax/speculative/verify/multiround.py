@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.state import State
+from decodax.policy.base import Distribution
 from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import Guarantee, Verifier
 from decodax.speculative.verify.walk import certain, residual, walk
@@ -41,8 +42,8 @@ class MultiRound(Verifier):
     def drawn(self) -> Drawn:
         return "independent" if self.replacement else "distinct"
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        return walk(self.siblings, policy, s, tree)
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        return walk(self.siblings, dist, s, tree)
 
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.state import State
-from decodax.policy.base import Lifted, Temperature
+from decodax.policy.base import Distribution, Temperature
 from decodax.policy.draw import winner
 from decodax.speculative.tree import Drawn, Tree, deepest, path_to
 from decodax.speculative.verify.base import Guarantee, Verifier
@@ -28,8 +28,8 @@ class SeedExact(Verifier):
     guarantee: ClassVar[Guarantee] = "seed-exact"
     drawn: ClassVar[Drawn] = "coupled"
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        tokens = policy.draw()
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        tokens = dist.draw()
         path, accepted = deepest(tree, at_parents(tree, tokens) == tree.tokens)
         return path, accepted, at_end(tokens, path, accepted)
 
@@ -45,8 +45,8 @@ class Greedy(Verifier):
     guarantee: ClassVar[Guarantee] = "approximate"
     drawn: ClassVar[Drawn] = "ranked"
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        best = winner(policy.processed())
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        best = winner(dist.processed())
         path, accepted = deepest(tree, at_parents(tree, best) == tree.tokens)
         return path, accepted, at_end(best, path, accepted)
 
@@ -79,8 +79,8 @@ class TypicalAcceptance(Verifier):
         if not self.delta > 0:
             raise ValueError(f"delta: got {self.delta}, takes a number above 0")
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        log_p = policy.log_probs()
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        log_p = dist.log_probs()
         entropy = -jnp.where(log_p == -jnp.inf, 0, jnp.exp(log_p) * log_p).sum(-1)
         bound = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
         chance = of_tokens(tree, log_p)
@@ -112,8 +112,8 @@ class SpecVerification(Verifier):
         if not self.tau >= 0:
             raise ValueError(f"tau: got {self.tau}, takes at least 0")
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        return among(policy, tree, self.beta, self.tau)
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        return among(dist, tree, self.beta, self.tau)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +133,8 @@ class TopKAcceptance(Verifier):
         if self.k < 1:
             raise ValueError(f"k: got {self.k}, takes at least 1")
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        return among(policy, tree, self.k, math.inf)
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        return among(dist, tree, self.k, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +155,8 @@ class Distance(Verifier):
         if self.epsilon < 0:
             raise ValueError(f"epsilon: got {self.epsilon}, takes at least 0")
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        logits = before_temperature(policy)
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        logits = before_temperature(dist)
         best = winner(logits)
         above = at_parents(tree, best)
         near = jnp.abs(above - tree.tokens)
@@ -165,10 +165,10 @@ class Distance(Verifier):
         return path, accepted, at_end(best, path, accepted)
 
 
-def among(policy: Any, tree: Tree, beta: int, tau: float) -> tuple[Array, Array, Array]:
+def among(dist: Distribution, tree: Tree, beta: int, tau: float) -> tuple[Array, Array, Array]:
     """The result of a rule that accepts the `beta` best tokens as far as their logits are at most `tau` below the
     best; ties go to the smaller id."""
-    logits = before_temperature(policy)
+    logits = before_temperature(dist)
     values, tokens = lax.top_k(logits, min(beta, logits.shape[-1]))
     best = winner(logits)
     gap = values[..., :1] - values
@@ -180,17 +180,16 @@ def among(policy: Any, tree: Tree, beta: int, tau: float) -> tuple[Array, Array,
     return path, accepted, at_end(best, path, accepted)
 
 
-def before_temperature(policy: Any) -> Array:
+def before_temperature(dist: Distribution) -> Array:
     """The processed logits `f32[B, 1 + N, V]`; of greedy rows, where the temperature leaves a single token, those that
     go into it."""
-    chain, hot = policy.policy.transforms, policy.processed()
+    chain, hot = dist.policy.transforms, dist.processed()
     cut = next((i for i, t in enumerate(chain) if isinstance(t, Temperature)), None)
     if cut is None:
         return hot
-    s = policy.s.replace(policy=policy.s.policy[:cut])
-    cold = Lifted(policy.policy.replace(transforms=chain[:cut]), s, policy.window, policy.out, policy.known,
-                  policy.predicts).processed()
-    return jnp.where(policy.policy.greedy[:, None, None], cold, hot)
+    cold = dist.replace(policy=dist.policy.replace(transforms=chain[:cut]),
+                        texts=dist.texts.replace(states=dist.texts.states[:cut])).processed()
+    return jnp.where(dist.policy.greedy[:, None, None], cold, hot)
 
 
 def likeliest(tree: Tree, holds: Array, score: Array) -> tuple[Array, Array]:

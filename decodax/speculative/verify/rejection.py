@@ -13,6 +13,7 @@ from jax import Array
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
+from decodax.policy.base import Distribution
 from decodax.policy.draw import draw
 from decodax.speculative.tree import Drawn, Tree
 from decodax.speculative.verify.base import Guarantee, Verifier
@@ -31,19 +32,19 @@ class Rejection(Verifier):
     guarantee: ClassVar[Guarantee] = "distribution-exact"
     drawn: ClassVar[Drawn] = "independent"
 
-    def __call__(self, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        log_p = policy.log_probs()
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        log_p = dist.log_probs()
         drafts, live, q = chain_drafts(self, tree, log_p.shape[-1])
         K = drafts.shape[1]
         p = jnp.exp(log_p[:, :K])
         at = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
-        u = keys.uniforms(s.key, policy.predicts[:, :K], Purpose.ACCEPT)[..., 0]
+        u = keys.uniforms(s.key, dist.predicts[:, :K], Purpose.ACCEPT)[..., 0]
         # u < p/q, written so that q = 0 (a draft that cannot have been drawn) never divides
         accepted = jnp.cumprod(((u * at(q) < at(p)) & live).astype(jnp.int32), 1).sum(1)
         left = jnp.where(live[..., None], residual(p - q, p), p)
         last = jnp.concatenate([jnp.log(left), log_p[:, K:]], 1)
         # broken logits reach the row's status: no draft behind them is accepted, since no comparison with NaN holds
-        own = draw(last, keys.addresses(s.key, policy.predicts, Purpose.RESIDUAL))
+        own = draw(last, keys.addresses(s.key, dist.predicts, Purpose.RESIDUAL))
         path = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), own.shape)
         return path, accepted, jnp.take_along_axis(own, accepted[:, None], 1)[:, 0]
 

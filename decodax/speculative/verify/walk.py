@@ -12,6 +12,7 @@ from jax import Array, lax
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
+from decodax.policy.base import Distribution
 from decodax.policy.draw import draw
 from decodax.speculative.tree import Tree, path_to
 from decodax.speculative.verify.pointwise import at_parents
@@ -24,18 +25,18 @@ Gives the accepted child `i32[]`, whether there is one `bool[]`, and what the to
 `f32[V]`, unnormalised."""
 
 
-def walk(siblings: Siblings, policy: Any, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+def walk(siblings: Siblings, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
     """The result of a `Verifier` that goes from accepted child to accepted child; the last one's residual gives `own`.
 
     A level's outcome depends on nothing below it, and its position is decided this round, so noise addressed by
     position and rank is never used twice.
     """
-    log_p = policy.log_probs()
+    log_p = dist.log_probs()
     parents = jnp.broadcast_to(tree.parents, tree.tokens.shape)
     nodes = jnp.arange(tree.size, dtype=jnp.int32)
     rank = ((parents[:, :, None] == parents[:, None, :]) & (nodes[None, :] < nodes[:, None])).sum(-1)
     one = lambda key, position, rank: jax.random.uniform(keys.at(key, position, Purpose.ACCEPT, rank))
-    u = jax.vmap(jax.vmap(one, (None, 0, 0)))(s.key, at_parents(tree, policy.predicts), rank)
+    u = jax.vmap(jax.vmap(one, (None, 0, 0)))(s.key, at_parents(tree, dist.predicts), rank)
 
     def row(log_p: Array, log_q: Array | None, tokens: Array, parents: Array, live: Array,
             u: Array) -> tuple[Array, Array]:
@@ -55,7 +56,7 @@ def walk(siblings: Siblings, policy: Any, s: State, tree: Tree) -> tuple[Array, 
         return node, left
 
     node, left = jax.vmap(row)(log_p, tree.log_q, tree.drawn, parents, tree.live, u)
-    predicts = jnp.take_along_axis(policy.predicts, node[:, None], 1)
+    predicts = jnp.take_along_axis(dist.predicts, node[:, None], 1)
     own = draw(jnp.log(left)[:, None], keys.addresses(s.key, predicts, Purpose.RESIDUAL))[:, 0]
     depth = jnp.take_along_axis(jnp.broadcast_to(tree.depth, tree.tokens.shape), node[:, None], 1)[:, 0]
     return path_to(tree, node), depth, own

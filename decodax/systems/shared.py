@@ -1,0 +1,11 @@
+"""What the library's own makers share: names of families, and verifiers and shapes that are defaults."""
+
+from decodax.registry import BOTH, DRAFT, SAMPLED, TARGET, alias, entry, system
+from decodax.speculative import Rejection, SeedExact, shapes
+
+LINEAR, TREE, SELF, THEORY = "speculative-linear", "speculative-tree", "speculative-self", "speculative-theory"
+JACOBI, BATCH, BLOCKWISE = "parallel-jacobi", "batching-scheduling", "blockwise-parallel"
+EXACT, REJECTION, CHAIN = SeedExact(), Rejection(), shapes.Chain(4)
+
+__all__ = ["BATCH", "BLOCKWISE", "BOTH", "CHAIN", "DRAFT", "EXACT", "JACOBI", "LINEAR", "REJECTION", "SAMPLED", "SELF",
+           "TARGET", "THEORY", "TREE", "alias", "entry", "system"]
