@@ -1,9 +1,9 @@
 """Caches and windows: what has been verified, and what is being scored."""
 
-from decodax.cache.base import ALL, Cache, Entries, Feature, require
+from decodax.cache.base import ALL, Cache, Draftable, Entries, Feature, require
 from decodax.cache.dense import Dense, dense
 from decodax.cache.recurrent import Recurrent
-from decodax.cache.scratch import AttentionView, Draftable, Scratch
+from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
 from decodax.cache.window import Window, bidirectional, block_causal, causal, causal_prefix, parents, take
 from decodax.cache.wrapper import Wrapper

@@ -11,9 +11,6 @@ from jax import Array
 
 from decodax.struct import Struct
 
-if TYPE_CHECKING:
-    from decodax.cache.scratch import Draftable
-
 PyTree = Any
 
 Entries = Sequence[PyTree]
@@ -103,11 +100,38 @@ class Cache(Struct, abc.ABC):
         return None
 
     def scratch(self, entries: Entries, room: int) -> Draftable:
-        """Room for so many nodes that are scored and not committed yet, beside this cache. `entries` are those of any
-        window, for the shapes."""
-        from decodax.cache.scratch import Scratch
+        """Room for so many nodes that are scored and not committed yet, beside this cache: for draft models. `entries`
+        are those of any window, for the shapes. `Scratch.empty` makes one for keys and values."""
+        raise NotImplementedError(f"{type(self).__name__} has no scratch, so its model cannot draft")
 
-        return Scratch.empty(self, entries, room)
+
+class Draftable(Struct, abc.ABC):
+    """A cache beside which nodes of a draft tree are kept, level by level, until a decision says which are true. It is
+    handed to the model in the cache's place."""
+
+    if TYPE_CHECKING:
+        base: Any
+
+    @property
+    def capacity(self) -> int:
+        return self.base.capacity
+
+    @property
+    def inputs(self) -> Any:
+        """As in `Cache`."""
+        return self.base.inputs
+
+    @abc.abstractmethod
+    def seen_by(self, sees: Array) -> Self:
+        """For a window whose node `i` sees the nodes `sees[:, i]` (`bool[B, W, room]`)."""
+
+    @abc.abstractmethod
+    def append(self, entries: Entries, positions: Array, at: Array) -> Self:
+        """With a window's nodes, at positions `i32[B, W]`, in the places `at` (`i32[]`) and behind."""
+
+    @abc.abstractmethod
+    def commit(self, slots: Array) -> Any:
+        """The cache with node `i` written for position `slots[:, i]` (`i32[B, room]`, -1 drops it)."""
 
 
 def require(cache: Cache, needs: frozenset[Feature], who: str) -> None:

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.base import ALL, Cache, Entries, Feature, PyTree
+from decodax.cache.base import ALL, Cache, Draftable, Entries, Feature, PyTree
+from decodax.cache.scratch import Scratch
 from decodax.pallas_kernels.window_attention import window_attention
 from decodax.struct import struct
 
@@ -58,6 +59,9 @@ class Dense(Cache):
         keys = tuple(write(cache, new, slots) for cache, (new, _) in zip(self.keys, entries, strict=True))
         values = tuple(write(cache, new, slots) for cache, (_, new) in zip(self.values, entries, strict=True))
         return self.replace(keys=keys, values=values, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return Scratch.empty(self, entries, room)
 
     def truncate(self, length: Array) -> Dense:
         return self.replace(length=jnp.minimum(self.length, length))

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.base import Cache, Entries, Feature, PyTree
-from decodax.cache.scratch import Draftable
+from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree
 from decodax.cache.window import Window, take
 from decodax.struct import static, struct
 

@@ -6,14 +6,13 @@ through an ancestor mask, until a decision says which of them are true.
 
 from __future__ import annotations
 
-import abc
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.base import Cache, Entries
+from decodax.cache.base import Cache, Draftable, Entries
 from decodax.cache.window import Window
 from decodax.struct import Struct, struct
 
@@ -33,35 +32,6 @@ class AttentionView(Struct):
 
     def visible(self) -> Array:
         return self.seen
-
-
-class Draftable(Struct, abc.ABC):
-    """A cache beside which nodes of a draft tree are kept, level by level, until a decision says which are true. It is
-    handed to the model in the cache's place."""
-
-    if TYPE_CHECKING:
-        base: Any
-
-    @property
-    def capacity(self) -> int:
-        return self.base.capacity
-
-    @property
-    def inputs(self) -> Any:
-        """As in `Cache`."""
-        return self.base.inputs
-
-    @abc.abstractmethod
-    def seen_by(self, sees: Array) -> Self:
-        """For a window whose node `i` sees the nodes `sees[:, i]` (`bool[B, W, room]`)."""
-
-    @abc.abstractmethod
-    def append(self, entries: Entries, positions: Array, at: Array) -> Self:
-        """With a window's nodes, at positions `i32[B, W]`, in the places `at` (`i32[]`) and behind."""
-
-    @abc.abstractmethod
-    def commit(self, slots: Array) -> Any:
-        """The cache with node `i` written for position `slots[:, i]` (`i32[B, room]`, -1 drops it)."""
 
 
 @struct

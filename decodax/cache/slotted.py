@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.base import Cache, Entries, PyTree
+from decodax.cache.base import Cache, Draftable, Entries, PyTree
+from decodax.cache.scratch import Scratch
 from decodax.pallas_kernels.window_attention import BLOCK, window_attention
 
 
@@ -60,6 +61,9 @@ class Slotted(Cache):
         keys, values, positions = zip(*new, strict=True)
         return self.replace(keys=keys, values=values, positions=positions,
                             length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return Scratch.empty(self, entries, room)
 
     def _placed(self, layer: int, entry: PyTree, positions: Array) -> tuple[Array, Array, Array]:
         keys, values, held = self.keys[layer], self.values[layer], self.positions[layer]

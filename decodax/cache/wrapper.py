@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 from jax import Array
 
-from decodax.cache.base import Cache, Entries, Feature, PyTree
+from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree
+from decodax.cache.scratch import Scratch
 
 
 class Wrapper(Cache):
@@ -48,6 +49,9 @@ class Wrapper(Cache):
 
     def truncate(self, length: Array) -> Self:
         return self.replace(base=self.base.truncate(length))
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return Scratch.empty(self, entries, room)
 
     def room(self) -> Array | None:
         return self.base.room()
