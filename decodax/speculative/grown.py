@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from decodax.cache import Feature, Window
+from decodax.cache import Feature
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import Params
 from decodax.speculative.shapes.fixed import Chain
-from decodax.speculative.source import CHAINS, TREES, Draft, Grower, Shape, fitted
+from decodax.speculative.source import CHAINS, TREES, AroundSource, Draft, Grower, Shape, fitted
 from decodax.speculative.tree import Drawn, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class Grown(Draft):
+class Grown(AroundSource, Draft):
     """A `Source` grown into trees by a `Shape`."""
 
     source: Any
@@ -29,18 +29,8 @@ class Grown(Draft):
         return self.form.length
 
     @property
-    def weights(self) -> Any:
-        return self.source.weights
-
-    @property
     def cache_needs(self) -> frozenset[Feature]:       # type: ignore[override]
         return self.source.cache_needs | (TREES if self.form.branches else CHAINS)
-
-    def bare(self) -> Grown:
-        return dataclasses.replace(self, source=self.source.bare())
-
-    def init(self, params: Params, s: State) -> Any:
-        return self.source.init(params, s)
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         source = fitted(self.source, policy.vocab_size)
@@ -48,38 +38,18 @@ class Grown(Draft):
         begun = self.source.begin(params, s, state, proposal, nodes)
         return proposal.replace(begun=begun), self.source.place(state, nodes)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return self.source.observe(s, window, out, decision, state)
-
 
 @dataclasses.dataclass(frozen=True)
-class Trimmed(Draft):
+class Trimmed(AroundSource, Draft):
     """The first `length` drafts of a chain."""
 
-    draft: Any
+    source: Any
     length: int
 
-    @property
-    def weights(self) -> Any:
-        return self.draft.weights
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:       # type: ignore[override]
-        return self.draft.cache_needs
-
-    def bare(self) -> Trimmed:
-        return dataclasses.replace(self, draft=self.draft.bare())
-
-    def init(self, params: Params, s: State) -> Any:
-        return self.draft.init(params, s)
-
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        p, state = self.draft.propose(params, policy, s, state, drawn)
+        p, state = self.source.propose(params, policy, s, state, drawn)
         if p.parents is not None or p.probes is not None:
-            raise ValueError(f"shape: {type(self.draft).__name__} proposes trees or probes, which a chain cannot cut")
+            raise ValueError(f"shape: {type(self.source).__name__} proposes trees or probes, which a chain cannot cut")
         log_q = None if p.log_q is None else p.log_q[:, :self.length]
         tokens, live = p.tokens[:, :self.length], p.live[:, :self.length]
         return Proposal(tokens=tokens, live=live, log_q=log_q, match=p.match), state
-
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return self.draft.observe(s, window, out, decision, state)

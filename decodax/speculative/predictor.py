@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Feature, Window
+from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.fit import continued
 from decodax.speculative.shapes.layers import at_least
-from decodax.speculative.shapes.threshold import entropy
-from decodax.speculative.source import CHAINS, Draft, Drawn, Grower, fitted
+from decodax.speculative.shapes.threshold import Drafted, entropy
+from decodax.speculative.source import AroundSource, Draft, Drawn, Grower, fitted
 from decodax.speculative.tree import Proposal
 from decodax.speculative.verify import SeedExact
 from decodax.struct import Struct, struct
@@ -36,7 +36,7 @@ from decodax.struct import Struct, struct
 class Logistic:
     """The chance that a draft is accepted, `sigmoid(weights . (1, p, log p, H, log(1 + place)))`: a `Predictor`.
 
-    >>> float(Logistic((0.0,) * 5)(jnp.float32(-1), jnp.float32(0.5), jnp.int32(2)))
+    >>> float(Logistic((0.0,) * 5)(Drafted(jnp.float32(-1), jnp.float32(0.5), jnp.int32(2))))
     0.5
     """
 
@@ -46,9 +46,9 @@ class Logistic:
         if len(self.weights) != 5:
             raise ValueError(f"weights: got {len(self.weights)}, takes 5")
 
-    def __call__(self, log_p: Array, entropy: Array, position: Array) -> Array:
-        return jax.nn.sigmoid(sum(w * x for w, x in zip(self.weights, features(jnp, log_p, entropy, position),
-                                                        strict=True)))
+    def __call__(self, draft: Drafted) -> Array:
+        x = features(jnp, draft.log_p, draft.entropy, draft.place)
+        return jax.nn.sigmoid(sum(w * x for w, x in zip(self.weights, x, strict=True)))
 
 
 def features(xp: Any, log_p: Any, entropy: Any, position: Any) -> tuple[Any, ...]:
@@ -73,20 +73,12 @@ class Examples(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched(Draft):
+class Watched(AroundSource, Draft):
     """Chains of `length` from a source, with a note of what was drafted and how much of it held in `rounds` rounds."""
 
     source: Any
     length: int
     rounds: int
-    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
-
-    @property
-    def weights(self) -> Any:
-        return self.source.weights
-
-    def bare(self) -> Watched:
-        return dataclasses.replace(self, source=self.source.bare())
 
     def init(self, params: Params, s: State) -> Examples:
         seen = jnp.zeros((s.batch, self.rounds, self.length, 2), jnp.float32)

@@ -61,6 +61,35 @@ class Drafter:
         return state
 
 
+class AroundSource(Drafter):
+    """A drafter around another one, its field `source`: forwards what both have in common."""
+
+    if TYPE_CHECKING:
+        source: Any
+
+    if not TYPE_CHECKING:       # of a class variable
+
+        @property
+        def cache_needs(self) -> frozenset[Feature]:
+            return self.source.cache_needs
+
+    @property
+    def weights(self) -> Any:
+        return self.source.weights
+
+    def bare(self) -> Self:
+        return dataclasses.replace(self, source=self.source.bare())      # type: ignore[type-var]
+
+    def for_vocabulary(self, size: int) -> Self:
+        return dataclasses.replace(self, source=self.source.for_vocabulary(size))      # type: ignore[type-var]
+
+    def init(self, params: Params, s: State) -> Any:
+        return self.source.init(params, s)
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return self.source.observe(s, window, out, decision, state)
+
+
 class Draft(Drafter, abc.ABC):
     """A source of drafts that makes its own chains or trees: derive a frozen dataclass from this, static under jit.
 
@@ -83,6 +112,19 @@ class Draft(Drafter, abc.ABC):
         """What may follow each row's newest token. Deterministic drafts need not look at `drawn`."""
 
 
+@struct
+class Answer(Struct):
+    """What a source says of `w` nodes.
+
+    Attributes:
+        logits: `f32[B, w, V]` of the token that follows each.
+        hidden: `f[B, w, D]` hidden states there, for predictors that read them; None from a source without any.
+    """
+
+    logits: Array
+    hidden: Array | None = None
+
+
 class Source(Drafter, abc.ABC):
     """A next-token distribution at any node of a draft tree: derive a frozen dataclass from this, static under jit.
 
@@ -97,12 +139,12 @@ class Source(Drafter, abc.ABC):
         return None
 
     @abc.abstractmethod
-    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Array]:
-        """The state with room for so many tree nodes, and the logits `f32[B, 1, V]` after the newest token."""
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
+        """The state with room for so many tree nodes, and what follows the newest token (`w` is 1)."""
 
     @abc.abstractmethod
-    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Array]:
-        """Logits `f32[B, w, V]` after the nodes of a level."""
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
+        """The state with the nodes of a level, and what follows them."""
 
     def place(self, state: Any, slots: Array) -> Any:
         """The state, after it has been told where the tree nodes that it expanded stand in the window: `slots` `i32[B
@@ -157,6 +199,7 @@ class Children(Struct):
             the noise of the target's own draw is known ("coupled"), each token's share of the race, which foretells
             that draw better.
         log_own: `f32[B, w, V]` the source's log-probabilities at temperature 1. Loops carry what they need of these.
+        hidden: `f[B, w, D]` the source's hidden states at the nodes, or None.
     """
 
     tokens: Array
@@ -165,6 +208,7 @@ class Children(Struct):
     log_q: Array | None
     log_all: Array
     log_own: Array
+    hidden: Array | None
 
     @property
     def own(self) -> Array:
@@ -219,11 +263,11 @@ class Grower:
     def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
         """An empty tree with room for so many nodes below the newest token, and candidates for the first level."""
         B = self.s.batch
-        state, logits = self.source.start(self.params, self.s, state, room)
+        state, answer = self.source.start(self.params, self.s, state, room)
         tokens = jnp.zeros((B, 1 + room), jnp.int32).at[:, 0].set(self.s.newest)
         sees = jnp.broadcast_to(jnp.eye(1 + room, dtype=bool), (B, 1 + room, 1 + room))
         g = Growth(tokens=tokens, sees=sees, filled=jnp.ones((), jnp.int32), source=state)
-        return g, self._children(g, logits, jnp.zeros((B, 1), jnp.int32), children)
+        return g, self._children(g, answer, jnp.zeros((B, 1), jnp.int32), children)
 
     def expand(self, g: Growth, tokens: Array, parents: Array, children: int,
                chained: bool = False) -> tuple[Growth, Children]:
@@ -241,18 +285,18 @@ class Grower:
         level = Level(tokens=tokens, positions=self.s.length[:, None] - 2 + own.sum(-1, dtype=jnp.int32),
                       parents=parents, sees=jnp.broadcast_to(above, own.shape)[:, :, 1:], at=g.filled - 1,
                       chained=chained)
-        state, logits = self.source.extend(self.params, self.s, g.source, level)
+        state, answer = self.source.extend(self.params, self.s, g.source, level)
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g.filled, 1)
         g = Growth(tokens=put(g.tokens, tokens), sees=put(g.sees, own), filled=g.filled + w, source=state)
-        return g, self._children(g, logits, jnp.broadcast_to(slots, (B, w)), children)
+        return g, self._children(g, answer, jnp.broadcast_to(slots, (B, w)), children)
 
     def uniforms(self, g: Growth, nodes: Array, count: int) -> Array:
         """Uniforms in [0, 1) of a shape's own at tree slots `nodes` (`i32[B, w]`): `f32[B, w, count, 2]`."""
         return self._uniforms(g, nodes, count, Purpose.ORDER)
 
-    def _children(self, g: Growth, logits: Array, nodes: Array, count: int) -> Children:
+    def _children(self, g: Growth, answer: Answer, nodes: Array, count: int) -> Children:
         window = Window(tokens=g.tokens, positions=self._positions(g), mask=g.sees, live=jnp.ones(g.tokens.shape, bool))
-        raw, warm = self.policy.on_draft(self.s, window, logits, nodes)
+        raw, warm = self.policy.on_draft(self.s, window, answer.logits, nodes)
         log_all = log_p = jax.nn.log_softmax(raw)
         cold = self.policy.greedy[:, None]
         if self.drawn == "ranked":
@@ -283,7 +327,7 @@ class Grower:
         # what a transform of the draft forbids may still be drawn first: the target decides
         live = (tokens >= 0) & ((jnp.arange(count) == 0) | jnp.isfinite(of(log_p)))
         return Children(tokens=jnp.maximum(tokens, 0), live=live, log_p=jnp.where(live, of(log_all), -jnp.inf),
-                        log_q=log_q, log_all=log_all, log_own=log_p)
+                        log_q=log_q, log_all=log_all, log_own=log_p, hidden=answer.hidden)
 
     def _positions(self, g: Growth) -> Array:
         return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)

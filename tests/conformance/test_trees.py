@@ -20,7 +20,7 @@ import pytest
 from decodax.core.types import Params
 from decodax.policy import build
 from decodax.speculative import shapes
-from decodax.speculative.source import Grower, Level, Source
+from decodax.speculative.source import Answer, Grower, Level, Source
 from decodax.struct import struct
 from tests.speculative.drafting import Rows, paths, rows
 
@@ -41,11 +41,11 @@ class Table(Source):
         shape = (self.depth, self.vocabulary, self.vocabulary)
         return (np.random.RandomState(self.seed).standard_normal(shape) * self.spread).astype(np.float32)
 
-    def start(self, params: Params, s: Any, state: Any, room: int) -> tuple[Any, jax.Array]:
-        return state, jnp.asarray(self.logits[0])[s.newest][:, None]
+    def start(self, params: Params, s: Any, state: Any, room: int) -> tuple[Any, Answer]:
+        return state, Answer(jnp.asarray(self.logits[0])[s.newest][:, None])
 
-    def extend(self, params: Params, s: Any, state: Any, level: Level) -> tuple[Any, jax.Array]:
-        return state, jnp.asarray(self.logits)[level.positions - s.length[:, None] + 1, level.tokens]
+    def extend(self, params: Params, s: Any, state: Any, level: Level) -> tuple[Any, Answer]:
+        return state, Answer(jnp.asarray(self.logits)[level.positions - s.length[:, None] + 1, level.tokens])
 
 
 @struct

@@ -21,7 +21,7 @@ from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.speculative import Proposal, Rejection, Speculative, chain
 from decodax.speculative.drafts import PromptLookup
-from decodax.speculative.source import Draft, Source
+from decodax.speculative.source import Answer, Draft, Source
 from tests.laws.toy import Toy
 
 VOCABULARY = 16
@@ -157,10 +157,10 @@ class Table(Source):
     spread: float = 1.5
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Any]:
-        return state, self._logits(s.newest[:, None])
+        return state, Answer(self._logits(s.newest[:, None]))
 
     def extend(self, params: Params, s: State, state: Any, level: Any) -> tuple[Any, Any]:
-        return state, self._logits(level.tokens)
+        return state, Answer(self._logits(level.tokens))
 
     def _logits(self, tokens: Any) -> Any:
         return jax.random.normal(jax.random.key(5), (VOCABULARY, VOCABULARY))[tokens] * self.spread

@@ -47,7 +47,7 @@ class Likeliest(Draft):
     def propose(self, params, policy, s, state, drawn):
         tokens = [s.newest]
         for path, up in zip(TREE.order, TREE.parents, strict=True):
-            logits = Table().extend(params, s, state, SimpleNamespace(tokens=tokens[up]))[1]
+            logits = Table().extend(params, s, state, SimpleNamespace(tokens=tokens[up]))[1].logits
             tokens.append(jax.lax.top_k(logits, 3)[1][:, path[-1]].astype(jnp.int32))
         drafts = jnp.stack(tokens[1:], 1)
         return Proposal(tokens=drafts, live=jnp.ones(drafts.shape, bool), parents=TREE.parents[None]), state

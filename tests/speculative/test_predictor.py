@@ -1,14 +1,20 @@
 """Predictors of acceptance, fitted to what held."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax.cache import causal
 from decodax.io.load import LM
-from decodax.speculative import Logistic, fit_predictor
-from decodax.speculative.drafts import NGramModel
+from decodax.speculative import Logistic, Speculative, fit_predictor
+from decodax.speculative.drafts import DraftModel, NGramModel
 from decodax.speculative.predictor import examples, logistic
-from tests.laws.cases import VOCABULARY, model, prompts
+from decodax.speculative.shapes import ConfidenceChain
+from decodax.speculative.shapes.threshold import Drafted
+from tests.laws.cases import VOCABULARY, model, prompts, start
 
 NETWORK, WEIGHTS = model("toy")
 TOY = LM(model=NETWORK, params=WEIGHTS, vocab_size=VOCABULARY)
@@ -27,12 +33,35 @@ def test_a_fitted_predictor_tells_drafts_that_hold_from_others():
     fitted = fit_predictor(**GIVEN)
     x, held = examples(verify=None, **GIVEN)
     assert 0.05 < held.mean() < 0.95 and len(held) > 100
-    chance = np.asarray(fitted(jnp.asarray(x[:, 2]), jnp.asarray(x[:, 3]), jnp.expm1(jnp.asarray(x[:, 4]))))
+    chance = np.asarray(fitted(Drafted(jnp.asarray(x[:, 2]), jnp.asarray(x[:, 3]), jnp.expm1(jnp.asarray(x[:, 4])))))
     assert abs(chance.mean() - held.mean()) < 0.01                  # calibrated over all
     assert chance[held].mean() > chance[~held].mean() + 0.1
     careful = fit_predictor(**GIVEN, rejected=6.0)
-    assert float(careful(jnp.float32(-0.5), jnp.float32(1), jnp.int32(1))) \
-        < float(fitted(jnp.float32(-0.5), jnp.float32(1), jnp.int32(1)))
+    draft = Drafted(jnp.float32(-0.5), jnp.float32(1), jnp.int32(1))
+    assert float(careful(draft)) < float(fitted(draft))
+
+
+@dataclasses.dataclass(frozen=True)
+class ByFeature:
+    """Drafts on while the first hidden unit of the draft model is positive."""
+
+    def __call__(self, draft):
+        return (draft.hidden[:, 0] > 0).astype(jnp.float32)
+
+
+def test_a_predictor_sees_the_draft_models_hidden_states():
+    """Each chain ends behind the first draft whose hidden state, of a forward over all of the text, says so."""
+    alg = Speculative(DraftModel(NETWORK, WEIGHTS), shape=ConfidenceChain(5, 0.5, ByFeature()))
+    ids = prompts(6)
+    _, params, chain, s = start(alg, "toy", ids, {}, draft=WEIGHTS)
+    window = jax.jit(lambda s: alg.propose(params, chain, s)[0])(s)
+    counts = np.asarray(window.live.sum(1)) - 1
+    for row, prompt in enumerate(ids):
+        text = [*prompt, *np.asarray(window.tokens)[row, 1:].tolist()]
+        out = NETWORK.apply(WEIGHTS, causal(jnp.asarray([text]), jnp.zeros(1, jnp.int32)), NETWORK.init_cache(1, 0))
+        stops = np.asarray(out.hidden)[0, len(prompt) - 1:, 0] <= 0
+        assert counts[row] == min(next((i for i, stop in enumerate(stops) if stop), 5) + 1, 5)
+    assert len(set(counts.tolist())) > 1
 
 
 def test_what_cannot_be_fitted_is_named():

@@ -36,7 +36,8 @@ from decodax.speculative.shapes import (
     sequoia_for,
 )
 from decodax.speculative.shapes.layers import drawn_from, grow_layers
-from decodax.speculative.source import Grower
+from decodax.speculative.shapes.threshold import Drafted
+from decodax.speculative.source import Answer, Grower
 from decodax.struct import Struct, struct
 from tests.laws.cases import VOCABULARY, Table, decode, prompts, texts
 from tests.laws.test_distribution import ALARM, PROMPT, chi_square, joint
@@ -279,8 +280,8 @@ class ByEntropy:
 
     scale: float
 
-    def __call__(self, log_p, entropy, position):
-        return jnp.exp(-self.scale * entropy) * jnp.where(position < 2, 1.0, 0.5)
+    def __call__(self, draft):
+        return jnp.exp(-self.scale * draft.entropy) * jnp.where(draft.place < 2, 1.0, 0.5)
 
 
 def test_a_threshold_ends_the_chain_after_the_first_doubtful_draft():
@@ -316,7 +317,7 @@ def test_a_sliced_tree_is_the_trees_first_levels(least, predictor, depths):
         tokens, chance = dict(zip(tree.order, tree_of(whole, row), strict=True)), {(): 1.0}
         for q in tree.order:
             last, token = (row, *tokens[q])[-2:]
-            chance[q] = chance[q[:-1]] * float(predictor(np.log(P[last, token]), entropy[last], len(q) - 1))
+            chance[q] = chance[q[:-1]] * float(predictor(Drafted(np.log(P[last, token]), entropy[last], len(q) - 1)))
         found.append(1 + next((d for d in range(3) if sum(chance[q] for q in inner[d]) < least), 3))
         assert tree_of(p, row) == [tokens[q] for q in tree.order if len(q) <= found[-1]]
     assert set(found) == depths, found
@@ -373,10 +374,10 @@ class OneAhead(Table):
     """The token is followed by the next number: its likeliest successor at the first draft, its second at the next."""
 
     def start(self, params, s, state, room):
-        return state, self._after(s.newest[:, None], 0)
+        return state, Answer(self._after(s.newest[:, None], 0))
 
     def extend(self, params, s, state, level):
-        return state, self._after(level.tokens, level.sees.sum(-1)[..., None] + 1)
+        return state, Answer(self._after(level.tokens, level.sees.sum(-1)[..., None] + 1))
 
     def _after(self, tokens, depth):
         right, wrong = (jax.nn.one_hot((tokens + n) % VOCABULARY, VOCABULARY) for n in (1, 5))

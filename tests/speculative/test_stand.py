@@ -27,7 +27,7 @@ def said(share, params=NONE):
     state = draft.init(params, s)
     tokens = jnp.broadcast_to(jnp.arange(3)[:, None, None] + 3, (3, 8, 1))
     state = state.replace(tokens=tokens, chances=jnp.ones((3, 8, 1)))
-    logits = np.asarray(jax.jit(lambda s, state: draft.start(params, s, state, 0)[1])(s, state))[:, 0]
+    logits = np.asarray(jax.jit(lambda s, state: draft.start(params, s, state, 0)[1].logits)(s, state))[:, 0]
     return [int(row.argmax()) if np.isfinite(row).sum() == 1 else -1 for row in logits]
 
 

@@ -30,7 +30,7 @@ from decodax.cache import Draftable, Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.layer_skip import OwnLayers, layered, verified
-from decodax.speculative.source import TREES
+from decodax.speculative.source import TREES, Answer
 from decodax.struct import Struct, struct
 
 
@@ -88,7 +88,7 @@ class CLaSp(OwnLayers):
                          wait=jnp.zeros(s.batch, jnp.int32),
                          states=jnp.zeros((s.batch, L, stream.shape[-1]), stream.dtype), known=jnp.zeros(s.batch, bool))
 
-    def start(self, params: Params, s: State, state: InContext, room: int) -> tuple[InContext, Array]:
+    def start(self, params: Params, s: State, state: InContext, room: int) -> tuple[InContext, Answer]:
         use = (state.known & s.running).astype(jnp.float32)
 
         def search() -> Array:

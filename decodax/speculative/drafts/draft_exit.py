@@ -24,7 +24,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.shapes.threshold import chances, check_chance, grow_chain, probability
-from decodax.speculative.source import Draft, Grower, Level, Shape, Source, fitted
+from decodax.speculative.source import Answer, AroundSource, Draft, Grower, Level, Shape, Source
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -45,7 +45,7 @@ class Exit(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftExit(Source):
+class DraftExit(AroundSource, Source):
     """A `Source` with drafts of `source`, whose shape is a chain that ends by the threshold.
 
     Attributes:
@@ -76,27 +76,17 @@ class DraftExit(Source):
         """How its chain grows unless another shape is asked for."""
         return DoubtfulEnd(self.length)
 
-    @property
-    def weights(self) -> Any:
-        return self.source.weights
-
-    def bare(self) -> DraftExit:
-        return dataclasses.replace(self, source=self.source.bare())
-
-    def for_vocabulary(self, size: int) -> DraftExit:
-        return dataclasses.replace(self, source=fitted(self.source, size))
-
     def init(self, params: Params, s: State) -> Exit:
         full = lambda x: jnp.full(s.batch, x, jnp.float32)
         return Exit(full(self.gamma), full(0), jnp.zeros(s.batch, bool), self.source.init(params, s))
 
-    def start(self, params: Params, s: State, state: Exit, room: int) -> tuple[Exit, Array]:
-        source, logits = self.source.start(params, s, state.source, room)
-        return state.replace(source=source, mine=s.running), logits
+    def start(self, params: Params, s: State, state: Exit, room: int) -> tuple[Exit, Answer]:
+        source, answer = self.source.start(params, s, state.source, room)
+        return state.replace(source=source, mine=s.running), answer
 
-    def extend(self, params: Params, s: State, state: Exit, level: Level) -> tuple[Exit, Array]:
-        source, logits = self.source.extend(params, s, state.source, level)
-        return state.replace(source=source), logits
+    def extend(self, params: Params, s: State, state: Exit, level: Level) -> tuple[Exit, Answer]:
+        source, answer = self.source.extend(params, s, state.source, level)
+        return state.replace(source=source), answer
 
     def place(self, state: Exit, slots: Array) -> Exit:
         return state.replace(source=self.source.place(state.source, slots))

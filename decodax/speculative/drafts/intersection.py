@@ -27,7 +27,7 @@ from decodax.core.state import State, Status
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.model import Drafting, DraftModel
 from decodax.speculative.drafts.realigned import WIDTH, prefix, room_for, with_tokenizer
-from decodax.speculative.source import Level, Source
+from decodax.speculative.source import Answer, Level, Source
 from decodax.speculative.vocabulary import Merges, append
 from decodax.struct import Struct, static, struct
 
@@ -120,18 +120,18 @@ class Intersection(Source):
         return Mapped(tokens=tokens, length=jnp.full(s.batch, first.shape[0], jnp.int32),
                       seen=jnp.zeros(s.batch, jnp.int32), drafting=Drafting(cache=constrain(cache, heads(cache))))
 
-    def start(self, params: Params, s: State, state: Mapped, room: int) -> tuple[Mapped, Array]:
+    def start(self, params: Params, s: State, state: Mapped, room: int) -> tuple[Mapped, Answer]:
         own: CommonTokens = params.draft
         state = self._read(own, s, state)
-        drafting, logits = self.source.start(_inner(params), self._own(s, state), state.drafting, room)
-        return state.replace(drafting=drafting), _limited(own, logits)
+        drafting, answer = self.source.start(_inner(params), self._own(s, state), state.drafting, room)
+        return state.replace(drafting=drafting), _limited(own, answer)
 
-    def extend(self, params: Params, s: State, state: Mapped, level: Level) -> tuple[Mapped, Array]:
+    def extend(self, params: Params, s: State, state: Mapped, level: Level) -> tuple[Mapped, Answer]:
         own: CommonTokens = params.draft
         shift = state.length - s.length
         level = level.replace(tokens=jnp.maximum(own.ids[level.tokens], 0), positions=level.positions + shift[:, None])
-        drafting, logits = self.source.extend(_inner(params), self._own(s, state), state.drafting, level)
-        return state.replace(drafting=drafting), _limited(own, logits)
+        drafting, answer = self.source.extend(_inner(params), self._own(s, state), state.drafting, level)
+        return state.replace(drafting=drafting), _limited(own, answer)
 
     def place(self, state: Mapped, slots: Array) -> Mapped:
         return state.replace(drafting=self.source.place(state.drafting, slots))
@@ -208,6 +208,7 @@ def _inner(params: Params) -> Params:
     return params.replace(draft=params.draft.weights)
 
 
-def _limited(own: CommonTokens, logits: Array) -> Array:
-    """The draft model's logits over the target's ids, -inf outside the intersection."""
-    return jnp.where(own.ids >= 0, logits[..., jnp.maximum(own.ids, 0)], -jnp.inf)
+def _limited(own: CommonTokens, answer: Answer) -> Answer:
+    """The draft model's answer over the target's ids, -inf outside the intersection."""
+    chosen = answer.logits[..., jnp.maximum(own.ids, 0)]
+    return answer.replace(logits=jnp.where(own.ids >= 0, chosen, -jnp.inf))

@@ -29,6 +29,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, network_of
 from decodax.policy.draw import first_argmax
 from decodax.speculative.drafts.layer_skip import OwnLayers, layered
+from decodax.speculative.source import Answer
 from decodax.struct import Struct, struct
 
 
@@ -83,7 +84,7 @@ class KNNSkip(OwnLayers):
                              f"(A, {c.width}) and (A, {self.model.depth}, 2)")
         return Matched(vector=jnp.zeros((s.batch, c.width), jnp.float32))
 
-    def start(self, params: Params, s: State, state: Matched, room: int) -> tuple[Matched, Array]:
+    def start(self, params: Params, s: State, state: Matched, room: int) -> tuple[Matched, Answer]:
         keep = params.draft.keep[params.draft.nearest(state.vector)] & s.running[:, None, None]
         return super().start(params, s, state.replace(keep=keep), room)
 

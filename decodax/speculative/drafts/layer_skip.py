@@ -38,7 +38,7 @@ from decodax.cache import Draftable, Feature, Window, causal
 from decodax.core.state import State
 from decodax.core.types import Decision, LayeredModel, Out, Params, PartialForward, network_of
 from decodax.policy.guidance import GuidedCache
-from decodax.speculative.source import TREES, Level, Source
+from decodax.speculative.source import TREES, Answer, Level, Source
 from decodax.speculative.tree import Proposal, tree
 from decodax.struct import Struct, struct
 
@@ -101,18 +101,18 @@ class LayerSkip(Source):
         """`E`, how many layers from the first on are the target's own, whole."""
         return next((i for i, halves in enumerate(self.keep) if not all(halves)), self.model.depth)
 
-    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Shared, Array]:
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Shared, Answer]:
         scratch, out = draft_root(self.model, params, s, room, self.keep)
         assert out.layers is not None
         wide = lambda x: jnp.pad(x, ((0, 0), (0, room), (0, 0)))
-        return Shared(scratch, tuple(wide(x) for x in out.layers[:self.shared])), out.logits()
+        return Shared(scratch, tuple(wide(x) for x in out.layers[:self.shared])), Answer(out.logits(), out.hidden)
 
-    def extend(self, params: Params, s: State, state: Shared, level: Level) -> tuple[Shared, Array]:
+    def extend(self, params: Params, s: State, state: Shared, level: Level) -> tuple[Shared, Answer]:
         scratch, out = draft_level(self.model, params, s, state.scratch, level, self.keep)
         assert out.layers is not None
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, level.at + 1, 1)
         layers = tuple(put(x, new) for x, new in zip(state.layers, out.layers[:self.shared], strict=True))
-        return Shared(scratch, layers), out.logits()
+        return Shared(scratch, layers), Answer(out.logits(), out.hidden)
 
     def begin(self, params: Params, s: State, state: Shared, proposal: Proposal, slots: Array) -> PartialForward | None:
         """The shared layers of the target's forward over the newest token and the drafts."""
@@ -148,13 +148,13 @@ class OwnLayers(Source):
         """The layers, or halves of layers, that draft this round."""
         raise NotImplementedError
 
-    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Array]:
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
         scratch, out = draft_root(self.model, params, s, room, self.running(s, state))
-        return state.replace(scratch=scratch), out.logits()
+        return state.replace(scratch=scratch), Answer(out.logits(), out.hidden)
 
-    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Array]:
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
         scratch, out = draft_level(self.model, params, s, state.scratch, level, self.running(s, state))
-        return state.replace(scratch=scratch), out.logits()
+        return state.replace(scratch=scratch), Answer(out.logits(), out.hidden)
 
 
 def layered(model: Any) -> LayeredModel:

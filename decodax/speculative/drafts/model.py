@@ -13,11 +13,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache, Draftable, Window, causal
+from decodax.cache import Cache, Draftable, Window, causal, take
 from decodax.core.mesh import constrain, heads
 from decodax.core.state import State
 from decodax.core.types import Decision, Loaded, Model, Out, Params
-from decodax.speculative.source import Level, Source
+from decodax.speculative.source import Answer, Level, Source
 from decodax.struct import Struct, struct
 
 
@@ -79,7 +79,7 @@ class DraftModel(Source):
         cache = self.model.init_cache(s.batch, s.cache.capacity, params=params.draft)
         return Drafting(cache=constrain(cache, heads(cache)))
 
-    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Array]:
+    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:
         cache = catch_up(self.fitted, params.draft, s, state.cache, self.chunk)
         positions = s.length[:, None] - 2 + jnp.arange(2, dtype=jnp.int32)
         live = (positions >= cache.length[:, None]) & (positions >= 0) & s.running[:, None]
@@ -87,16 +87,18 @@ class DraftModel(Source):
         out = self.fitted.apply(params.draft, causal(tokens, s.length - 2, live), cache)
         cache = cache.commit(out.entries, _verified(live, out, positions))
         scratch = cache.scratch(out.entries, room)
-        return Drafting(cache=cache, scratch=scratch.replace(base=None)), out.logits(jnp.ones((s.batch, 1), int))
+        last = jnp.ones((s.batch, 1), jnp.int32)
+        answer = Answer(out.logits(last), take(out.hidden, last))
+        return Drafting(cache=cache, scratch=scratch.replace(base=None)), answer
 
-    def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Array]:
+    def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:
         assert state.scratch is not None
         scratch = state.scratch.replace(base=state.cache)
         window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
         out = self.fitted.apply(params.draft, window, scratch.seen_by(level.sees))
         scratch = scratch.append(out.entries, level.positions, level.at).replace(base=None)
-        return state.replace(scratch=scratch), out.logits()
+        return state.replace(scratch=scratch), Answer(out.logits(), out.hidden)
 
     def place(self, state: Drafting, slots: Array) -> Drafting:
         return state.replace(nodes=slots)

@@ -24,7 +24,7 @@ from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.text import FromText, best_places, matched, tail
-from decodax.speculative.source import CHAINS, Draft, Drawn, Level, Source
+from decodax.speculative.source import CHAINS, Answer, Draft, Drawn, Level, Source
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 
@@ -110,13 +110,13 @@ class NGramModel(FromText, Source):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
 
-    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Array]:
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
         paths = Paths.start(s, max(self.order - 1, 1), room)
-        return paths, self._logits(self.history(params, s), paths.contexts[:, :1])
+        return paths, Answer(self._logits(self.history(params, s), paths.contexts[:, :1]))
 
-    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Array]:
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
         paths, contexts = state.extend(level)
-        return paths, self._logits(self.history(params, s), contexts)
+        return paths, Answer(self._logits(self.history(params, s), contexts))
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         return None         # the tree's contexts end with the round

@@ -44,7 +44,7 @@ from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.ngram import Paths
 from decodax.speculative.drafts.text import best_places, known, matched
 from decodax.speculative.shapes.fixed import Fixed
-from decodax.speculative.source import Level, Shape, Source
+from decodax.speculative.source import Answer, Level, Shape, Source
 from decodax.struct import Struct, struct
 
 TREE = Fixed.of([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0],
@@ -131,13 +131,13 @@ class Stand(Source):
         return TargetPredictions(tokens=jnp.zeros(shape, jnp.int32), chances=jnp.zeros(shape, jnp.float32),
                                  prompt=hashed(s))
 
-    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Array]:
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
         paths = Paths.start(s, self.order, room)
-        return state.replace(paths=paths), self._logits(params, s, state, paths.contexts[:, :1])
+        return state.replace(paths=paths), Answer(self._logits(params, s, state, paths.contexts[:, :1]))
 
-    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Array]:
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
         paths, contexts = state.paths.extend(level)
-        return state.replace(paths=paths), self._logits(params, s, state, contexts)
+        return state.replace(paths=paths), Answer(self._logits(params, s, state, contexts))
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         N = s.tokens.shape[1]

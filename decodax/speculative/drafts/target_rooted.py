@@ -24,7 +24,7 @@ from jax import Array, lax
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import Draft, Level, Source, fitted
+from decodax.speculative.source import Answer, AroundSource, Draft, Level, Source
 from decodax.struct import Struct, struct
 
 
@@ -43,7 +43,7 @@ class Rooted(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetRooted(Source):
+class TargetRooted(AroundSource, Source):
     """A `Source` that begins with the target's last distribution and goes on with `source`.
 
     Attributes:
@@ -64,31 +64,22 @@ class TargetRooted(Source):
         if isinstance(self.source, Draft):
             raise ValueError(f"source: {type(self.source).__name__} makes its own trees, takes a Source")
 
-    @property
-    def weights(self) -> Any:
-        return self.source.weights
-
-    def bare(self) -> TargetRooted:
-        return dataclasses.replace(self, source=self.source.bare())
-
-    def for_vocabulary(self, size: int) -> TargetRooted:
-        return dataclasses.replace(self, source=fitted(self.source, size))
-
     def init(self, params: Params, s: State) -> Rooted:
         return self._nothing(s, self.source.init(params, s))
 
-    def start(self, params: Params, s: State, state: Rooted, room: int) -> tuple[Rooted, Array]:
-        inner, logits = self.source.start(params, s, state.source, room)
+    def start(self, params: Params, s: State, state: Rooted, room: int) -> tuple[Rooted, Answer]:
+        inner, answer = self.source.start(params, s, state.source, room)
+        logits = answer.logits
         if self.keep > logits.shape[-1]:
             raise ValueError(f"keep: got {self.keep}, takes at most {logits.shape[-1]}, the vocabulary")
         put = jax.vmap(lambda row, at, x: row.at[at].set(x))
         own = put(jnp.full((s.batch, logits.shape[-1]), -jnp.inf, logits.dtype), state.tokens, state.logits)
         known = (state.logits > -jnp.inf).any(-1)
-        return state.replace(source=inner), jnp.where(known[:, None, None], own[:, None], logits)
+        return state.replace(source=inner), answer.replace(logits=jnp.where(known[:, None, None], own[:, None], logits))
 
-    def extend(self, params: Params, s: State, state: Rooted, level: Level) -> tuple[Rooted, Array]:
-        inner, logits = self.source.extend(params, s, state.source, level)
-        return state.replace(source=inner), logits
+    def extend(self, params: Params, s: State, state: Rooted, level: Level) -> tuple[Rooted, Answer]:
+        inner, answer = self.source.extend(params, s, state.source, level)
+        return state.replace(source=inner), answer
 
     def place(self, state: Rooted, slots: Array) -> Rooted:
         return state.replace(source=self.source.place(state.source, slots))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.speculative.shapes.fixed import Fixed, Plan
-from decodax.speculative.shapes.threshold import Predictor, check_chance, entropy, probability
+from decodax.speculative.shapes.threshold import Drafted, Predictor, check_chance, entropy, probability
 from decodax.speculative.source import Grower, Shape
 from decodax.speculative.tree import Proposal
 
@@ -53,16 +53,17 @@ class Sliced(Shape):
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         plan = Plan(self.tree)
         above, rank, real = jnp.asarray(plan.above), jnp.asarray(plan.rank), jnp.asarray(plan.real)
-        of = lambda c: (c.tokens, c.live, c.log_q, c.own, entropy(c.log_own))
+        of = lambda c: (c.tokens, c.live, c.log_q, c.own, entropy(c.log_own), c.hidden)
         g, first = grower.start(state, plan.room, plan.fanout)
         found = plan.wide(of(first))
         B = g.tokens.shape[0]
 
         def ahead(level: Array, found: Any, chance: Array, grows: Array) -> tuple[Array, Array]:
             """The chances `f32[B, w]` of the nodes of a level that have children, and the rows that go on to these."""
-            _, live, _, log_p, H = found
+            _, live, _, log_p, H, hidden = found
             up, r = above[level], rank[level]
-            f = self.predictor(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level).reshape(B, -1)
+            hidden = None if hidden is None else hidden[:, up].reshape(-1, hidden.shape[-1])
+            f = self.predictor(Drafted(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level, hidden)).reshape(B, -1)
             path = chance[:, up] * jnp.where(live[:, up, r], f, 0)
             return path, grows & ((path * real[level]).sum(1) >= self.least)
 

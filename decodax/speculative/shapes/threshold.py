@@ -23,16 +23,34 @@ from jax import Array
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.source import Children, Grower, Shape
 from decodax.speculative.tree import Proposal
-
-Predictor = Callable[[Array, Array, Array], Array]
-"""The chance that a draft is accepted, `f32[B]`, from its log-probability by the source at temperature 1 `f32[B]`, the
-entropy in nats of the source's distribution `f32[B]`, and its place in the chain `i32[]`, 0 the first. It is static
-under jit: a module's function, or an instance of a frozen dataclass with `__call__`."""
+from decodax.struct import Struct, struct
 
 
-def probability(log_p: Array, entropy: Array, position: Array) -> Array:
+@struct
+class Drafted(Struct):
+    """What a predictor knows of a draft.
+
+    Attributes:
+        log_p: `f32[B]` its log-probability by the source, at temperature 1.
+        entropy: `f32[B]` of the source's distribution, in nats.
+        place: `i32[]` in the chain, 0 the first.
+        hidden: `f[B, D]` the source's hidden state at the node before it, or None from a source without any.
+    """
+
+    log_p: Array
+    entropy: Array
+    place: Array
+    hidden: Array | None = None
+
+
+Predictor = Callable[[Drafted], Array]
+"""The chance that a draft is accepted, `f32[B]`. It is static under jit: a module's function, or an instance of a
+frozen dataclass with `__call__`."""
+
+
+def probability(draft: Drafted) -> Array:
     """The draft's own probability."""
-    return jnp.exp(log_p)
+    return jnp.exp(draft.log_p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +98,8 @@ class RiskThreshold(Shape):
 
 def chances(predictor: Predictor) -> Callable[[Children, Array], Array]:
     """What a predictor says of a chain's next draft."""
-    return lambda child, i: predictor(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i)
+    return lambda child, i: predictor(Drafted(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
+                                              None if child.hidden is None else child.hidden[:, 0]))
 
 
 def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Children, Array], Array],
