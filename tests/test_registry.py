@@ -54,7 +54,7 @@ def test_a_users_sampler_of_masked_diffusion_is_found_by_name() -> None:
     @dx.entry("two-a-step", needs="a diffusion model", guarantee="approximate")
     def two_a_step(lm: LM, block: int = 4) -> dx.MaskedDiffusion:
         d = dx.diffusion
-        return dx.MaskedDiffusion(d.Adapter.of(lm), d.Fixed(block), commit=d.Quota(block // 2))
+        return dx.MaskedDiffusion(d.Adapter.of(lm), d.Blocks(block), unmask=d.Quota(block // 2))
 
     filler = toy.lm()
     named, made = (dx.generate(filler, toy.PROMPTS, algorithm=a, max_new_tokens=8)

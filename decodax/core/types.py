@@ -168,7 +168,8 @@ class Loaded:
     """A network with its weights, as `decodax.load` gives it.
 
     Attributes:
-        model: the network. params: its weights. vocab_size: ids that it reads.
+        model: the network. params: its weights. vocab_size: ids that it reads. name: what it was loaded as.
+        diffusion: how it fills masks; None for an autoregressive model. directory: where its files lie, or None.
     """
 
     if TYPE_CHECKING:
@@ -181,6 +182,15 @@ class Loaded:
 
         @property
         def vocab_size(self) -> int: ...
+
+        @property
+        def name(self) -> str: ...
+
+        @property
+        def diffusion(self) -> Any: ...
+
+        @property
+        def directory(self) -> Any: ...
 
 
 def network_of(given: Any, name: str = "model") -> tuple[Model, PyTree]:

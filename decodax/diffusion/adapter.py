@@ -11,6 +11,7 @@ from jax import Array
 
 from decodax.core import keys
 from decodax.core.keys import Purpose
+from decodax.core.types import Loaded
 from decodax.struct import Struct, struct
 
 
@@ -223,10 +224,10 @@ class Adapter:
         Raises:
             ValueError: the model is not a masked diffusion model.
         """
-        d = getattr(model, "diffusion", model)
+        d = model.diffusion if isinstance(model, Loaded) else model
         if d is None:
-            name = getattr(model, "name", model)
-            raise ValueError(f"lm: got {name}, which is autoregressive, takes a diffusion model")
+            raise ValueError(f"lm: got {model.name if isinstance(model, Loaded) else None}, which is autoregressive, "
+                             "takes a diffusion model")
         attention: AttentionPattern = Full()
         if d.attention == "block-causal":
             attention = BlockCausal(d.block)

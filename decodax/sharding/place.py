@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decodax.core.mesh import DATA, rows
+from decodax.policy import Policy
 
 
 def batch_specs(tree: Any) -> Any:
@@ -16,8 +17,9 @@ def batch_specs(tree: Any) -> Any:
     The stop automaton is shared by all rows, so it is replicated.
     """
     specs = rows(tree)
-    stops = getattr(tree, "stops", None)
-    return specs if stops is None else specs.replace(stops=jax.tree.map(lambda x: PartitionSpec(), stops))
+    if not isinstance(tree, Policy) or tree.stops is None:
+        return specs
+    return specs.replace(stops=jax.tree.map(lambda x: PartitionSpec(), tree.stops))
 
 
 def place(mesh: Mesh | None, tree: Any) -> Any:
@@ -29,7 +31,7 @@ def place(mesh: Mesh | None, tree: Any) -> Any:
     if mesh is None or DATA not in mesh.shape:
         return tree
     for leaf in jax.tree.leaves(tree):
-        if leaf.ndim and leaf.shape[0] % mesh.shape[DATA] and getattr(tree, "stops", None) is None:
+        if leaf.ndim and leaf.shape[0] % mesh.shape[DATA] and not (isinstance(tree, Policy) and tree.stops is not None):
             raise ValueError(f"a batch of {leaf.shape[0]} rows does not divide over {mesh.shape[DATA]} replicas "
                              f"(mesh axis {DATA!r})")
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, batch_specs(tree))

@@ -53,7 +53,7 @@ def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.9
 
 def _beside(lm: Any) -> Path:
     """The filter in a model's directory."""
-    directory = getattr(lm, "directory", None)
+    directory = lm.directory
     if directory is None or not (directory / "filter.safetensors").is_file():
         where = directory or "a directory of the model"
         raise ValueError(f"filter: got None, and no filter.safetensors lies in {where}; train one with "
@@ -153,6 +153,6 @@ def diffusion_gemma(lm: Any, bound: float = 0.1, steps: int = 48, canvas: int | 
     tokens there, which are the same at temperature 0. Self-conditioning is not included; it needs a model that reads
     embeddings beside tokens."""
     a = Adapter.of(lm, Noise(lm.vocab_size))
-    windows, caching = blocks(a, canvas, getattr(getattr(lm, "diffusion", None), "block", None) or 256)
+    windows, caching = blocks(a, canvas, lm.diffusion.block or 256)
     return MaskedDiffusion(a, windows, NegEntropy(), EntropyBound(bound), Renoise(lm.vocab_size), caching,
                            stops=(Stable(entropy), Steps(steps), EndOfText()), shaper=Anneal(*temperatures, steps))

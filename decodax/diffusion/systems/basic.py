@@ -160,7 +160,7 @@ def sdlm(lm: Any, size: int | None = None, threshold: float = 0.9,
     entropy / log(vocabulary)`. The self-speculative mode is not included: each of its drafts has masks of its own
     behind it, beyond the region that drafts share."""
     a = Adapter.of(lm)
-    size = size or getattr(getattr(lm, "diffusion", None), "block", None) or 4
+    size = size or lm.diffusion.block or 4
     return MaskedDiffusion(a, Sliding(size), Position(), ConfidentPrefix(threshold, measure, strict=True),
                            caching=FusedCache() if a.attention.causal else NoCache())
 
