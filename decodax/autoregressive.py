@@ -25,7 +25,7 @@ class Autoregressive(Algorithm):
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         return causal(s.newest[:, None], s.length - 1, s.running[:, None]), None
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         token = dist.draw()
         return Decision(tokens=token, count=jnp.ones(s.batch, jnp.int32), source=jnp.zeros_like(token), algo=algo,
                         slots=jnp.where(token >= 0, window.positions, -1))

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+import decodax as dx
 from decodax.systems import SYSTEMS
 
 GUIDE = Path(__file__).parents[1] / "docs" / "low_level.md"
@@ -17,3 +19,12 @@ def test_the_guide_to_the_low_level_runs():
     del SYSTEMS["careful"]
     assert np.asarray(names["s"].stats.rounds).tolist() == [3, 3]
     assert names["out"].status[0].name in ("DEAD_END", "LENGTH", "EOS")
+    stopped, free = names["judged"]
+    plain = dx.generate(names["lm"], "def fib(n):", max_new_tokens=16)
+    assert stopped.status[0].name == "DEAD_END" and stopped.lengths[0] < 16     # by a random judge, after a while
+    assert free.text == plain.text
+
+
+def test_a_role_without_weights_is_named():
+    with pytest.raises(ValueError, match="no weights for 'judge'; there are some for target, guide"):
+        dx.Params(target=1, others={"guide": 2}).role("judge")

@@ -40,7 +40,7 @@ class Prefill(Algorithm):
         window = causal(tokens, jnp.broadcast_to(begin, s.length.shape), live)
         return window.replace(certain=True), (inner, start)
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         inner, start = algo
         finite = jnp.isfinite(out.hidden).all(-1)
         slots = jnp.where(window.live & finite, window.positions, -1)

@@ -35,7 +35,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     window, algo = alg.propose(params, policy, s)
     out = alg.through(model).apply(params.target, window, s.cache)
     dist = policy.over(s, window, out)
-    d = alg.decide(dist, s, window, out, algo)
+    d = alg.decide(params, dist, s, window, out, algo)
     if d.rows is not None:
         s, window, out = s.succeed(d.rows), window.select(d.rows), out.rows(d.rows)
         dist = policy.over(s, window, out)

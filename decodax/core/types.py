@@ -364,8 +364,9 @@ class Algorithm(abc.ABC):
         """The window to score next, and what `decide` gets as `algo`."""
 
     @abc.abstractmethod
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
-        """What of it is true. `dist` is the policy at each node of the window: a `decodax.policy.Distribution`."""
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
+        """What of it is true. `dist` is the policy at each node of the window: a `decodax.policy.Distribution`. Weights
+        of a further model (a judge, a reward model) are `params.role(name)`."""
 
     def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
         """Its state after a prefill chunk, hidden states and all: drafters that feed on the target's features use

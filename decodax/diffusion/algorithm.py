@@ -190,8 +190,8 @@ class MaskedDiffusion(Algorithm):
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
         return self.kinds[0].propose(params, policy, s)
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
-        return self.kinds[0].decide(dist, s, window, out, algo)
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
+        return self.kinds[0].decide(params, dist, s, window, out, algo)
 
     # the steps of a round, for one canvas a row
 

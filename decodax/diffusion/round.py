@@ -97,8 +97,6 @@ class Round(Algorithm):
                 split = lambda x: x.reshape(s.batch * K, -1)
                 tokens, positions, live = split(tokens), split(positions), split(live)
                 mask = jnp.repeat(mask, K, 0)
-        if of.verify.assists:
-            c = c.replace(assistant=c.assistant.replace(weights=params.draft))
         hint = None if self.phase is None else of.caching.hint(look(s, c, of.windows.width), positions, self.phase)
         return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached,
                       hints=() if hint is None else (hint,)), c
@@ -155,7 +153,7 @@ class Round(Algorithm):
         own = jax.vmap(take, (1, None), 1)(drafts, jnp.clip(offset, 0, W - 1))
         return jnp.where(inside[:, None], own, tokens[:, None]).reshape(tokens.shape[0], -1)
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
         c, of = algo, self.of
         K, W, B = self.branches, of.windows.width, s.batch
         nodes = self._nodes(s, self._text(s, c))
@@ -167,7 +165,7 @@ class Round(Algorithm):
 
         drafts = jax.tree.map(lambda x: x[:, :K], of.drafts(view, c))
         node = self._predicting(view, nodes.replace(live=live), c.tokens.shape[1])
-        seen, note, entries = self._see(dist, s, c, drafts, node, out)
+        seen, note, entries = self._see(params, dist, s, c, drafts, node, out)
         flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), drafts)
         results = of.advance(flat, seen, c.memory)
         rows = lambda tree: jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), tree)
@@ -279,7 +277,8 @@ class Round(Algorithm):
         at = view.positions - int(self.of.adapter.shift)
         return jnp.where(at >= 0, take(index, jnp.maximum(at, 0)), -1)
 
-    def _see(self, dist: Any, s: State, c: Canvas, drafts: View, node: Array, out: Out) -> tuple[Seen, Any, Any]:
+    def _see(self, params: Params, dist: Any, s: State, c: Canvas, drafts: View, node: Array,
+             out: Out) -> tuple[Seen, Any, Any]:
         """Step 2: the model's answers on the regions `[B * K, W]`, the record of log-probabilities (or None), and a
         second model's entries (or None)."""
         of = self.of
@@ -311,7 +310,7 @@ class Round(Algorithm):
         agreed = entries = None
         if of.verify.assists:
             last = take(c.tokens, jnp.maximum(c.start - 1, 0)[:, None])[:, 0]
-            token, agreed, entries = of.verify.judge(c.assistant, flat, last, logits,
+            token, agreed, entries = of.verify.judge(params.draft, c.assistant, flat, last, logits,
                                                      lambda x: over(x).processed())
         else:
             draws = [here.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,

@@ -134,8 +134,8 @@ class Adaptive(Algorithm):
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         return self.variants[0].propose(params, policy, s)
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        return self.variants[0].decide(dist, s, window, out, algo)
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        return self.variants[0].decide(params, dist, s, window, out, algo)
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
@@ -219,7 +219,7 @@ class _Arm(Algorithm):
             renewed.append(paper.replace(next=paper.next + 1, held=held))
         return control, tuple(renewed)
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         (control, states, papers), tree = algo
         d = self.arm.judge(dist, s, window, out, tree)
         assert d.accepted is not None

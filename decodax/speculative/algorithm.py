@@ -85,7 +85,7 @@ class Speculative(Algorithm):
         t = tree(s.newest, proposal, self.drafter.length)
         return window(t, s.length - 1, s.running, proposal.probes, proposal.begun), (state, t)
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         state, t = algo
         d = self.judge(dist, s, window, out, t)
         return d.replace(algo=(self.drafter.observe(s, window, out, d, state), None))

@@ -42,8 +42,8 @@ class Counted(Algorithm):
         window, algo = self.of.propose(params, policy, s.replace(algo=s.algo[0]))
         return window, (algo, s.algo[1])
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        d = self.of.decide(dist, s, window, out, algo[0])
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        d = self.of.decide(params, dist, s, window, out, algo[0])
         assert d.accepted is not None
         index = jnp.arange(d.source.shape[1])
         on = s.running[:, None] & (index > 0) & (index <= d.accepted[:, None])

@@ -36,7 +36,7 @@ class Beams(Algorithm):
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         return causal(s.newest[:, None], s.length - 1, s.running[:, None]), s.algo
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         log_p = dist.warm.log_probs()[:, 0]
         total = (algo[:, None] + log_p).reshape(-1, self.size * log_p.shape[-1])
         score, best = jax.lax.top_k(total, self.size)
@@ -58,7 +58,7 @@ class Copies(Algorithm):
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         return causal(s.newest[:, None], s.length - 1, s.running[:, None]), None
 
-    def decide(self, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         log_p = jnp.broadcast_to(dist.log_probs()[:1, 0], (s.batch, VOCABULARY))
         token = draw(log_p[:, None], addresses(s.key, s.length[:, None], Purpose.TOKEN))
         return Decision(tokens=token, count=jnp.ones(s.batch, jnp.int32), source=jnp.zeros_like(token), algo=None,

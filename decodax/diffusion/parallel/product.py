@@ -36,11 +36,9 @@ from decodax.struct import Struct, struct
 
 @struct
 class Assistant(Struct):
-    """The state of the second model. `cache`: its entries of all final tokens but the last. `weights`: its weights,
-    within a round."""
+    """The state of the second model. `cache`: its entries of all final tokens but the last."""
 
     cache: Cache
-    weights: Any = None
 
 
 class Judged(Sequential):
@@ -85,12 +83,13 @@ class Judged(Sequential):
         chunks = (jnp.max(s.prompt_length) - 1 + chunk - 1) // chunk
         return Assistant(cache=lax.fori_loop(0, chunks, visit, constrain(cache, heads(cache))))
 
-    def judge(self, state: Assistant, view: View, last: Array, logits: Array,
+    def judge(self, weights: Any, state: Assistant, view: View, last: Array, logits: Array,
               process: Callable[[Array], Array]) -> tuple[Array, Array, Entries]:
         """The candidates `i32[B, W]`, which of them the second model agrees to `bool[B, W]`, and its entries of the
         positions `start - 1 ..`.
 
         Args:
+            weights: the second model's.
             last: `i32[B]` the token before the region. logits: `f32[B, W, V]` the diffusion model's.
             process: the policy's chain of transforms at the region's positions.
         """
@@ -100,7 +99,7 @@ class Judged(Sequential):
         token = pick(logits)
         text = jnp.where(view.open, jnp.maximum(token, 0), view.tokens)
         window = causal(jnp.concatenate([last[:, None], text[:, :-1]], 1), view.start - 1, view.inside)
-        out = self.model.apply(state.weights, window, state.cache)
+        out = self.model.apply(weights, window, state.cache)
         own = out.logits()
         own = jnp.pad(own, ((0, 0), (0, 0), (0, max(V - own.shape[-1], 0))), constant_values=-jnp.inf)[..., :V]
         broken = jnp.isnan(own).any(-1)
