@@ -35,6 +35,10 @@ class Grown(Draft):
     def bare(self) -> Grown:
         return dataclasses.replace(self, source=self.source.bare())
 
+    @property
+    def reader(self) -> Any:
+        return self.source.reader
+
     def init(self, params: Params, s: State) -> Any:
         return self.source.init(params, s)
 
@@ -61,6 +65,10 @@ class Trimmed(Draft):
 
     def bare(self) -> Trimmed:
         return dataclasses.replace(self, draft=self.draft.bare())
+
+    @property
+    def reader(self) -> Any:
+        return self.draft.reader
 
     def init(self, params: Params, s: State) -> Any:
         return self.draft.init(params, s)

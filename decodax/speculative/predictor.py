@@ -87,6 +87,10 @@ class Watched(Draft):
     def bare(self) -> Watched:
         return dataclasses.replace(self, source=self.source.bare())
 
+    @property
+    def reader(self) -> Watched | None:
+        return None if self.source.reader is None else self
+
     def init(self, params: Params, s: State) -> Examples:
         seen = jnp.zeros((s.batch, self.rounds, self.length, 2), jnp.float32)
         return Examples(now=seen[:, 0], seen=seen, accepted=jnp.full((s.batch, self.rounds), -1, jnp.int32),

@@ -86,6 +86,10 @@ class DraftExit(Source):
     def for_vocabulary(self, size: int) -> DraftExit:
         return dataclasses.replace(self, source=fitted(self.source, size))
 
+    @property
+    def reader(self) -> DraftExit | None:
+        return None if self.source.reader is None else self
+
     def init(self, params: Params, s: State) -> Exit:
         full = lambda x: jnp.full(s.batch, x, jnp.float32)
         return Exit(full(self.gamma), full(0), jnp.zeros(s.batch, bool), self.source.init(params, s))

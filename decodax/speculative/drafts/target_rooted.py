@@ -74,6 +74,10 @@ class TargetRooted(Source):
     def for_vocabulary(self, size: int) -> TargetRooted:
         return dataclasses.replace(self, source=fitted(self.source, size))
 
+    @property
+    def reader(self) -> TargetRooted | None:
+        return None if self.source.reader is None else self
+
     def init(self, params: Params, s: State) -> Rooted:
         return self._nothing(s, self.source.init(params, s))
 
