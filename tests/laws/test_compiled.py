@@ -79,7 +79,8 @@ def compiled(alg, batch, driver="advance"):
     params, chain, s = abstract(alg, batch)
     if driver == "prefill":
         seen = s.replace(cache=None, algo=None, policy=None, stats=None)
-        return drivers.commit_prompts.lower(alg.observer, NETWORK, params, (s.cache, None), seen, width=32).compile()
+        return drivers.commit_prompts.lower(alg.observer, NETWORK, params, (s.cache, None), seen, width=32,
+                                            rows=min(batch, 4)).compile()
     return drivers.advance.lower(alg, NETWORK, params, chain, s, np.int32(5)).compile()
 
 
