@@ -18,6 +18,7 @@ from decodax.core.types import Algorithm, Params
 from decodax.memory import batch, bucket, power
 from decodax.policy import Policy
 from decodax.policy.guidance import guide
+from decodax.programs import keep_room
 from decodax.request import Request
 from decodax.result import Result, Statistics, log_probs, new_tokens
 from decodax.sharding import place
@@ -52,6 +53,7 @@ class Job:
         Args:
             of: the request of which this is a batch; its batches share their programs. Default: it is the only one.
         """
+        keep_room(drivers.compiled())
         of = of or request
         lm, algorithm, samples = request.lm, request.algorithm, request.samples
         algorithm = algorithm.fit(int(of.max_new.max()))

@@ -27,6 +27,12 @@ begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top
 """`init_state`, compiled."""
 
 
+def compiled() -> int:
+    """How many programs of the drivers there are in this process."""
+    programs: Any = (begin, commit_prompts, fan_out, advance)
+    return sum(program._cache_size() for program in programs)
+
+
 def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:
     """Commits all but the newest prompt token to the cache, in chunks of `width` (at most the buffer's size).
 
