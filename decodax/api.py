@@ -99,7 +99,7 @@ def run(request: Request, clock: float, progress: bool = False) -> Result:
     parts: list[Result] = []
     with _bar(progress, count * request.samples) as report:
         for start in range(0, count, size or count):
-            job = Job.begin(request.select(order[start:start + size]) if size else request)
+            job = Job.begin(request.select(order[start:start + size]) if size else request, request)
             while job.running:
                 job.advance(None if end is None and not progress else BURST_SECONDS * (1 if end else 4))
                 report(sum(len(p) for p in parts) + job.finished)

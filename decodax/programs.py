@@ -1,8 +1,15 @@
-"""Keeping compiled programs between processes."""
+"""Keeping compiled programs between processes, and dropping them where they fill one.
+
+On CPU each compiled kernel takes three memory maps, a configuration of `generate` about 570, and Linux grants a process
+65,530 (vm.max_map_count). Beyond them XLA fails or crashes, so old programs are dropped in time.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +58,43 @@ def cache_programs(directory: str | os.PathLike[str] | None = None) -> str:
     if settings.jax_persistent_cache_min_compile_time_secs == 1.0:     # nobody has set it
         settings.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     return path
+
+
+def drop_programs(share: float = 0.5) -> bool:
+    """Drops all compiled programs of this process if they hold more than `share` of its memory maps.
+
+    Returns:
+        Whether it did. On systems without such a limit they never hold any.
+    """
+    full = crowded(share)
+    if full:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+    return full
+
+
+def crowded(share: float) -> bool:
+    """Whether the process holds more than `share` of the memory maps that Linux grants it."""
+    try:
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+        return Path("/proc/self/maps").read_bytes().count(b"\n") > share * limit
+    except OSError:
+        return False
+
+
+@functools.lru_cache(maxsize=1)     # the maps are read, 10 ms when there are many, only after something was compiled
+def keep_room(compiled: int) -> None:
+    """Drops all compiled programs, with a warning, once they hold half of the memory maps.
+
+    Args:
+        compiled: how many programs there are; as long as that stays the same, nothing is done.
+    """
+    if drop_programs():
+        from decodax.policy.arguments import outside
+
+        warnings.warn("compiled programs held half of the memory maps that Linux grants a process (vm.max_map_count), "
+                      "so all of JAX's in this process were dropped, and what is used again is compiled again. `sysctl "
+                      "-w vm.max_map_count=1000000` makes room for more, and decodax.cache_programs() makes compiling "
+                      "again short", RuntimeWarning, stacklevel=outside())

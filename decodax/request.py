@@ -165,6 +165,13 @@ class Request:
         rows: Any = np.arange(len(self)) * self.samples
         return self.policy if self.samples == 1 else self.policy.select(rows)
 
+    def fill(self, count: int) -> Request:
+        """The request of `count` prompts: these, and the last one over and over with nothing to make."""
+        if (more := count - len(self)) == 0:
+            return self
+        full = self.select([*range(len(self)), *[len(self) - 1] * more])
+        return dataclasses.replace(full, max_new=np.append(self.max_new, np.zeros(more, np.int32)))
+
     def select(self, prompts: Sequence[int]) -> Request:
         """The request of these prompts alone, in this order."""
         index: Any = np.asarray(prompts)

@@ -107,8 +107,8 @@ def new_tokens(s: State, pad: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(keep, out, pad).astype(np.int32), (end - start).astype(np.int32)
 
 
-def log_probs(s: State) -> LogProbs | None:
-    """The recorded log-probabilities of the new tokens."""
+def log_probs(s: State, count: int | None = None) -> LogProbs | None:
+    """The recorded log-probabilities of the new tokens, with the `count` most likely ones; default all recorded."""
     if s.record is None:
         return None
     start, end = np.asarray(s.prompt_length), np.asarray(s.length)
@@ -117,7 +117,8 @@ def log_probs(s: State) -> LogProbs | None:
         out, keep = _gather(np.asarray(x), start, end)
         return out * keep.reshape(*keep.shape, *[1] * (out.ndim - 2))
 
-    return LogProbs(part(s.record.raw), part(s.record.processed), part(s.record.top_ids), part(s.record.top))
+    return LogProbs(part(s.record.raw), part(s.record.processed), part(s.record.top_ids[..., :count]),
+                    part(s.record.top[..., :count]))
 
 
 def _gather(x: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,17 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def room_for_programs() -> Iterator[None]:
-    """Drops compiled programs before the process runs out of memory maps.
+    """Drops compiled programs before the process runs out of memory maps: see `decodax.programs`."""
+    from decodax.programs import drop_programs
 
-    Linux grants 65,530 (vm.max_map_count), a program on CPU takes hundreds, and where mmap fails XLA crashes.
-    """
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
-        import jax
-
-        jax.clear_caches()
-        gc.collect()
+    drop_programs(0.45)     # before the library's own guard, which warns
 
 
 @pytest.fixture(scope="session")

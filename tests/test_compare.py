@@ -135,8 +135,8 @@ def test_methods_run_in_turn_and_each_repeat_begins_with_another(calls: list[Any
 
 def test_without_room_for_all_programs_groups_run_beside_plain_decoding(
         calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "_crowded", lambda: True)
-    monkeypatch.setattr(compare, "_make_room", lambda: calls.append("room"))
+    monkeypatch.setattr(compare, "crowded", lambda share: True)
+    monkeypatch.setattr(compare, "drop_programs", lambda share: calls.append("room"))
     told: list[tuple[int, int, str]] = []
     a, b = Fake((1.0,) * 9), Fake((2.0,) * 9)
     rows = run({"a": a, "b": b}, repeats=2, report=lambda *what: told.append(what)).rows

@@ -11,6 +11,8 @@ import jax
 import pytest
 
 import decodax as dx
+from decodax import programs
+from decodax.programs import drop_programs, keep_room
 
 PROGRAM = """
 import sys, jax, jax.numpy as jnp
@@ -40,6 +42,31 @@ def test_the_next_process_finds_the_programs(tmp_path):
     assert Path(path) == tmp_path / "decodax" / "xla" and any(Path(path).iterdir()) and int(hits) == 0
     path, hits = start(tmp_path)
     assert int(hits) > 0
+
+
+def test_programs_are_dropped_before_they_fill_the_process(monkeypatch):
+    f = jax.jit(lambda x: x + 1)
+    f(1)
+    keep_room.cache_clear()
+    keep_room(1)
+    assert not drop_programs() and f._cache_size() == 1
+    monkeypatch.setattr(programs, "crowded", lambda share: True)
+    keep_room(1)                                    # nothing was compiled since, so nobody looks
+    assert f._cache_size() == 1
+    with pytest.warns(RuntimeWarning, match="vm.max_map_count"):
+        keep_room(2)
+    assert f._cache_size() == 0
+    keep_room.cache_clear()
+
+
+def test_a_system_that_counts_no_maps_is_never_crowded(monkeypatch):
+    monkeypatch.setattr(programs, "Path", lambda path: Path("/nowhere") / path.strip("/"))
+    assert not programs.crowded(0.0)
+
+
+@pytest.mark.skipif(not Path("/proc/sys/vm/max_map_count").exists(), reason="the system counts no memory maps")
+def test_crowded_counts_the_maps_of_this_process():
+    assert programs.crowded(0.0) and not programs.crowded(1.0)
 
 
 def test_a_given_directory_and_jaxs_own_come_first(monkeypatch, tmp_path):

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +24,14 @@ from decodax.autoregressive import Autoregressive
 from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
+from decodax.programs import crowded, drop_programs
 from decodax.result import Result
 
 PLAIN = "plain"
 """What plain decoding is called among the systems."""
+
+ROOM = 0.4
+"""Share of the process's memory maps that programs may hold between runs; below that at which all calls drop them."""
 
 COLUMNS = ("system", "forwards", "MAT", "tokens/forward", "overhead c", "tokens/s", "speedup (spread)", "equal")
 
@@ -241,7 +244,7 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
             for done, what in cell.measure(repeats):
                 if report:
                     report(before + done, total, what)
-            _make_room()
+            drop_programs(ROOM)
     except KeyboardInterrupt:
         return Comparison([row for cell in cells for row in cell.rows()], facts, interrupted=True)
     return Comparison([row for cell in cells for row in cell.rows()], facts)
@@ -286,7 +289,7 @@ class _Cell:
             group = [PLAIN]
             yield done, f"{where}: {PLAIN} (warm-up)"
             self.attempt(PLAIN)
-            while left and (len(group) == 1 or not _crowded()):
+            while left and (len(group) == 1 or not crowded(ROOM)):
                 group.append(left.pop(0))
                 yield done + len(group) - 1, f"{where}: {group[-1]} (warm-up)"
                 self.attempt(group[-1])
@@ -305,7 +308,7 @@ class _Cell:
                         beside.append(seconds)
             if left:
                 done -= repeats + 1                     # plain decoding comes once more
-                _make_room()
+                drop_programs(ROOM)
         yield done, where
 
     def attempt(self, name: str) -> float | None:
@@ -375,19 +378,3 @@ def _equal(plain: list[list[int]], other: list[list[int]]) -> float:
     """The share of positions at which both rows have the same token, out of those of the longer row."""
     same = sum(x == y for a, b in zip(plain, other, strict=True) for x, y in zip(a, b, strict=False))
     return same / max(sum(max(len(a), len(b)) for a, b in zip(plain, other, strict=True)), 1)
-
-
-def _crowded() -> bool:
-    """Whether compiled programs take nearly half of the memory maps that Linux grants a process by default.
-
-    On CPU a program takes hundreds of the 65,530; a comparison of all systems compiles hundreds of programs.
-    """
-    maps = Path("/proc/self/maps")
-    return maps.exists() and maps.read_bytes().count(b"\n") > 25_000
-
-
-def _make_room() -> None:
-    """Drops compiled programs if they take too many memory maps."""
-    if _crowded():
-        jax.clear_caches()
-        gc.collect()

@@ -1,7 +1,9 @@
 """The compiled drivers: begin, prefill, and advance a state by rounds. Everything above them is host code.
 
-Three programs for each algorithm, model, batch and buffer size; prompts, temperatures, seeds, stops and budgets are
-data. States are donated from call to call, so a caller keeps only the newest one.
+Two programs for each algorithm, kind of policy, batch and buffer size, `begin` and `advance`; and one for each model,
+batch and buffer size that prefills, which all algorithms share that learn the same of a prompt (most learn nothing).
+Prompts, temperatures, seeds, stops and budgets are data. States are donated from call to call, so a caller keeps only
+the newest one.
 """
 
 from __future__ import annotations
@@ -11,36 +13,91 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from decodax.cache import Cache
+from decodax.core import keys
 from decodax.core.prefill import Prefill, Silent, prefill_rounds
 from decodax.core.round import run
 from decodax.core.start import init_state
-from decodax.core.state import State
-from decodax.core.types import Algorithm, Model, Params
+from decodax.core.state import State, Stats, Status
+from decodax.core.types import Algorithm, Model, Observer, Params
 
 begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top_logprobs"))
 """`init_state`, compiled."""
 
 
+def compiled() -> int:
+    """How many programs of the drivers there are in this process."""
+    programs: Any = (begin, commit_prompts, fan_out, advance)
+    return sum(program._cache_size() for program in programs)
+
+
 def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:
     """Commits all but the newest prompt token to the cache, in chunks of `width` (at most the buffer's size).
 
-    The program does not see the policy: it is shared by all of them.
+    The program sees neither the policy nor, unless it learns from the prompt (`Algorithm.observer`), the algorithm: it
+    is shared by all of them.
     """
     if not alg.prefills:
         return s
-    done = commit_prompts(alg, model, params, s.replace(policy=None, record=None), width=width)
-    return done.replace(policy=s.policy, record=s.record)
+    observer = alg.observer
+    seen = s.replace(cache=None, algo=None, policy=None, record=None, stats=None)
+    if observer is None:        # neither its weights nor the room that its rounds want behind the text
+        seen, params = seen.replace(tokens=s.tokens[:, :s.cache.capacity]), params.replace(draft=None)
+    held = s.cache, None if observer is None else s.algo
+    rows = s.batch if observer is not None else _together(s)
+    (cache, algo), status = commit_prompts(observer, model, params, held, seen, width=width, rows=rows)
+    return s.replace(cache=cache, algo=s.algo if observer is None else algo, status=status)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("width",), donate_argnums=(3,))
-def commit_prompts(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:
-    """The program behind `prefill`, for a state without policy and record."""
-    chunks = Prefill(alg, width)
-    done = run(chunks, model, params, Silent(jnp.zeros((s.batch, 0), jnp.int32)),
-               s.replace(algo=chunks.init(params, s)), prefill_rounds(s.prompt_length, width))
-    return done.replace(algo=done.algo[0], stats=jax.tree.map(jnp.zeros_like, done.stats))
+def _together(s: State) -> int:
+    """How many rows are prefilled together: all, but on one CPU device in batches of 8, 16, ... rows four or an eighth.
+
+    A chunk's cost is there nearly that of its rows, finished or not (125M shape, 32 tokens: 0.10 s with one row, 0.27
+    with 4, 0.52 with 8), so groups spare what the rows that fill up a batch would take, and the short prompts' share of
+    the longest. Elsewhere many rows share the reading of the weights.
+    """
+    devices: list[Any] = list(s.tokens.sharding.device_set)
+    alone = len(devices) == 1 and devices[0].platform == "cpu"
+    return max(s.batch // 8, 4) if alone and s.cache.by_row and s.batch % 8 == 0 else s.batch
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("width", "rows"), donate_argnums=(3,))
+def commit_prompts(observer: Observer | None, model: Model, params: Params, held: tuple[Cache, Any], s: State, *,
+                   width: int, rows: int) -> tuple[tuple[Cache, Any], Array]:
+    """The program behind `prefill`.
+
+    Args:
+        held: the cache, and the algorithm's state if there is an observer; donated.
+        s: the state without them, and without policy, record and statistics.
+        rows: so many are prefilled together, group by group; a divisor of the batch, and all of it with an observer.
+
+    Returns:
+        `held` behind the prompts, and the rows' status.
+    """
+    # room behind the text, so that no row counts as full or done: that is for the rounds that emit tokens
+    room = ((0, 0), (0, 2 if observer is None else 0))
+    s = s.replace(tokens=jnp.pad(s.tokens, room), max_length=jnp.full_like(s.max_length, jnp.iinfo(jnp.int32).max))
+
+    def commit(s: State, held: tuple[Cache, Any]) -> tuple[tuple[Cache, Any], Array]:
+        chunks, none = Prefill(observer, width), jnp.zeros(s.batch, jnp.int32)
+        s = s.replace(cache=held[0], algo=held[1],
+                      stats=Stats(none, none, none, jnp.zeros((s.batch, 2), jnp.int32), none))
+        done = run(chunks, model, params, Silent(jnp.zeros((s.batch, 0), jnp.int32)),
+                   s.replace(algo=chunks.init(params, s)), prefill_rounds(s.prompt_length, width))
+        return (done.cache, done.algo[0]), done.status
+
+    def group(i: Array, done: tuple[Any, Array]) -> tuple[Any, Array]:
+        some = lambda x: lax.dynamic_slice_in_dim(x, i * rows, rows)
+        return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, i * rows, 0), done,
+                            commit(jax.tree.map(some, s), jax.tree.map(some, done[0])))
+
+    if rows == s.batch:
+        return commit(s, held)
+    # groups behind the last running row have nothing to do
+    last = jnp.where(s.running, jnp.arange(s.batch, dtype=jnp.int32) // rows + 1, 0).max()
+    return lax.fori_loop(0, last, group, (held, s.status))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4,))
@@ -50,8 +107,15 @@ def advance(alg: Algorithm, model: Model, params: Params, policy: Any, s: State,
 
 
 @jax.jit
-def fan_out(s: State, policy: Any, keys: Array) -> State:
-    """Each prefilled row several times, side by side: with the keys `key[B * n]` and the policy of its samples."""
-    rows = jnp.repeat(jnp.arange(s.batch), keys.shape[0] // s.batch)
-    s = s.select(rows).replace(key=keys)
-    return s.replace(policy=policy.init(s.tokens, s.length, s.prompt_length, keys))
+def fan_out(s: State, policy: Any, rows: Array, live: Array, *address: Array) -> State:
+    """The state whose row `i` is a sample of the prefilled row `rows[i]`.
+
+    Args:
+        policy: of the samples.
+        live: `bool[B']`; the others fill up the batch and are finished.
+        address: seed, request and sample of each, as `keys.row_keys` takes them.
+    """
+    key = keys.row_keys(*address)
+    s = s.select(rows)
+    status = jnp.where(live, s.status, jnp.int32(Status.LENGTH))
+    return s.replace(key=key, status=status, policy=policy.init(s.tokens, s.length, s.prompt_length, key))

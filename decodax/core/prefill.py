@@ -14,15 +14,15 @@ from jax import Array, lax
 
 from decodax.cache import Window, causal
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Algorithm, Decision, Observer, Out, Params
 from decodax.struct import Struct, struct
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefill(Algorithm):
-    """Commits the prompts of `inner`'s state in chunks of `width` tokens."""
+    """Commits prompts in chunks of `width` tokens, each shown to `reader`; its state is that of the algorithm."""
 
-    inner: Algorithm
+    reader: Observer | None
     width: int
 
     emits = 1
@@ -31,23 +31,25 @@ class Prefill(Algorithm):
         return s.algo, jnp.zeros((), jnp.int32)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        inner, start = s.algo
+        algo, start = s.algo
         # the buffer's end may cut the last chunk short: it then starts earlier and writes some entries once more
         begin = jnp.minimum(start, s.tokens.shape[1] - self.width)
         tokens = lax.dynamic_slice_in_dim(s.tokens, begin, self.width, 1)
         positions = begin + jnp.arange(self.width, dtype=jnp.int32)
         live = (positions < s.prompt_length[:, None] - 1) & (positions >= start) & s.running[:, None]
         window = causal(tokens, jnp.broadcast_to(begin, s.length.shape), live)
-        return window.replace(certain=True), (inner, start)
+        return window.replace(certain=True), (algo, start)
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        inner, start = algo
+        told, start = algo
+        if self.reader is not None:
+            told = self.reader.observe(s, window, out, told)
         finite = jnp.isfinite(out.hidden).all(-1)
         slots = jnp.where(window.live & finite, window.positions, -1)
         broken = (window.live & ~finite).any(1)
         none = jnp.zeros((s.batch, 1), jnp.int32)
         return Decision(tokens=none - 1, count=broken.astype(jnp.int32), slots=slots, source=none,
-                        algo=(self.inner.observe(s, window, out, inner), start + self.width))
+                        algo=(told, start + self.width))
 
 
 @struct

@@ -11,7 +11,7 @@ from decodax.cache import require
 from decodax.core import keys
 from decodax.core.mesh import auto_region, constrain, heads
 from decodax.core.record import empty_record
-from decodax.core.state import State, Stats
+from decodax.core.state import State, Stats, Status
 from decodax.core.types import Algorithm, Model, Params
 
 
@@ -25,7 +25,7 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         tokens: `i32[B, T]` prompts, left-aligned. prompt_length: `i32[B]`, from 1 to T.
         size: slots `N` of the token buffer and of the cache, static; at least T. A row that reaches it finishes with
             `Status.CAPACITY`, so make it at least prompt + max_new.
-        max_new, min_new: `i32[B]` or scalars, traced.
+        max_new, min_new: `i32[B]` or scalars, traced. A row that may make no token is finished from the start.
         seed, request, sample: `u32[B]` or scalars that address the row's randomness; `request` defaults to the row. A
             seed of 64 bits is a row of `u32[B, 2]`, high word first.
         inputs: what the model is given for each row beside its tokens, a pytree of arrays `[B, ...]`; see
@@ -58,7 +58,8 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
             algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),
             stop=zero() if policy.stops is None else policy.stops.start(B),
             record=None if top_logprobs is None else empty_record((B, size + alg.emits), top_logprobs),
-            status=zero(), stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32), zero()),
+            status=jnp.where(max_new > 0, jnp.int32(Status.RUNNING), jnp.int32(Status.LENGTH)),
+            stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32), zero()),
             prompt_length=prompt_length, min_new=min_new, max_length=prompt_length + max_new, key=key)
         return s.replace(algo=alg.init(params, s))
 

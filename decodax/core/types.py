@@ -269,6 +269,16 @@ class Decision(Struct):
     rows: Array | None = None
 
 
+class Observer(Protocol):
+    """What learns from the prompt while it is prefilled. It is compared by value, and static under jit."""
+
+    def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
+        """The algorithm's state after a prefill chunk (`window`), whose hidden states and logits are in `out`.
+
+        `s.policy` and `s.record` are None: prefill does not see the policy.
+        """
+
+
 class Algorithm(abc.ABC):
     """A decoding method: derive a frozen dataclass from this. It is compared by value, and static under jit.
 
@@ -337,13 +347,19 @@ class Algorithm(abc.ABC):
     @property
     def variants(self) -> tuple[Algorithm, ...]:
         """Of a method whose rounds have several shapes (a draft length that adapts, a refresh now and then): one for
-        each, on the same state. Only `emits`, `caches`, `init`, `choose` and `observe` of the method itself are then
+        each, on the same state. Only `emits`, `caches`, `init`, `choose` and `observer` of the method itself are then
         used. Empty: its rounds are of one shape."""
         return ()
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
         """Which of the `variants` runs the next round, for the whole batch: `i32[]`."""
         raise NotImplementedError(f"{type(self).__name__} has variants and no `choose`")
+
+    @property
+    def observer(self) -> Observer | None:
+        """What learns from the prompt while it is prefilled; None: nothing does. Prefill is compiled once for each
+        observer and model, so methods with equal observers share it."""
+        return None
 
     def through(self, model: Model) -> Model:
         """The model as the method runs it: a model that wraps the given one may run its layers in another way, and keep
@@ -367,8 +383,3 @@ class Algorithm(abc.ABC):
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
         """What of it is true. `dist` is the policy at each node of the window: a `decodax.policy.Distribution`. Weights
         of a further model (a judge, a reward model) are `params.role(name)`."""
-
-    def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
-        """Its state after a prefill chunk, hidden states and all: drafters that feed on the target's features use
-        it."""
-        return algo

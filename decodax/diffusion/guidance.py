@@ -46,7 +46,8 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
     if prefills:
         place = jnp.arange(size, dtype=jnp.int32)
         tokens = jnp.where(place < s.prompt_length[:, None], jnp.int32(mask), s.tokens[:, :size])
-        other = drivers.begin(alg, model, params, policy, tokens, s.prompt_length, size=size, max_new=jnp.int32(1))
+        other = drivers.begin(alg, model, params, policy, tokens, s.prompt_length, size=size,
+                              max_new=jnp.minimum(s.max_length - s.prompt_length, 1))
         unconditional = drivers.prefill(alg, model, params, other, width=min(256, size)).cache
     else:
         unconditional = model.init_cache(s.batch, size)

@@ -148,11 +148,12 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
     else:
         lengths = np.array([len(row) for row in negative], np.int32)
         # the branch holds its own prompt and whatever the row may still make
-        size = -(-int(lengths.max() + np.asarray(s.max_length - s.prompt_length).max()) // 256) * 256
+        size = -(-int(lengths.max() + (np.asarray(s.max_length) - np.asarray(s.prompt_length)).max()) // 256) * 256
         tokens = np.zeros((s.batch, size), np.int32)
         for row, ids in zip(tokens, negative, strict=True):
             row[:len(ids)] = ids
-        other = drivers.begin(alg, model, params, policy, tokens, lengths, size=size, max_new=np.int32(1))
+        other = drivers.begin(alg, model, params, policy, tokens, lengths, size=size,
+                              max_new=np.minimum(np.asarray(s.max_length) - np.asarray(s.prompt_length), 1))
         other = drivers.prefill(alg, model, params, other, width=min(256, size))
         cache, opening, offset = other.cache, other.newest, first - (jnp.asarray(lengths) - 1)
     scales = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (s.batch,))

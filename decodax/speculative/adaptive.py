@@ -137,7 +137,12 @@ class Adaptive(Algorithm):
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         return self.variants[0].decide(params, dist, s, window, out, algo)
 
+    @property
+    def observer(self) -> Adaptive | None:
+        return None if all(arm.observer is None for arm in self.arms) else self
+
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+        """What the drafts make of a prefill chunk."""
         return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
 
     @functools.cached_property
@@ -234,9 +239,6 @@ class _Arm(Algorithm):
         control = self.adaptive.controller.update(self.adaptive.known, control, seen)
         control, papers = self._compare(control, papers, s, d, seen)
         return d.replace(tokens=wide[0], source=wide[1], algo=(control, states, papers))
-
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        return self.adaptive.observe(s, window, out, algo)
 
 
 def _same(a: Any, b: Any) -> bool:

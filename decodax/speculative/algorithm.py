@@ -17,7 +17,7 @@ from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.policy.base import Distribution
 from decodax.speculative.grown import Grown, Trimmed
-from decodax.speculative.source import Draft, Shape, Source
+from decodax.speculative.source import Draft, Drafter, Shape, Source
 from decodax.speculative.tree import Proposal, Tree, tree, window
 from decodax.speculative.verify import SeedExact, Verifier
 
@@ -105,8 +105,20 @@ class Speculative(Algorithm):
         return Decision(tokens=tokens, count=count, slots=slots, source=path, algo=None,
                         drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=accepted)
 
+    @property
+    def observer(self) -> Reading | None:
+        reader = self.drafter.reader
+        return None if reader is None else Reading(reader)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The observer of a speculative method: its drafter, or the part of it that reads prompts."""
+
+    reader: Drafter
+
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        return self.drafter.observe(s, window, out, None, algo[0]), None
+        return self.reader.observe(s, window, out, None, algo[0]), None
 
 
 __all__ = ["Draft", "Proposal", "Source", "Speculative", "Tree"]

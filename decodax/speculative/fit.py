@@ -50,8 +50,14 @@ class Counted(Algorithm):
         hit = (d.source[:, :, None] == 1 + jnp.arange(algo[1].shape[1])) & on[:, :, None]
         return d.replace(algo=(d.algo, algo[1] + hit.sum(1, dtype=jnp.int32)))
 
+    @property
+    def observer(self) -> Counted | None:
+        return None if self.of.observer is None else self
+
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        return self.of.observe(s, window, out, algo[0]), algo[1]
+        """What `of` makes of a prefill chunk; nothing is counted."""
+        assert self.of.observer is not None
+        return self.of.observer.observe(s, window, out, algo[0]), algo[1]
 
 
 def tree_of(algorithm: Speculative) -> Fixed:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,10 @@ class Watched(AroundSource, Draft):
     source: Any
     length: int
     rounds: int
+
+    @property
+    def reader(self) -> Self | None:
+        return None if self.source.reader is None else self
 
     def init(self, params: Params, s: State) -> Examples:
         seen = jnp.zeros((s.batch, self.rounds, self.length, 2), jnp.float32)

@@ -52,12 +52,22 @@ class Drafter:
         """The drafter for a target whose logits have `size` entries, if its own may have another number."""
         return self
 
+    @property
+    def reader(self) -> Drafter | None:
+        """What of it learns from the prompt: whose `observe` is called with each prefill chunk, on the same state.
+
+        None, the default: nothing does. A drafter that learns from prompts returns itself, one made of others what is
+        enough. Prefill is compiled once for each reader, so the less is in it, the more methods share the program.
+        """
+        return None
+
     def init(self, params: Params, s: State) -> Any:
         """Its state for a prompt; every leaf with an explicit dtype and a leading batch axis."""
         return None
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        """Learns from a scored window and what was decided of it (None: a prefill chunk), whoever proposed it."""
+        """Learns from a scored window and what was decided of it (None: a prefill chunk, see `reader`), whoever
+        proposed it."""
         return state
 
 
@@ -76,6 +86,10 @@ class AroundSource(Drafter):
     @property
     def weights(self) -> Any:
         return self.source.weights
+
+    @property
+    def reader(self) -> Drafter | None:
+        return self.source.reader
 
     def bare(self) -> Self:
         return dataclasses.replace(self, source=self.source.bare())      # type: ignore[type-var]

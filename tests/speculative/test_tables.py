@@ -60,6 +60,10 @@ class SideBySide:
     def bare(self):
         return self
 
+    @property
+    def reader(self):
+        return self
+
     def init(self, params, s):
         return tuple(d.init(params, s) for d in self.drafts)
 

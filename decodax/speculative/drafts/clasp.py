@@ -79,6 +79,10 @@ class CLaSp(OwnLayers):
         if self.every < 1:
             raise ValueError(f"every: got {self.every}, takes at least 1")
 
+    @property
+    def reader(self) -> CLaSp:
+        return self
+
     def init(self, params: Params, s: State) -> InContext:
         L, M = self.model.depth, self.skips
         # until a context is known: layers spread evenly over the middle

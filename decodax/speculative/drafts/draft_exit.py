@@ -14,7 +14,7 @@ and only what would follow it is not drafted, so every verifier keeps its guaran
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -75,6 +75,10 @@ class DraftExit(AroundSource, Source):
     def shape(self) -> DoubtfulEnd:
         """How its chain grows unless another shape is asked for."""
         return DoubtfulEnd(self.length)
+
+    @property
+    def reader(self) -> Self | None:
+        return None if self.source.reader is None else self
 
     def init(self, params: Params, s: State) -> Exit:
         full = lambda x: jnp.full(s.batch, x, jnp.float32)

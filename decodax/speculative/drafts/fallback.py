@@ -70,6 +70,10 @@ class Fallback(Draft):
     def bare(self) -> Fallback:
         return dataclasses.replace(self, first=self.first.bare(), second=self.second.bare())
 
+    @property
+    def reader(self) -> Fallback | None:
+        return None if self.first.reader is None and self.other.reader is None else self
+
     def init(self, params: Params, s: State) -> Both:
         one, two = _split(params)
         return Both(self.first.init(one, s), self.other.init(two, s), jnp.zeros(s.batch, bool))

@@ -75,6 +75,10 @@ class KNNSkip(OwnLayers):
     def bare(self) -> KNNSkip:
         return dataclasses.replace(self, weights=None)
 
+    @property
+    def reader(self) -> KNNSkip:
+        return self
+
     def init(self, params: Params, s: State) -> Matched:
         c, given = self.model.config, params.draft
         if given is None:

@@ -57,6 +57,10 @@ class Merged(Draft):
     def bare(self) -> Merged:
         return dataclasses.replace(self, sources=tuple(source.bare() for source in self.sources))
 
+    @property
+    def reader(self) -> Merged | None:
+        return None if all(source.reader is None for source in self.sources) else self
+
     def init(self, params: Params, s: State) -> Any:
         return tuple(source.init(own, s) for source, own in zip(self.sources, self._own(params), strict=True))
 

@@ -101,6 +101,10 @@ class TokenRecycling(Draft):
     def bare(self) -> TokenRecycling:
         return dataclasses.replace(self, warm=None)
 
+    @property
+    def reader(self) -> TokenRecycling:
+        return self
+
     def init(self, params: Params, s: State) -> Any:
         """`i32[B, rows, 1 + k]`: whose successors a row holds, then these; -1 where it holds none."""
         shape = (s.batch, self.rows, 1 + self.k)

@@ -126,6 +126,10 @@ class Stand(Source):
     def bare(self) -> Stand:
         return dataclasses.replace(self, warm=None)
 
+    @property
+    def reader(self) -> Stand:
+        return self
+
     def init(self, params: Params, s: State) -> TargetPredictions:
         shape = (*s.tokens.shape, self.k)
         return TargetPredictions(tokens=jnp.zeros(shape, jnp.int32), chances=jnp.zeros(shape, jnp.float32),

@@ -15,7 +15,7 @@ that always does, every exact one, these drafts are the source's own.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,10 @@ class TargetRooted(AroundSource, Source):
             raise ValueError(f"keep: got {self.keep}, takes at least 1")
         if isinstance(self.source, Draft):
             raise ValueError(f"source: {type(self.source).__name__} makes its own trees, takes a Source")
+
+    @property
+    def reader(self) -> Self | None:
+        return None if self.source.reader is None else self
 
     def init(self, params: Params, s: State) -> Rooted:
         return self._nothing(s, self.source.init(params, s))
