@@ -67,8 +67,8 @@ class Cache(Struct, abc.ABC):
         Args:
             k, v: `f[B, K, G, d]` and `f[B, K, G, e]` keys and values of the window. `K` is `W`, unless nodes of earlier
                 windows stand before its own (`AttentionView`).
-            window: a `Window` or an `AttentionView`, of which it reads `visible()`, `positions`, `key_positions` and
-                `cached`.
+            window: a `Window` or an `AttentionView`, of which it reads `visible()`, `positions`, `key_positions`,
+                `cached` and `certain`; `live` only where `certain`, which a `Window` alone is.
 
         Returns:
             `f[B, W, H, e]`, and the entry of this layer: a pytree of arrays `[B, W, ...]`.

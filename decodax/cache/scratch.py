@@ -30,6 +30,11 @@ class AttentionView(Struct):
     seen: Array
     cached: Array | None = None
 
+    @property
+    def certain(self) -> bool:
+        """As in `Window`: never."""
+        return False
+
     def visible(self) -> Array:
         return self.seen
 

@@ -7,7 +7,8 @@ kind of cache says where the tokens of a commit go; what lay there is forgotten.
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,28 +17,35 @@ from jax import Array
 from decodax.cache.base import Cache, Draftable, Entries, PyTree
 from decodax.cache.scratch import Scratch
 from decodax.pallas_kernels.window_attention import BLOCK, window_attention
+from decodax.struct import static, struct
 
 
+@struct
 class Slotted(Cache):
-    """Keys and values in slots: derive a `@struct` from this, with these fields, and say `place`.
+    """Keys and values in slots: derive a `@struct` from this and say `place`. Its own fields follow these.
 
     Attributes:
         keys, values: a tuple of one `f[B, G, C, d]` and `f[B, G, C, e]` a layer.
         positions: a tuple of one `i32[B, G, C]` a layer, the position of each slot's token; -1: empty.
         length: `i32[B]` tokens of the verified text.
+        given: see `Cache.inputs`.
         size: static; the most tokens of a text.
     """
 
-    if TYPE_CHECKING:
-        keys: tuple[Array, ...]
-        values: tuple[Array, ...]
-        positions: tuple[Array, ...]
-        length: Array
-        size: int
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    positions: tuple[Array, ...]
+    length: Array
+    given: PyTree
+    size: int = static()
 
     @property
     def capacity(self) -> int:
         return self.size
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
 
     @abc.abstractmethod
     def place(self, layer: int, entry: PyTree, positions: Array) -> Array:
@@ -75,11 +83,12 @@ class Slotted(Cache):
         return (put(keys, entry[0].swapaxes(1, 2), to), put(values, entry[1].swapaxes(1, 2), to), put(held, wide, to))
 
 
-def empty_slots(layers: Any, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
-    """The fields `keys`, `values`, `positions` and `length` of an empty cache with so many slots, or a few more: a walk
-    takes whole blocks. `layers` as in `dense`."""
+def empty_slots(layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                inputs: PyTree = None, *, slots: int) -> dict[str, Any]:
+    """The fields of an empty `Slotted` cache with so many slots for each head, or a few more: a walk takes whole
+    blocks. The other arguments as in `dense`."""
     slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
     zeros = lambda at: tuple(jnp.zeros((batch, heads, slots, widths[min(at, len(widths) - 1)]), dtype)
                              for heads, *widths in layers)
-    return dict(keys=zeros(0), values=zeros(1), length=jnp.zeros(batch, jnp.int32),
+    return dict(keys=zeros(0), values=zeros(1), length=jnp.zeros(batch, jnp.int32), given=inputs, size=capacity,
                 positions=tuple(jnp.full((batch, heads, slots), -1, jnp.int32) for heads, *_ in layers))

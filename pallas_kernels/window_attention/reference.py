@@ -12,6 +12,7 @@ import math
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.nn import logsumexp
 
 Carry = tuple[Array, Array, Array]
 
@@ -60,6 +61,26 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
     Returns:
         `f[B, W, H, e]` in the dtype of `q`. Scores and sums are float32.
     """
+    return window_attention_lse(q, k, v, mask, positions, cache_k, cache_v, length, scale=scale, sliding=sliding,
+                                softcap=softcap, key_positions=key_positions, cached=cached,
+                                slot_positions=slot_positions)[0]
+
+
+def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Attention to several sets of keys as attention to all of them. Each part, and the result, is what
+    `window_attention_lse` gives."""
+    outs, sums = (jnp.stack(x) for x in zip(*parts, strict=True))
+    lse = logsumexp(sums, axis=0)
+    return (outs * jnp.exp(sums - lse)[..., None]).sum(0).astype(outs.dtype), lse
+
+
+def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None = None,
+                         cache_v: Array | None = None, length: Array | None = None, *, scale: float,
+                         sliding: int | None = None, softcap: float | None = None,
+                         key_positions: Array | None = None, cached: Array | None = None,
+                         slot_positions: Array | None = None) -> tuple[Array, Array]:
+    """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
+    score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
     B, W, H, d = q.shape
     G, e = k.shape[2], v.shape[3]
     q = q.reshape(B, W, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * W, d)
@@ -128,4 +149,5 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
             *start, cpu=functools.partial(walk, narrow), default=functools.partial(walk, wide))
 
     out = (out / total).astype(q.dtype).reshape(B, G, H // G, W, e)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, W, H, e)
+    lse = (top + jnp.log(total)).reshape(B, G, H // G, W)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, W, H, e), lse.transpose(0, 3, 1, 2).reshape(B, W, H)

@@ -6,33 +6,52 @@ import numpy as np
 import pytest
 
 from decodax.autoregressive import Autoregressive
-from decodax.cache import causal, dense
+from decodax.cache import Slotted, causal, dense, empty_slots
 from decodax.core import drivers
-from decodax.pallas_kernels.window_attention import window_attention
+from decodax.pallas_kernels.window_attention import merge, window_attention, window_attention_lse
+from decodax.struct import struct
 from tests.laws.cases import ALGORITHMS, POLICIES, decode, prompts, start, texts
 
-KINDS = {"dense": lambda batch, capacity: dense([(2, 4), (1, 8)], batch, capacity, jnp.float32)}
+
+@struct
+class Backwards(Slotted):
+    """A cache whose slots are positions counted from the end."""
+
+    def place(self, layer, entry, positions):
+        return jnp.where(positions < self.size, self.size - 1 - positions, -1)[:, None]
 
 
-def entries(key, batch, width):
-    k = jax.random.split(jax.random.key(key), 4)
-    shapes = [(batch, width, 2, 4)] * 2 + [(batch, width, 1, 8)] * 2
-    a, b, c, d = (jax.random.normal(key, shape) for key, shape in zip(k, shapes, strict=True))
-    return ((a, b), (c, d))
+WIDTHS = [(2, 4), (1, 8)]
+WIDE = [(2, 4, 6), (1, 8, 3)]
+KINDS = {
+    "dense": lambda batch, capacity: dense(WIDTHS, batch, capacity, jnp.float32),
+    "dense of other values": lambda batch, capacity: dense(WIDE, batch, capacity, jnp.float32),
+    "slotted": lambda batch, capacity: Backwards(
+        **empty_slots(WIDTHS, batch, capacity, jnp.float32, slots=capacity)),
+    "slotted of other values": lambda batch, capacity: Backwards(
+        **empty_slots(WIDE, batch, capacity, jnp.float32, slots=capacity)),
+}
+
+
+def entries(key, batch, width, kind="dense"):
+    """Keys and values for a cache of a kind."""
+    cache, draw = KINDS[kind](1, 8), iter(jax.random.split(jax.random.key(key), 4))
+    one = lambda held: jax.random.normal(next(draw), (batch, width, held.shape[1], held.shape[3]))
+    return tuple((one(k), one(v)) for k, v in zip(cache.keys, cache.values, strict=True))
 
 
 def look(cache, layer=0):
     """What a fixed query sees of the cache."""
     batch = cache.length.shape[0]
     q = jax.random.normal(jax.random.key(9), (batch, 1, 4, 4))
-    zero = jnp.zeros((batch, 1, 2, 4))
+    zeros = lambda held: jnp.zeros((batch, 1, 2, held[layer].shape[3]))
     window = causal(jnp.zeros((batch, 1), jnp.int32), cache.length)
-    return cache.attend(layer, q, zero, zero, window, scale=0.5)[0]
+    return cache.attend(layer, q, zeros(cache.keys), zeros(cache.values), window, scale=0.5)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_any_size_commit_the_same(kind):
-    kv = entries(0, 3, 6)
+    kv = entries(0, 3, 6, kind)
     part = lambda a, b: jax.tree.map(lambda x: x[:, a:b], kv)
     slots = jnp.broadcast_to(jnp.arange(6), (3, 6))
     whole = KINDS[kind](3, 8).commit(kv, slots)
@@ -45,16 +64,16 @@ def test_chunks_of_any_size_commit_the_same(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1, 4])
 def test_dropped_entries_leave_no_trace(kind, width):
-    full = KINDS[kind](2, 8).commit(entries(0, 2, 3), jnp.broadcast_to(jnp.arange(3), (2, 3)))
-    same = full.commit(entries(1, 2, width), jnp.full((2, width), -1))
+    full = KINDS[kind](2, 8).commit(entries(0, 2, 3, kind), jnp.broadcast_to(jnp.arange(3), (2, 3)))
+    same = full.commit(entries(1, 2, width, kind), jnp.full((2, width), -1))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(full), jax.tree.leaves(same), strict=True))
-    beyond = full.commit(entries(1, 2, width), jnp.full((2, width), 8)) if width > 1 else full
+    beyond = full.commit(entries(1, 2, width, kind), jnp.full((2, width), 8)) if width > 1 else full
     assert np.array_equal(look(full), look(beyond.replace(length=full.length)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_accept_different_lengths(kind):
-    kv = entries(0, 2, 4)
+    kv = entries(0, 2, 4, kind)
     slots = jnp.array([[0, 1, -1, -1], [0, 1, 2, 3]])
     ragged = KINDS[kind](2, 8).commit(kv, slots)
     assert ragged.length.tolist() == [2, 4]
@@ -66,7 +85,7 @@ def test_rows_accept_different_lengths(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_select_gathers_rows(kind):
-    full = KINDS[kind](3, 8).commit(entries(0, 3, 4), jnp.array([[0, 1, 2, 3], [0, 1, -1, -1], [0, -1, -1, -1]]))
+    full = KINDS[kind](3, 8).commit(entries(0, 3, 4, kind), jnp.array([[0, 1, 2, 3], [0, 1, -1, -1], [0, -1, -1, -1]]))
     rows = jnp.array([2, 0, 0, 1])
     picked = full.select(rows)
     assert picked.length.tolist() == [1, 4, 4, 2]
@@ -113,6 +132,46 @@ def test_window_attention_equals_attention_to_everything(sliding, softcap):
                     score, values = score[keep], values[keep]
                 weight = np.exp(score - score.max())
                 assert np.allclose(out[b, w, h], weight @ values / weight.sum(), atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_committed_entries_are_attended_to(kind):
+    """Against a softmax over the entries themselves."""
+    kv = entries(0, 2, 5, kind)
+    cache = KINDS[kind](2, 8).commit(kv, jnp.broadcast_to(jnp.arange(5), (2, 5)))
+    q = np.asarray(jax.random.normal(jax.random.key(9), (2, 1, 4, 4)))
+    k, v = (np.concatenate([x, np.zeros((2, 1, *x.shape[2:]))], 1) for x in kv[0])
+    for b in range(2):
+        for h in range(4):
+            weight = np.exp(k[b, :, h // 2] @ q[b, 0, h] * 0.5)
+            assert np.allclose(look(cache)[b, 0, h], weight @ v[b, :, h // 2] / weight.sum(), atol=1e-6)
+
+
+def test_attention_to_parts_merges_into_attention_to_all():
+    """Sinks and the rest, where some queries see nothing of one part."""
+    draw = np.random.default_rng(1)
+    B, W, H, G, d, S = 2, 3, 4, 2, 8, 16
+    q, k, v = (jnp.asarray(draw.normal(size=(B, W, h, d)), jnp.float32) for h in (H, G, G))
+    ck, cv = (jnp.asarray(draw.normal(size=(B, G, S, d)), jnp.float32) for _ in range(2))
+    length = jnp.array([9, 0])
+    positions = length[:, None] + jnp.arange(W)
+    held = jnp.where(jnp.arange(S) < length[:, None], jnp.arange(S), -1)[:, None]
+    mask = jnp.tril(jnp.ones((1, W, W), bool))
+
+    def part(mine):
+        return window_attention_lse(q, k, v, mask & mine(positions)[:, None], positions, ck, cv, scale=0.4,
+                                    slot_positions=jnp.where(mine(held), held, -1))
+
+    whole, lse = window_attention_lse(q, k, v, mask, positions, ck, cv, length, scale=0.4)
+    out, total = merge(part(lambda at: at < 2), part(lambda at: at >= 2))
+    assert np.allclose(out, whole, atol=1e-6) and np.allclose(total, lse, atol=1e-6)
+    # the weight of a key is exp(score - lse): those of all keys in sight add up to one
+    scores = 0.4 * jnp.einsum("bwgrd,bkgd->bwgrk", q.reshape(B, W, G, H // G, d),
+                              jnp.concatenate([ck.swapaxes(1, 2), k], 1))
+    sees = jnp.concatenate([jnp.broadcast_to((jnp.arange(S) < length[:, None])[:, None], (B, W, S)),
+                            jnp.broadcast_to(mask, (B, W, W))], 2)[:, :, None, None]
+    weights = jnp.where(sees, jnp.exp(scores - lse.reshape(B, W, G, H // G)[..., None]), 0)
+    assert np.allclose(weights.sum(-1), 1, atol=1e-5)
 
 
 def test_one_token_of_prompt_needs_no_prefill():
