@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -17,10 +19,13 @@ def run_page(name: str) -> dict[str, Any]:
 def run_file(path: Path) -> dict[str, Any]:
     """Executes all ```python blocks of a Markdown file in one namespace, and returns the namespace.
 
-    Lines of an error are lines of the page.
+    The namespace is that of a module, since a dataclass looks up the one that it is defined in. Lines of an error are
+    lines of the page.
     """
     text = path.read_text()
-    names: dict[str, Any] = {"__name__": f"docs.{path.stem}"}
+    module = ModuleType(f"{path.parent.name}_{path.stem}")
+    sys.modules[module.__name__] = module
+    names = vars(module)
     blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
     assert blocks, f"{path} has no python block"
     for block in blocks:
