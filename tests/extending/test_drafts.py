@@ -132,11 +132,11 @@ class CachebackByHand:
 
 
 @pytest.mark.parametrize("sizes", [dict(leader=1, follower=2, leaders=5, followers=2, levels=2),
-                                   dict(leader=2, follower=1, leaders=9, followers=3, levels=3)])
+                                   dict(leader=2, follower=1, leaders=9, followers=1, levels=3)])
 def test_cacheback_drafts_round_by_round_what_ordered_dictionaries_do(page: dict[str, Any],
                                                                       sizes: dict[str, int]) -> None:
     alg, ids = dx.Speculative(page["Cacheback"](**sizes)), prompts(4)
-    network, params, chain, s = start(alg, "llama", ids, dict(temperature=[0.4, 0.8] * 2), new=30)
+    network, params, chain, s = start(alg, "llama", ids, dict(temperature=[0.4, 0.8, 0.0, 0.2]), new=30)
 
     @jax.jit
     def step(s: dx.State) -> tuple[Any, dx.State]:

@@ -96,8 +96,9 @@ def test_beams_are_those_of_transformers(page: dict[str, Any], tmp_path_factory:
     del options["width"], options["returns"]
     ended = 0
     for prompt, found in zip(given, ours, strict=True):
-        out = network.generate(torch.tensor([prompt]), max_new_tokens=9, pad_token_id=4, do_sample=False,
-                               return_dict_in_generate=True, output_scores=True, **options)
+        ids = torch.tensor([prompt])
+        out = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, pad_token_id=4,
+                               do_sample=False, return_dict_in_generate=True, output_scores=True, **options)
         expected = []
         for row in out.sequences[:, len(prompt):].tolist():
             length = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
@@ -181,7 +182,7 @@ def test_particles_go_on_as_a_filter_by_hand_says(page: dict[str, Any]) -> None:
 @pytest.mark.parametrize("least", [0.0, 0.8], ids=["never", "resampled"])
 def test_the_estimate_is_unbiased(page: dict[str, Any], least: float) -> None:
     """Two-sided tests at 1e-5 each, of the estimate and of six frequencies: a false alarm in 7 of 100,000 runs."""
-    tilt, groups, size, prompt = (0.4, -0.8, 0.2, 0.6, -0.3, 0.0), 600, 8, PROMPTS[0]
+    tilt, groups, size, prompt = (0.6, -0.6, 0.4, 0.8, -0.1, 0.2), 600, 8, PROMPTS[0]
     alg = page["Particles"](Tilt(tilt), size, least)
     s = page["run"](alg, small(), [prompt] * groups, size, NEW, seed=1, temperature=1.0)
     assert (int(s.algo.resampled.sum()) > groups) == (least > 0)
@@ -203,8 +204,8 @@ def test_the_estimate_is_unbiased(page: dict[str, Any], least: float) -> None:
     for token in range(SMALL):
         exact = sum(m for text, m in mass.items() if text[0] == token)
         assert deviates((weight * (first == token)).sum(1), exact) < limit
-    # the test would see the estimate of the untilted model, or one that is a tenth off
-    assert deviates(weight.sum(1), 1.0) > limit and deviates(weight.sum(1), 1.1 * total) > limit
+    # the test would see the estimate of the untilted model, or one that is a fifth off
+    assert deviates(weight.sum(1), 1.0) > limit and deviates(weight.sum(1), 1.2 * total) > limit
 
 
 def test_a_hard_potential_gives_the_probability_of_an_event(page: dict[str, Any]) -> None:
