@@ -194,7 +194,7 @@ def _merge(parts: list[Result], order: list[int], samples: int, pad: int) -> Res
                               for n in ("rounds", "tokens", "drafted", "accepted")}
     return Result(tokens=rows(lambda p: p.tokens, pad, width), lengths=rows(lambda p: p.lengths),
                   status=[status[i] for i in back], text=None if text is None else [text[i] for i in back],
-                  logprobs=noted,
+                  logprobs=noted, findings={n: rows(lambda p, n=n: p.findings[n]) for n in parts[0].findings},
                   stats=Statistics(histogram=rows(lambda p: p.stats.histogram, 0, widest), **counts, **{
                       n: total(n) for n in ("forwards", "prefill_forwards", "seconds", "prefill_seconds")}))
 

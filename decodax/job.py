@@ -86,7 +86,8 @@ class Job:
             if request.guidance is not None:
                 model, s = guide(algorithm, model, params, policy, s, each.guidance, each.negative)
             if samples > 1:
-                live = np.arange(fill(most * samples)) < rows
+                # methods that work on rows of a prompt together take whole groups
+                live = np.arange(-(-fill(most * samples) // samples) * samples) < rows
                 index: Any = np.minimum(np.arange(len(live)), rows - 1)
                 policy = on_device(request.policy.select(index))
                 prompt, sample = np.divmod(index.astype(np.int32), np.int32(samples))
@@ -149,6 +150,8 @@ class Job:
                  for k in ("rounds", "drafted", "accepted", "histogram")}
         return Result(tokens=tokens, lengths=lengths, status=[Status(int(x)) for x in self.status], text=text,
                       logprobs=log_probs(s, request.logprobs),
+                      findings={name: np.asarray(x)[:len(self.status)]
+                                for name, x in self.algorithm.findings(self.state).items()},
                       stats=Statistics(forwards=self.forwards, prefill_forwards=self.prefill_forwards,
                                        tokens=lengths.astype(np.int64), seconds=self.seconds,
                                        prefill_seconds=self.prefill_seconds, **stats))

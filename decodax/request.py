@@ -114,14 +114,15 @@ class Request:
         count = len(ids)
         if where not in ("generate", "infill") and count != 1:
             raise ValueError(f"{where}: takes one prompt, got {count}")
-        samples = 1 if where != "generate" else said.or_given(
-            "num_return_sequences", num_samples, lambda name, x: whole(name, x, 1), 1, "num_samples")
+        wanted = None if where != "generate" else said.or_given(
+            "num_return_sequences", num_samples, lambda name, x: whole(name, x, 1), None, "num_samples")
         if batch_size is not None:
             batch_size = min(whole("batch_size", batch_size, 1), count)
-        at_once = (batch_size or count) * samples
         if cache is not None:
             lm = dataclasses.replace(lm, model=lm.model.with_cache(cache))
-        method = chosen(lm, algorithm, at_once)
+        method = chosen(lm, algorithm, (batch_size or count) * (wanted or 1))
+        samples = _samples(method, wanted, where)
+        at_once = (batch_size or count) * samples
         lengths = np.array([len(row) for row in ids], np.int64)
         budget, counted = _budget(lengths, max_new_tokens, max_length, said)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
@@ -362,6 +363,18 @@ def _room(lm: LM, longest: int, name: str) -> None:
     if trained is not None and longest > trained:
         warnings.warn(f"{name}: prompt and new tokens are {longest}, the model was made for {trained}",
                       stacklevel=outside())
+
+
+def _samples(method: Algorithm, wanted: int | None, where: str) -> int:
+    """Rows of a prompt: as many as asked for, or as the method works on together."""
+    together = method.samples
+    if together is None or together == wanted:
+        return wanted or 1
+    if where != "generate":
+        raise ValueError(f"algorithm: {method} works on {together} rows a prompt, and {where} has one; use generate")
+    if wanted is not None:
+        raise ValueError(f"num_samples: got {wanted}, {method} works on {together} rows a prompt")
+    return together
 
 
 def _inputs(inputs: Any, count: int) -> Any:

@@ -83,6 +83,8 @@ class Result:
         status: why each row ended. text: the new text of each row without the stop string; None without a tokenizer.
         logprobs: if they were asked for.
         stats: counts and times.
+        findings: what the method has found of each row beside the tokens (scores of beams, weights of particles), by
+            name, `[B, ...]` each; `{}` of most.
     """
 
     tokens: np.ndarray
@@ -91,6 +93,7 @@ class Result:
     text: list[str] | None
     logprobs: LogProbs | None
     stats: Statistics
+    findings: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.status)

@@ -37,8 +37,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     dist = policy.over(s, window, out)
     d = alg.decide(params, dist, s, window, out, algo)
     if d.rows is not None:
-        s, window, out = s.succeed(d.rows), window.select(d.rows), out.rows(d.rows)
-        dist = policy.over(s, window, out)
+        s, out, dist = s.succeed(d.rows), out.rows(d.rows), dist.select(d.rows)
     count, status, stop = clip(d, s, policy)
     last = jnp.maximum(count - 1, 0)[:, None]
     moved = dist.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])

@@ -335,6 +335,17 @@ class Algorithm(abc.ABC):
         """This method without those weights, as the compiled programs take it."""
         return self
 
+    @property
+    def samples(self) -> int | None:
+        """Rows of one prompt that it works on together, side by side (beams, particles); None: rows know nothing of one
+        another. `generate` then makes so many rows of each prompt, after `init`."""
+        return None
+
+    def findings(self, s: State) -> dict[str, Array]:
+        """What it has found of each row beside the tokens (scores, weights): arrays `[B, ...]` for
+        `Result.findings`."""
+        return {}
+
     def fit(self, budget: int) -> Algorithm:
         """This method for texts of at most `budget` new tokens, where it left a size open."""
         return self
@@ -373,7 +384,8 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def init(self, params: Params, s: State) -> PyTree:
-        """The algorithm's state for a prompt; every leaf with an explicit dtype."""
+        """The algorithm's state for the prompts; every leaf with an explicit dtype and a leading batch axis. The
+        samples of a prompt are made of it later."""
 
     @abc.abstractmethod
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, PyTree]:

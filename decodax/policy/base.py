@@ -252,6 +252,15 @@ class Distribution(Struct):
         return self.replace(window=window, hidden=self.hidden[:, :count], known=self.known[:, :count],
                             predicts=self.predicts[:, :count])
 
+    def select(self, rows: Array) -> Distribution:
+        """That of rows which go on from rows `rows` (`i32[B]`): see `Decision.rows`. Keys and the policy's constants
+        stay with the place."""
+        t = self.texts
+        texts = jax.tree.map(lambda x: x[rows], t.replace(key=None, prompt_length=None)).replace(
+            key=t.key, prompt_length=t.prompt_length)
+        return self.replace(texts=texts, window=self.window.select(rows), hidden=self.hidden[rows],
+                            known=self.known[rows], predicts=self.predicts[rows])
+
     @property
     def warm(self) -> Distribution:
         """The same with temperature 1 in place of 0.

@@ -6,8 +6,6 @@ greedy decoding and sampling.
 
 import dataclasses
 import functools
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,18 +14,14 @@ import decodax as dx
 from decodax.models.diffusion import Diffusion
 from decodax.speculative.drafts import LayerSkip
 from decodax.speculative.shapes import Fixed
+from tests.extending.pages import run_page
 from tests.laws.cases import Table
-
-PAGE = Path(__file__).parents[2] / "docs" / "extending" / "caches.md"
 
 
 @functools.cache
 def page():
     """The names that the page's code defines. It has assertions of its own."""
-    names = {"__name__": __name__}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
-    return names
+    return run_page("caches")
 
 
 def kinds():

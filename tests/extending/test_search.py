@@ -112,7 +112,7 @@ def test_beams_are_those_of_transformers(page: dict[str, Any], tmp_path_factory:
 def test_a_beam_without_a_text_says_so(page: dict[str, Any]) -> None:
     width = 8
     alg = page["Beams"](width)
-    out = dx.generate(small(), PROMPTS, num_samples=2 * width, algorithm=alg, max_new_tokens=1, logprobs=0)
+    out = dx.generate(small(), PROMPTS, algorithm=alg, max_new_tokens=1)
     for first in range(0, len(out), 2 * width):
         pool = range(first, first + width)
         assert sorted(out.row(i).tolist() for i in pool[:SMALL]) == [[token] for token in range(SMALL)]
@@ -124,13 +124,21 @@ def test_a_beam_without_a_text_says_so(page: dict[str, Any]) -> None:
 def test_broken_logits_end_the_search(page: dict[str, Any]) -> None:
     lm = small()
     broken = dataclasses.replace(lm, params=dict(lm.params, head=lm.params["head"].at[0, 0].set(jnp.nan)))
-    out = dx.generate(broken, PROMPTS, num_samples=4, algorithm=page["Beams"](2), max_new_tokens=4)
+    out = dx.generate(broken, PROMPTS, algorithm=page["Beams"](2), max_new_tokens=4)
     assert out.status == [dx.Status.INVALID] * 12
 
 
-def test_the_width_must_divide_the_rows(page: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"num_samples: got 9 rows, Beams\(width=2\) takes 4 a prompt"):
-        dx.generate(small(), PROMPTS, num_samples=3, algorithm=page["Beams"](2), max_new_tokens=4)
+def test_the_rows_of_a_prompt_are_the_methods_own(page: dict[str, Any]) -> None:
+    """Also where a batch is filled up: 6 rows a prompt do not divide 8."""
+    alg = page["Beams"](3)
+    with pytest.raises(ValueError, match=r"num_samples: got 3, Beams\(width=3.*works on 6 rows a prompt"):
+        dx.generate(small(), PROMPTS, algorithm=alg, max_new_tokens=4, num_samples=3)
+    with pytest.raises(ValueError, match=r"algorithm: Beams.* works on 6 rows a prompt, and stream has one"):
+        dx.stream(small(), PROMPTS[0], algorithm=alg)
+    whole = dx.generate(small(), PROMPTS, algorithm=alg, max_new_tokens=4)
+    parts = dx.generate(small(), PROMPTS, algorithm=alg, max_new_tokens=4, batch_size=1)
+    assert len(whole) == 6 * len(PROMPTS) and whole.tokens.tolist() == parts.tokens.tolist()
+    np.testing.assert_allclose(whole.findings["score"], parts.findings["score"], rtol=1e-5)
 
 
 # particles
@@ -184,17 +192,16 @@ def test_the_estimate_is_unbiased(page: dict[str, Any], least: float) -> None:
     """Two-sided tests at 1e-5 each, of the estimate and of six frequencies: a false alarm in 7 of 100,000 runs."""
     tilt, groups, size, prompt = (0.6, -0.6, 0.4, 0.8, -0.1, 0.2), 600, 8, PROMPTS[0]
     alg = page["Particles"](Tilt(tilt), size, least)
-    s = page["run"](alg, small(), [prompt] * groups, size, NEW, seed=1, temperature=1.0)
-    assert (int(s.algo.resampled.sum()) > groups) == (least > 0)
-    assert {int(x) for x in s.status} == {dx.Status.EOS, dx.Status.LENGTH}
+    out = dx.generate(small(), [prompt] * groups, algorithm=alg, max_new_tokens=NEW, seed=1, temperature=1.0)
+    assert (int(out.findings["resampled"].sum()) > groups) == (least > 0)
+    assert {*out.status} == {dx.Status.EOS, dx.Status.LENGTH}
 
     mass = {text: np.exp(own.sum() + sum(tilt[token] for token in text))
             for text, own in every_text(tuple(prompt)).items()}
     total = sum(mass.values())
     by_group = lambda x: np.asarray(x, np.float64).reshape(groups, size)
-    weight = np.exp(by_group(s.algo.log_mean) + by_group(s.algo.log_weight)) / size
-    np.testing.assert_allclose(weight.sum(1), np.exp(alg.log_estimate(s.algo)), rtol=1e-4)
-    first = by_group(s.tokens[:, len(prompt)])
+    weight = np.exp(by_group(out.findings["log_weight"])) / size
+    first = by_group(out.tokens[:, 0])
 
     def deviates(estimates: np.ndarray, exact: float) -> float:
         return float(abs(estimates.mean() - exact) / (estimates.std(ddof=1) / groups ** 0.5))
@@ -212,11 +219,10 @@ def test_a_hard_potential_gives_the_probability_of_an_event(page: dict[str, Any]
     """At 1e-5; see above."""
     groups, size, prompt, barred = 300, 8, PROMPTS[0], 3
     alg = page["Particles"](page["Without"](barred), size, 0.9)
-    s = page["run"](alg, small(), [prompt] * groups, size, NEW, temperature=1.0)
+    out = dx.generate(small(), [prompt] * groups, algorithm=alg, max_new_tokens=NEW, temperature=1.0)
     exact = sum(np.exp(own.sum()) for text, own in every_text(tuple(prompt)).items() if barred not in text)
-    found = np.exp(np.asarray(alg.log_estimate(s.algo), np.float64))
+    found = np.exp(out.findings["log_weight"].astype(np.float64)).reshape(groups, size).mean(1)
     assert abs(found.mean() - exact) / (found.std(ddof=1) / groups ** 0.5) < 4.417
-    assert 0.1 < exact < 0.9 and int(s.algo.resampled.sum()) > 0
-    kept = np.asarray(s.algo.log_weight) > -np.inf
-    texts = [s.tokens[i, len(prompt):s.length[i]].tolist() for i in np.flatnonzero(kept)]
+    assert 0.1 < exact < 0.9 and out.findings["resampled"].sum() > 0
+    texts = [out.row(i).tolist() for i in np.flatnonzero(out.findings["log_weight"] > -np.inf)]
     assert texts and not any(barred in text for text in texts)
