@@ -176,7 +176,8 @@ def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...
     """The part `bounds` of a weight from the file."""
     if len(bounds) > len(source.full):
         rest = tuple(slice(*b) for b in bounds[1:])
-        return np.stack([files.slice(tensor)[rest] for tensor in source.tensors[slice(*bounds[0])]])
+        parts = (files.slice(tensor) for tensor in source.tensors[slice(*bounds[0])])
+        return np.stack([part[rest[::-1]].T if source.transpose else part[rest] for part in parts])
     if source.part is not None:
         start = source.part[0]
         bounds = (*bounds[:-1], (bounds[-1][0] + start, bounds[-1][1] + start))
@@ -211,7 +212,8 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     for path, source in sources(entries["model_type"], model.config, model.abstract_params()).items():
         value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
         if value.ndim > len(source.full):
-            tensors |= {tensor: np.ascontiguousarray(row) for tensor, row in zip(source.tensors, value, strict=True)}
+            tensors |= {tensor: np.ascontiguousarray(row.T if source.transpose else row)
+                        for tensor, row in zip(source.tensors, value, strict=True)}
             continue
         if source.part is not None:
             whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
