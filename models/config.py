@@ -7,8 +7,8 @@ from typing import Literal
 
 from decodax.models.rope import Rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""Of the MLP: `x sigmoid(x)`, and the Gaussian error linear unit exactly or by its tanh form."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+"""Of the MLP: `x sigmoid(x)`, the Gaussian error linear unit exactly or by its tanh form, and `max(x, 0)`."""
 
 
 @dataclasses.dataclass(frozen=True)

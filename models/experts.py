@@ -1,9 +1,9 @@
-"""A sparse mixture of experts (Shazeer et al., 2017) in place of a block's MLP: each token is computed by a few of them.
+"""A sparse mixture of experts (Shazeer et al., 2017) in place of a block's MLP: a few of them compute each token.
 
-No token is dropped, and nothing depends on how many tokens choose the same expert but the time: the choices are sorted
-by expert and computed in blocks of `BLOCK` rows, each by one expert. So shapes are static, weights of experts that no
-token chose are not read, and every product is of `BLOCK` rows, which makes a token's result the same to the last bit
-whatever the tokens beside it. `jax.lax.ragged_dot` multiplies every row with all experts on CPU and GPU.
+The choices are sorted by expert and computed in blocks of `BLOCK` rows, each block by one expert. So shapes are static,
+no token is dropped, and experts that no token chose are not read. Every product has `BLOCK` rows, so a token's result
+is the same to the last bit whatever the tokens beside it. `jax.lax.ragged_dot` would do the same on a TPU; on CPU and
+GPU it multiplies every row with all experts.
 """
 
 from __future__ import annotations

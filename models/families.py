@@ -91,18 +91,24 @@ def _mixtral(c: Json) -> DecoderConfig:
     c = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, **c}
     shape = read_shape(c)
     layers = read_layers(c, shape, sliding=c.get("sliding_window"))
-    experts = Experts(c.get("num_local_experts", 8), c.get("num_experts_per_tok", 2), shape["mlp"])
+    experts = _experts(c.get("num_local_experts", 8), c.get("num_experts_per_tok", 2), shape["mlp"])
     return DecoderConfig(layers=_with_experts(layers, experts), **shape)
 
 
 def _qwen3_moe(c: Json) -> DecoderConfig:
     dense = _qwen3(c if "head_dim" in c else {**c, "head_dim": head_width(c, "hidden_size", "num_attention_heads")})
-    count = c.get("num_experts", c.get("num_local_experts", 128))
-    experts = Experts(count, c.get("num_experts_per_tok", 8), c.get("moe_intermediate_size", 768),
-                      c.get("norm_topk_prob", False))
+    count = c.get("num_experts", c.get("num_local_experts", 128))       # newer files have the second
+    experts = _experts(count, c.get("num_experts_per_tok", 8), c.get("moe_intermediate_size", 768),
+                       c.get("norm_topk_prob", False))
     plain, step = c.get("mlp_only_layers", []), c.get("decoder_sparse_step", 1)
     layers = _with_experts(dense.layers, experts, lambda i: i not in plain and (i + 1) % step == 0)
     return dataclasses.replace(dense, layers=layers)
+
+
+def _experts(count: int, chosen: int, width: int, normalise: bool = True) -> Experts:
+    if chosen > count:
+        raise ValueError(f"num_experts_per_tok: got {chosen} of {count} experts")
+    return Experts(count, chosen, width, normalise)
 
 
 def _with_experts(layers: tuple[Layer, ...], experts: Experts,

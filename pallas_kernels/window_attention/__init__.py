@@ -1,5 +1,5 @@
 """Attention of a window to a cache and to itself."""
 
-from decodax.pallas_kernels.window_attention.reference import BLOCK, window_attention
+from decodax.pallas_kernels.window_attention.reference import BLOCK, Bias, window_attention
 
-__all__ = ["BLOCK", "window_attention"]
+__all__ = ["BLOCK", "Bias", "window_attention"]
