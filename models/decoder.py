@@ -148,8 +148,8 @@ class Mixture(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         # in float32: a choice must not turn on the rounding of the weights' dtype
         which, weights = route(flat.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32), self.e)
-        kernels = (part.kernel[...] for part in (self.gate, self.up, self.down))
-        return mix(flat, which, weights, *kernels, ACTIVATIONS[self.activation]).reshape(x.shape)
+        gate, up, down = (part.kernel[...] for part in (self.gate, self.up, self.down))
+        return mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation]).reshape(x.shape)
 
 
 class Kernels(nnx.Module):

@@ -8,6 +8,7 @@ GPU it multiplies every row with all experts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -73,5 +74,6 @@ def mix(x: Array, which: Array, weights: Array, gate: Array, up: Array, down: Ar
 
     made = lax.map(block, (rows.reshape(total, BLOCK), owner)).reshape(total * BLOCK, -1)
     found = made[jnp.zeros(n * k, jnp.int32).at[order].set(place)].reshape(n, k, -1)
-    # a sum along an axis, not a scatter: its order is the same for every token
-    return (found * weights[..., None].astype(x.dtype)).sum(1)
+    # added up one after the other: a reduction is ordered by the shape of the whole, a scatter by what stands where
+    parts = (found[:, j] * weights[:, j, None].astype(x.dtype) for j in range(k))
+    return functools.reduce(jnp.add, parts)

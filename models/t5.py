@@ -125,8 +125,8 @@ class T5(Model):
         for i in range(c.encoder):
             layer = p["layers"][str(i)]
             normed = _norm(c, layer["attn"], x)
-            out = window_attention(*(self._heads(layer["attn"], name, normed) for name in "qkv"),
-                                   jnp.broadcast_to(seen[:, None], (B, T, T)), positions, scale=1.0, bias=bias)
+            q, k, v = (self._heads(layer["attn"], name, normed) for name in "qkv")
+            out = window_attention(q, k, v, jnp.broadcast_to(seen[:, None], (B, T, T)), positions, scale=1.0, bias=bias)
             x = x + out.reshape(B, T, -1) @ layer["attn"]["o"]
             x = x + _mlp(c, layer["mlp"], x)
         x = _norm(c, p, x)
