@@ -28,7 +28,7 @@ from decodax.models.config import Activation
 from decodax.models.decoder import ACTIVATIONS
 from decodax.models.names import WeightSource
 from decodax.models.reading import read_activation
-from decodax.models.transformer import Weights
+from decodax.models.transformer import Weights, named
 from decodax.pallas_kernels.window_attention import window_attention
 from decodax.struct import Struct, struct
 
@@ -107,7 +107,7 @@ class T5(Model):
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c, memory = self.config, None
         if inputs is not None and not isinstance(inputs, Source):
-            raise ValueError(f"inputs: got {type(inputs).__name__}, a T5 takes a Source")
+            raise ValueError(f"inputs: got {named(inputs)}, a T5 takes a Source")
         if params is not None:
             if inputs is None:
                 raise ValueError("inputs: got none, a T5 takes a Source, what its encoder reads")

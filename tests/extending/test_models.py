@@ -62,7 +62,8 @@ def tokens_of(lm: Any, prompts: Any = PROMPTS, **options: Any) -> list[list[int]
 @functools.partial(jax.jit, static_argnums=0)
 def score(model: Any, params: Any, window: Window, inputs: Any = None) -> Any:
     """Logits of a window without a cache."""
-    return model.apply(params, window, model.init_cache(window.tokens.shape[0], 0, params=params, inputs=inputs)).logits()
+    cache = model.init_cache(window.tokens.shape[0], 0, params=params, inputs=inputs)
+    return model.apply(params, window, cache).logits()
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -364,7 +365,7 @@ def test_a_bias_is_added_to_the_scores_of_cache_and_window(translator: Any) -> N
 def test_t5_without_a_source_is_refused_by_name(translator: Any) -> None:
     with pytest.raises(ValueError, match="inputs: got none, a T5 takes a Source"):
         tokens_of(translator, [[0]])
-    with pytest.raises(ValueError, match="inputs: got dict, a T5 takes a Source"):
+    with pytest.raises(ValueError, match="inputs: got a dict, a T5 takes a Source"):
         tokens_of(translator, [[0]], inputs={"tokens": np.zeros((1, 4), np.int32)})
     with pytest.raises(ValueError, match=r"inputs.*: got shape \(4, 16\) for 2 prompts"):
         tokens_of(translator, [[0], [0]], inputs=source(SOURCES))
@@ -504,7 +505,7 @@ def test_inputs_that_a_model_does_not_take_are_refused_by_name(recurrent: Any) -
     soft = Embeddings(values=np.zeros((2, 3, 16), np.float32), given=np.ones((2, 3), bool))
     with pytest.raises(ValueError, match="inputs: DeltaNet takes none"):
         tokens_of(recurrent, PROMPTS[:2], inputs=soft)
-    with pytest.raises(ValueError, match="inputs: got ndarray, a Transformer takes Embeddings"):
+    with pytest.raises(ValueError, match="inputs: got an array, a Transformer takes Embeddings"):
         tokens_of(attention(), PROMPTS[:2], inputs=soft.values)
     wide = soft.replace(values=np.zeros((2, 3, 8), np.float32))
     with pytest.raises(ValueError, match=r"inputs: got embeddings of shape \(2, 3, 8\), takes \[B, T, 16\]"):
