@@ -1,9 +1,11 @@
-"""Networks: decoder-only transformers in flax.nnx, and the `Model` that wraps them for decoding."""
+"""Networks: decoder-only transformers in flax.nnx, T5, and the `Model`s that wrap them for decoding."""
 
-from decodax.models.config import DecoderConfig, Layer, NormConfig, llama
+from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, llama
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.rope import Rope
-from decodax.models.transformer import Transformer
+from decodax.models.t5 import T5, Source, T5Config
+from decodax.models.transformer import Embeddings, Transformer
 
-__all__ = ["Decoder", "DecoderConfig", "Diffusion", "Layer", "NormConfig", "Rope", "Transformer", "llama"]
+__all__ = ["T5", "Decoder", "DecoderConfig", "Diffusion", "Embeddings", "Experts", "Layer", "NormConfig", "Rope",
+           "Source", "T5Config", "Transformer", "llama"]

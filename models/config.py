@@ -7,8 +7,8 @@ from typing import Literal
 
 from decodax.models.rope import Rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""Of the MLP: `x sigmoid(x)`, and the Gaussian error linear unit exactly or by its tanh form."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+"""Of the MLP: `x sigmoid(x)`, the Gaussian error linear unit exactly or by its tanh form, and `max(x, 0)`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +29,45 @@ class NormConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """A sparse mixture of gated MLPs in place of one (Shazeer et al., 2017). See `decodax.models.experts`.
+
+    Attributes:
+        count: experts `E`.
+        chosen: how many of them compute a token.
+        width: inner width of each.
+        normalise: whether the weights of the chosen ones are divided by their sum; else they are their shares of the
+            softmax over all.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("count", "chosen", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        if self.chosen > self.count:
+            raise ValueError(f"chosen: got {self.chosen} of {self.count} experts")
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
-    """The attention of one layer.
+    """One layer: its attention, and its mixture of experts if it has one.
 
     Attributes:
         rope: rotary embedding of queries and keys; None where positions are learned, or the layer has none.
         sliding: a query sees the latest `sliding` positions, its own included; None: all.
         scale: factor of the attention scores; None: `head_dim ** -0.5`.
+        experts: what stands in place of the MLP; None: the MLP.
     """
 
     rope: Rope | None = None
     sliding: int | None = None
     scale: float | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if self.sliding is not None and self.sliding < 1:
@@ -115,6 +142,9 @@ class DecoderConfig:
         for layer in self.layers:
             if layer.rope is not None and layer.rope.width > self.head_dim:
                 raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.head_dim}")
+            if layer.experts is not None and (not self.gated or self.mlp_bias):
+                raise ValueError("experts: got some beside an MLP that is not gated or has biases; experts are gated "
+                                 "and have none")
 
 
 def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None,

@@ -18,13 +18,15 @@ from flax import nnx
 from jax import Array
 
 from decodax.core.types import PartialForward
-from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig
+from decodax.models.experts import mix, route
 from decodax.models.rope import rotate
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
 }
 
 STD = 0.02
@@ -133,8 +135,32 @@ class MLP(nnx.Module):
         return self.down(act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x))
 
 
+class Mixture(nnx.Module):
+    """The feed-forward half of a block as a mixture of experts, their kernels side by side: `[E, in, out]`."""
+
+    def __init__(self, c: DecoderConfig, e: Experts, rngs: nnx.Rngs):
+        self.e, self.activation = e, c.activation
+        self.router = Linear(rngs, (c.width, e.count), ("embed", "experts"), False)
+        self.gate, self.up = (Kernels(rngs, (e.count, c.width, e.width), STD) for _ in range(2))
+        self.down = Kernels(rngs, (e.count, e.width, c.width), STD / (2 * len(c.layers)) ** 0.5)
+
+    def __call__(self, x: Array) -> Array:
+        flat = x.reshape(-1, x.shape[-1])
+        # in float32: a choice must not turn on the rounding of the weights' dtype
+        which, weights = route(flat.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32), self.e)
+        gate, up, down = (part.kernel[...] for part in (self.gate, self.up, self.down))
+        return mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation]).reshape(x.shape)
+
+
+class Kernels(nnx.Module):
+    """The kernels of one projection of all experts."""
+
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], std: float):
+        self.kernel = weight(rngs, shape, ("experts", None, None), std)
+
+
 class DecoderLayer(nnx.Module):
-    """Attention and MLP with the norms where `DecoderConfig.block` has them."""
+    """Attention and MLP, or experts, with the norms where `DecoderConfig.block` has them."""
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c = c
@@ -143,7 +169,7 @@ class DecoderLayer(nnx.Module):
         self.attn = Attention(c, layer, rngs)
         self.attn_out = norm(c.block in ("post", "sandwich"))
         self.mlp_in = norm(c.block in ("pre", "sandwich"))
-        self.mlp = MLP(c, rngs)
+        self.mlp = MLP(c, rngs) if layer.experts is None else Mixture(c, layer.experts, rngs)
         self.mlp_out = norm(c.block in ("post", "sandwich"))
 
     def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,

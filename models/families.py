@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from decodax.models.config import Activation, DecoderConfig, Layer, NormConfig
+from decodax.models.config import Activation, DecoderConfig, Experts, Layer, NormConfig
 from decodax.models.fields import checked
 from decodax.models.reading import Json, head_width, read_activation, read_layers, read_rope, read_shape
 from decodax.models.rope import Rope
@@ -85,6 +85,35 @@ def _qwen3(c: Json) -> DecoderConfig:
     bias = c.get("attention_bias", False)
     shape = read_shape(c, qkv_bias=bias, out_bias=bias, qk_norm="head", head_dim=c.get("head_dim", 128))
     return DecoderConfig(layers=_qwen_layers(c, shape), **shape)
+
+
+def _mixtral(c: Json) -> DecoderConfig:
+    c = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, **c}
+    shape = read_shape(c)
+    layers = read_layers(c, shape, sliding=c.get("sliding_window"))
+    experts = _experts(c.get("num_local_experts", 8), c.get("num_experts_per_tok", 2), shape["mlp"])
+    return DecoderConfig(layers=_with_experts(layers, experts), **shape)
+
+
+def _qwen3_moe(c: Json) -> DecoderConfig:
+    dense = _qwen3(c if "head_dim" in c else {**c, "head_dim": head_width(c, "hidden_size", "num_attention_heads")})
+    count = c.get("num_experts", c.get("num_local_experts", 128))       # newer files have the second
+    experts = _experts(count, c.get("num_experts_per_tok", 8), c.get("moe_intermediate_size", 768),
+                       c.get("norm_topk_prob", False))
+    plain, step = c.get("mlp_only_layers", []), c.get("decoder_sparse_step", 1)
+    layers = _with_experts(dense.layers, experts, lambda i: i not in plain and (i + 1) % step == 0)
+    return dataclasses.replace(dense, layers=layers)
+
+
+def _experts(count: int, chosen: int, width: int, normalise: bool = True) -> Experts:
+    if chosen > count:
+        raise ValueError(f"num_experts_per_tok: got {chosen} of {count} experts")
+    return Experts(count, chosen, width, normalise)
+
+
+def _with_experts(layers: tuple[Layer, ...], experts: Experts,
+                  sparse: Callable[[int], bool] = lambda i: True) -> tuple[Layer, ...]:
+    return tuple(dataclasses.replace(layer, experts=experts) if sparse(i) else layer for i, layer in enumerate(layers))
 
 
 def _qwen_layers(c: Json, shape: Json) -> tuple[Layer, ...]:
@@ -289,7 +318,8 @@ def _llada(c: Json) -> DecoderConfig:
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "cohere": _cohere, "cohere2": _cohere2, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "glm": _glm,
     "glm4": _glm4, "gpt2": _gpt2, "granite": _granite, "llama": _llama, "ministral": _mistral, "mistral": _mistral,
-    "olmo2": _olmo2, "olmo3": _olmo3, "phi": _phi, "phi3": _phi3, "qwen2": _qwen2, "qwen3": _qwen3,
+    "mixtral": _mixtral, "olmo2": _olmo2, "olmo3": _olmo3, "phi": _phi, "phi3": _phi3, "qwen2": _qwen2,
+    "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "smollm3": _smollm3, "stablelm": _stablelm, "Dream": _dream, "Fast_dLLM_Qwen": _dream, "llada": _llada,
     "sdar": _sdar,
 }

@@ -51,27 +51,32 @@ LAYER_TYPES = Kind("a list of 'full_attention' and 'sliding_attention'",
                    lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention") for y in x))
 
 _KEYS: dict[Kind, str] = {
-    TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type",
+    TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
+          "feed_forward_proj",
     FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window use_bidirectional_attention "
           "use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
           "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
-          "scale_logits multi_query_attention causal_attn",
+          "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim",
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio",
     NOT_NEGATIVE: "rms_norm_eps layer_norm_eps layer_norm_epsilon",
     SHARE: "partial_rotary_factor",
-    LAYERS: "num_hidden_layers n_layer n_layers sliding_window_pattern no_rope_layer_interval",
-    HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim",
+    LAYERS: "num_hidden_layers n_layer n_layers sliding_window_pattern no_rope_layer_interval decoder_sparse_step "
+            "num_layers num_decoder_layers",
+    HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
+           "num_experts_per_tok num_heads d_kv",
     WIDTH: "hidden_size n_embd d_model",
-    ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size",
+    ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
+             "relative_attention_num_buckets relative_attention_max_distance",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window",
     INDEX: "max_window_layers mask_token_id text_mask_token_id bd_size block_size",
     IDS: "eos_token_id bos_token_id pad_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
+    _list(INDEX, "layers, from 0 on"): "mlp_only_layers",
     _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
 }
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}

@@ -23,7 +23,7 @@ class WeightSource:
 
     Attributes:
         tensors: the tensor's name; several are stacked along a new first axis.
-        transpose: the file holds `[out, in]`.
+        transpose: the file holds `[out, in]`, in each tensor.
         part: the weight is `[..., part[0]:part[1]]` of the tensor (after transposing); None: all of it.
         full: the tensor's shape in the file (of each, where several are stacked).
     """
@@ -37,9 +37,10 @@ class WeightSource:
 LLAMA = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
          "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
          "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "mlp.gate": "mlp.gate_proj",
-         "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
+         "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj", "mlp.router": "mlp.gate"}
 SANDWICH = {**LLAMA, "attn_out": "post_attention_layernorm", "mlp_in": "pre_feedforward_layernorm",
             "mlp_out": "post_feedforward_layernorm"}
+EXPERTS = {f"mlp.{part}": f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")}
 QKV, GATE_UP = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
 
 
@@ -51,11 +52,13 @@ class Names:
         layer: network path inside a layer to module name inside a layer.
         stem, layers, embed, norm, positions: names of the whole model's parts.
         head: the output head's whole name.
+        experts: the same for projections that each expert of a mixture has.
         fused: groups of paths that share one tensor, in its order.
         transposed: whether linear layers are stored `[out, in]`.
     """
 
     layer: dict[str, str]
+    experts: dict[str, str] = dataclasses.field(default_factory=lambda: EXPERTS)
     stem: str = "model."
     layers: str = "layers"
     embed: str = "embed_tokens"
@@ -77,6 +80,10 @@ FAMILY_NAMES = {
     "phi3": Names({**LLAMA, **dict.fromkeys(QKV, "self_attn.qkv_proj"), **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")},
                   fused=(QKV, GATE_UP)),
     "gemma2": Names(SANDWICH), "gemma3_text": Names(SANDWICH), "olmo2": Names(SANDWICH), "olmo3": Names(SANDWICH),
+    "mixtral": Names({**LLAMA, "mlp.router": "block_sparse_moe.gate"},
+                     experts={"mlp.gate": "block_sparse_moe.experts.{expert}.w1",
+                              "mlp.up": "block_sparse_moe.experts.{expert}.w3",
+                              "mlp.down": "block_sparse_moe.experts.{expert}.w2"}),
     "glm": Names({**LLAMA, **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")}, fused=(GATE_UP,)),
     "glm4": Names({**LLAMA, **dict.fromkeys(GATE_UP, "mlp.gate_up_proj"), "attn_out": "post_self_attn_layernorm",
                    "mlp_out": "post_mlp_layernorm"}, fused=(GATE_UP,)),
@@ -144,7 +151,11 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> Weigh
         name = f"{names.stem}{names.norm}.{tail}"
     else:
         _, index, inner = module.split(".", 2)
-        name = f"{names.stem}{names.layers}.{index}.{names.layer[inner]}.{tail}"
+        within = f"{names.stem}{names.layers}.{index}."
+        if len(shape) == 3:
+            each = tuple(f"{within}{names.experts[inner].format(expert=e)}.{tail}" for e in range(shape[0]))
+            return WeightSource(each, True, None, shape[:0:-1])
+        name = f"{within}{names.layer[inner]}.{tail}"
         group = next((g for g in names.fused if inner in g), None)
         if group is not None:
             widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] for member in group]

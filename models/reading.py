@@ -16,7 +16,7 @@ Json = Mapping[str, Any]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh"}
+    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
 def read_shape(c: Json, **changes: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -87,7 +88,7 @@ class Transformer(LayeredModel):
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c = self.config
         if inputs is not None and not isinstance(inputs, Embeddings):
-            raise ValueError(f"inputs: got {type(inputs).__name__}, a Transformer takes Embeddings")
+            raise ValueError(f"inputs: got {named(inputs)}, a Transformer takes Embeddings")
         if inputs is not None and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of shape {inputs.values.shape}, takes [B, T, {c.width}]")
         return self.cache([(c.kv_heads, c.head_dim)] * len(c.layers), batch, capacity, jnp.dtype(self.dtype), inputs)
@@ -212,6 +213,11 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
         values, which = (own, here) if values is None or which is None else (
             jnp.where(here[..., None], own.astype(values.dtype), values), here | which)
     return network.embedded(window.tokens, window.positions, values, which)
+
+
+def named(inputs: Any) -> str:
+    """What inputs of a wrong type are, for errors: within a trace an array has a type that means nothing to a user."""
+    return "an array" if isinstance(inputs, (Array, np.ndarray)) else f"a {type(inputs).__name__}"
 
 
 def _network(config: DecoderConfig, params: Weights) -> Decoder:

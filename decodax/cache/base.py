@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import jax
 from jax import Array
 
+from decodax.pallas_kernels.window_attention import Bias
 from decodax.struct import Struct
 
 PyTree = Any
@@ -61,7 +62,8 @@ class Cache(Struct, abc.ABC):
         return None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None) -> tuple[Array, PyTree]:
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
         """Attention of the window's queries `f[B, W, H, d]` to the cache and to the window.
 
         Args:
@@ -69,6 +71,7 @@ class Cache(Struct, abc.ABC):
                 windows stand before its own (`AttentionView`).
             window: a `Window` or an `AttentionView`, of which it reads `visible()`, `positions`, `key_positions`,
                 `cached` and `certain`; `live` only where `certain`, which a `Window` alone is.
+            bias: what is added to the scores, from positions alone; see `decodax.pallas_kernels.window_attention`.
 
         Returns:
             `f[B, W, H, e]`, and the entry of this layer: a pytree of arrays `[B, W, ...]`.

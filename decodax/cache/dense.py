@@ -16,7 +16,7 @@ from jax import Array
 
 from decodax.cache.base import ALL, Cache, Draftable, Entries, Feature, PyTree
 from decodax.cache.scratch import Scratch
-from decodax.pallas_kernels.window_attention import window_attention
+from decodax.pallas_kernels.window_attention import Bias, window_attention
 from decodax.struct import struct
 
 
@@ -46,10 +46,11 @@ class Dense(Cache):
         return self.given
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None) -> tuple[Array, PyTree]:
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
         out = window_attention(q, k, v, window.visible(), window.positions, self.keys[layer], self.values[layer],
                                self.length, scale=scale, sliding=sliding, softcap=softcap,
-                               key_positions=window.key_positions, cached=window.cached)
+                               key_positions=window.key_positions, cached=window.cached, bias=bias)
         own = k.shape[1] - q.shape[1]
         return out, (k[:, own:], v[:, own:])
 

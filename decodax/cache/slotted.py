@@ -16,7 +16,7 @@ from jax import Array
 
 from decodax.cache.base import Cache, Draftable, Entries, PyTree
 from decodax.cache.scratch import Scratch
-from decodax.pallas_kernels.window_attention import BLOCK, window_attention
+from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
 from decodax.struct import static, struct
 
 
@@ -57,10 +57,11 @@ class Slotted(Cache):
         """
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None) -> tuple[Array, PyTree]:
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
         out = window_attention(q, k, v, window.visible(), window.positions, self.keys[layer], self.values[layer],
                                scale=scale, sliding=sliding, softcap=softcap, key_positions=window.key_positions,
-                               slot_positions=self.positions[layer])
+                               slot_positions=self.positions[layer], bias=bias)
         own = k.shape[1] - q.shape[1]
         return out, (k[:, own:], v[:, own:])
 

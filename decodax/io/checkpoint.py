@@ -23,8 +23,12 @@ from decodax.io.files import ONE, CheckpointError, Files, read_json
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import WITH_IMAGES, read_config, text_part
+from decodax.models.fields import checked
 from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
+from decodax.models.t5 import IGNORED as T5_IGNORED
+from decodax.models.t5 import T5, nested, read_t5
+from decodax.models.t5 import sources as t5_sources
 from decodax.models.transformer import Transformer, Weights
 
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -85,6 +89,25 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     weights = {path: _load(files, where[path], leaf.shape, np.dtype(jnp.dtype(name)), places[path])
                for path, leaf in flatten(shapes).items()}
     return model, jax.tree.unflatten(jax.tree.structure(shapes), list(weights.values()))
+
+
+def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None) -> tuple[T5, Weights]:
+    """Loads the directory of a T5, onto the first device. Arguments and errors as in `load_model`."""
+    asked = None if dtype is None else dtype_name(dtype)
+    root = Path(directory)
+    entries, files = read_json(root / "config.json"), Files(root)
+    try:
+        config = read_t5(checked(entries), tied="lm_head.weight" not in files.home)
+    except ValueError as e:
+        raise CheckpointError(f"{root / 'config.json'}: {e}") from None
+    where = t5_sources(config)
+    _check(where, files, set(), [T5_IGNORED])
+    name = asked or DTYPES[files.slice("shared.weight").get_dtype()]
+    here = SingleDeviceSharding(jax.devices()[0])
+    shape = lambda source: source.full[::-1] if source.transpose else source.full
+    weights = {path: _load(files, source, shape(source), np.dtype(jnp.dtype(name)), here)
+               for path, source in where.items()}
+    return T5(config, dtype=name), nested(weights)
 
 
 def load_diffusion(directory: str | os.PathLike[str]) -> Diffusion | None:
@@ -176,7 +199,8 @@ def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...
     """The part `bounds` of a weight from the file."""
     if len(bounds) > len(source.full):
         rest = tuple(slice(*b) for b in bounds[1:])
-        return np.stack([files.slice(tensor)[rest] for tensor in source.tensors[slice(*bounds[0])]])
+        parts = (files.slice(tensor) for tensor in source.tensors[slice(*bounds[0])])
+        return np.stack([part[rest[::-1]].T if source.transpose else part[rest] for part in parts])
     if source.part is not None:
         start = source.part[0]
         bounds = (*bounds[:-1], (bounds[-1][0] + start, bounds[-1][1] + start))
@@ -211,7 +235,8 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     for path, source in sources(entries["model_type"], model.config, model.abstract_params()).items():
         value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
         if value.ndim > len(source.full):
-            tensors |= {tensor: np.ascontiguousarray(row) for tensor, row in zip(source.tensors, value, strict=True)}
+            tensors |= {tensor: np.ascontiguousarray(row.T if source.transpose else row)
+                        for tensor, row in zip(source.tensors, value, strict=True)}
             continue
         if source.part is not None:
             whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import decodax.models
 from decodax.core.types import Loaded, Model
-from decodax.io.checkpoint import load_diffusion, load_model
+from decodax.io.checkpoint import load_diffusion, load_model, load_t5
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.text import Tokenizer
 from decodax.models.diffusion import Diffusion
@@ -125,7 +125,14 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     diffusion, generation_config = load_diffusion(path), _generation_config(path)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
-    model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)      # last, for it takes longest
+    model: Any
+    if read_json(path / "config.json").get("model_type") == "t5":
+        if mesh is not None or context is not None:
+            raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}; a T5 lies on one "
+                             "device and has no length to be set for")
+        model, params = load_t5(path, dtype=dtype)
+    else:
+        model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)      # last, for it takes longest
     return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
               generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
 

@@ -1,5 +1,11 @@
 """Attention of a window to a cache and to itself."""
 
-from decodax.pallas_kernels.window_attention.reference import BLOCK, merge, window_attention, window_attention_lse
+from decodax.pallas_kernels.window_attention.reference import (
+    BLOCK,
+    Bias,
+    merge,
+    window_attention,
+    window_attention_lse,
+)
 
-__all__ = ["BLOCK", "merge", "window_attention", "window_attention_lse"]
+__all__ = ["BLOCK", "Bias", "merge", "window_attention", "window_attention_lse"]

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.nn import logsumexp
 
 Carry = tuple[Array, Array, Array]
+
+Bias = Callable[[Array, Array], Array]
+"""What is added to the scores, from positions alone: those of the queries `i32[B, 1, W, 1]` and of the keys
+`i32[B or 1, G or 1, 1, K]` (apart for each key/value head where a cache keeps other tokens in each) to
+`f32[B or 1, H or 1, W, K]`."""
 
 BLOCK = 256
 """Cache entries a step of the walk: on CPU 128 to 512 measure alike."""
@@ -40,7 +46,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
                      cache_v: Array | None = None, length: Array | None = None, *, scale: float,
                      sliding: int | None = None, softcap: float | None = None,
                      key_positions: Array | None = None, cached: Array | None = None,
-                     slot_positions: Array | None = None) -> Array:
+                     slot_positions: Array | None = None, bias: Bias | None = None) -> Array:
     """Attention of window queries to verified cache entries and to the window.
 
     Args:
@@ -57,13 +63,14 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         cached: `bool[B, S]` the verified entries that a row sees; None: all of them; `bool[B, 0]`: none.
         slot_positions: `i32[B, G or 1, S]` the position of the token in each slot, -1 where there is none, of a cache
             whose slots are not positions; in place of `length` and `cached`.
+        bias: what is added to the scores, after softcap: relative position biases (T5), slopes (ALiBi).
 
     Returns:
         `f[B, W, H, e]` in the dtype of `q`. Scores and sums are float32.
     """
     return window_attention_lse(q, k, v, mask, positions, cache_k, cache_v, length, scale=scale, sliding=sliding,
                                 softcap=softcap, key_positions=key_positions, cached=cached,
-                                slot_positions=slot_positions)[0]
+                                slot_positions=slot_positions, bias=bias)[0]
 
 
 def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -78,7 +85,7 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                          cache_v: Array | None = None, length: Array | None = None, *, scale: float,
                          sliding: int | None = None, softcap: float | None = None,
                          key_positions: Array | None = None, cached: Array | None = None,
-                         slot_positions: Array | None = None) -> tuple[Array, Array]:
+                         slot_positions: Array | None = None, bias: Bias | None = None) -> tuple[Array, Array]:
     """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
     score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
     B, W, H, d = q.shape
@@ -86,9 +93,13 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
     q = q.reshape(B, W, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * W, d)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
-    def scores(keys: Array) -> Array:
+    def scores(keys: Array, where: Array) -> Array:       # where [B or 1, G or 1, K], the keys' positions
         s = jnp.einsum("bgqd,bgkd->bgqk", q, keys, preferred_element_type=jnp.float32) * scale
-        return s if softcap is None else softcap * jnp.tanh(s / softcap)
+        s = s if softcap is None else softcap * jnp.tanh(s / softcap)
+        if bias is None:
+            return s
+        more = bias(positions[:, None, :, None], where[:, :, None])
+        return (s.reshape(B, H, W, -1) + more).reshape(s.shape)
 
     def seen(s: Array, allowed: Array) -> Array:      # allowed [B or 1, G or 1, W or 1, K], the same within a group
         by_head = s.reshape(B, G, H // G, W, -1)
@@ -97,10 +108,10 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
     def mix(weights: Array, values: Array) -> Array:
         return jnp.einsum("bgqk,bgkd->bgqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
 
+    where = positions if key_positions is None else key_positions
     if sliding is not None:
-        where = positions if key_positions is None else key_positions
         mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)
-    s = seen(scores(k), mask[:, None])
+    s = seen(scores(k, where[:, None]), mask[:, None])
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - top)
     total, out = weights.sum(-1, keepdims=True), mix(weights, v)
@@ -132,7 +143,7 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                 allowed = held[:, :, None]
                 if sliding is not None:
                     allowed = allowed & (positions[:, None, :, None] - slots[:, :, None] < sliding)
-                s = seen(scores(keys), allowed)
+                s = seen(scores(keys, slots), allowed)
                 new = jnp.maximum(top, s.max(-1, keepdims=True))
                 shrink, weights = jnp.exp(top - new), jnp.exp(s - new)
                 return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mix(weights, values)

@@ -75,10 +75,16 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
         "full_attention", "sliding_attention"]}, None),
     "granite": ("granite", {"embedding_multiplier": 6.0, "logits_scaling": 2.0, "residual_multiplier": 0.4,
                             "attention_multiplier": 0.2}, None),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, None),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False,
+                                "moe_intermediate_size": 24, "num_hidden_layers": 3, "mlp_only_layers": [1]}, None),
+    "qwen3-moe-normed": ("qwen3_moe", {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2,
+                                       "norm_topk_prob": True, "moe_intermediate_size": 20, "num_hidden_layers": 2,
+                                       "decoder_sparse_step": 2}, None),
 }
 
 
-SLOW = {"glm", "ministral", "phi-qk-norm", "smollm3"}
+SLOW = {"glm", "ministral", "phi-qk-norm", "qwen3-moe-normed", "smollm3"}
 """Cases that differ little from another one."""
 
 

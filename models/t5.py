@@ -1,0 +1,288 @@
+"""T5 (Raffel et al., 2020), versions 1.0 and 1.1: an encoder, and a decoder that attends to what the encoder made.
+
+What the encoder reads is an input of each row (`Source`). `init_cache` runs the encoder once and computes the cross
+keys and values of every decoder layer. They lie in the cache as its inputs (`Memory`): they are never committed, and go
+with their rows wherever rows go. The cache itself may be of any kind, for self-attention is all that it sees.
+
+Positions enter as a bias of the scores that depends on the distance alone. It is computed from the positions of nodes,
+not from their places in the window, so nodes of draft trees have the right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.cache import Cache, Window, dense
+from decodax.core.types import CacheKind, Model, Out
+from decodax.models.config import Activation
+from decodax.models.decoder import ACTIVATIONS
+from decodax.models.names import WeightSource
+from decodax.models.reading import read_activation
+from decodax.models.transformer import Weights, named
+from decodax.pallas_kernels.window_attention import window_attention
+from decodax.struct import Struct, struct
+
+
+@struct
+class Source(Struct):
+    """Inputs of a `T5`: what the encoder reads for each row.
+
+    Attributes:
+        tokens: `i32[B, T]`, left-aligned. length: `i32[B]`, at least 1.
+    """
+
+    tokens: Array
+    length: Array
+
+
+@struct
+class Memory(Struct):
+    """What the decoder attends to of the encoder's output.
+
+    Attributes:
+        keys, values: for each decoder layer `f[B, T, H, d]`. seen: `bool[B, T]`.
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    seen: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """The shape and options of a T5. Defaults are those of version 1.0.
+
+    Attributes:
+        vocab: vocabulary size `V`. width: model width `D`. heads: `H`. head_dim: width `d` of a head.
+        mlp: inner width of the MLP. encoder, decoder: layers of each.
+        buckets, farthest: of the relative position bias; all distances from `farthest` on share a bucket.
+        eps: of the norms, which are RMS norms before attention and MLP.
+        activation, gated: of the MLP.
+        tied: the output head is the embedding.
+        scaled: hidden states are multiplied by `D ** -0.5` before the head.
+    """
+
+    vocab: int
+    width: int
+    heads: int
+    head_dim: int
+    mlp: int
+    encoder: int
+    decoder: int
+    buckets: int = 32
+    farthest: int = 128
+    eps: float = 1e-6
+    activation: Activation = "relu"
+    gated: bool = False
+    tied: bool = True
+    scaled: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class T5(Model):
+    """An encoder-decoder, compared by value and static under jit. Each row is given a `Source`; its tokens are the
+    decoder's, which begin with the padding id.
+
+    Attributes:
+        config: its shape and options. dtype: of the cache, as a name. cache: the kind of its cache of self-attention.
+    """
+
+    config: T5Config
+    dtype: str = "float32"
+    cache: CacheKind = dense
+
+    def with_cache(self, kind: CacheKind) -> T5:
+        return dataclasses.replace(self, cache=kind)
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        c, memory = self.config, None
+        if inputs is not None and not isinstance(inputs, Source):
+            raise ValueError(f"inputs: got {named(inputs)}, a T5 takes a Source")
+        if params is not None:
+            if inputs is None:
+                raise ValueError("inputs: got none, a T5 takes a Source, what its encoder reads")
+            memory = self.memory(params, inputs)
+        return self.cache([(c.heads, c.head_dim)] * c.decoder, batch, capacity, jnp.dtype(self.dtype), memory)
+
+    def memory(self, params: Weights, source: Source) -> Memory:
+        """Runs the encoder."""
+        c, p = self.config, params["encoder"]
+        B, T = source.tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        seen = positions < source.length[:, None]
+        bias = functools.partial(relative_bias, c, p["bias"], both=True)
+        x = params["embed"][source.tokens]
+        for i in range(c.encoder):
+            layer = p["layers"][str(i)]
+            normed = _norm(c, layer["attn"], x)
+            q, k, v = (self._heads(layer["attn"], name, normed) for name in "qkv")
+            out = window_attention(q, k, v, jnp.broadcast_to(seen[:, None], (B, T, T)), positions, scale=1.0, bias=bias)
+            x = x + out.reshape(B, T, -1) @ layer["attn"]["o"]
+            x = x + _mlp(c, layer["mlp"], x)
+        x = _norm(c, p, x)
+        cross = [params["decoder"]["layers"][str(i)]["cross"] for i in range(c.decoder)]
+        return Memory(keys=tuple(self._heads(layer, "k", x) for layer in cross),
+                      values=tuple(self._heads(layer, "v", x) for layer in cross), seen=seen)
+
+    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
+        c, p, memory = self.config, params["decoder"], cache.inputs
+        if not isinstance(memory, Memory):
+            raise ValueError("inputs: got none, a T5 takes a Source, what its encoder reads")
+        B, W = window.tokens.shape
+        bias = functools.partial(relative_bias, c, p["bias"], both=False)
+        x, entries = params["embed"][window.tokens], []
+        if window.embeddings is not None and window.embedded is not None:
+            x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
+        for i in range(c.decoder):
+            layer = p["layers"][str(i)]
+            normed = _norm(c, layer["attn"], x)
+            q, k, v = (self._heads(layer["attn"], name, normed) for name in "qkv")
+            out, entry = cache.attend(i, q, k, v, window, scale=1.0, bias=bias)
+            x = x + out.reshape(B, W, -1) @ layer["attn"]["o"]
+            q = self._heads(layer["cross"], "q", _norm(c, layer["cross"], x))
+            seen = jnp.broadcast_to(memory.seen[:, None], (B, W, memory.seen.shape[1]))
+            out = window_attention(q, memory.keys[i], memory.values[i], seen, window.positions, scale=1.0)
+            x = x + out.reshape(B, W, -1) @ layer["cross"]["o"]
+            x = x + _mlp(c, layer["mlp"], x)
+            entries.append(entry)
+
+        def head(hidden: Array) -> Array:
+            hidden = hidden * jnp.asarray(c.width ** -0.5, hidden.dtype) if c.scaled else hidden
+            kernel = params["embed"].T if c.tied else params["head"]
+            return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
+
+        return Out(hidden=_norm(c, p, x), entries=tuple(entries), head=head)
+
+    def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+        """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms one."""
+        found = {}
+        for (path, source), each in zip(sources(self.config).items(),
+                                        jax.random.split(key, len(sources(self.config))), strict=True):
+            shape = source.full[::-1] if source.transpose else source.full
+            spread = shape[0] ** -0.5 if source.transpose else 1.0
+            found[path] = jnp.ones(shape, dtype) if len(shape) == 1 else (
+                jax.random.normal(each, shape) * spread).astype(dtype)
+        return nested(found)
+
+    def _heads(self, p: Weights, name: str, x: Array) -> Array:
+        return (x @ p[name]).reshape(*x.shape[:2], self.config.heads, self.config.head_dim)
+
+
+def relative_bias(c: T5Config, weights: Array, queries: Array, keys: Array, *, both: bool) -> Array:
+    """The bias of the scores: `f32[B, H, W, K]` from `weights` `f[buckets, H]` and positions, see `Bias`."""
+    by_distance = weights.astype(jnp.float32)[_buckets(c.buckets, c.farthest, both)]
+    distance = jnp.clip(keys - queries, -c.farthest, c.farthest) + c.farthest
+    return by_distance[distance, jnp.arange(c.heads)[:, None, None]]
+
+
+@functools.lru_cache(maxsize=16)
+def _buckets(buckets: int, farthest: int, both: bool) -> np.ndarray:
+    """The bucket of each distance (key position minus the query's) from `-farthest` to `farthest`: near ones have one
+    each, the others share them by their logarithm. With `both` later keys have buckets of their own."""
+    distance = np.arange(-farthest, farthest + 1)
+    count = buckets // 2 if both else buckets
+    exact = count // 2
+    far = np.abs(distance) if both else np.maximum(-distance, 0)
+    # in float32, as transformers has it: some distances lie on the border of two buckets
+    logarithm = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact)) / np.float32(
+        math.log(farthest / exact)) * np.float32(count - exact)
+    found = np.where(far < exact, far, np.minimum(exact + logarithm.astype(np.int32), count - 1))
+    return (found + count * (both & (distance > 0))).astype(np.int32)
+
+
+def _norm(c: T5Config, p: Weights, x: Array) -> Array:
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + c.eps)
+    return (y * p["norm"].astype(jnp.float32)).astype(x.dtype)
+
+
+def _mlp(c: T5Config, p: Weights, x: Array) -> Array:
+    act, x = ACTIVATIONS[c.activation], _norm(c, p, x)
+    return (act(x @ p["gate"]) * (x @ p["up"]) if c.gated else act(x @ p["up"])) @ p["down"]
+
+
+IGNORED = re.compile(r"^(encoder|decoder)\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias\.weight$")
+"""Copies of the embedding, and a bias that nothing reads, in older files."""
+
+
+def sources(c: T5Config) -> dict[str, WeightSource]:
+    """Every weight by its dotted path: its shape, and its tensor in a Hugging Face file."""
+    inner = c.heads * c.head_dim
+    kernel = lambda tensor, out, into: WeightSource((f"{tensor}.weight",), True, None, (out, into))
+    plain = lambda tensor, *shape: WeightSource((f"{tensor}.weight",), False, None, shape)
+    found = {"embed": plain("shared", c.vocab, c.width)}
+    for side, count in (("encoder", c.encoder), ("decoder", c.decoder)):
+        first = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        found |= {f"{side}.bias": plain(first, c.buckets, c.heads),
+                  f"{side}.norm": plain(f"{side}.final_layer_norm", c.width)}
+        halves = [("attn", "SelfAttention"), ("cross", "EncDecAttention"), ("mlp", "DenseReluDense")]
+        if side == "encoder":
+            del halves[1]
+        for i in range(count):
+            for j, (half, module) in enumerate(halves):
+                path, tensor = f"{side}.layers.{i}.{half}", f"{side}.block.{i}.layer.{j}"
+                found[f"{path}.norm"] = plain(f"{tensor}.layer_norm", c.width)
+                if half == "mlp":
+                    ups = {"gate": "wi_0", "up": "wi_1"} if c.gated else {"up": "wi"}
+                    found |= {f"{path}.{ours}": kernel(f"{tensor}.{module}.{theirs}", c.mlp, c.width)
+                              for ours, theirs in ups.items()}
+                    found[f"{path}.down"] = kernel(f"{tensor}.{module}.wo", c.width, c.mlp)
+                else:
+                    found |= {f"{path}.{name}": kernel(f"{tensor}.{module}.{name}", inner, c.width) for name in "qkv"}
+                    found[f"{path}.o"] = kernel(f"{tensor}.{module}.o", c.width, inner)
+    return found if c.tied else {**found, "head": kernel("lm_head", c.vocab, c.width)}
+
+
+def nested(leaves: Mapping[str, Any]) -> Weights:
+    """A nested dict from dotted paths.
+
+    >>> nested({"a.b": 1, "c": 2})
+    {'a': {'b': 1}, 'c': 2}
+    """
+    tree: Weights = {}
+    for path, leaf in leaves.items():
+        *above, last = path.split(".")
+        node = tree
+        for name in above:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return tree
+
+
+def read_t5(c: Mapping[str, Any], tied: bool) -> T5Config:
+    """The T5 that a `config.json` describes.
+
+    Args:
+        tied: whether the file has no output head of its own.
+
+    Raises:
+        ValueError: an entry is missing, or an option has no counterpart here.
+    """
+    kind = c.get("feed_forward_proj", "relu")
+    gated, _, name = kind.rpartition("-")
+    if gated not in ("", "gated"):
+        raise ValueError(f"feed_forward_proj: got {kind!r}, takes an activation, or 'gated-' and one")
+    # "gated-gelu" has always meant the tanh form
+    activation = "gelu_tanh" if kind == "gated-gelu" else read_activation({"feed_forward_proj": name},
+                                                                         "feed_forward_proj", name)
+    try:
+        return T5Config(
+            vocab=c["vocab_size"], width=c["d_model"], heads=c["num_heads"], head_dim=c["d_kv"], mlp=c["d_ff"],
+            encoder=c["num_layers"], decoder=c.get("num_decoder_layers", c["num_layers"]),
+            buckets=c.get("relative_attention_num_buckets", 32),
+            farthest=c.get("relative_attention_max_distance", 128), eps=c.get("layer_norm_epsilon", 1e-6),
+            activation=activation, gated=bool(gated), tied=tied,
+            # newer files say so; in older ones version 1.1 is known by its untied head
+            scaled=c.get("scale_decoder_outputs", c.get("tie_word_embeddings", True)))
+    except KeyError as e:
+        raise ValueError(f"config.json of a t5 model lacks {e}") from None
