@@ -371,9 +371,10 @@ def _samples(method: Algorithm, wanted: int | None, where: str) -> int:
     if together is None or together == wanted:
         return wanted or 1
     if where != "generate":
-        raise ValueError(f"algorithm: {method} works on {together} rows a prompt, and {where} has one; use generate")
+        raise ValueError(f"algorithm: {method.name} works on {together} rows a prompt, and {where} has one; use "
+                         "generate")
     if wanted is not None:
-        raise ValueError(f"num_samples: got {wanted}, {method} works on {together} rows a prompt")
+        raise ValueError(f"num_samples: got {wanted}, {method.name} works on {together} rows a prompt")
     return together
 
 

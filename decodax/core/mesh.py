@@ -14,6 +14,8 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from decodax.cache import Cache
+
 DATA, MODEL = "data", "model"
 """The names of the mesh axes: rows of a batch lie over the first, heads, MLP and vocabulary over the second."""
 
@@ -26,8 +28,12 @@ def rows(tree: T) -> T:
 
 
 def heads(cache: T) -> T:
-    """As `rows`, for a cache: keys and values `[B, G, S, d]` have their heads over `MODEL`."""
-    return jax.tree.map(lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA), cache)
+    """As `rows`, for a cache: keys and values `[B, G, S, d]` have their heads over `MODEL`. A cache whose rows share
+    memory is not divided."""
+    shared = lambda x: isinstance(x, Cache) and not x.by_row
+    spec = lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA)
+    whole = lambda cache: jax.tree.map(lambda x: PartitionSpec(), cache)
+    return jax.tree.map(lambda x: whole(x) if shared(x) else spec(x), cache, is_leaf=shared)
 
 
 def constrain(tree: T, specs: Any) -> T:

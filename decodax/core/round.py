@@ -18,7 +18,7 @@ from decodax.cache import take
 from decodax.core.clip import clip
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
-from decodax.core.state import State, Stats
+from decodax.core.state import State, Stats, Status
 from decodax.core.types import Algorithm, Decision, Model, Params
 
 
@@ -41,9 +41,11 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     count, status, stop = clip(d, s, policy)
     last = jnp.maximum(count - 1, 0)[:, None]
     moved = dist.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])
-    # entries of tokens that were cut, and all of a row that had finished before, stay out of the cache
+    # entries of tokens that were cut, and all of a row that had finished before or ends with no token, stay out of the
+    # cache: it may have no room for them
     length = s.length + count
-    keep = s.running[:, None] & ("rewrites" in alg.cache_needs or d.slots < length[:, None])
+    works = s.running & ((count > 0) | (status == Status.RUNNING))
+    keep = works[:, None] & ("rewrites" in alg.cache_needs or d.slots < length[:, None])
     slots = jnp.where(keep, d.slots, -1)
     return s.replace(
         tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(out.entries, slots),

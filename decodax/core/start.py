@@ -52,7 +52,7 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
         cache = alg.through(model).init_cache(B, size if alg.caches else 0, params=params.target, inputs=inputs)
         if alg.caches:
-            require(cache, alg.cache_needs, str(alg))
+            require(cache, alg.cache_needs, alg.name)
         s = State(
             tokens=buffer, length=prompt_length + 0, cache=constrain(cache, heads(cache)),
             algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),

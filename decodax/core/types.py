@@ -294,6 +294,11 @@ class Algorithm(abc.ABC):
         """`M`, the most tokens that a round can append."""
 
     @property
+    def name(self) -> str:
+        """What errors call it."""
+        return type(self).__name__
+
+    @property
     def guarantee(self) -> str:
         """What holds of the output: "seed-exact" (the tokens of plain decoding with the same seed),
         "distribution-exact" (others of the same distribution) or "approximate"."""

@@ -79,6 +79,10 @@ class GuidedCache(Cache):
         return self.conditional.supports
 
     @property
+    def by_row(self) -> bool:       # type: ignore[override]
+        return self.conditional.by_row
+
+    @property
     def capacity(self) -> int:
         return self.conditional.capacity
 
@@ -96,10 +100,14 @@ class GuidedCache(Cache):
         return rest.replace(conditional=self.conditional.select(rows), unconditional=self.unconditional.select(rows))
 
     def room(self) -> Array | None:
-        return self.conditional.room()
+        return _least(self.conditional.room(), self.unconditional.room())
 
     def horizon(self) -> Array | None:
-        return self.conditional.horizon()
+        return _least(self.conditional.horizon(), self.unconditional.horizon())
+
+
+def _least(a: Array | None, b: Array | None) -> Array | None:
+    return a if b is None else b if a is None else jnp.minimum(a, b)
 
 
 @dataclasses.dataclass(frozen=True)

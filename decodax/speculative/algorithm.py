@@ -60,6 +60,10 @@ class Speculative(Algorithm):
         return self.drafter.length + 1
 
     @property
+    def name(self) -> str:
+        return f"Speculative({type(self.draft).__name__})"
+
+    @property
     def guarantee(self) -> str:
         """The verifier's: "seed-exact", "distribution-exact" or "approximate"."""
         return self.verify.guarantee

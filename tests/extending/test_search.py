@@ -131,9 +131,9 @@ def test_broken_logits_end_the_search(page: dict[str, Any]) -> None:
 def test_the_rows_of_a_prompt_are_the_methods_own(page: dict[str, Any]) -> None:
     """Also where a batch is filled up: 6 rows a prompt do not divide 8."""
     alg = page["Beams"](3)
-    with pytest.raises(ValueError, match=r"num_samples: got 3, Beams\(width=3.*works on 6 rows a prompt"):
+    with pytest.raises(ValueError, match=r"num_samples: got 3, Beams works on 6 rows a prompt"):
         dx.generate(small(), PROMPTS, algorithm=alg, max_new_tokens=4, num_samples=3)
-    with pytest.raises(ValueError, match=r"algorithm: Beams.* works on 6 rows a prompt, and stream has one"):
+    with pytest.raises(ValueError, match=r"algorithm: Beams works on 6 rows a prompt, and stream has one"):
         dx.stream(small(), PROMPTS[0], algorithm=alg)
     whole = dx.generate(small(), PROMPTS, algorithm=alg, max_new_tokens=4)
     parts = dx.generate(small(), PROMPTS, algorithm=alg, max_new_tokens=4, batch_size=1)

@@ -81,8 +81,7 @@ def behind(s: State, window: Window, decision: Decision, length: int) -> tuple[A
     Returns:
         `i32[B, length]` nodes and `bool[B, length]` which of them were run.
     """
-    assert decision.accepted is not None
-    at = decision.accepted[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)
+    at = decision.count[:, None] + jnp.arange(length, dtype=jnp.int32)
     nodes = jnp.minimum(at, window.width - 1)
     take = lambda x: jnp.take_along_axis(x, nodes, 1)
     # another draft's window may have other nodes there
