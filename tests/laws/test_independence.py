@@ -9,6 +9,7 @@ import pytest
 from decodax.core import drivers
 from decodax.core.round import python_loop, run
 from tests.laws.cases import ALGORITHMS, ANY_ORDER, POLICIES, decode, prompts, start, texts
+from tests.matrix import often
 
 
 def takes(algorithm: str, policy: str) -> bool:
@@ -18,6 +19,8 @@ def takes(algorithm: str, policy: str) -> bool:
 # each algorithm with the policy that has most in it of those that it takes; greedy batches take another branch
 CASES = [(a, "together" if takes(a, "together") else "penalised") for a in ALGORITHMS]
 CASES += [(a, "greedy") for a in ("autoregressive", "lookup", "llada")]
+CASES = often([("autoregressive", "together"), ("lookup", "together"), ("lookup", "greedy"), ("llada", "penalised"),
+               ("llada-random-shifted", "penalised")], CASES)
 
 
 @pytest.mark.parametrize(("algorithm", "policy"), CASES)

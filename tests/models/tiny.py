@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-SLOW = {"glm", "ministral", "phi-qk-norm", "smollm3"}
+ALIKE = {"glm", "ministral", "phi-qk-norm", "smollm3"}
 """Cases that differ little from another one."""
 
 

@@ -131,7 +131,7 @@ class Wrong(SJD):
 
 @pytest.mark.parametrize("kind", [SJD, Wrong])
 def test_sjd_with_rejection_draws_from_the_target_and_a_wrong_q_shows(kind):
-    """False-alarm rate 1e-3, with a fixed seed; the laws' 200,000 rows see smaller errors."""
+    """False-alarm rate 1e-3, with a fixed seed; the laws' 50,000 rows see smaller errors."""
     rows = 20_000
     s = decode(Speculative(kind(VOCABULARY, 3, top=5), Rejection()), "toy", [PROMPT] * rows,
                LAW_POLICIES["temperature"], new=3, size=16)
