@@ -12,8 +12,8 @@ import pytest
 # with libtpu installed JAX would look for a TPU; tests marked gpu are run with JAX_PLATFORMS=cuda
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # programs here run once on small shapes, so what counts is how fast they compile: without LLVM's optimisation in three
-# fifths of the time, and with kernels from the older emitters in one LLVM module in half of that (jaxlib 0.10.2). An XLA
-# that has dropped a flag says so and ends: drop it here as well
+# fifths of the time, and with the older emitters' kernels in one LLVM module in half of that (measured with jaxlib
+# 0.10.2). An XLA that has dropped one of these flags stops and names it
 FLAGS = ("--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
          "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
