@@ -26,7 +26,8 @@ def pairs(*axes: Iterable[Hashable]) -> list[Any]:
     """
     cases = list(itertools.product(*axes))
     shows = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
-    chosen, wanted = set(), set().union(*shows.values())
+    chosen: set[Any] = set()
+    wanted: set[Any] = set().union(*shows.values())
     while wanted:
         best = max(cases, key=lambda case: len(shows[case] & wanted))
         chosen.add(best)

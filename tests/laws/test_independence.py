@@ -11,7 +11,6 @@ from decodax.core.round import python_loop, run
 from tests.laws.cases import ALGORITHMS, ANY_ORDER, POLICIES, decode, prompts, start, texts
 from tests.matrix import often
 
-
 IDS = prompts(4)        # the same in every test, so that they share programs
 
 

@@ -1,7 +1,5 @@
 """Law 7: Auto axes, Explicit axes and lanes on 8 CPU devices give the tokens of one device."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.sharding import lanes, place
 from tests.laws.cases import ALGORITHMS, MASK, POLICIES, VOCABULARY, prompts, texts
-from tests.matrix import often
+from tests.matrix import pairs
 
 # in a process of their own (scripts/test.sh): JAX's CPU collectives have crashed in one that had also loaded torch
 pytestmark = pytest.mark.mesh
@@ -45,15 +43,8 @@ def decode(alg, policy, mesh=None, lane=False):
     return drivers.advance(alg, NETWORK, params, chain, s, jnp.int32(200))
 
 
-CASES = list(itertools.product(("auto", "explicit", "lanes"), ("autoregressive", "lookup", "lookup-rejection", "llada"),
-                               ("greedy", "together")))
-# each kind of mesh with each algorithm that differs in what crosses it, and each algorithm on some mesh
-OFTEN = [("auto", "lookup", "together"), ("explicit", "lookup", "greedy"), ("lanes", "lookup", "together"),
-         ("explicit", "autoregressive", "together"), ("lanes", "lookup-rejection", "together"),
-         ("auto", "llada", "greedy"), ("explicit", "llada", "together"), ("lanes", "llada", "greedy")]
-
-
-@pytest.mark.parametrize(("kind", "algorithm", "policy"), often(OFTEN, CASES))
+@pytest.mark.parametrize(("kind", "algorithm", "policy"), pairs(
+    ("auto", "explicit", "lanes"), ("autoregressive", "lookup", "lookup-rejection", "llada"), ("greedy", "together")))
 def test_a_mesh_gives_the_tokens_of_one_device(kind, algorithm, policy):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
