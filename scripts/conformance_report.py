@@ -38,7 +38,7 @@ Where the authors' code was at hand and runs on a CPU, it was run on tiny checkp
 gave is committed as numbers under `tests/conformance`, with repository, commit and settings. The tests decode the
 same prompts here and compare the tokens and the number of model calls. Of draft trees, draft lookups and verifiers,
 which need no model, they compare proposals and verdicts for given texts and distributions. The first case of each
-file runs in the default suite, the others with `pytest -m slow tests/conformance`. A line without counts has no
+file runs in the default suite, the others with `pytest -m matrix tests/conformance`. A line without counts has no
 cases: where it says "by reading", the code was read and not run.
 
 - **equal**: the same tokens in every case, in as many forwards unless the line says otherwise.

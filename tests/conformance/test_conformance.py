@@ -1,7 +1,7 @@
 """The authors' own loops on tiny checkpoints, against decodax: the same tokens, in the same number of forwards.
 
 Each file in `cases/` holds what one repository's code gave, as numbers, with the repository, commit and settings; see
-README.md there. The first case of a file runs by default, the others with `-m slow`.
+README.md there. The first case of a file runs by default, the others with `-m matrix`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cases() -> list[Any]:
     for file in sorted(CASES.glob("*.json")):
         data = json.loads(file.read_text())
         for i, case in enumerate(data["cases"]):
-            marks = [pytest.mark.slow] if i else []
+            marks = [pytest.mark.matrix] if i else []
             out.append(pytest.param(data, case, id=f"{file.stem}-{i}", marks=marks))
     return out
 

@@ -20,6 +20,7 @@ from decodax.models.diffusion import Diffusion
 from decodax.systems import SYSTEMS
 from tests.diffusion.network import Network
 from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, start, texts
+from tests.matrix import often
 
 NEW, BLOCK = 16, 8
 A = d.Adapter(MASK)
@@ -316,7 +317,7 @@ def made(alg):
     return texts(s), np.asarray(s.stats.rounds).tolist()
 
 
-@pytest.mark.parametrize("packed", [(), (20,)])
+@pytest.mark.parametrize("packed", [pytest.param((), marks=pytest.mark.matrix), (20,)])
 def test_delayed_is_dkv_cache_decode(packed):
     alg = MaskedDiffusion(A, **QUOTA, caching=d.DelayedTokens(1, 4, packed))
     assert made(alg)[0] == [dkv_decode(p, 5, 4)[0] for p in IDS]
@@ -330,7 +331,7 @@ def test_greedy_is_dkv_cache_greedy():
     assert made(alg)[0] != [dkv_greedy(p, i, 5, 1, 2) for i, p in enumerate(IDS)]
 
 
-@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("warmup", often([3], [0, 3]))
 def test_vicinity_is_dinfers(warmup):
     caching = d.Vicinity(before=2, after=1, warmup=warmup)
     alg = MaskedDiffusion(A, d.Blocks(BLOCK), unmask=d.Threshold(0.3), caching=caching)
@@ -361,7 +362,7 @@ def test_guided_and_frozen_is_flashdlm():
     assert max(n for _, n in wanted) < NEW
 
 
-@pytest.mark.parametrize("cache", ["dual", "prefix"])
+@pytest.mark.parametrize("cache", often(["dual"], ["dual", "prefix"]))
 def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True))
     alg = SYSTEMS["fast-dllm"].make(lm, block=BLOCK, threshold=0.2, cache=cache, suffix=NEW)

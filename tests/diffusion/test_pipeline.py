@@ -18,6 +18,7 @@ from decodax.policy import build
 from decodax.policy.draw import exponentials
 from tests.diffusion.test_verification import IDS, NETWORK, NEW, SIZE, weights
 from tests.laws.cases import MASK, VOCABULARY, texts
+from tests.matrix import often
 
 A, BLOCK, START = d.Adapter(MASK), 4, 5
 END = START + NEW
@@ -215,8 +216,7 @@ AGREE = {
 }
 
 
-@pytest.mark.parametrize("case", [c if c in ("fused", "delayed") else pytest.param(c, marks=pytest.mark.slow)
-                                  for c in AGREE])
+@pytest.mark.parametrize("case", often(["fused", "delayed"], AGREE))
 def test_two_ways_of_saying_the_same_agree(case):
     left, right = (d.MaskedDiffusion(**rules) for rules in AGREE[case])
     for seed in SEEDS:
@@ -261,7 +261,7 @@ def product(weight, lookahead, window, shift=True):
 
 
 @pytest.mark.parametrize(("window", "temperature", "shift"), [
-    (2, 0.7, True), pytest.param(None, 0.0, False, marks=pytest.mark.slow)])
+    (2, 0.7, True), pytest.param(None, 0.0, False, marks=pytest.mark.matrix)])
 def test_the_product_is_apds(window, temperature, shift):
     made = []
     for seed in SEEDS:

@@ -18,6 +18,7 @@ from decodax.diffusion.parallel.branches import BranchExact, BranchLater, Branch
 from decodax.policy import build
 from tests.laws import test_compiled as programs
 from tests.laws.cases import MASK, VOCABULARY, model, texts
+from tests.matrix import often
 
 NETWORK, WEIGHTS = model("llama")
 BLOCK, NEW, SIZE = 8, 16, 64
@@ -65,7 +66,7 @@ def outcome(name, seed, plain):
     return decode(d.MaskedDiffusion(**rules), weights(seed), [0.0, 0.0, 0.2])
 
 
-@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in RULES])
+@pytest.mark.parametrize("name", often(OFTEN, RULES))
 def test_several_steps_a_forward_are_those_steps(name):
     taken = 0
     for seed in SEEDS:      # one program, several models
@@ -137,8 +138,8 @@ TREE = [(0,), (1,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
 
 
 @pytest.mark.parametrize(("name", "orders", "threshold", "follows"), [
-    pytest.param("freedave", CHAIN, None, equal, marks=pytest.mark.slow), ("ssd", TREE, None, equal),
-    pytest.param("freedave++", CHAIN, 0.3, subset, marks=pytest.mark.slow)])
+    pytest.param("freedave", CHAIN, None, equal, marks=pytest.mark.matrix), ("ssd", TREE, None, equal),
+    pytest.param("freedave++", CHAIN, 0.3, subset, marks=pytest.mark.matrix)])
 def test_a_loop_is_the_published_one(name, orders, threshold, follows):
     verify = RULES[name]["verify"]
     assert list(verify.taken[1:]) == orders

@@ -11,6 +11,7 @@ from decodax.core import drivers
 from decodax.pallas_kernels.window_attention import merge, window_attention, window_attention_lse
 from decodax.struct import struct
 from tests.laws.cases import ALGORITHMS, POLICIES, decode, prompts, start, texts
+from tests.matrix import often
 
 
 @struct
@@ -94,7 +95,7 @@ def test_select_gathers_rows(kind):
         assert np.array_equal(picked.values[layer], full.values[layer][rows])
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", often(["lookup", "llada"], ALGORITHMS))
 def test_a_selected_state_decodes_as_the_rows_it_came_from(algorithm):
     alg, ids, policy = ALGORITHMS[algorithm], prompts(3), POLICIES["sampled"]
     plain = texts(decode(alg, "llama", ids, policy))

@@ -29,6 +29,7 @@ from decodax.speculative import NOTHING, Adaptive, Automatic, Rejection, Specula
 from decodax.speculative.drafts import DraftModel, DynamicExit, LayerSkip, Lookahead, PromptLookup, TokenRecycling
 from decodax.speculative.shapes import Chain, Fixed
 from tests.laws import cases
+from tests.matrix import often
 
 pytestmark = pytest.mark.xdist_group("compiled")      # its programs are compiled once
 
@@ -88,9 +89,12 @@ def copies_in_loops(program, elements):
     return [x for loop in program.loops() for x in copies(program, elements, loop.attribute("body"))]
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("algorithm", "driver"), [("autoregressive", "advance"), ("autoregressive", "prefill"),
-                                                   ("lookup", "advance"), *((name, "advance") for name in WIDER)])
+PROGRAMS = [("autoregressive", "advance"), ("autoregressive", "prefill"),
+            *((name, "advance") for name in ("lookup", *WIDER))]
+
+
+@pytest.mark.parametrize(("algorithm", "driver", "batch"), often(
+    [*((*p, 8) for p in PROGRAMS), ("lookup", "advance", 1)], [(*p, n) for p in PROGRAMS for n in (1, 8)]))
 def test_no_round_copies_the_cache(algorithm, driver, batch):
     program = parse(compiled((ALGORITHMS | WIDER)[algorithm], batch, driver).as_text())
     assert program.loops()
@@ -199,7 +203,7 @@ def sharded(driver, algorithm="autoregressive"):
 REPLICAS = ({0, 1, 2, 3}, {4, 5, 6, 7})
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", often(["autoregressive", "lookup-rejection"], ALGORITHMS))
 def test_lanes_never_wait_for_another_replica(algorithm):
     waits = collectives(parse(sharded("lanes", algorithm)))
     assert waits        # inside a replica the model's parts do

@@ -22,6 +22,7 @@ from decodax.models.diffusion import Diffusion
 from decodax.policy import build
 from decodax.systems import SYSTEMS
 from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, texts
+from tests.matrix import often
 
 BLOCK, NEW = 4, 12
 SPEAKS = {"full": Diffusion(MASK), "shifted": Diffusion(MASK, shift=True),
@@ -68,7 +69,6 @@ CASES = {
 }
 FEW = ("fast-dllm", "sdlm")
 SAMPLERS = [n for n, e in SYSTEMS.items() if "diffusion" in e.needs and not e.alias_of]
-few = lambda names: [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 class Leant:
@@ -188,14 +188,14 @@ def test_a_row_does_not_depend_on_its_batch_mates(name):
         assert np.asarray(alone.stats.rounds)[0] == np.asarray(free(name).stats.rounds)[i]
 
 
-@pytest.mark.parametrize("name", few(SAMPLERS))
+@pytest.mark.parametrize("name", often(FEW, SAMPLERS))
 def test_a_batch_equals_its_rows_one_by_one(name):
     ids, alg = prompts(3, longest=9), made(name)
     row = sample(alg, ids[1:2], request=[1], policy=dict(temperature=0.8, repetition_penalty=1.2))
     assert texts(row) == texts(free(name))[1:2]
 
 
-@pytest.mark.parametrize("name", few(SAMPLERS))
+@pytest.mark.parametrize("name", often(FEW, SAMPLERS))
 def test_the_compiled_loop_is_the_python_loop_bit_for_bit(name):
     alg = made(name)
     network, params, chain, s = begun(alg, prompts(3, longest=9))
@@ -279,7 +279,7 @@ def outcome(alg):
     return sample(alg, prompts(3, longest=9))
 
 
-@pytest.mark.parametrize("case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.slow) for c in SAME])
+@pytest.mark.parametrize("case", often(OFTEN, SAME))
 def test_two_ways_of_saying_the_same_agree(case):
     left, right = SAME[case]
     assert texts(outcome(left)) == texts(outcome(right))
@@ -379,8 +379,8 @@ def dream(prompt, new, steps, order):
     return x[len(prompt):].tolist()
 
 
-@pytest.mark.parametrize(("order", "steps"), [("entropy", 16), ("margin", 5),
-                                               pytest.param("confidence", 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("order", "steps"), often([("entropy", 16), ("margin", 5)], [
+    ("entropy", 16), ("margin", 5), ("confidence", 5)]))
 def test_the_sampler_is_dreams(order, steps):
     ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["shifted"])
@@ -414,7 +414,7 @@ def fast_dllm(prompt, new, block, threshold, cache):
     return x[len(prompt):].tolist(), forwards
 
 
-@pytest.mark.parametrize("cache", ["dual", "prefix"])
+@pytest.mark.parametrize("cache", often(["dual"], ["dual", "prefix"]))
 def test_the_sampler_is_fast_dllms(cache):
     ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"])

@@ -13,6 +13,7 @@ from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.sharding import lanes, place
 from tests.laws.cases import ALGORITHMS, MASK, POLICIES, VOCABULARY, prompts, texts
+from tests.matrix import pairs
 
 # in a process of their own (scripts/test.sh): JAX's CPU collectives have crashed in one that had also loaded torch
 pytestmark = pytest.mark.mesh
@@ -42,9 +43,8 @@ def decode(alg, policy, mesh=None, lane=False):
     return drivers.advance(alg, NETWORK, params, chain, s, jnp.int32(200))
 
 
-@pytest.mark.parametrize("policy", ["greedy", "together"])
-@pytest.mark.parametrize("algorithm", ["autoregressive", "lookup", "lookup-rejection", "llada"])
-@pytest.mark.parametrize("kind", ["auto", "explicit", "lanes"])
+@pytest.mark.parametrize(("kind", "algorithm", "policy"), pairs(
+    ("auto", "explicit", "lanes"), ("autoregressive", "lookup", "lookup-rejection", "llada"), ("greedy", "together")))
 def test_a_mesh_gives_the_tokens_of_one_device(kind, algorithm, policy):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")

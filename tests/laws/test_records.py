@@ -1,17 +1,21 @@
 """Law 1 and log-probabilities: what decoding says of its tokens is what a full forward says of them."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 
 from decodax.models.transformer import Transformer
 from tests.laws.cases import ALGORITHMS, POLICIES, decode, model, prompts, texts
+from tests.matrix import often
 
 LEFT_TO_RIGHT = [a for a in ALGORITHMS if not a.startswith("llada")]
 
 
-@pytest.mark.parametrize("which", ["llama", "sliding"])
-@pytest.mark.parametrize("algorithm", LEFT_TO_RIGHT)
+@pytest.mark.parametrize(("algorithm", "which"), often(
+    [("autoregressive", "sliding"), ("lookup", "llama"), ("lookup-rejection", "sliding")],
+    itertools.product(LEFT_TO_RIGHT, ("llama", "sliding"))))
 def test_log_probabilities_equal_those_of_a_full_forward(algorithm, which):
     ids = prompts(4)
     s = decode(ALGORITHMS[algorithm], which, ids, dict(temperature=0.8, top_k=5), top_logprobs=3)
@@ -40,7 +44,7 @@ def test_greedy_tokens_are_the_argmax_of_a_full_forward(which):
         assert made == full[len(prompt) - 1:-1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("policy", ["greedy", "together", "stateful"])
+@pytest.mark.parametrize("policy", often(["together"], ["greedy", "together", "stateful"]))
 def test_speculation_reports_the_log_probabilities_of_plain_decoding(policy):
     ids = prompts(4)
     plain, drafted = (decode(ALGORITHMS[a], "llama", ids, POLICIES[policy], top_logprobs=2)

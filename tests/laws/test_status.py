@@ -1,6 +1,7 @@
 """Law 10: a finished row says why, and every end is cut at the right token."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,9 @@ from decodax.core.state import Status
 from decodax.core.stops import StopTable
 from decodax.core.types import Model, Params
 from tests.laws.cases import ALGORITHMS, MASK, decode, model, prompts, start, texts
+from tests.matrix import often
 
+OFTEN = ["autoregressive", "lookup", "lookup-rejection", "llada"]
 LETTERS = [bytes([97 + i]) for i in range(16)]
 
 
@@ -20,7 +23,7 @@ def script(alg, new=12):
     return texts(decode(alg, "llama", prompts(4), dict(temperature=1.0), new=new))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", often(OFTEN, ALGORITHMS))
 def test_a_row_ends_with_its_first_end_of_sequence(algorithm):
     alg = ALGORITHMS[algorithm]
     free = script(alg)
@@ -39,7 +42,7 @@ def test_an_end_of_sequence_does_not_count_before_min_new(algorithm):
     assert (np.asarray(s.length - s.prompt_length) > 6).all()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", often(OFTEN, ALGORITHMS))
 def test_budgets_are_kept_row_by_row(algorithm):
     budgets = [0, 1, 5, 12]
     s = decode(ALGORITHMS[algorithm], "llama", prompts(4), dict(temperature=1.0), new=budgets)
@@ -95,8 +98,12 @@ class Broken(Model):
         return dataclasses.replace(out, hidden=out.hidden + bad)
 
 
-@pytest.mark.parametrize("algorithm", ["autoregressive", "lookup", "lookup-rejection"])
-@pytest.mark.parametrize("policy", [{}, dict(temperature=1.0, top_p=0.9, repetition_penalty=1.2)])
+SAMPLED = dict(temperature=1.0, top_p=0.9, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize(("algorithm", "policy"), often(
+    [("autoregressive", {}), ("lookup", {}), ("lookup-rejection", SAMPLED)],
+    itertools.product(("autoregressive", "lookup", "lookup-rejection"), ({}, SAMPLED))))
 def test_a_nan_is_a_status_and_never_a_token(algorithm, policy):
     alg = ALGORITHMS[algorithm]
     ids = [[1, 2, 4], [4, 2], [9, 4, 9, 4]]
@@ -125,7 +132,7 @@ def test_a_nan_in_the_prompt_is_a_status():
     assert len(texts(s)[1]) == 0
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", often(OFTEN, ALGORITHMS))
 def test_a_policy_that_forbids_everything_is_a_status(algorithm):
     s = decode(ALGORITHMS[algorithm], "llama", prompts(3), dict(suppress_tokens=list(range(16)), temperature=1.0))
     assert np.asarray(s.status).tolist() == [Status.DEAD_END] * 3

@@ -16,7 +16,8 @@ import torch
 from decodax.cache import Window, causal
 from decodax.io.checkpoint import load_model
 from decodax.models import Transformer
-from tests.models.tiny import CASES, SLOW, saved
+from tests.matrix import often
+from tests.models.tiny import ALIKE, CASES, saved
 
 T = 22                      # longer than every sliding window of the cases
 LENGTHS = np.array([22, 13])
@@ -25,8 +26,7 @@ LIVE = np.arange(T) < LENGTHS[:, None]
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})     # compiles in half the time
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
-                                        for name in CASES])
+@pytest.fixture(scope="module", params=often([name for name in CASES if name not in ALIKE], CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Transformer, Any]:
     """A transformers model, and what this library loads from its directory."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -92,6 +92,7 @@ def test_cached_chunks_equal_the_full_forward(case: Any) -> None:
     np.testing.assert_allclose(jnp.concatenate(parts, 1), full, atol=2e-5)
 
 
+@pytest.mark.parametrize("case", often(["gpt2", "llama", "qwen2-sliding", "gemma3"], CASES), indirect=True)
 def test_greedy_tokens_equal_transformers_generate(case: Any) -> None:
     reference, model, params = case
     # 16 tokens: transformers changes the frequencies of length-dependent scalings while a sequence outgrows the length

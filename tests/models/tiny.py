@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-SLOW = {"glm", "ministral", "phi-qk-norm", "qwen3-moe-normed", "smollm3"}
+ALIKE = {"glm", "ministral", "phi-qk-norm", "qwen3-moe-normed", "smollm3"}
 """Cases that differ little from another one."""
 
 

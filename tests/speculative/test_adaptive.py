@@ -69,10 +69,11 @@ def test_drafts_of_some_rows_do_not_hold_up_the_row_that_lasts_longest():
 def test_costly_drafts_that_fail_are_probed_within_their_share():
     rule = Automatic(COSTS, probing=0.02, patience=10**6)
     alg = of(rule, costly=True)
-    state, spent, probes, rounds = rule.init(alg, 1), 0.0, 0, 2000
+    choose = jax.jit(lambda state: rule.choose(alg, state, rows(50)))
+    state, spent, probes, rounds = rule.init(alg, 1), 0.0, 0, 1000
     assert rule.choose(alg, state, rows(50)) > 0            # nothing else can show whether they hold
     for i in range(rounds):
-        arm = int(rule.choose(alg, state, rows(50)))
+        arm = int(choose(state))
         if arm and i > 10:
             spent, probes = spent + COSTS[arm] - 1, probes + 1
         state = rule.update(alg, state, seen(arm, bool(arm), 0))

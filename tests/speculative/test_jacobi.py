@@ -22,6 +22,7 @@ from decodax.speculative.tree import tree, window
 from tests.laws.cases import POLICIES, VOCABULARY, decode, model, prompts, start, texts
 from tests.laws.test_distribution import POLICIES as LAW_POLICIES
 from tests.laws.test_distribution import PROMPT, chi_square, joint
+from tests.matrix import often
 
 NEW = 12
 IDS = prompts(5, seed=3)
@@ -84,9 +85,11 @@ def test_blocks_take_the_papers_iterations(draft, blocks, policy):
     assert max(s.stats.rounds.tolist()) <= NEW and min(s.stats.rounds.tolist()) < NEW
 
 
-@pytest.mark.parametrize(("draft", "which", "policy"), [
-    (Jacobi(5, fill="text"), "toy", "stateful"), (FastCoT(((0, 2), (3, 5), (8, 0))), "toy", "together"),
-    (SJD(VOCABULARY, 4, top=5), "toy", "together"), (Lookahead(3, 3, 2, buckets=8), "llama", "together")])
+DRAFTS = [(Jacobi(5, fill="text"), "toy", "stateful"), (FastCoT(((0, 2), (3, 5), (8, 0))), "toy", "together"),
+          (SJD(VOCABULARY, 4, top=5), "toy", "together"), (Lookahead(3, 3, 2, buckets=8), "llama", "together")]
+
+
+@pytest.mark.parametrize(("draft", "which", "policy"), often(DRAFTS[:2], DRAFTS))
 def test_drafts_equal_plain_decoding(draft, which, policy):
     s = decode(Speculative(draft), which, IDS, POLICIES[policy], new=NEW, eos=[1])
     assert texts(s) == plain(which, policy)
@@ -131,7 +134,7 @@ class Wrong(SJD):
 
 @pytest.mark.parametrize("kind", [SJD, Wrong])
 def test_sjd_with_rejection_draws_from_the_target_and_a_wrong_q_shows(kind):
-    """False-alarm rate 1e-3, with a fixed seed; the laws' 200,000 rows see smaller errors."""
+    """False-alarm rate 1e-3, with a fixed seed; the laws' 50,000 rows see smaller errors."""
     rows = 20_000
     s = decode(Speculative(kind(VOCABULARY, 3, top=5), Rejection()), "toy", [PROMPT] * rows,
                LAW_POLICIES["temperature"], new=3, size=16)

@@ -43,6 +43,7 @@ from tests.laws.cases import VOCABULARY, Table, decode, prompts, texts
 from tests.laws.test_distribution import ALARM, PROMPT, chi_square, joint
 from tests.laws.test_distribution import POLICIES as LAW_POLICIES
 from tests.laws.toy import Toy
+from tests.matrix import often
 
 B = 6
 LOGITS = np.asarray(Table()._logits(jnp.arange(VOCABULARY)), np.float64)
@@ -442,7 +443,7 @@ def plain():
     return texts(decode(Autoregressive(), "toy", prompts(5), MIXED, eos=[1]))
 
 
-@pytest.mark.parametrize("shape", EXACT, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("shape", often(EXACT[1:3], EXACT), ids=lambda s: type(s).__name__)
 def test_with_seed_exact_the_output_is_plain_decodings(shape):
     """Greedy, sampled, truncated and penalised rows in one batch."""
     s = decode(Speculative(Table(), shape=shape), "toy", prompts(5), MIXED, eos=[1])
@@ -467,11 +468,13 @@ class Pruned:
         return grow_layers(grower, state, rank, jnp.zeros((grower.s.batch, 1)), nodes=3, depth=2, width=3, fanout=3)
 
 
-@pytest.mark.parametrize(("shape", "verify", "exact"), [
-    (DySpec(nodes=5, length=2, fanout=3), MultiRound(), True), (StochasticBeam(3, 2), MultiRound(), True),
-    (CaPE(2, ((0.4, 3), (1.0, 1)), nodes=4), MultiRound(), True),
-    (Sliced(Fixed.balanced(2, 2), 0.4), MultiRound(), True), (ConfidenceChain(3, 0.2), Rejection(), True),
-    (Pruned(), MultiRound(), False)], ids=lambda x: type(x).__name__)
+DRAWN = [(DySpec(nodes=5, length=2, fanout=3), MultiRound(), True), (StochasticBeam(3, 2), MultiRound(), True),
+         (Pruned(), MultiRound(), False), (ConfidenceChain(3, 0.2), Rejection(), True),
+         (CaPE(2, ((0.4, 3), (1.0, 1)), nodes=4), MultiRound(), True),
+         (Sliced(Fixed.balanced(2, 2), 0.4), MultiRound(), True)]
+
+
+@pytest.mark.parametrize(("shape", "verify", "exact"), often(DRAWN[:3], DRAWN), ids=lambda x: type(x).__name__)
 def test_sampled_trees_keep_the_targets_distribution(shape, verify, exact):
     """And a tree that prunes draws by their own probability does not: the test sees it, in the first two tokens."""
     alg = Speculative(Table(), verify, shape)

@@ -2,6 +2,7 @@
 have: every system that takes one keeps its guarantee."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from tests.laws.cases import decode as sample
 from tests.laws.test_distribution import ALARM, PROMPT, chi_square, joint
 from tests.laws.test_systems import decode, lm, plain
 from tests.laws.toy import Toy
+from tests.matrix import often
 
 ROWS = 30_000
 SIZES = VOCABULARY - 5, VOCABULARY + 5
@@ -34,10 +36,9 @@ def padded(size):
     return LM(model=network, params=weights, vocab_size=size, tokenizer=lm("sliding").tokenizer)
 
 
-@pytest.mark.parametrize(("size", "rule", "shape"), [
-    (SIZES[0], Rejection(), Chain(2)), (SIZES[1], Rejection(), Chain(2)),
-    pytest.param(SIZES[0], MultiRound(), TREE, marks=pytest.mark.slow),
-    pytest.param(SIZES[1], MultiRound(), TREE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("size", "rule", "shape"), often(
+    [(SIZES[0], Rejection(), Chain(2))],
+    [(size, *rule) for rule in ((Rejection(), Chain(2)), (MultiRound(), TREE)) for size in SIZES]))
 def test_the_distribution_is_the_targets(size, rule, shape):
     small = Toy(size)
     s = sample(Speculative(DraftModel(small), rule, shape), "toy", [PROMPT] * ROWS, dict(temperature=1.0), new=3,
@@ -52,8 +53,7 @@ TAKES = [n for n, e in SYSTEMS.items() if e.drafts and e.needs == "a draft model
 FEW = [("speculative-decoding", SIZES[0]), ("staged", SIZES[1])]
 
 
-@pytest.mark.parametrize(("name", "size"), [pytest.param(n, k, marks=[] if (n, k) in FEW else [pytest.mark.slow])
-                                            for n in TAKES for k in SIZES])
+@pytest.mark.parametrize(("name", "size"), often(FEW, itertools.product(TAKES, SIZES)))
 def test_every_system_with_a_draft_model_keeps_its_guarantee(name, size):
     s = decode(system(name, lm("llama"), padded(size)))
     same = [a == b for a, b in zip(texts(s), plain()[0], strict=True)]
