@@ -32,8 +32,8 @@ def route(logits: Array, e: Experts) -> tuple[Array, Array]:
         `i32[n, k]`, the likeliest first and of equals the lower index, and `f32[n, k]`.
 
     >>> which, weights = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), Experts(count=3, chosen=2, width=1))
-    >>> which.tolist(), weights.round(3).tolist()
-    ([[1, 2]], [[0.667, 0.333]])
+    >>> which.tolist(), [round(float(w), 3) for w in weights[0]]
+    ([[1, 2]], [0.667, 0.333])
     """
     weights, which = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), e.chosen)
     return which, weights / weights.sum(-1, keepdims=True) if e.normalise else weights
