@@ -260,7 +260,7 @@ def _window(model: Model, params: Any, cache: Cache | None, tokens: Array, begin
     def region(params: Any, cache: Cache | None, tokens: Array, begin: Array, first: Array, read: Array) -> Any:
         rows, at = tokens.shape[0], begin + jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)
         live = at < read[:, None]
-        held = model.init_cache(rows, 0) if cache is None else cache
+        held = model.init_cache(rows, 0, params=params) if cache is None else cache
         out = model.apply(params, causal(tokens[:, :-1], jnp.broadcast_to(begin, (rows,)), live), held)
         figures = _figures(out, tokens[:, 1:], live & (at >= first[:, None]), top)
         sound = jnp.isfinite(out.hidden).all(-1)

@@ -58,7 +58,8 @@ class Cache(Struct, abc.ABC):
 
     @property
     def inputs(self) -> PyTree:
-        """What the model was given for each row beside its tokens (`Model.init_cache`), or None."""
+        """What the model keeps of the inputs that each row was given beside its tokens (`Model.init_cache`), or
+        None."""
         return None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,

@@ -87,7 +87,8 @@ class Model(abc.ABC):
         """An empty cache for `batch` rows of `capacity` positions.
 
         Args:
-            params: the weights, where something is computed of `inputs`; None where only the shapes are asked for.
+            params: the weights, where something is computed of `inputs`; None where only shapes are asked for, and
+                then a model that needs inputs goes without.
             inputs: what each row is given beside its tokens, a pytree of arrays `[batch, ...]` (what an encoder reads,
                 embeddings of a soft prompt, an adapter); None: nothing. What of it is used later lies in the cache
                 (`Cache.inputs`), and so goes with its row.

@@ -142,12 +142,14 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         negative: ids of a negative prompt for each row; None begins the other branch with the last prompt token.
 
     Raises:
-        ValueError: the algorithm keeps no cache.
+        ValueError: the algorithm keeps no cache, or the model was given inputs.
     """
     if (own := alg.guide(model, params, policy, s, scale)) is not None:
         if negative is not None:
             raise ValueError("negative_prompts: a canvas is guided against masks in the prompt's place, without them")
         return own
+    if s.cache.inputs is not None:
+        raise ValueError("guidance_scale: got one with inputs; it is not settled what the other branch is given")
     if not alg.caches:
         raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
     first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may stand in it twice
