@@ -204,11 +204,11 @@ class Tracking(Model):
                     return y + net.mlp(layer, y), k, v, starts, held.queries
 
                 none = lambda run=run: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run))
-                after, *entries = lax.cond(full.any(), run, none)
-                texts.append(tuple(entries))
+                after, *fresh = lax.cond(full.any(), run, none)
+                texts.append(tuple(fresh))
                 renewed.append(full)
                 asks_at = jnp.minimum(take(places, asking), S - 1)
-                again = self._weights(take(entries[3], asks_at), entries[0].swapaxes(1, 2), text, scale)
+                again = self._weights(take(fresh[3], asks_at), fresh[0].swapaxes(1, 2), text, scale)
                 weights = jnp.where(full[:, None, None, None], again, weights)
                 x = jnp.where(full[:, None, None], take(after, jnp.minimum(places, S - 1)), x)
                 renewals = renewals + full
