@@ -77,6 +77,7 @@ def dense(layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: j
     return Dense(keys=empty(0), values=empty(1), length=jnp.zeros(batch, jnp.int32), given=inputs)
 
 
+@jax.jit      # traced and lowered once for all layers
 def write(cache: Array, new: Array, slots: Array) -> Array:
     """Writes `new [B, W, G, d]` into `cache [B, G, S, d]` at `slots [B, W]`, dropping slots below 0."""
     new = new.astype(cache.dtype)

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.nn import logsumexp
@@ -88,6 +89,16 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                          slot_positions: Array | None = None, bias: Bias | None = None) -> tuple[Array, Array]:
     """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
     score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
+    attention = _attention if bias is not None else _attention_once      # a bias closes over weights: no static value
+    return attention(q, k, v, mask, positions, cache_k, cache_v, length, key_positions, cached, slot_positions,
+                     scale=scale, sliding=sliding, softcap=softcap, bias=bias)
+
+
+def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None,
+               cache_v: Array | None, length: Array | None, key_positions: Array | None, cached: Array | None,
+               slot_positions: Array | None, *, scale: float, sliding: int | None, softcap: float | None,
+               bias: Bias | None) -> tuple[Array, Array]:
+    """See `window_attention_lse`."""
     B, W, H, d = q.shape
     G, e = k.shape[2], v.shape[3]
     q = q.reshape(B, W, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * W, d)
@@ -162,3 +173,7 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
     out = (out / total).astype(q.dtype).reshape(B, G, H // G, W, e)
     lse = (top + jnp.log(total)).reshape(B, G, H // G, W)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, W, H, e), lse.transpose(0, 3, 1, 2).reshape(B, W, H)
+
+
+_attention_once = jax.jit(_attention, static_argnames=("scale", "sliding", "softcap", "bias"))
+"""Traced and lowered once for all layers of a kind."""
