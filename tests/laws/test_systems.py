@@ -168,7 +168,7 @@ def test_arms_that_programs_cannot_tell_apart_are_refused():
     assert system("ucbspec", arms=(same(draft.params), same(draft.params)))
 
 
-FEW = ["token-recycling", "opt-tree"]
+FEW = ["token-recycling", "lookahead"]
 
 
 @pytest.mark.parametrize("name", often(FEW, NAMES))
