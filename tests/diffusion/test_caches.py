@@ -413,7 +413,7 @@ def test_rounds_compute_no_more_than_the_published_loop():
         body = jax.jit(body)
         while bool(unfinished(carry)):
             s, before = carry[1], np.asarray(carry[1].stats.rounds)
-            nodes = np.where(alg.stale(s), wide.needs(s), narrow.needs(s))
+            nodes = np.where(alg.stale(s), wide.live_nodes(s), narrow.live_nodes(s))
             carry = body(carry)
             computed[:] += nodes * (np.asarray(carry[1].stats.rounds) - before)
         return carry

@@ -28,6 +28,7 @@ from decodax.speculative.drafts.suffix import SuffixAutomaton
 from decodax.speculative.drafts.suffix_tree import SuffixTree
 from decodax.speculative.drafts.trie import Trie
 from decodax.speculative.shapes import RECYCLING_80, Chain, Fixed
+from decodax.speculative.source import Draft
 from decodax.systems import system
 from tests.laws.cases import POLICIES, VOCABULARY, decode, prompts, start, texts
 from tests.speculative.drafting import CORPUS, NONE, first, observe, paths, periodic, propose, rows, toys_logits
@@ -47,18 +48,14 @@ DRAFTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class SideBySide:
+class SideBySide(Draft):
     """All drafts under one newest token: one program for all of them."""
 
     drafts: tuple
-    weights = None
 
     @property
     def length(self):
         return max(d.length for d in self.drafts)
-
-    def bare(self):
-        return self
 
     @property
     def reader(self):

@@ -5,4 +5,7 @@ follows what the model says, `parallel` those that take several steps or blocks 
 for models that see the text in both directions.
 """
 
-from decodax.diffusion.systems import adaptive, basic, caching, parallel  # noqa: F401  (each adds its entries)
+# Each adds its entries. The order of these is the order of the table.
+# isort: off
+from decodax.diffusion.systems import basic, adaptive, parallel, caching  # noqa: F401
+# isort: on
