@@ -4,8 +4,8 @@ from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, lla
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.rope import Rope
-from decodax.models.t5 import T5, Source, T5Config
+from decodax.models.t5 import T5, EncoderText, T5Config
 from decodax.models.transformer import Embeddings, Transformer
 
-__all__ = ["T5", "Decoder", "DecoderConfig", "Diffusion", "Embeddings", "Experts", "Layer", "NormConfig", "Rope",
-           "Source", "T5Config", "Transformer", "llama"]
+__all__ = ["T5", "Decoder", "DecoderConfig", "Diffusion", "Embeddings", "EncoderText", "Experts", "Layer", "NormConfig",
+           "Rope", "T5Config", "Transformer", "llama"]

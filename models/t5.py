@@ -1,8 +1,9 @@
 """T5 (Raffel et al., 2020), versions 1.0 and 1.1: an encoder, and a decoder that attends to what the encoder made.
 
-What the encoder reads is an input of each row (`Source`). `init_cache` runs the encoder once and computes the cross
-keys and values of every decoder layer. They lie in the cache as its inputs (`Memory`): they are never committed, and go
-with their rows wherever rows go. The cache itself may be of any kind, for self-attention is all that it sees.
+What the encoder reads is an input of each row (`EncoderText`). `init_cache` runs the encoder once and computes the
+cross keys and values of every decoder layer. They lie in the cache as its inputs (`EncoderMemory`): they are never
+committed, and go with their rows wherever rows go. The cache itself may be of any kind, for self-attention is all that
+it sees.
 
 Positions enter as a bias of the scores that depends on the distance alone. It is computed from the positions of nodes,
 not from their places in the window, so nodes of draft trees have the right one.
@@ -34,7 +35,7 @@ from decodax.struct import Struct, struct
 
 
 @struct
-class Source(Struct):
+class EncoderText(Struct):
     """Inputs of a `T5`: what the encoder reads for each row.
 
     Attributes:
@@ -46,7 +47,7 @@ class Source(Struct):
 
 
 @struct
-class Memory(Struct):
+class EncoderMemory(Struct):
     """What the decoder attends to of the encoder's output.
 
     Attributes:
@@ -90,8 +91,8 @@ class T5Config:
 
 @dataclasses.dataclass(frozen=True)
 class T5(Model):
-    """An encoder-decoder, compared by value and static under jit. Each row is given a `Source`; its tokens are the
-    decoder's, which begin with the padding id.
+    """An encoder-decoder, compared by value and static under jit. Each row is given an `EncoderText`; its tokens are
+    the decoder's, which begin with the padding id.
 
     Attributes:
         config: its shape and options. dtype: of the cache, as a name. cache: the kind of its cache of self-attention.
@@ -106,15 +107,15 @@ class T5(Model):
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c, memory = self.config, None
-        if inputs is not None and not isinstance(inputs, Source):
-            raise ValueError(f"inputs: got {named(inputs)}, a T5 takes a Source")
+        if inputs is not None and not isinstance(inputs, EncoderText):
+            raise ValueError(f"inputs: got {named(inputs)}, a T5 takes an EncoderText")
         if params is not None:
             if inputs is None:
-                raise ValueError("inputs: got none, a T5 takes a Source, what its encoder reads")
+                raise ValueError("inputs: got none, a T5 takes an EncoderText, what its encoder reads")
             memory = self.memory(params, inputs)
         return self.cache([(c.heads, c.head_dim)] * c.decoder, batch, capacity, jnp.dtype(self.dtype), memory)
 
-    def memory(self, params: Weights, source: Source) -> Memory:
+    def memory(self, params: Weights, source: EncoderText) -> EncoderMemory:
         """Runs the encoder."""
         c, p = self.config, params["encoder"]
         B, T = source.tokens.shape
@@ -131,13 +132,13 @@ class T5(Model):
             x = x + _mlp(c, layer["mlp"], x)
         x = _norm(c, p, x)
         cross = [params["decoder"]["layers"][str(i)]["cross"] for i in range(c.decoder)]
-        return Memory(keys=tuple(self._heads(layer, "k", x) for layer in cross),
+        return EncoderMemory(keys=tuple(self._heads(layer, "k", x) for layer in cross),
                       values=tuple(self._heads(layer, "v", x) for layer in cross), seen=seen)
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
         c, p, memory = self.config, params["decoder"], cache.inputs
-        if not isinstance(memory, Memory):
-            raise ValueError("inputs: got none, a T5 takes a Source, what its encoder reads")
+        if not isinstance(memory, EncoderMemory):
+            raise ValueError("inputs: got none, a T5 takes an EncoderText, what its encoder reads")
         B, W = window.tokens.shape
         bias = functools.partial(relative_bias, c, p["bias"], both=False)
         x, entries = params["embed"][window.tokens], []

@@ -110,13 +110,13 @@ class Speculative(Algorithm):
                         drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=accepted)
 
     @property
-    def observer(self) -> Reading | None:
+    def observer(self) -> PromptReader | None:
         reader = self.drafter.reader
-        return None if reader is None else Reading(reader)
+        return None if reader is None else PromptReader(reader)
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class PromptReader:
     """The observer of a speculative method: its drafter, or the part of it that reads prompts."""
 
     reader: Drafter

@@ -16,7 +16,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache import Window, causal
-from decodax.models import T5, Embeddings, Experts, Source, Transformer, llama
+from decodax.models import T5, Embeddings, EncoderText, Experts, Transformer, llama
 from decodax.models.decoder import ACTIVATIONS
 from decodax.models.experts import mix, route
 from decodax.models.t5 import relative_bias
@@ -230,11 +230,11 @@ SOURCES = [[11, 12, 13, 14, 15, 16, 17, 18, 1], [21, 22, 1], [31, 32, 33, 34, 35
            [44, 1]]
 
 
-def source(rows: list[list[int]], width: int = 16) -> Source:
+def source(rows: list[list[int]], width: int = 16) -> EncoderText:
     tokens = np.zeros((len(rows), width), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[:len(ids)] = ids
-    return Source(tokens=tokens, length=np.array([len(row) for row in rows], np.int32))
+    return EncoderText(tokens=tokens, length=np.array([len(row) for row in rows], np.int32))
 
 
 @functools.cache
@@ -363,9 +363,9 @@ def test_a_bias_is_added_to_the_scores_of_cache_and_window(translator: Any) -> N
 
 
 def test_t5_without_a_source_is_refused_by_name(translator: Any) -> None:
-    with pytest.raises(ValueError, match="inputs: got none, a T5 takes a Source"):
+    with pytest.raises(ValueError, match="inputs: got none, a T5 takes an EncoderText"):
         tokens_of(translator, [[0]])
-    with pytest.raises(ValueError, match="inputs: got a dict, a T5 takes a Source"):
+    with pytest.raises(ValueError, match="inputs: got a dict, a T5 takes an EncoderText"):
         tokens_of(translator, [[0]], inputs={"tokens": np.zeros((1, 4), np.int32)})
     with pytest.raises(ValueError, match=r"inputs.*: got shape \(4, 16\) for 2 prompts"):
         tokens_of(translator, [[0], [0]], inputs=source(SOURCES))
