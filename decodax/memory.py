@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from decodax.cache import Cache
 from decodax.core.mesh import DATA
 from decodax.core.types import Algorithm, Model
 
@@ -41,9 +42,9 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
     Programs are compiled once a number of rows, so 2 to 8 rows run as 8 and more as a multiple of 8, where the rows
     that fill up cost little: where their cache is within `SPARE`, and the round's tokens, all rows counted, are within
     `NARROW` or a quarter more than without them. Otherwise the number is rounded up by steps of an eighth of the next
-    power of two. One row stays one: on a busy 2-core CPU a step of a 125M shape takes 40 ms with one row, 51 with 4 and
-    65 with 8, one of `pycode` 2.0 with one, 4.1 with two and 7.3 with 8. A mesh gets a multiple of its data axis in any
-    case.
+    power of two. Where rows share memory (`Cache.by_row`) none are added. One row stays one: on a busy 2-core CPU a
+    step of a 125M shape takes 40 ms with one row, 51 with 4 and 65 with 8, one of `pycode` 2.0 with one, 4.1 with two
+    and 7.3 with 8. A mesh gets a multiple of its data axis in any case.
 
     >>> from decodax import Autoregressive
     >>> from decodax.models import Transformer, llama
@@ -59,7 +60,7 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
     row = _bytes(bare, network, 1, size if algorithm.caches else 0)
     narrow = NARROW["cpu" if jax.default_backend() == "cpu" else "other"]
     octave, many = power(rows) // 8, rows
-    if rows > 1:
+    if rows > 1 and _cache(bare, network, 1, size if algorithm.caches else 0).by_row:
         coarse, fine = (-(-rows // step) * step for step in (max(octave, 8), max(octave, 1)))
         cheap = coarse * algorithm.emits <= narrow or 4 * coarse <= 5 * rows
         many = coarse if cheap and (coarse - rows) * row <= SPARE else fine if (fine - rows) * row <= SPARE else rows
@@ -94,13 +95,17 @@ def afford(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, lon
         f"memory, {held}; give a smaller max_new_tokens or max_length, fewer samples, or a batch_size")
 
 
-@functools.lru_cache(maxsize=256)
 def _bytes(algorithm: Any, model: Any, rows: int, capacity: int) -> int:
     """What the cache of a batch takes."""
     if not capacity:
         return 0
-    cache = jax.eval_shape(lambda: algorithm.through(model).init_cache(rows, capacity))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_cache(algorithm, model, rows, capacity)))
+
+
+@functools.lru_cache(maxsize=256)
+def _cache(algorithm: Any, model: Any, rows: int, capacity: int) -> Cache:
+    """The cache of a batch, by its shapes."""
+    return jax.eval_shape(lambda: algorithm.through(model).init_cache(rows, capacity))
 
 
 def _machine(mesh: Mesh | None) -> int | None:

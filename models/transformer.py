@@ -90,7 +90,7 @@ class Transformer(LayeredModel):
         if inputs is not None and not isinstance(inputs, Embeddings):
             raise ValueError(f"inputs: got {named(inputs)}, a Transformer takes Embeddings")
         if inputs is not None and inputs.values.shape[2:] != (c.width,):
-            raise ValueError(f"inputs: got embeddings of shape {inputs.values.shape}, takes [B, T, {c.width}]")
+            raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         return self.cache([(c.kv_heads, c.head_dim)] * len(c.layers), batch, capacity, jnp.dtype(self.dtype), inputs)
 
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:

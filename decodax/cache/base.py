@@ -92,9 +92,13 @@ class Cache(Struct, abc.ABC):
         """Without the entries at positions from `length` (`i32[B]`) on. Needs the feature "truncation"."""
         raise NotImplementedError(f"{type(self).__name__} does not support truncation")
 
-    def room(self) -> Array | None:
+    def room(self, running: Array) -> Array | None:
         """`i32[B]`: how many more positions fit. A row that needs more ends with `Status.CAPACITY`. None: as many as
-        the token buffer has."""
+        the token buffer has.
+
+        Args:
+            running: `bool[B]`, the rows that have not finished; the others need no room.
+        """
         return None
 
     def horizon(self) -> Array | None:

@@ -14,7 +14,6 @@ from jax import Array
 
 from decodax.cache.base import Cache, Draftable, Entries
 from decodax.cache.window import Window
-from decodax.pallas_kernels.window_attention import Bias
 from decodax.struct import Struct, struct
 
 
@@ -67,16 +66,14 @@ class Scratch(Draftable):
     def seen_by(self, sees: Array) -> Scratch:
         return self.replace(sees=sees)
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, Any]:
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
         """As `Cache.attend`."""
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
         view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
-                    key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
+                             key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
         k, v = (jnp.concatenate([x, new], 1) for x, new in zip(self.entries[layer][:2], (k, v), strict=True))
-        return self.base.attend(layer, q, k, v, view, scale=scale, sliding=sliding, softcap=softcap, bias=bias)
+        return self.base.attend(layer, q, k, v, view, **options)
 
     def append(self, entries: Entries, positions: Array, at: Array) -> Scratch:
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)

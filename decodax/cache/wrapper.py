@@ -53,8 +53,8 @@ class Wrapper(Cache):
     def scratch(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
-    def room(self) -> Array | None:
-        return self.base.room()
+    def room(self, running: Array) -> Array | None:
+        return self.base.room(running)
 
     def horizon(self) -> Array | None:
         return self.base.horizon()

@@ -28,7 +28,7 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
     ends = (d.tokens[:, :, None] == policy.eos[:, None, :]).any(-1) & (d.tokens >= 0) & ripe
     stop, stops = _stops(policy.stops, d.tokens, s.stop)
     # a round commits as many entries as it appends tokens: the newest one before it, all but the newest one behind it
-    most = jnp.full_like(s.length, s.tokens.shape[1] - M) if (left := s.cache.room()) is None else jnp.minimum(
+    most = jnp.full_like(s.length, s.tokens.shape[1] - M) if (left := s.cache.room(s.running)) is None else jnp.minimum(
         s.tokens.shape[1] - M, s.length + left)
     room = jnp.minimum(s.max_length, most) - s.length
     full = jnp.where(s.max_length <= most, Status.LENGTH, Status.CAPACITY)

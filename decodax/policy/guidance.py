@@ -99,8 +99,8 @@ class GuidedCache(Cache):
         rest = jax.tree.map(lambda x: x[rows], self.replace(conditional=None, unconditional=None))
         return rest.replace(conditional=self.conditional.select(rows), unconditional=self.unconditional.select(rows))
 
-    def room(self) -> Array | None:
-        return _least(self.conditional.room(), self.unconditional.room())
+    def room(self, running: Array) -> Array | None:
+        return _least(self.conditional.room(running), self.unconditional.room(running))
 
     def horizon(self) -> Array | None:
         return _least(self.conditional.horizon(), self.unconditional.horizon())
