@@ -86,8 +86,8 @@ class Job:
             if request.guidance is not None:
                 model, s = guide(algorithm, model, params, policy, s, each.guidance, each.negative)
             if samples > 1:
-                # methods that work on rows of a prompt together take whole groups
-                live = np.arange(-(-fill(most * samples) // samples) * samples) < rows
+                group = algorithm.samples or 1      # a method that works on rows of a prompt together takes whole groups
+                live = np.arange(-(-fill(most * samples) // group) * group) < rows
                 index: Any = np.minimum(np.arange(len(live)), rows - 1)
                 policy = on_device(request.policy.select(index))
                 prompt, sample = np.divmod(index.astype(np.int32), np.int32(samples))

@@ -51,10 +51,10 @@ def forward(causal=False):
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
             allowed = jnp.tril(jnp.ones((END, END), bool)) if causal else seen
             scores = jnp.where(allowed, jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale, -jnp.inf)
-            return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+            return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v), ()
 
-        kept = []
-        hidden = net(x[None], jnp.arange(END)[None], attend)[0]
+        kept, places = [], jnp.arange(END)[None]
+        hidden = net(net.embedded(x[None], places), places, attend)[0]
         return net.logits(hidden)[0], kept
 
     return run

@@ -310,15 +310,16 @@ def program(length, width):
     network, weights = model("llama")
 
     def attend(k_old, v_old, layer, q, k, v, scale, **_):
-        k, v = (jnp.repeat(jnp.concatenate([old[layer], new], 1), q.shape[2] // new.shape[2], 2)
-                for old, new in ((k_old, k), (v_old, v)))
-        weight = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale, -1)
-        return jnp.einsum("bhqk,bkhd->bqhd", weight, v)
+        every_k, every_v = (jnp.repeat(jnp.concatenate([old[layer], new], 1), q.shape[2] // new.shape[2], 2)
+                            for old, new in ((k_old, k), (v_old, v)))
+        weight = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, every_k) * scale, -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", weight, every_v), (k, v)
 
     @jax.jit
     def forward(tokens, positions, k_old, v_old):
         net = _network(network.config, weights)
-        hidden, kv, _ = net(tokens[None], positions[None], functools.partial(attend, k_old, v_old))
+        x = net.embedded(tokens[None], positions[None])
+        hidden, kv, _ = net(x, positions[None], functools.partial(attend, k_old, v_old))
         return net.logits(hidden)[0], [k for k, _ in kv], [v for _, v in kv]
 
     return forward
