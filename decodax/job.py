@@ -86,7 +86,7 @@ class Job:
             if request.guidance is not None:
                 model, s = guide(algorithm, model, params, policy, s, each.guidance, each.negative)
             if samples > 1:
-                group = algorithm.samples or 1      # a method that works on rows of a prompt together takes whole groups
+                group = algorithm.samples or 1      # whole groups, of a method that works on rows together
                 live = np.arange(-(-fill(most * samples) // group) * group) < rows
                 index: Any = np.minimum(np.arange(len(live)), rows - 1)
                 policy = on_device(request.policy.select(index))
