@@ -31,6 +31,7 @@ SPREAD = ("laws/test_distribution.py", "laws/test_systems.py", "laws/test_famili
 """Modules whose tests share no programs."""
 
 
+@pytest.hookimpl(tryfirst=True)      # pytest-xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sends the tests of a module to one process, where they share what is compiled.
 

@@ -226,7 +226,7 @@ def test_a_row_without_room_goes_on_without_drafts():
     lm, draft = WRITER(), writer(LETTERS)
     for alg in (Speculative(dataclasses.replace(Realigned.of(lm, draft, 4, 9), room=1)),
                 Speculative(dataclasses.replace(Intersection.of(lm, draft), room=1), shape=Chain(3))):
-        ids, options = [lm.tokenizer.encode(TEXT * 4), lm.tokenizer.encode("ab")], dict(max_new_tokens=40)
+        ids, options = [lm.tokenizer.encode(TEXT * 24), lm.tokenizer.encode("ab")], dict(max_new_tokens=40)
         out = dx.generate(lm, ids, algorithm=alg, **options)
         assert np.array_equal(out.tokens, dx.generate(lm, ids, **options).tokens)
         assert 0 < out.stats.accepted[0] < out.stats.accepted[1]

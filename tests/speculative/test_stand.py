@@ -41,7 +41,7 @@ def test_a_samples_own_text_counts_as_the_latest():
     s = rows([1, 2, 1], [1, 2, 1], size=4, prompt=[1, 1])
     state = draft.init(NONE, s)
     state = state.replace(tokens=jnp.asarray([[[3]] * 4, [[4]] * 4]), chances=jnp.ones((2, 4, 1)))
-    logits = draft.start(NONE, s, state, 0)[1][:, 0]
+    logits = draft.start(NONE, s, state, 0)[1].logits[:, 0]
     assert np.argmax(logits, -1).tolist() == [3, 4]
 
 

@@ -176,7 +176,7 @@ def test_recycling_refuses_what_does_not_fit():
 @functools.partial(jax.jit, static_argnums=0)
 def first_logits(draft, s, state):
     """What a source says of the newest token of one row."""
-    return draft.start(NONE, s, state, 0)[1][0, 0]
+    return draft.start(NONE, s, state, 0)[1].logits[0, 0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
