@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs the test extras into .venv-test and runs every check:
 #
-#     bash scripts/test.sh                      each law on its smallest cases: within 15 minutes on 2 cores
-#     bash scripts/test.sh --all                the whole matrix, the slow tests and every mesh: some 2 hours on 2 cores
+#     bash scripts/test.sh                      each law on its smallest cases: some 20 minutes on 2 cores
+#     bash scripts/test.sh --all                the whole matrix, the slow tests and every mesh: hours
 #     bash scripts/test.sh PYTEST ARGUMENTS     the tests that pytest selects
 #
 # Tests that need a GPU run by `pytest -m gpu` alone. The environment is apart from .venv because it holds libtpu, which
