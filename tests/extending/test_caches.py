@@ -174,10 +174,11 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(kind):
     assert np.allclose(chosen(run(kind)), chosen(run("dense")), atol=1e-5)
 
 
-def test_pages_are_the_dense_cache_bit_for_bit():
-    """Two samples of a prompt share its full pages and fill the last one apart."""
+def test_pages_are_the_dense_cache():
+    """Two samples of a prompt share its full pages and fill the last one apart. But for rounding: the gather of pages
+    is fused into other kernels."""
     assert texts(run("paged")) == texts(run("dense"))
-    assert np.array_equal(chosen(run("paged")), chosen(run("dense")))
+    assert np.allclose(chosen(run("paged")), chosen(run("dense")), atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("h2o", 1), ("h2o", 5), ("sinks", 5)])
