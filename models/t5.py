@@ -133,7 +133,7 @@ class T5(Model):
         x = _norm(c, p, x)
         cross = [params["decoder"]["layers"][str(i)]["cross"] for i in range(c.decoder)]
         return EncoderMemory(keys=tuple(self._heads(layer, "k", x) for layer in cross),
-                      values=tuple(self._heads(layer, "v", x) for layer in cross), seen=seen)
+                             values=tuple(self._heads(layer, "v", x) for layer in cross), seen=seen)
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
         c, p, memory = self.config, params["decoder"], cache.inputs

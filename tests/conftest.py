@@ -13,8 +13,8 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # programs here run once on small shapes, so what counts is how fast they compile: without LLVM's optimisation in three
 # fifths of the time, and with the older emitters' kernels in one LLVM module in half of that (measured with jaxlib
-# 0.10.2; another XLA may not know these flags, and stops). TEST_AS_SHIPPED=1 compiles as users do, as test.sh --all
-# does
+# 0.10.2; another XLA may not know these flags, and stops). TEST_AS_SHIPPED=1, which test.sh --all sets, compiles as for
+# users
 FLAGS = "--xla_force_host_platform_device_count=8"
 if os.environ.get("TEST_AS_SHIPPED") != "1":
     FLAGS += " --xla_backend_optimization_level=0"

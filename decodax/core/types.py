@@ -147,9 +147,8 @@ class CacheKind(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PartialForward:
-    """A hint (`Window.hints`): the first layers of a model's forward over the window, run beforehand. The model may go
-    on
-    from there or begin anew: but for rounding the result is the same.
+    """A hint (`Window.hints`): the first layers of a model's forward over the window, run beforehand. The model may
+    start from their output or run them again: but for rounding the result is the same.
 
     Attributes:
         layers: `f[B, W, D]`, the residual stream after each of them; one or more.
@@ -194,17 +193,17 @@ class Loaded:
         def directory(self) -> Any: ...
 
 
-def network_of(given: Any, name: str = "model") -> tuple[Model, PyTree]:
+def network_of(given: Any) -> tuple[Model, PyTree]:
     """The network and the weights (None: unknown) of what a user handed in: a `Model`, or what `decodax.load` gave.
 
     Raises:
-        ValueError: it is neither; the error begins with `name`.
+        ValueError: it is neither.
     """
     if isinstance(given, Loaded):
         return given.model, given.params
     if isinstance(given, Model):
         return given, None
-    raise ValueError(f"{name}: got {type(given).__name__}, takes a Model or what decodax.load gave")
+    raise ValueError(f"model: got {type(given).__name__}, takes a Model or what decodax.load gave")
 
 
 @struct

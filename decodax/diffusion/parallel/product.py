@@ -26,7 +26,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.mesh import constrain, heads
 from decodax.core.state import State
-from decodax.core.types import INVALID, Loaded, Model, Params
+from decodax.core.types import INVALID, Params, network_of
 from decodax.diffusion.adapter import Full, Nodes
 from decodax.diffusion.parallel.branches import Sequential
 from decodax.diffusion.policies import Caching, Memory, Seen, Unmask, View, span
@@ -54,12 +54,9 @@ class Judged(Sequential):
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise ValueError(f"chunk: got {self.chunk}, takes 1 or more")
-        if isinstance(self.model, Loaded):      # the network is static, its weights are data
-            lm = self.model
-            object.__setattr__(self, "model", lm.model)
-            object.__setattr__(self, "weights", lm.params)
-        elif not isinstance(self.model, Model):
-            raise ValueError(f"model: got {type(self.model).__name__}, takes a Model or what decodax.load gave")
+        network, weights = network_of(self.model)       # the network is static, its weights are data
+        object.__setattr__(self, "model", network)
+        object.__setattr__(self, "weights", self.weights if weights is None else weights)
 
     def bare(self) -> Any:
         return dataclasses.replace(self, weights=None)      # type: ignore[call-arg]

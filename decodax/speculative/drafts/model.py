@@ -16,7 +16,7 @@ from jax import Array, lax
 from decodax.cache import Cache, Draftable, Window, causal, take
 from decodax.core.mesh import constrain, heads
 from decodax.core.state import State
-from decodax.core.types import Decision, Loaded, Model, Out, Params
+from decodax.core.types import Decision, Loaded, Model, Out, Params, network_of
 from decodax.speculative.source import Answer, Level, Source
 from decodax.struct import Struct, struct
 
@@ -53,13 +53,11 @@ class DraftModel(Source):
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise ValueError(f"chunk: got {self.chunk}, takes at least 1")
-        if isinstance(self.model, Loaded):      # the network is static, its weights are data
-            lm = self.model
-            object.__setattr__(self, "model", lm.model)
-            object.__setattr__(self, "weights", lm.params)
-            object.__setattr__(self, "reads", self.reads or lm.vocab_size)
-        elif not isinstance(self.model, Model):
-            raise ValueError(f"model: got {type(self.model).__name__}, takes a Model or what decodax.load gave")
+        if isinstance(self.model, Loaded):
+            object.__setattr__(self, "reads", self.reads or self.model.vocab_size)
+        network, weights = network_of(self.model)       # the network is static, its weights are data
+        object.__setattr__(self, "model", network)
+        object.__setattr__(self, "weights", self.weights if weights is None else weights)
 
     def bare(self) -> DraftModel:
         return dataclasses.replace(self, weights=None)
