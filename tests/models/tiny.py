@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-ALIKE = {"glm", "ministral", "phi-qk-norm", "qwen3-moe-normed", "smollm3"}
+ALIKE = {"glm", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3"}
 """Cases that differ little from another one."""
 
 
