@@ -74,5 +74,5 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save(tokenizer, tmp_path_factory.mktemp("models") / "tiny", generation_config={"eos_token_id": 0},
                 tokenizer_config={"eos_token": "<|endoftext|>", "chat_template": template})
     model = Transformer(llama(vocab=size, width=32, layers=1, heads=4, kv_heads=2, mlp=64, context=512))
-    save_model(path, model, model.init_params(jax.random.key(0)), config={"eos_token_id": 0})
+    save_model(path, model, model.init_params(jax.random.key(1)), config={"eos_token_id": 0})
     return path

@@ -13,6 +13,7 @@ from decodax.cache import Window, causal
 from decodax.core.types import Out
 from decodax.policy import Context, Custom, Policy, build
 from decodax.struct import Struct, struct
+from tests.matrix import often
 from tests.policy.oracle import row_keys
 
 VOCAB, ROOM = 12, 40
@@ -128,9 +129,11 @@ def path(parents: list[int], node: int) -> list[int]:
     return [*path(parents, parents[node]), node] if node >= 0 else []
 
 
-@pytest.mark.parametrize(("name", "parents"), [
-    *[(name, TREE) for name in POLICIES],
-    *[(name, CHAIN) for name in ("repetition", "DRY", "mirostat behind penalties")]],
+ALONG = [*((name, TREE) for name in POLICIES),
+         *((name, CHAIN) for name in ("repetition", "DRY", "mirostat behind penalties"))]
+
+
+@pytest.mark.parametrize(("name", "parents"), often(ALONG[:-2], ALONG),
     ids=lambda x: x if isinstance(x, str) else {7: "tree", 4: "chain"}[len(x)])
 def test_each_node_has_the_distribution_of_its_own_text(name: str, parents: list[int]) -> None:
     policy = build(BATCH, eos=[0], vocab_size=VOCAB, **POLICIES[name])

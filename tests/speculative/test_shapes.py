@@ -205,7 +205,7 @@ SAMPLED = [DySpec(nodes=8, length=3, fanout=4), StochasticBeam(3, 3), CaPE(3, ((
            ConfidenceChain(4, 0.15), RiskThreshold(4, 0.8), Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4)]
 
 
-@pytest.mark.parametrize("shape", SAMPLED, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("shape", often([*SAMPLED[:3], SAMPLED[-1]], SAMPLED), ids=lambda s: type(s).__name__)
 def test_what_is_reported_is_what_children_were_drawn_from(shape):
     p, nodes = grow(shape, temperature=0.7)
     q = softmax(LOGITS / 0.7)
