@@ -116,7 +116,7 @@ class Edit(Remask):
 
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
         sure = reaches(seen, "model", "confidence", self.threshold, strict=True) & seen.reached & (seen.token >= 0)
-        edit = before.unmasked & sure & (seen.token != before.tokens)
+        edit = before.unmasked & sure
         return after.replace(tokens=jnp.where(edit, seen.token, after.tokens))
 
     def busy(self, before: View, after: View, memory: Memory) -> Array:
