@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.axes import constrain
 from decodax.cache import Cache, causal
-from decodax.core.mesh import auto_region, constrain, heads
+from decodax.core.mesh import auto_region, heads
 from decodax.core.types import Model, Out
 from decodax.io.load import LM
 from decodax.io.spans import Span, Text, spans

@@ -74,8 +74,9 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from jax.sharding import AxisType, Mesh, NamedSharding
 
     from decodax.autoregressive import Autoregressive
+    from decodax.axes import DATA, MODEL
     from decodax.core.drivers import advance
-    from decodax.core.mesh import DATA, MODEL, heads
+    from decodax.core.mesh import heads
     from decodax.core.start import init_state
     from decodax.core.types import Params
     from decodax.models.config import llama
@@ -186,9 +187,10 @@ def line(r: dict[str, Any]) -> tuple[str, ...]:
     """The figures for people, by `COLUMNS`."""
     o = r["options"]
     what = f"tree of {o['tree']}" if o["tree"] else f"window of {o['window']}" if o["window"] > 1 else "plain"
-    return (f"{o['shape']}, {o['layers']} layers", o["mesh"], o["policy"], what, f"{r['needed_bytes']['total'] / 1e9:.3f}",
-            f"{r['moved_over_needed']:.3f}", f"{100 * r['temporary_bytes'] / r['argument_bytes']:.1f}%",
-            f"{r['cycles'] / 1e6:.2f}", f"{r['operations']:,}", str(r["cache_copies"]), str(r["collectives"]),
+    return (f"{o['shape']}, {o['layers']} layers", o["mesh"], o["policy"], what,
+            f"{r['needed_bytes']['total'] / 1e9:.3f}", f"{r['moved_over_needed']:.3f}",
+            f"{100 * r['temporary_bytes'] / r['argument_bytes']:.1f}%", f"{r['cycles'] / 1e6:.2f}",
+            f"{r['operations']:,}", str(r["cache_copies"]), str(r["collectives"]),
             str(r["collectives_in_sampling_loops"]))
 
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.nn import logsumexp
+from jax.sharding import PartitionSpec as P
+
+from decodax.axes import DATA, MODEL, shardwise
 
 Carry = tuple[Array, Array, Array]
 
@@ -44,8 +48,8 @@ def block_of(slots: int, most: int) -> int:
     return slots if slots <= most else math.gcd(most, slots)
 
 
-def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None = None,
-                     cache_v: Array | None = None, length: Array | None = None, *, scale: float,
+def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None = None,
+                     length: Array | None = None, *, scale: float,
                      sliding: int | None = None, softcap: float | None = None,
                      key_positions: Array | None = None, cached: Array | None = None,
                      slot_positions: Array | None = None, bias: Bias | None = None) -> Array:
@@ -56,7 +60,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
             multiple of `G`; `K` is `W` unless nodes of earlier windows stand before its own.
         mask: `bool[B or 1, W, K]`, who sees whom inside the window; each node sees at least one.
         positions: `i32[B, W]`.
-        cache_k, cache_v: `f[B, G, S, d]` and `f[B, G, S, e]`; None without a cache (training, scoring).
+        cache: `f[B, G, S, d + e]`, each entry's key and behind it its value; None without a cache (training, scoring).
         length: `i32[B]` verified entries of a cache whose slots are positions.
         scale: factor of the scores before softcap and softmax.
         sliding: a query sees positions above its own minus this.
@@ -70,7 +74,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
     Returns:
         `f[B, W, H, e]` in the dtype of `q`. Scores and sums are float32.
     """
-    return window_attention_lse(q, k, v, mask, positions, cache_k, cache_v, length, scale=scale, sliding=sliding,
+    return window_attention_lse(q, k, v, mask, positions, cache, length, scale=scale, sliding=sliding,
                                 softcap=softcap, key_positions=key_positions, cached=cached,
                                 slot_positions=slot_positions, bias=bias)[0]
 
@@ -83,22 +87,33 @@ def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
     return (outs * jnp.exp(sums - lse)[..., None]).sum(0).astype(outs.dtype), lse
 
 
-def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None = None,
-                         cache_v: Array | None = None, length: Array | None = None, *, scale: float,
+def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None = None,
+                         length: Array | None = None, *, scale: float,
                          sliding: int | None = None, softcap: float | None = None,
                          key_positions: Array | None = None, cached: Array | None = None,
                          slot_positions: Array | None = None, bias: Bias | None = None) -> tuple[Array, Array]:
     """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
     score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
-    attention = _attention if bias is not None else _attention_once      # a bias closes over weights: no static value
-    return attention(q, k, v, mask, positions, cache_k, cache_v, length, key_positions, cached, slot_positions,
-                     scale=scale, sliding=sliding, softcap=softcap, bias=bias)
+    arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions
+    if bias is not None:        # it closes over weights: no static value, and made for all heads
+        return _attention(*arrays, scale=scale, sliding=sliding, softcap=softcap, bias=bias)
+    return _attention_once(*arrays, scale=scale, sliding=sliding, softcap=softcap)
 
 
-def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None,
-               cache_v: Array | None, length: Array | None, key_positions: Array | None, cached: Array | None,
-               slot_positions: Array | None, *, scale: float, sliding: int | None, softcap: float | None,
-               bias: Bias | None) -> tuple[Array, Array]:
+# traced and lowered once for all layers of a kind
+@functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap"))
+def _attention_once(*arrays: Any, **options: Any) -> tuple[Array, Array]:
+    q, _, _, mask, _, _, _, _, _, slot_positions = arrays
+    heads, rows = P(DATA, None, MODEL), P(DATA)
+    cache = P(DATA, MODEL)
+    slots = P(DATA, MODEL if slot_positions is not None and slot_positions.shape[1] > 1 else None)
+    specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, cache, rows, rows, rows, slots)
+    return shardwise(functools.partial(_attention, bias=None, **options), specs, (heads, heads), *arrays)
+
+
+def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None, length: Array | None,
+               key_positions: Array | None, cached: Array | None, slot_positions: Array | None, *, scale: float,
+               sliding: int | None, softcap: float | None, bias: Bias | None) -> tuple[Array, Array]:
     """See `window_attention_lse`."""
     B, W, H, d = q.shape
     G, e = k.shape[2], v.shape[3]
@@ -129,8 +144,8 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     total, out = weights.sum(-1, keepdims=True), mix(weights, v)
 
     blind = cached is not None and cached.shape[1] == 0
-    if cache_k is not None and cache_v is not None and cache_k.shape[2] and not blind:
-        slots = cache_k.shape[2]
+    if cache is not None and cache.shape[2] and not blind:
+        slots = cache.shape[2]
         if slot_positions is not None:
             length = jnp.where((slot_positions >= 0).any(1), jnp.arange(1, slots + 1, dtype=jnp.int32), 0).max(1)
         assert length is not None
@@ -140,10 +155,11 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         if slots > BLOCK and slots % BLOCK:
             raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
 
-        def walk(block: int, carry: Carry, cache_k: Array, cache_v: Array, length: Array) -> Carry:
+        def walk(block: int, carry: Carry, cache: Array, length: Array) -> Carry:
             def visit(i: Array, carry: Carry) -> Carry:
                 top, total, out = carry
-                keys, values = (lax.dynamic_slice_in_dim(c, i * block, block, 2) for c in (cache_k, cache_v))
+                both = lax.dynamic_slice_in_dim(cache, i * block, block, 2)
+                keys, values = both[..., :d], both[..., d:]
                 slots = (i * block + jnp.arange(block, dtype=jnp.int32))[None, None]       # [B or 1, G or 1, block]
                 if slot_positions is not None:
                     slots = lax.dynamic_slice_in_dim(slot_positions, i * block, block, 2)
@@ -167,7 +183,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
             return lax.fori_loop(first, last, visit, carry)
 
         narrow, wide = block_of(slots, BLOCK), block_of(slots, WIDE_BLOCK)
-        start = (top, total, out), cache_k, cache_v, length
+        start = (top, total, out), cache, length
         top, total, out = walk(narrow, *start) if narrow == wide else lax.platform_dependent(
             *start, cpu=functools.partial(walk, narrow), default=functools.partial(walk, wide))
 
@@ -175,6 +191,3 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     lse = (top + jnp.log(total)).reshape(B, G, H // G, W)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, W, H, e), lse.transpose(0, 3, 1, 2).reshape(B, W, H)
 
-
-_attention_once = jax.jit(_attention, static_argnames=("scale", "sliding", "softcap", "bias"))
-"""Traced and lowered once for all layers of a kind."""
