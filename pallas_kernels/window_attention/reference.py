@@ -182,6 +182,17 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
             last = (jnp.max(length) + block - 1) // block
             return lax.fori_loop(first, last, visit, carry)
 
+        import os
+        if os.environ.get("KERNEL"):
+            from decodax.pallas_kernels.window_attention.tpu import cache_attention
+            held = slot_positions
+            if held is None and cached is not None:
+                held = jnp.where(cached, jnp.arange(slots, dtype=jnp.int32), -1)[:, None]
+            at = jnp.broadcast_to(positions[:, None], (B, H // G, W)).reshape(B, -1)
+            o, l = cache_attention(q, cache, length, at, held, scale=scale, value_width=e, sliding=sliding, softcap=softcap)
+            o, l = merge((out / total, (top + jnp.log(total))[..., 0]), (o, l))
+            out = o.astype(q.dtype).reshape(B, G, H // G, W, e)
+            return out.transpose(0, 3, 1, 2, 4).reshape(B, W, H, e), l.reshape(B, G, H // G, W).transpose(0, 3, 1, 2).reshape(B, W, H)
         narrow, wide = block_of(slots, BLOCK), block_of(slots, WIDE_BLOCK)
         start = (top, total, out), cache, length
         top, total, out = walk(narrow, *start) if narrow == wide else lax.platform_dependent(

@@ -62,15 +62,13 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     split = d % LANES == 0 and D % LANES == 0       # keys and values begin at whole lanes
     # else queries are widened by zeros, which meet the values; the transfers and the passes of the matrix unit stay
     rows = -(-R // 16) * 16
-    q = jnp.pad((q * scale).astype(cache.dtype) if softcap is None else q.astype(cache.dtype),
-                ((0, 0), (0, 0), (0, rows - R), (0, 0 if split else D - d)))
+    q = jnp.pad(q.astype(cache.dtype), ((0, 0), (0, 0), (0, rows - R), (0, 0 if split else D - d)))
     positions = jnp.pad(positions, ((0, 0), (0, rows - R)))[..., None]
     blocks = S // block
     if sliding is None or held is not None:
         first = jnp.zeros_like(length)
     else:
         first = jnp.maximum(positions[:, :R, 0].min(1) - sliding + 1, 0) // block
-        blocks = min(blocks, (sliding + R) // block + 2)
     last = jnp.maximum((length + block - 1) // block - 1, first)
 
     def at(b: Array, i: Array, first: Array, last: Array, length: Array) -> Array:
@@ -130,8 +128,7 @@ def _kernel(first: Array, last: Array, length: Array, q: Array, positions: Array
             kv = cache[0, g]
             keys, values = (kv[:, :width], kv[:, width:]) if split else (kv, kv)
             s = lax.dot_general(q[0, g], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-            if softcap is not None:
-                s = softcap * jnp.tanh(s * (scale / softcap))
+            s = s * scale if softcap is None else softcap * jnp.tanh(s * scale / softcap)
             where, seen = at, at < length[b]
             if slots is not None:
                 where = jnp.broadcast_to(slots[0, g if slots.shape[1] > 1 else 0][None], (rows, block))
