@@ -34,7 +34,7 @@ def constrain(tree: T, specs: Any) -> T:
     return jax.tree.map(one, tree, specs)
 
 
-def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *args: Any) -> T:
+def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *args: Any, whole: bool = False) -> T:
     """`fn(*args)`, run by each device on its own shards: for what needs no word from another device.
 
     The compiler partitions most operations well by itself. A scatter of other dimensions than it expects makes it
@@ -43,27 +43,39 @@ def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *a
     Args:
         specs: of each argument, over `DATA` and `MODEL`; of an argument that is None it means nothing.
         out: of the results, a pytree prefix.
+        whole: leave no axis to the compiler, as kernels need it; arrays are repeated along those that do not divide.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return fn(*args)
     divides = lambda name, size: all(x.shape[i] % size == 0 for x, spec in zip(args, specs, strict=True)
                                      if x is not None for i, n in enumerate(spec) if n == name)
-    names = {name for name, size in _free(mesh).items() if size > 1 and divides(name, size)}
-    if not names:
+    free = _free(mesh)
+    names = {name for name, size in free.items() if size > 1 and divides(name, size)}
+    if not ((whole and free) or names):
         return fn(*args)
     own = lambda spec: PartitionSpec(*(n if n in names else None for n in spec))
     given = [i for i, x in enumerate(args) if x is not None]
 
     def local(*some: Array) -> T:
-        full = [None] * len(args)
+        full: list[Any] = [None] * len(args)
         for i, x in zip(given, some, strict=True):
             full[i] = x
         return fn(*full)
 
     return jax.shard_map(local, in_specs=tuple(own(specs[i]) for i in given),
                          out_specs=jax.tree.map(own, out, is_leaf=lambda x: isinstance(x, PartitionSpec)),
-                         axis_names=names, check_vma=False)(*(args[i] for i in given))
+                         axis_names=set(free) if whole else names, check_vma=False)(*(args[i] for i in given))
+
+
+def platform() -> str:
+    """Where the program that is being traced will probably run: "cpu", "gpu" or "tpu".
+
+    It is that of the context's mesh, or the default one. A program may be lowered for another, so what goes by this
+    still has to ask `lax.platform_dependent`.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def _free(mesh: Any) -> dict[str, int]:

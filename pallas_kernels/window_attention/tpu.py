@@ -8,7 +8,6 @@ block that is already there, so that nothing is transferred for them: each row r
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -38,21 +37,11 @@ def block_of(heads: int, slots: int, width: int, itemsize: int) -> int | None:
 def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
                     scale: float, value_width: int, sliding: int | None = None, softcap: float | None = None,
                     block: int | None = None, interpret: bool = False) -> tuple[Array, Array]:
-    """Attention to a cache, and the logarithm of each query's softmax sum.
+    """As `reference.cache_attention`.
 
     Args:
-        q: `f[B, G, R, d]`, the queries of each head of keys and values.
-        cache: `f[B, G, S, d + e]`, each slot's key and behind it its value.
-        length: `i32[B]`: slots at and beyond it are not read.
-        positions: `i32[B, R]` of the queries, for `sliding`.
-        held: `i32[B, G or 1, S]`, the position of each slot's token, -1 where it is not seen; None: slots are positions.
-        scale, sliding, softcap: as in `window_attention`.
-        value_width: `e`.
-        block: slots an instance reads; default `block_of`.
+        block: slots that an instance reads; default `block_of`.
         interpret: run without a TPU.
-
-    Returns:
-        `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 where a query sees nothing.
     """
     B, G, R, d = q.shape
     S, D = cache.shape[2:]
@@ -149,6 +138,7 @@ def _kernel(first: Array, last: Array, length: Array, q: Array, positions: Array
     def _() -> None:
         for g in range(heads):
             sums = total[g][:, :1]
-            some = sums > 0
+            some = sums != 0        # true of a NaN, which must stay one
             out[0, g] = jnp.where(some, acc[g] / jnp.where(some, sums, 1), 0)
-            lse[0, g] = jnp.where(total[g] > 0, top[g] + jnp.log(jnp.where(total[g] > 0, total[g], 1)), MASKED)
+            whole = jnp.where(total[g] != 0, total[g], 1)
+            lse[0, g] = jnp.where(total[g] != 0, top[g] + jnp.log(whole), MASKED)
