@@ -69,6 +69,8 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         pl.BlockSpec((1, rows, 1), lambda b, i, *_: (b, 0, 0)),
         pl.BlockSpec((1, G, block, D), lambda b, i, *refs: (b, 0, at(b, i, *refs), 0)),
     ]
+    if not interpret:       # else the compiler may move it to fast memory and back, as a whole, whatever is live
+        cache = pltpu.with_memory_space_constraint(cache, pltpu.HBM)
     arrays = [q, positions, cache]
     if held is not None:
         in_specs.append(pl.BlockSpec((1, held.shape[1], block), lambda b, i, *refs: (b, 0, at(b, i, *refs))))
