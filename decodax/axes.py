@@ -78,7 +78,12 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def free_axes() -> dict[str, int]:
+    """The axes of the context's mesh that the compiler lays out, and their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {} if mesh.empty else _free(mesh)
+
+
 def _free(mesh: Any) -> dict[str, int]:
-    """The axes that the compiler lays out, and their sizes."""
     return {name: mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
             if kind == AxisType.Auto}
