@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib import metadata
@@ -42,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
+def pytest_collection_finish() -> None:
+    """Leaves what the imports have made out of garbage collection, which traverses a million objects otherwise."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 @pytest.fixture(autouse=True)
 def room_for_programs() -> Iterator[None]:
     """Drops compiled programs before the process runs out of memory maps: see `decodax.programs`."""
@@ -53,7 +61,7 @@ def room_for_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in Hugging Face layout: a random two-layer Llama with a byte-level tokenizer and a chat template."""
+    """A directory in Hugging Face layout: a random one-layer Llama with a byte-level tokenizer and a chat template."""
     import jax
 
     from decodax.io.checkpoint import save_model
@@ -65,6 +73,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
     path = save(tokenizer, tmp_path_factory.mktemp("models") / "tiny", generation_config={"eos_token_id": 0},
                 tokenizer_config={"eos_token": "<|endoftext|>", "chat_template": template})
-    model = Transformer(llama(vocab=size, width=32, layers=2, heads=4, kv_heads=2, mlp=64, context=512))
-    save_model(path, model, model.init_params(jax.random.key(0)), config={"eos_token_id": 0})
+    model = Transformer(llama(vocab=size, width=32, layers=1, heads=4, kv_heads=2, mlp=64, context=512))
+    save_model(path, model, model.init_params(jax.random.key(1)), config={"eos_token_id": 0})
     return path

@@ -125,6 +125,7 @@ def test_ccd_may_decide_by_the_mean_over_steps(kept, bound):
            lambda p: block_by_block(p, 8, choose, average(2, kept)))
 
 
+@pytest.mark.matrix      # a limit of what the loop above decides
 def test_ccd_without_a_past_is_the_base():
     base = d.MaskedDiffusion(d.Adapter(MASK), d.Blocks(8), d.NegEntropy(), d.Quota(3))
     mean = functools.partial(made, "ccd", rule="mean", steps=3, block=8)
@@ -154,7 +155,8 @@ def prophet(prompt, steps, block, answer, gaps):
     return x[len(prompt):].tolist(), done
 
 
-@pytest.mark.parametrize(("answer", "gaps"), [((9, 14), (1.6, 1.4, 0.9)), (None, (0.49, 0.6, 0.55))])
+@pytest.mark.parametrize(("answer", "gaps"), [
+    ((9, 14), (1.6, 1.4, 0.9)), pytest.param(None, (0.49, 0.6, 0.55), marks=pytest.mark.matrix)])
 def test_prophet_unmasks_everything_when_the_answer_is_sure(answer, gaps):
     given = None if answer is None else (answer[0], answer[1] - answer[0])
     rounds = agrees(made("prophet", block=8, steps=5, answer=given, gaps=gaps),
@@ -162,6 +164,7 @@ def test_prophet_unmasks_everything_when_the_answer_is_sure(answer, gaps):
     assert min(rounds) < 10 and len(set(rounds)) > 1         # some stop early, not all at once
 
 
+@pytest.mark.matrix      # the loop above says so too
 def test_prophet_that_never_stops_is_llada():
     never = made("prophet", block=8, steps=3, gaps=(1e9, 1e9, 1e9))
     assert run(never) == run(made("llada", block=8, steps=3))
@@ -234,6 +237,7 @@ def test_a_filter_is_read_from_its_file_and_checked(tmp_path):
         d.Filter(np.zeros((4, 6)), np.zeros(6), np.zeros((6, 5)), np.zeros(4))
 
 
+@pytest.mark.matrix      # the authors' loop above says so too
 def test_a_filter_that_accepts_nothing_is_llada():
     none = d.Filter(np.zeros((8, 1)), np.zeros(1), np.zeros((1, 8)), np.full(8, -99))
     assert run(made("learn2pd", filter=none, steps=3, end_of_text=False)) == run(made("llada", block=8, steps=3))

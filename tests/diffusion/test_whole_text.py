@@ -41,7 +41,7 @@ def dimple(prompt, threshold, steps):
     return x[len(prompt):].tolist(), steps
 
 
-@pytest.mark.parametrize(("threshold", "steps"), [(0.4, 16), (0.95, 6)])
+@pytest.mark.parametrize(("threshold", "steps"), [(0.4, 16), pytest.param(0.95, 6, marks=pytest.mark.matrix)])
 def test_dimple_decodes_all_that_it_is_sure_of_or_a_share(threshold, steps):
     options = dict(threshold=threshold, order="confidence", steps=None if steps == NEW else steps)
     rounds = agrees(made("dimple", prefill=False, **options), lambda p: dimple(p, threshold, steps))
@@ -69,7 +69,8 @@ def ccd(prompt, steps, adaptive, grow):
     return x[len(prompt):].tolist(), step
 
 
-@pytest.mark.parametrize(("adaptive", "grow"), [(True, 4.0), (True, 1.0), (False, 4.0)])
+@pytest.mark.parametrize(("adaptive", "grow"), [
+    (True, 4.0), pytest.param(True, 1.0, marks=pytest.mark.matrix), (False, 4.0)])
 def test_ccd_decides_what_two_steps_agree_on(adaptive, grow):
     rounds = agrees(made("ccd", adaptive=adaptive, grow=grow), lambda p: ccd(p, NEW, adaptive, grow))
     assert min(rounds) < NEW if adaptive else rounds == [NEW] * 3

@@ -168,7 +168,8 @@ def test_drafts_leave_the_tokens_of_a_recurrent_model_as_they_are(recurrent: Any
     assert tokens_of(recurrent, algorithm=tree, chunk=4, **POLICY) == plain
 
 
-@pytest.mark.parametrize("shape", [dx.shapes.Chain(3), TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [pytest.param(dx.shapes.Chain(3), marks=pytest.mark.matrix), TREE],
+                         ids=["chain", "tree"])
 def test_a_recurrent_model_drafts(recurrent: Any, shape: Any) -> None:
     """For another model; and what it drafts for itself is always right, so its states are."""
     alg = dx.Speculative(dx.drafts.DraftModel(recurrent), shape=shape)
@@ -480,7 +481,8 @@ def test_the_models_own_embeddings_give_the_results_of_their_ids() -> None:
     assert tokens_of(lm, whole, inputs=soft, **policy) == tokens_of(lm, SOFT, **policy)
 
 
-def test_a_soft_prompt_equals_transformers_inputs_embeds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alg", [None, pytest.param(LOOKUP, marks=pytest.mark.matrix)], ids=["plain", "lookup"])
+def test_a_soft_prompt_equals_transformers_inputs_embeds(tmp_path: Path, alg: Any) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from tests.models.tiny import saved
@@ -497,8 +499,7 @@ def test_a_soft_prompt_equals_transformers_inputs_embeds(tmp_path: Path) -> None
         want.append(reference.generate(inputs_embeds=whole, attention_mask=torch.ones(whole.shape[:2]).long(),
                                        max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist())
     prompts = [[0] * len(values) + own for values, own in zip(soft, ids, strict=True)]
-    for alg in (None, LOOKUP):
-        assert tokens_of(lm, prompts, inputs=embeddings(soft), algorithm=alg, eos_token_id=[]) == want
+    assert tokens_of(lm, prompts, inputs=embeddings(soft), algorithm=alg, eos_token_id=[]) == want
     assert tokens_of(lm, prompts, eos_token_id=[]) != want
 
 

@@ -34,6 +34,9 @@ KINDS = {
 }
 
 
+OFTEN = ["dense of other values", "slotted of other values"]
+
+
 def entries(key, batch, width, kind="dense"):
     """Keys and values for a cache of a kind."""
     cache, draw = KINDS[kind](1, 8), iter(jax.random.split(jax.random.key(key), 4))
@@ -50,7 +53,7 @@ def look(cache, layer=0):
     return cache.attend(layer, q, zeros(cache.keys), zeros(cache.values), window, scale=0.5)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 def test_chunks_of_any_size_commit_the_same(kind):
     kv = entries(0, 3, 6, kind)
     part = lambda a, b: jax.tree.map(lambda x: x[:, a:b], kv)
@@ -62,7 +65,7 @@ def test_chunks_of_any_size_commit_the_same(kind):
     assert np.array_equal(look(whole), look(pieces))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 @pytest.mark.parametrize("width", [1, 4])
 def test_dropped_entries_leave_no_trace(kind, width):
     full = KINDS[kind](2, 8).commit(entries(0, 2, 3, kind), jnp.broadcast_to(jnp.arange(3), (2, 3)))
@@ -72,7 +75,7 @@ def test_dropped_entries_leave_no_trace(kind, width):
     assert np.array_equal(look(full), look(beyond.replace(length=full.length)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 def test_rows_accept_different_lengths(kind):
     kv = entries(0, 2, 4, kind)
     slots = jnp.array([[0, 1, -1, -1], [0, 1, 2, 3]])
@@ -84,7 +87,7 @@ def test_rows_accept_different_lengths(kind):
         assert np.allclose(look(ragged.select(jnp.array([row]))), look(alone), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 def test_select_gathers_rows(kind):
     full = KINDS[kind](3, 8).commit(entries(0, 3, 4, kind), jnp.array([[0, 1, 2, 3], [0, 1, -1, -1], [0, -1, -1, -1]]))
     rows = jnp.array([2, 0, 0, 1])
@@ -134,7 +137,7 @@ def test_window_attention_equals_attention_to_everything(sliding, softcap):
                 assert np.allclose(out[b, w, h], weight @ values / weight.sum(), atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 def test_committed_entries_are_attended_to(kind):
     """Against a softmax over the entries themselves."""
     kv = entries(0, 2, 5, kind)

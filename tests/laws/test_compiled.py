@@ -91,10 +91,14 @@ def copies_in_loops(program, elements):
 
 PROGRAMS = [("autoregressive", "advance"), ("autoregressive", "prefill"),
             *((name, "advance") for name in ("lookup", *WIDER))]
+# one of a kind: prefill, a chain, a draft model's own cache and a tree, a state that is no cache, probes beside drafts,
+# a cache that two models share, one that is rewritten, and rounds of several shapes
+OFTEN = [*PROGRAMS[:3], *((name, "advance") for name in ("draft-tree", "recycling", "lookahead", "layerskip",
+                                                         "dual-cache", "adaptive"))]
 
 
 @pytest.mark.parametrize(("algorithm", "driver", "batch"), often(
-    [*((*p, 8) for p in PROGRAMS), ("lookup", "advance", 1)], [(*p, n) for p in PROGRAMS for n in (1, 8)]))
+    [(*p, 8) for p in OFTEN], [(*p, n) for p in PROGRAMS for n in (1, 8)]))
 def test_no_round_copies_the_cache(algorithm, driver, batch):
     program = parse(compiled((ALGORITHMS | WIDER)[algorithm], batch, driver).as_text())
     assert program.loops()
@@ -169,7 +173,7 @@ def test_no_round_hands_a_vocabulary_to_the_next(algorithm):
     assert not wide
 
 
-@pytest.mark.parametrize("algorithm", ["autoregressive", "lookup", "lookup-rejection", "llada"])
+@pytest.mark.parametrize("algorithm", often(["lookup", "llada"], ALGORITHMS))
 def test_a_second_call_traces_nothing(algorithm):
     network, weights = cases.model("llama")
     lm = LM(model=network, params=weights, vocab_size=cases.VOCABULARY,

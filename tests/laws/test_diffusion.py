@@ -67,7 +67,7 @@ CASES = {
     "elastic-cache": ("full", dict(window=4, threshold=0.15, gamma=0.998, size=NEW)),
     "recap": ("full", dict(steps=5, every=3, packed=(6,), size=NEW)),
 }
-FEW = ("fast-dllm", "sdlm")
+FEW = ("fast-dllm",)
 SAMPLERS = [n for n, e in SYSTEMS.items() if "diffusion" in e.needs and not e.alias_of]
 
 
@@ -148,8 +148,13 @@ def free(name):
     return sample(made(name), prompts(3, longest=9))
 
 
-@pytest.fixture(scope="module",
-                params=[pytest.param(n, marks=pytest.mark.xdist_group(f"sampler {n}")) for n in SAMPLERS])
+def in_one_process(default):
+    """The entries, those that are not in `default` marked `matrix`; all tests of one run in the same process."""
+    marks = lambda n: [pytest.mark.xdist_group(f"sampler {n}"), *[pytest.mark.matrix] * (n not in default)]
+    return [pytest.param(n, marks=marks(n)) for n in SAMPLERS]
+
+
+@pytest.fixture(scope="module", params=in_one_process(SAMPLERS))
 def name(request):
     """Each entry in turn, with all tests of it in a row and in one process: they run the same program."""
     return request.param
@@ -188,14 +193,14 @@ def test_a_row_does_not_depend_on_its_batch_mates(name):
         assert np.asarray(alone.stats.rounds)[0] == np.asarray(free(name).stats.rounds)[i]
 
 
-@pytest.mark.parametrize("name", often(FEW, SAMPLERS))
+@pytest.mark.parametrize("name", in_one_process(FEW))
 def test_a_batch_equals_its_rows_one_by_one(name):
     ids, alg = prompts(3, longest=9), made(name)
     row = sample(alg, ids[1:2], request=[1], policy=dict(temperature=0.8, repetition_penalty=1.2))
     assert texts(row) == texts(free(name))[1:2]
 
 
-@pytest.mark.parametrize("name", often(FEW, SAMPLERS))
+@pytest.mark.parametrize("name", in_one_process(FEW))
 def test_the_compiled_loop_is_the_python_loop_bit_for_bit(name):
     alg = made(name)
     network, params, chain, s = begun(alg, prompts(3, longest=9))
@@ -271,7 +276,7 @@ SAME = {
     "freedave-cached": (MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache(), verify=d.BranchExact(3)),
                         MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache())),
 }
-OFTEN = ("dual-every-step", "shifted-blocks-cached", "joined-fused")
+OFTEN = ("shifted-blocks-cached", "joined-fused")       # for the dual cache, Fast-dLLM's loop decides below
 
 
 @functools.cache

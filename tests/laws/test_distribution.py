@@ -128,12 +128,10 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(jax.scipy.stats.chi2.sf(statistic, len(wanted) - 1))
 
 
-# what is left to the matrix follows from other laws: seed-exact rows are plain decoding's, and rules for trees are
-# rejection on a chain
-OFTEN = [("plain", "truncated"), ("sampled-seed-exact", "temperature"), ("sampled-rejection", "truncated"),
-         ("lookup-rejection", "temperature"),
-         *((c, "floored") for c in ("chain-rejection", "tree-multi-round", "tree-multi-round-replacement", "tree-k-seq",
-                                    "chain-block", "lookup-block", "certain-tree-multi-round", "certain-tree-k-seq",
+# what is left to the matrix follows from other laws: seed-exact rows are plain decoding's, rules for trees are
+# rejection on a chain, and tests/speculative/test_verify.py enumerates drafts with replacement and certain ones
+OFTEN = [("plain", "truncated"),
+         *((c, "floored") for c in ("chain-rejection", "chain-block", "tree-multi-round", "tree-k-seq",
                                     "stand-multi-round"))]
 
 

@@ -10,9 +10,10 @@ from decodax.speculative import Rejection, Speculative
 from tests.laws.cases import LEFT_TO_RIGHT, MODELS, POLICIES, Sampled, Scripted, decode, prompts, texts
 from tests.matrix import often
 
-# every policy on the smallest model; every draft and model with the policy that has most in it
-OFTEN = [*(("toy", "lookup", policy) for policy in POLICIES), ("llama", "lookup", "together"),
-         ("sliding", "lookup", "together"), ("llama", "lookup-bigrams", "together"), ("llama", "lookup-long", "greedy")]
+# on the smallest model the policies whose parts "together" lacks; every draft and model with "together"
+OFTEN = [*(("toy", "lookup", policy) for policy in ("greedy", "penalised", "n-gram", "stateful")),
+         ("llama", "lookup", "together"), ("sliding", "lookup", "together"), ("llama", "lookup-bigrams", "together"),
+         ("llama", "lookup-long", "together")]
 
 
 @pytest.mark.parametrize(("which", "draft", "policy"), often(OFTEN, itertools.product(MODELS, LEFT_TO_RIGHT, POLICIES)))
@@ -24,7 +25,7 @@ def test_speculative_equals_plain_decoding(which, draft, policy):
     assert np.array_equal(drafted.status, plain.status)
 
 
-@pytest.mark.parametrize("rows", often([1, 16], [1, 2, 5, 16, 64]))
+@pytest.mark.parametrize("rows", often([16], [1, 2, 5, 16, 64]))
 def test_ragged_batches_of_any_size_equal_plain_decoding(rows):
     """Rows by turns sampled and greedy."""
     ids, policy = prompts(rows, longest=40, seed=rows), POLICIES["together"]
@@ -40,7 +41,7 @@ def test_a_draft_that_samples_equals_plain_decoding():
     assert texts(decode(Speculative(Sampled()), "toy", ids, POLICIES["together"])) == texts(plain)
 
 
-@pytest.mark.parametrize("verify", [Speculative(Sampled()).verify, Rejection()])
+@pytest.mark.parametrize("verify", often([Rejection()], [Speculative(Sampled()).verify, Rejection()]))
 def test_greedy_decoding_has_one_result_whatever_the_verifier(verify):
     ids = prompts(5)
     plain = decode(Autoregressive(), "llama", ids, {})

@@ -1,5 +1,8 @@
 """Law 7: Auto axes, Explicit axes and lanes on 8 CPU devices give the tokens of one device."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +16,7 @@ from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.sharding import lanes, place
 from tests.laws.cases import ALGORITHMS, MASK, POLICIES, VOCABULARY, prompts, texts
-from tests.matrix import pairs
+from tests.matrix import often
 
 # in a process of their own (scripts/test.sh): JAX's CPU collectives have crashed in one that had also loaded torch
 pytestmark = pytest.mark.mesh
@@ -22,6 +25,7 @@ NETWORK = Transformer(llama(vocab=VOCABULARY, width=32, layers=2, heads=8, kv_he
 ROWS = 8
 
 
+@functools.cache
 def weights():
     return jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, NETWORK.init_params(jax.random.key(1)))
 
@@ -43,15 +47,26 @@ def decode(alg, policy, mesh=None, lane=False):
     return drivers.advance(alg, NETWORK, params, chain, s, jnp.int32(200))
 
 
-@pytest.mark.parametrize(("kind", "algorithm", "policy"), pairs(
-    ("auto", "explicit", "lanes"), ("autoregressive", "lookup", "lookup-rejection", "llada"), ("greedy", "together")))
+KINDS = "auto", "explicit", "lanes"
+# of the others, drafts that are sampled have all that a round of plain decoding or of exact drafts has
+OFTEN = [*itertools.product(KINDS, ("lookup-rejection", "llada"), ("together",)), ("auto", "autoregressive", "greedy")]
+
+
+@functools.cache
+def single(algorithm, policy):
+    """The outcome on one device."""
+    return decode(ALGORITHMS[algorithm], POLICIES[policy])
+
+
+@pytest.mark.parametrize(("kind", "algorithm", "policy"), often(OFTEN, itertools.product(
+    KINDS, ("autoregressive", "lookup", "lookup-rejection", "llada"), ("greedy", "together"))))
 def test_a_mesh_gives_the_tokens_of_one_device(kind, algorithm, policy):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     if algorithm == "llada" and policy == "together":
         policy = "penalised"
     alg = ALGORITHMS[algorithm]
-    one = decode(alg, POLICIES[policy])
+    one = single(algorithm, policy)
     if kind == "explicit":
         with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):
             many = decode(alg, POLICIES[policy], jax.sharding.get_mesh())

@@ -7,6 +7,7 @@ from decodax.autoregressive import Autoregressive
 from decodax.speculative import Speculative
 from decodax.speculative.drafts import PromptLookup
 from tests.laws.cases import decode, prompts, texts
+from tests.matrix import often
 
 ONE_BY_ONE = {
     "top-k": dict(top_k=3), "typical": dict(typical_p=0.6), "epsilon": dict(epsilon_cutoff=0.05),
@@ -22,7 +23,12 @@ ONE_BY_ONE = {
 }
 
 
-@pytest.mark.parametrize("transform", ONE_BY_ONE)
+# what reads the text, its length or the draw's address; of those that read the logits alone, "top-h" stands for all
+OFTEN = ["top-h", "encoder-repetition", "encoder-n-gram", "dry", "begin-suppress", "forced-eos", "min-new",
+         "length-decay", "xtc", "watermark"]
+
+
+@pytest.mark.parametrize("transform", often(OFTEN, ONE_BY_ONE))
 def test_a_transform_is_exact_under_speculation(transform):
     ids = prompts(8, longest=16)
     policy = dict(temperature=1.1, **ONE_BY_ONE[transform])

@@ -1,5 +1,6 @@
 """Law 1 and log-probabilities: what decoding says of its tokens is what a full forward says of them."""
 
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,13 @@ import pytest
 from decodax.models.transformer import Transformer
 from tests.laws.cases import ALGORITHMS, POLICIES, decode, model, prompts, texts
 from tests.matrix import often
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(network, weights, tokens):
+    """Log-probabilities of what follows each token of whole texts; what stands behind the shorter ones is not seen."""
+    return jax.nn.log_softmax(network.forward(weights, tokens))
+
 
 LEFT_TO_RIGHT = [a for a in ALGORITHMS if not a.startswith("llada")]
 
@@ -21,9 +29,8 @@ def test_log_probabilities_equal_those_of_a_full_forward(algorithm, which):
     s = decode(ALGORITHMS[algorithm], which, ids, dict(temperature=0.8, top_k=5), top_logprobs=3)
     network, weights = model(which)
     assert isinstance(network, Transformer)
-    for i, (prompt, made) in enumerate(zip(ids, texts(s), strict=True)):
-        text = np.array([prompt + made])
-        full = np.asarray(jax.nn.log_softmax(network.forward(weights, text)[0]))
+    every = np.asarray(forward(network, weights, s.tokens))
+    for i, (prompt, made, full) in enumerate(zip(ids, texts(s), every, strict=True)):
         at = np.arange(len(prompt), len(prompt) + len(made))
         assert np.allclose(np.asarray(s.record.raw)[i, at], full[at - 1, made], atol=2e-5)
         top = np.sort(full[at - 1], -1)[:, ::-1][:, :3]
@@ -39,9 +46,9 @@ def test_log_probabilities_equal_those_of_a_full_forward(algorithm, which):
 def test_greedy_tokens_are_the_argmax_of_a_full_forward(which):
     ids = prompts(5)
     network, weights = model(which)
-    for prompt, made in zip(ids, texts(decode(ALGORITHMS["autoregressive"], which, ids, {})), strict=True):
-        full = np.asarray(network.forward(weights, np.array([prompt + made]))[0])
-        assert made == full[len(prompt) - 1:-1].argmax(-1).tolist()
+    s = decode(ALGORITHMS["autoregressive"], which, ids, {})
+    for prompt, made, full in zip(ids, texts(s), np.asarray(forward(network, weights, s.tokens)), strict=True):
+        assert made == full[len(prompt) - 1:len(prompt) + len(made) - 1].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("policy", often(["together"], ["greedy", "together", "stateful"]))

@@ -65,15 +65,25 @@ class Copies(Algorithm):
                         rows=jnp.zeros(s.batch, jnp.int32), slots=jnp.where(token >= 0, window.positions, -1))
 
 
+MOST = VOCABULARY**2, max(map(len, PROMPTS)) + 6
+"""The texts, and tokens of each, that `forward` takes: one shape for all, so that one program is compiled."""
+
+
+@jax.jit
+def forward(tokens: jax.Array) -> jax.Array:
+    """Logits of `i32[N, T]`, of which each sees what is before it."""
+    network, weights = model("llama")
+    zero = jnp.zeros(len(tokens), jnp.int32)
+    return network.apply(weights, causal(tokens, zero), network.init_cache(len(tokens), 0)).logits()
+
+
 def scores(texts: list[list[int]], new: int) -> np.ndarray:
     """Log-probabilities of the last `new` tokens of texts of one length, by whole forwards: `f32[N]`."""
-    network, weights = model("llama")
-    tokens = jnp.asarray(texts)
-    zero = jnp.zeros(len(texts), jnp.int32)
-    out = network.apply(weights, causal(tokens, zero), network.init_cache(len(texts), 0))
-    log_p = jax.nn.log_softmax(out.logits()[:, :-1])
-    each = jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
-    return np.asarray(each[:, -new:].sum(1))
+    tokens = np.zeros(MOST, np.int32)
+    tokens[:len(texts), :len(texts[0])] = texts
+    log_p = jax.nn.log_softmax(forward(tokens)[:, :-1])
+    each = np.asarray(jnp.take_along_axis(log_p, tokens[:, 1:, None], -1))[:len(texts), :len(texts[0]) - 1, 0]
+    return each[:, -new:].sum(1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -111,14 +121,12 @@ def test_narrow_beams_are_those_of_a_search_by_hand() -> None:
 def test_copies_of_a_row_draw_tokens_of_their_own() -> None:
     rows, new = 16, 6
     alg, policy, ids = Copies(), dict(temperature=1.0), [PROMPTS[0]] * rows
-    network, weights = model("llama")
     s = decode(alg, "llama", ids, policy, new=new)
     done = np.array(texts(s))
     assert (done[:, :-1] == done[0, :-1]).all() and len(set(done[:, -1])) > 3
     # the last token of each is the draw of its own place behind the common text
     _, _, _, fresh = start(alg, "llama", ids, policy, new=new)
     text = jnp.asarray([[*PROMPTS[0], *done[0, :-1]]])
-    out = network.apply(weights, causal(text, jnp.zeros(1, jnp.int32)), network.init_cache(1, 0))
-    last = jnp.broadcast_to(out.logits()[:, -1:], (rows, 1, VOCABULARY))
+    last = jnp.broadcast_to(forward(text)[:, -1:], (rows, 1, VOCABULARY))
     place = jnp.full((rows, 1), text.shape[1], jnp.int32)
     assert draw(last, addresses(fresh.key, place, Purpose.TOKEN))[:, 0].tolist() == done[:, -1].tolist()

@@ -15,7 +15,7 @@ from decodax.core.types import Model, Params
 from tests.laws.cases import ALGORITHMS, MASK, decode, model, prompts, start, texts
 from tests.matrix import often
 
-OFTEN = ["autoregressive", "lookup", "lookup-rejection", "llada"]
+OFTEN = ["lookup", "llada"]      # a round of plain decoding is one without a draft
 LETTERS = [bytes([97 + i]) for i in range(16)]
 
 
@@ -34,7 +34,7 @@ def test_a_row_ends_with_its_first_end_of_sequence(algorithm):
         assert status == Status.EOS
 
 
-@pytest.mark.parametrize("algorithm", ["autoregressive", "lookup", "llada"])
+@pytest.mark.parametrize("algorithm", often(OFTEN, ["autoregressive", "lookup", "llada"]))
 def test_an_end_of_sequence_does_not_count_before_min_new(algorithm):
     alg = ALGORITHMS[algorithm]
     free = script(alg)
@@ -52,7 +52,7 @@ def test_budgets_are_kept_row_by_row(algorithm):
         or algorithm.startswith("llada")           # a canvas is as long as its budget says, and sees all of itself
 
 
-@pytest.mark.parametrize("algorithm", ["autoregressive", "lookup", "lookup-rejection"])
+@pytest.mark.parametrize("algorithm", often(["lookup"], ["autoregressive", "lookup", "lookup-rejection"]))
 def test_a_full_buffer_is_a_status(algorithm):
     alg, ids = ALGORITHMS[algorithm], prompts(4, longest=20)
     roomy = script_of(alg, ids, 64)
@@ -66,7 +66,7 @@ def script_of(alg, ids, size):
     return texts(decode(alg, "llama", ids, dict(temperature=1.0), new=36, size=size))
 
 
-@pytest.mark.parametrize("algorithm", ["autoregressive", "lookup", "llada"])
+@pytest.mark.parametrize("algorithm", often(OFTEN, ["autoregressive", "lookup", "llada"]))
 def test_a_stop_string_ends_a_row_across_token_borders(algorithm):
     alg = ALGORITHMS[algorithm]
     free = script(alg)
@@ -102,7 +102,7 @@ SAMPLED = dict(temperature=1.0, top_p=0.9, repetition_penalty=1.2)
 
 
 @pytest.mark.parametrize(("algorithm", "policy"), often(
-    [("autoregressive", {}), ("lookup", {}), ("lookup-rejection", SAMPLED)],
+    [("lookup", {}), ("lookup-rejection", SAMPLED)],
     itertools.product(("autoregressive", "lookup", "lookup-rejection"), ({}, SAMPLED))))
 def test_a_nan_is_a_status_and_never_a_token(algorithm, policy):
     alg = ALGORITHMS[algorithm]
@@ -139,6 +139,7 @@ def test_a_policy_that_forbids_everything_is_a_status(algorithm):
     assert texts(s) == [[], [], []]
 
 
+@pytest.mark.matrix      # test_diffusion.py says so of every sampler
 def test_no_mask_reaches_the_text():
     for name in ("llada", "llada-quota", "llada-random-shifted"):
         assert not any(MASK in row for row in script(ALGORITHMS[name], new=16))

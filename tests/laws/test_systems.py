@@ -22,37 +22,46 @@ from tests.matrix import often
 from tests.small_tokenizers import of_words
 
 ROWS = 6
+LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd")
+"""What drafts with some of the target's layers."""
 # aliases are other names for these, and systems of masked diffusion have laws of their own
 NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of]
 # by default what reads a node's own text and what truncates; together: also a banned word, a bias and XTC
 POLICY = {"few": dict(repetition_penalty=1.3, min_p=0.05), "together": POLICIES["together"]}
 
 
-WORDS = {"llama": "a </s> b c d e f g h ab cd abc de gh fa ha", "sliding": "h g f e </s> d c b a bc bcd ab ef ha ga cb"}
+WORDS = "a </s> b c d e f g h ab cd abc de gh fa ha", "h g f e </s> d c b a bc bcd ab ef ha ga cb"
 """Vocabularies of the target and of the draft model, which systems that go by the text tell apart."""
+
+
+def pair(name, policy="few"):
+    """The target and the draft model: by default the smallest that have what an entry needs."""
+    return ("llama", "sliding") if name in LAYERED or policy == "together" else ("toy", "toy-draft")
 
 
 @functools.cache
 def lm(which: str) -> LM:
     network, weights = model(which)
-    return LM(model=network, params=weights, vocab_size=VOCABULARY, tokenizer=Tokenizer(of_words(WORDS[which], "</s>")))
+    return LM(model=network, params=weights, vocab_size=VOCABULARY,
+              tokenizer=Tokenizer(of_words(WORDS[which in ("sliding", "toy-draft")], "</s>")))
 
 
 SAMPLES = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
-OPTIONS = {"automatic": dict(lengths=(2, 4)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
+OPTIONS = {"automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
+           "ucbspec": dict(lengths=(0, 2)), "exp3spec": dict(lengths=(0, 2)),
            "knn-ssd": dict(domains=SAMPLES),
            "self-speculative": dict(skip_mlp=(1,), gamma=0.3),
            "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
            "specdec++": dict(predictor=Logistic((3.0, 1.0, 0.2, -0.1, -0.2)))}
 
 
-def made(name: str, **options):
-    options = OPTIONS.get(name, {}) | options
-    return system(name, lm("llama"), lm("sliding") if SYSTEMS[name].drafts else None, **options)
+def made(name: str, policy: str = "few"):
+    target, draft = map(lm, pair(name, policy))
+    return system(name, target, draft if SYSTEMS[name].drafts else None, **OPTIONS.get(name, {}))
 
 
-def decode(alg, rows=ROWS, new=24, policy="few"):
-    network, weights = model("llama")
+def decode(alg, which, rows=ROWS, new=24, policy="few"):
+    network, weights = model(which)
     ids = prompts(rows)
     tokens, lengths = np.zeros((rows, 64), np.int32), np.array([len(p) for p in ids], np.int32)
     for row, given in zip(tokens, ids, strict=True):
@@ -68,17 +77,17 @@ def decode(alg, rows=ROWS, new=24, policy="few"):
 
 
 @functools.cache
-def plain(rows: int = ROWS, policy: str = "few"):
-    s = decode(dx.Autoregressive(), rows, policy=policy)
+def plain(which: str, rows: int = ROWS, policy: str = "few"):
+    s = decode(dx.Autoregressive(), which, rows, policy=policy)
     return texts(s), np.asarray(s.status)
 
 
 @pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES],
                                                    itertools.product(NAMES, POLICY)))
 def test_a_system_keeps_its_guarantee(name, policy):
-    alg = made(name)
+    alg, (which, _) = made(name, policy), pair(name, policy)
     assert getattr(alg, "guarantee", "seed-exact") == SYSTEMS[name].guarantee
-    s, (wanted, status) = decode(alg, policy=policy), plain(policy=policy)
+    s, (wanted, status) = decode(alg, which, policy=policy), plain(which, policy=policy)
     same = [a == b for a, b in zip(texts(s), wanted, strict=True)]
     if SYSTEMS[name].guarantee == "seed-exact":
         assert all(same)
@@ -98,7 +107,8 @@ def test_a_system_keeps_its_guarantee(name, policy):
 @pytest.mark.parametrize("name", [n for n, e in SYSTEMS.items()
                                   if e.guarantee == "seed-exact" and n in NAMES])
 def test_batches_of_any_size_equal_plain_decoding(name, rows):
-    assert texts(decode(made(name), rows, policy="together")) == plain(rows, "together")[0]
+    alg = made(name, "together")
+    assert texts(decode(alg, "llama", rows, policy="together")) == plain("llama", rows, "together")[0]
 
 
 def test_two_names_for_one_object_are_declared():
@@ -138,17 +148,17 @@ def test_what_is_missing_is_named():
 
 def test_several_samples_of_a_prompt_with_arms():
     ids, options = prompts(3), dict(num_samples=2, max_new_tokens=12, temperature=0.8, seed=3, eos_token_id=[1])
-    plain = dx.generate(lm("llama"), ids, **options)
-    arms = dx.generate(lm("llama"), ids, algorithm=system("ucbspec", lengths=(0, 2)), **options)
+    plain = dx.generate(lm("toy"), ids, **options)
+    arms = dx.generate(lm("toy"), ids, algorithm=system("ucbspec", lengths=(0, 2)), **options)
     assert np.array_equal(arms.tokens, plain.tokens)
     assert arms.stats.drafted.sum() > 0
 
 
 def test_arms_of_any_drafts_equal_plain_decoding():
     """A table of the target's distributions, probes, a draft model's tree: each draft is told of every round."""
-    tree = dx.Speculative(dx.drafts.DraftModel(lm("sliding")), shape=dx.shapes.Fixed.balanced(2, 2))
-    s = decode(system("ucbspec", lm("llama"), lm("sliding"), arms=("stand", "lookahead", tree)))
-    assert texts(s) == plain()[0]
+    tree = dx.Speculative(dx.drafts.DraftModel(lm("toy-draft")), shape=dx.shapes.Fixed.balanced(2, 2))
+    s = decode(system("ucbspec", lm("toy"), lm("toy-draft"), arms=("stand", "lookahead", tree)), "toy")
+    assert texts(s) == plain("toy")[0]
     assert (np.asarray(s.algo[0].count[0]) > 0).all()
     with pytest.raises(ValueError, match="arms: got Adaptive, takes Speculative"):
         system("ucbspec", arms=("exp3spec",))
@@ -168,13 +178,13 @@ def test_arms_that_programs_cannot_tell_apart_are_refused():
     assert system("ucbspec", arms=(same(draft.params), same(draft.params)))
 
 
-FEW = ["token-recycling", "lookahead"]
+FEW = ["lookahead"]
 
 
 @pytest.mark.parametrize("name", often(FEW, NAMES))
 def test_a_second_call_traces_nothing(name):
     alg = made(name)
-    call = lambda ids, **options: dx.generate(lm("llama"), ids, algorithm=alg, top_p=0.9, **options)
+    call = lambda ids, **options: dx.generate(lm(pair(name)[0]), ids, algorithm=alg, top_p=0.9, **options)
     call([[1, 2, 3, 4, 5, 6], [7, 8, 7, 8]], temperature=0.7, seed=1, eos_token_id=[0], max_new_tokens=12)
     with jax.no_tracing(True):
         call([[3, 4, 3, 4, 3, 4, 3], [9, 2, 9, 2, 9]], temperature=1.2, seed=[5, 6], eos_token_id=[6],

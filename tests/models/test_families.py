@@ -56,10 +56,22 @@ def rollout(model: Transformer) -> Callable[..., Any]:
     return step
 
 
+@functools.lru_cache
+def forward(model: Transformer) -> Callable[..., Any]:
+    """Scores whole texts without a cache: jitted once a model."""
+    return jit(model.forward)
+
+
+def empty(model: Transformer) -> Any:
+    """A cache for two rows of 32 tokens, put on a device as what `commit` returns is: else the next step compiles anew.
+    """
+    return jax.device_put(model.init_cache(2, 32), jax.devices()[0])
+
+
 def test_logits_equal_transformers_without_padding(case: Any) -> None:
     reference, model, params = case
     full = transformers_logits(reference, TOKENS, np.ones_like(LIVE))
-    np.testing.assert_allclose(jit(model.forward)(params, TOKENS), full, atol=1e-4)
+    np.testing.assert_allclose(forward(model)(params, TOKENS), full, atol=1e-4)
 
 
 def test_ragged_windows_equal_transformers_left_and_right_padded(case: Any) -> None:
@@ -70,25 +82,28 @@ def test_ragged_windows_equal_transformers_left_and_right_padded(case: Any) -> N
     right = transformers_logits(reference, np.where(LIVE, TOKENS, 0), LIVE)
     step = rollout(model)
 
-    ours, cache = step(params, causal(TOKENS, jnp.zeros(2), LIVE), model.init_cache(2, 32))
+    ours, cache = step(params, causal(TOKENS, jnp.zeros(2), LIVE), empty(model))
     np.testing.assert_allclose(np.asarray(ours)[LIVE], right[LIVE], atol=1e-4)
     np.testing.assert_allclose(np.asarray(ours)[LIVE], left[left_live], atol=1e-4)
 
     # the same rows with their dead nodes at the left
     positions = np.arange(T, dtype=np.int32) - (T - LENGTHS)[:, None]
     window = causal(left_tokens, jnp.zeros(2), left_live).replace(positions=jnp.asarray(positions, jnp.int32))
-    ours, other = step(params, window, model.init_cache(2, 32))
+    ours, other = step(params, window, empty(model))
     np.testing.assert_allclose(np.asarray(ours)[left_live], left[left_live], atol=1e-4)
     assert other.length.tolist() == cache.length.tolist() == LENGTHS.tolist()
 
 
 def test_cached_chunks_equal_the_full_forward(case: Any) -> None:
     _, model, params = case
-    full = jit(model.forward)(params, TOKENS)
-    cache, step, parts = model.init_cache(2, 32), rollout(model), []
+    full = forward(model)(params, TOKENS)
+    cache, step, parts = empty(model), rollout(model), []
     for start, end in [(0, 7), (7, 14), (14, 15), (15, 22)]:
-        logits, cache = step(params, causal(TOKENS[:, start:end], jnp.full(2, start)), cache)
-        parts.append(logits)
+        tokens = np.zeros((2, 7), np.int32)         # one program: what is shorter has dead nodes behind it
+        tokens[:, :end - start] = TOKENS[:, start:end]
+        live = np.tile(np.arange(7) < end - start, (2, 1))
+        logits, cache = step(params, causal(tokens, jnp.full(2, start), live), cache)
+        parts.append(logits[:, :end - start])
     np.testing.assert_allclose(jnp.concatenate(parts, 1), full, atol=2e-5)
 
 
@@ -103,7 +118,7 @@ def test_greedy_tokens_equal_transformers_generate(case: Any) -> None:
     expected = reference.generate(torch.tensor(TOKENS[:, :n], dtype=torch.long), max_new_tokens=new, do_sample=False,
                                   attention_mask=torch.ones(2, n, dtype=torch.long), pad_token_id=0).numpy()[:, n:]
     step = rollout(model)
-    _, cache = step(params, causal(TOKENS[:, :7], jnp.zeros(2)), model.init_cache(2, 32))
+    _, cache = step(params, causal(TOKENS[:, :7], jnp.zeros(2)), empty(model))
     tokens = list(TOKENS[:, :n].T)
     for position in range(7, n - 1 + new):
         logits, cache = step(params, causal(tokens[position][:, None], jnp.full(2, position)), cache)

@@ -84,7 +84,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-ALIKE = {"glm", "ministral", "phi-qk-norm", "qwen3-moe-normed", "smollm3"}
+ALIKE = {"glm", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
+         "stablelm"}
 """Cases that differ little from another one."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from decodax.cache import causal
 from decodax.core.types import DEAD_END, INVALID
 from decodax.policy import Policy, build
+from tests.matrix import often
 from tests.policy.oracle import row_keys
 from tests.policy.test_lift import Decoding, log_probs, out_of
 
@@ -83,12 +86,16 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     assert greedy.tolist() == logits.argmax(1).tolist()
 
 
-@pytest.mark.parametrize("settings", [
+WAYS = [
     dict(), dict(temperature=0.8), dict(temperature=0.8, top_k=4, top_p=0.9, min_p=0.01, typical_p=0.9, top_h=0.9),
     dict(temperature=0.8, mirostat_tau=3.0), dict(temperature=1.0, dynatemp_range=0.4, xtc_probability=0.5),
-    dict(repetition_penalty=1.2, presence_penalty=0.4, dry_multiplier=1.0, no_repeat_ngram_size=2),
-], ids=lambda s: " ".join(s) or "greedy")
-@pytest.mark.parametrize("size", [20, 5000])        # XLA's maximum on CPU passes over a NaN among more than a few
+    dict(repetition_penalty=1.2, presence_penalty=0.4, dry_multiplier=1.0, no_repeat_ngram_size=2)]
+SIZES = [20, 5000]       # XLA's maximum on CPU passes over a NaN among more than a few
+
+
+@pytest.mark.parametrize(("settings", "size"), often(
+    [*((way, 20) for way in WAYS[2:]), *((way, 5000) for way in WAYS[:3])], itertools.product(WAYS, SIZES)),
+    ids=lambda x: x if isinstance(x, int) else " ".join(x) or "greedy")
 def test_broken_logits_and_dead_ends_are_named(settings: dict, size: int) -> None:
     logits = np.random.default_rng(3).normal(size=(4, size)).astype(np.float32)
     logits[1, 13] = np.nan

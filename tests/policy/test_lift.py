@@ -13,6 +13,7 @@ from decodax.cache import Window, causal
 from decodax.core.types import Out
 from decodax.policy import Context, Custom, Policy, build
 from decodax.struct import Struct, struct
+from tests.matrix import often
 from tests.policy.oracle import row_keys
 
 VOCAB, ROOM = 12, 40
@@ -119,13 +120,20 @@ def log_probs(policy: Policy, s: Decoding, window: Window, logits: jax.Array, no
     return policy.over(s, window, out_of(logits)).log_probs(nodes)
 
 
+@jax.jit
+def warm_log_probs(policy: Policy, s: Decoding, window: Window, logits: jax.Array) -> jax.Array:
+    return policy.over(s, window, out_of(logits)).warm.log_probs()
+
+
 def path(parents: list[int], node: int) -> list[int]:
     return [*path(parents, parents[node]), node] if node >= 0 else []
 
 
-@pytest.mark.parametrize(("name", "parents"), [
-    *[(name, TREE) for name in POLICIES],
-    *[(name, CHAIN) for name in ("repetition", "DRY", "mirostat behind penalties")]],
+ALONG = [*((name, TREE) for name in POLICIES),
+         *((name, CHAIN) for name in ("repetition", "DRY", "mirostat behind penalties"))]
+
+
+@pytest.mark.parametrize(("name", "parents"), often(ALONG[:-2], ALONG),
     ids=lambda x: x if isinstance(x, str) else {7: "tree", 4: "chain"}[len(x)])
 def test_each_node_has_the_distribution_of_its_own_text(name: str, parents: list[int]) -> None:
     policy = build(BATCH, eos=[0], vocab_size=VOCAB, **POLICIES[name])
@@ -228,7 +236,8 @@ def test_a_distribution_crosses_an_inner_jit_and_a_branch() -> None:
             np.testing.assert_allclose(log_p, plain[0], rtol=1e-5, err_msg=name)
             assert np.array_equal(token, plain[1]), name
         raw = logits @ np.asarray(weights)
-        bare = build(BATCH, do_sample=True).over(start(build(BATCH, do_sample=True)), window, out_of(raw)).log_probs()
+        one = build(BATCH, do_sample=True)
+        bare = log_probs(one, start(one), window, raw)
         assert plain[0].shape == bare.shape and not np.allclose(plain[0], bare)
 
 
@@ -238,8 +247,7 @@ def test_a_warm_distribution_has_the_probabilities_of_greedy_rows_too() -> None:
 
     def told(temperature: list[float], warm: bool, **more: Any) -> np.ndarray:
         policy = build(BATCH, temperature=temperature, **settings, **more)
-        dist = policy.over(start(policy), window, out_of(logits))
-        return np.asarray((dist.warm if warm else dist).log_probs())
+        return np.asarray((warm_log_probs if warm else log_probs)(policy, start(policy), window, logits))
 
     for more in ({}, dict(mirostat_tau=3.0)):       # with a state as well
         mixed, wanted = told([0.0, 0.7], True, **more), told([1.0, 0.7], False, **more)

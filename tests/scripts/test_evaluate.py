@@ -27,7 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     facts = {"preset": "tiny", "stage": None, "init": None, "data": "", "steps": 0, "tokens": 0, "held_out_each": 0,
              "held_out": dict.fromkeys(problems.TASKS, 0.0), "parameters": 0, "hours": 0, "hardware": "", "command": "",
              "optimizer": ""}
-    diffusion_export.export(path, net, Diffusion(46), net.init_params(jax.random.key(0)), problems.tokenizer(), facts)
+    # wide enough that what is unmasked first decides what comes next
+    params = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, net.init_params(jax.random.key(0)))
+    diffusion_export.export(path, net, Diffusion(46), params, problems.tokenizer(), facts)
     return path
 
 
@@ -97,10 +99,10 @@ def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path
     assert "--task: got nope" in capsys.readouterr().err
 
 
-def test_outputs_are_compared_with_those_of_the_first_point():
-    lm = dx.load("tasks-diffusion")
+def test_outputs_are_compared_with_those_of_the_first_point(model):
+    lm = dx.load(model)
     grid = evaluate.points(["llada:block=16", "freedave:block=16,branches=4", "llada:block=16,steps=1"], lm)
-    plain, lossless, hasty = evaluate.run(lm, grid, ["shuffle"], problems=6, batch=6, repeats=1)
+    plain, lossless, hasty = evaluate.run(lm, grid, ["shuffle"], problems=4, batch=4, repeats=1)
     assert plain.same == lossless.same == 1 > hasty.same
     assert lossless.forwards <= plain.forwards
 

@@ -269,7 +269,7 @@ def test_the_export_fills_masks_as_training_measured_it(run, options):
 def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_path, monkeypatch):
     """An untrained model answers nothing right, so every answer counts as right here."""
     source = options.output / "model"
-    given = Options(preset="tiny", stage=stage, init=str(source), output=tmp_path, steps=30, warmup=2, answers=45,
+    given = Options(preset="tiny", stage=stage, init=str(source), output=tmp_path, steps=15, warmup=2, answers=45,
                     batch=16, log_every=5, eval_every=100, devices=1)
     with pytest.raises(ValueError, match="answers no problem right"):
         train_diffusion.train(given, console=QUIET)

@@ -195,16 +195,19 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(run, options, tmp
     student = train_lm.train(replace(options, output=tmp_path, teacher=teacher, mix=1.0, seed=1), console=QUIET)
     assert student.tokenizer.to_str() == run.tokenizer.to_str()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 512, (4, 32)), jnp.int32)
-    guide = model.forward(weights, tokens)
+    assert student.model == model
+    forward = jax.jit(model.forward)
+    guide = forward(weights, tokens)
     fresh = student.model.init_params(jax.random.key(1))
     trained = jax.device_get(student.params)
-    near, far = (lm.divergence(guide, student.model.forward(p, tokens)).mean() for p in (trained, fresh))
+    near, far = (lm.divergence(guide, forward(p, tokens)).mean() for p in (trained, fresh))
     assert near < 0.5 * far
     facts, card = (tmp_path / "model" / f for f in ("training.json", "README.md"))
     assert "distilled from `model`" in card.read_text() and "drafts that `model` accepts" in card.read_text()
     assert json.loads(facts.read_text())["acceptance"] > lm.overlap(model, model, weights, fresh, tokens).mean()
 
 
+@pytest.mark.matrix
 def test_bfloat16_trains_too(options, tmp_path):
     half = train_lm.train(replace(options, output=tmp_path, dtype="bfloat16"), console=QUIET)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(half.params))
@@ -224,10 +227,11 @@ def test_the_export_gives_the_same_logits_in_decodax_and_transformers(run, optio
     model, weights = load_model(path, dtype="float32")
     with torch.no_grad():
         expected = oracle(torch.tensor([ids])).logits.numpy()
-    got = model.forward(weights, jnp.asarray([ids], jnp.int32))
+    forward = jax.jit(model.forward)
+    got = forward(weights, jnp.asarray([ids], jnp.int32))
     np.testing.assert_allclose(np.asarray(got), expected, atol=1e-4)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), run.params)
-    np.testing.assert_allclose(np.asarray(got), np.asarray(run.model.forward(rounded, jnp.asarray([ids]))), atol=1e-5)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(forward(rounded, jnp.asarray([ids], jnp.int32))), atol=1e-5)
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -45,22 +45,22 @@ def rows(*left):
 def test_free_drafts_wait_until_they_hold_on_paper():
     rule = Automatic(COSTS)
     alg = of(rule)
-    state = rule.init(alg, 1)
+    state, note = rule.init(alg, 1), jax.jit(lambda state, outcome: rule.note(alg, state, outcome))
     assert rule.choose(alg, state, rows(50)) == 0
     for _ in range(3):
-        state = rule.note(alg, state, seen(2, 4, 4))
+        state = note(state, seen(2, 4, 4))
     assert rule.choose(alg, state, rows(50)) == 2
     for _ in range(40):
-        state = rule.note(alg, state, seen(2, 1, 0))
+        state = note(state, seen(2, 1, 0))
     assert rule.choose(alg, state, rows(50)) == 0
 
 
 def test_drafts_of_some_rows_do_not_hold_up_the_row_that_lasts_longest():
     rule = Automatic(COSTS)
     alg = of(rule)
-    state = rule.init(alg, 2)
+    state, note = rule.init(alg, 2), jax.jit(lambda state, outcome: rule.note(alg, state, outcome))
     for _ in range(30):                                 # row 0 copies, row 1 writes anew
-        state = rule.note(alg, state, seen(2, [4, 1], [4, 0]))
+        state = note(state, seen(2, [4, 1], [4, 0]))
     assert rule.choose(alg, state, rows(50, 50)) == 0   # 4 tokens a round of row 0 would not end the batch sooner
     assert rule.choose(alg, state, rows(200, 50)) == 2  # row 0 lasts longest
     assert rule.choose(alg, state, rows(50, 0)) == 2    # row 1 has ended
@@ -70,13 +70,15 @@ def test_costly_drafts_that_fail_are_probed_within_their_share():
     rule = Automatic(COSTS, probing=0.02, patience=10**6)
     alg = of(rule, costly=True)
     choose = jax.jit(lambda state: rule.choose(alg, state, rows(50)))
+    update = jax.jit(lambda state, outcome: rule.update(alg, state, outcome))
+    outcomes = [seen(arm, bool(arm), 0) for arm in range(len(COSTS))]
     state, spent, probes, rounds = rule.init(alg, 1), 0.0, 0, 1000
     assert rule.choose(alg, state, rows(50)) > 0            # nothing else can show whether they hold
     for i in range(rounds):
         arm = int(choose(state))
         if arm and i > 10:
             spent, probes = spent + COSTS[arm] - 1, probes + 1
-        state = rule.update(alg, state, seen(arm, bool(arm), 0))
+        state = update(state, outcomes[arm])
     assert 1 <= probes
     assert spent / rounds <= 0.02
 

@@ -48,8 +48,13 @@ def test_a_chain_ends_after_the_doubtful_draft():
     count, tokens = np.asarray(window.live.sum(1)) - 1, np.array(s.tokens)
     for row, length in enumerate(np.asarray(s.length)):
         tokens[row, length:length + 4] = window.tokens[row, 1:]
-    hidden, head = NETWORK.features(WEIGHTS, jnp.asarray(tokens), keep=LayerSkip(NETWORK, skip_mlp=(1,)).keep)
-    p = np.asarray(jax.nn.softmax(head(hidden)))
+
+    @jax.jit
+    def shallow(tokens):
+        hidden, head = NETWORK.features(WEIGHTS, tokens, keep=LayerSkip(NETWORK, skip_mlp=(1,)).keep)
+        return jax.nn.softmax(head(hidden))
+
+    p = np.asarray(shallow(tokens))
     for row, n in enumerate(count):
         at = int(s.length[row]) - 1 + np.arange(4)
         sure = p[row, at, tokens[row, at + 1]] >= 0.1

@@ -1,5 +1,6 @@
 """Two sources a row: the match's length decides, trees may stand behind, and a draft model's cache stays its own."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,8 +36,9 @@ def test_a_draft_model_never_takes_the_texts_drafts_for_its_own():
     s = decode(alg, "llama", ids, dict(temperature=0.0), new=24, eos=[], draft=(None, weights))
     cache = s.algo[0].second.cache
     assert (np.asarray(s.stats.accepted) > 0).all() and (np.asarray(cache.length) > 20).all()
-    out = network.apply(weights, causal(s.tokens, jnp.zeros(4, jnp.int32)), network.init_cache(4, 0))
-    for held, (fresh, _) in zip(cache.keys, out.entries, strict=True):
+    whole = jax.jit(lambda: network.apply(weights, causal(s.tokens, jnp.zeros(4, jnp.int32)), network.init_cache(4, 0))
+                    .entries)
+    for held, (fresh, _) in zip(cache.keys, whole(), strict=True):
         for row, length in enumerate(np.minimum(cache.length, s.length - 1)):
             assert np.allclose(held[row, :, :length], jnp.swapaxes(fresh[row, :length], 0, 1), atol=1e-4)
 

@@ -75,8 +75,8 @@ def transcription(policy: str, row: int, blocks: list[int]) -> tuple[list[int], 
 
 @pytest.mark.parametrize(("draft", "blocks", "policy"), [
     (PJ(NEW, fill=PAD), [NEW], "greedy"), (PJ(NEW, fill=PAD), [NEW], "sampled"),
-    (PGJ(4, fill=PAD), [4, 4, 4], "greedy"), (PGJ(4, fill=PAD), [4, 4, 4], "penalised"),
-    (HGJ(4, 6, fill=PAD), [4, 2, *[1] * 6], "sampled")])
+    pytest.param(PGJ(4, fill=PAD), [4, 4, 4], "greedy", marks=pytest.mark.matrix),
+    (PGJ(4, fill=PAD), [4, 4, 4], "penalised"), (HGJ(4, 6, fill=PAD), [4, 2, *[1] * 6], "sampled")])
 def test_blocks_take_the_papers_iterations(draft, blocks, policy):
     s = decode(Speculative(draft), "toy", IDS, POLICIES[policy], new=NEW)
     wanted = [transcription(policy, row, blocks) for row in range(len(IDS))]
@@ -85,11 +85,11 @@ def test_blocks_take_the_papers_iterations(draft, blocks, policy):
     assert max(s.stats.rounds.tolist()) <= NEW and min(s.stats.rounds.tolist()) < NEW
 
 
-DRAFTS = [(Jacobi(5, fill="text"), "toy", "stateful"), (FastCoT(((0, 2), (3, 5), (8, 0))), "toy", "together"),
+DRAFTS = [(Jacobi(5, fill="text"), "toy", "stateful"), (FastCoT(((0, 2), (3, 5), (8, 0))), "toy", "stateful"),
           (SJD(VOCABULARY, 4, top=5), "toy", "together"), (Lookahead(3, 3, 2, buckets=8), "llama", "together")]
 
 
-@pytest.mark.parametrize(("draft", "which", "policy"), often(DRAFTS[:2], DRAFTS))
+@pytest.mark.parametrize(("draft", "which", "policy"), often(DRAFTS[:1], DRAFTS))
 def test_drafts_equal_plain_decoding(draft, which, policy):
     s = decode(Speculative(draft), which, IDS, POLICIES[policy], new=NEW, eos=[1])
     assert texts(s) == plain(which, policy)

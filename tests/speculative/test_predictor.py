@@ -56,10 +56,13 @@ def test_a_predictor_sees_the_draft_models_hidden_states():
     _, params, chain, s = start(alg, "toy", ids, {}, draft=WEIGHTS)
     window = jax.jit(lambda s: alg.propose(params, chain, s)[0])(s)
     counts = np.asarray(window.live.sum(1)) - 1
+    texts = np.zeros((6, 32), np.int32)
     for row, prompt in enumerate(ids):
-        text = [*prompt, *np.asarray(window.tokens)[row, 1:].tolist()]
-        out = NETWORK.apply(WEIGHTS, causal(jnp.asarray([text]), jnp.zeros(1, jnp.int32)), NETWORK.init_cache(1, 0))
-        stops = np.asarray(out.hidden)[0, len(prompt) - 1:, 0] <= 0
+        texts[row, :len(prompt) + 5] = [*prompt, *np.asarray(window.tokens)[row, 1:]]
+    hidden = jax.jit(lambda texts: NETWORK.apply(WEIGHTS, causal(texts, jnp.zeros(6, jnp.int32)),
+                                                 NETWORK.init_cache(6, 0)).hidden)(texts)
+    for row, prompt in enumerate(ids):
+        stops = np.asarray(hidden)[row, len(prompt) - 1:len(prompt) + 5, 0] <= 0
         assert counts[row] == min(next((i for i, stop in enumerate(stops) if stop), 5) + 1, 5)
     assert len(set(counts.tolist())) > 1
 

@@ -113,7 +113,7 @@ def target():
                                                  kv_heads=2, mlp=64, context=512)))
 
 
-@pytest.mark.parametrize("kind", often(["gemma", "bytes"], ["gemma", "sentencepiece", "bytes"]))
+@pytest.mark.parametrize("kind", often(["gemma"], ["gemma", "sentencepiece", "bytes"]))
 def test_reading_token_by_token_equals_reading_at_once(kind):
     """Characters of several bytes come in parts, and words grow: what was cut before is cut again."""
     ids = target().tokenizer.encode("\n".join(TEXTS).replace("\u2581", "") + "  🦜日本x")
@@ -122,7 +122,7 @@ def test_reading_token_by_token_equals_reading_at_once(kind):
     s = drivers.begin(alg, target().model, params, build(1), jnp.asarray([ids]), np.array([len(ids)], np.int32),
                       size=256, max_new=np.int32(8))
     read = jax.jit(lambda s, state: alg.draft._read(params.draft, s, state))
-    show = lambda state: state.tokens[0, :state.length[0]].tolist()
+    show = lambda state: np.asarray(state.tokens)[0, :int(state.length[0])].tolist()
     once = show(read(s, s.algo[0]))
     spelled, text = tokenizer(kind).token_bytes(), b"".join(target().tokenizer.token_bytes()[i] for i in ids)
     assert b"".join(spelled[i] for i in once) == text
@@ -130,7 +130,7 @@ def test_reading_token_by_token_equals_reading_at_once(kind):
         assert once == tokenizer(kind).encode(text.decode(), add_special_tokens=False)
     state, changed = s.algo[0], 0
     for n in range(1, len(ids) + 1):
-        before, state = show(state), read(s.replace(length=jnp.array([n], jnp.int32)), state)
+        before, state = show(state), read(s.replace(length=np.array([n], np.int32)), state)
         changed += show(state)[:len(before)] != before
     assert show(state) == once
     assert changed > 0 or kind == "bytes"
@@ -146,8 +146,7 @@ def plain():
 
 
 @pytest.mark.parametrize(("how", "kind"), often(
-    [("text", "sentencepiece"), ("tree", "sentencepiece")],
-    [("text", "sentencepiece"), ("text", "unigram"), ("tree", "sentencepiece")]))
+    [("text", "sentencepiece")], [("text", "sentencepiece"), ("text", "unigram"), ("tree", "sentencepiece")]))
 def test_the_output_is_plain_decodings(how, kind):
     """Greedy and sampled rows under a penalty; the Unigram vocabulary lacks most bytes."""
     draft = lm_of(kind, seed=5)
@@ -200,7 +199,10 @@ def decoded(lm, draft, length=4, steps=None, **options):
     return out.stats
 
 
-@pytest.mark.parametrize(("words", "steps"), [(LETTERS, 9), ("</s> h g f e d c b a ab cd ef efg ha", 6)])
+WRITERS = [("</s> h g f e d c b a ab cd ef efg ha", 6), (LETTERS, 9)]
+
+
+@pytest.mark.parametrize(("words", "steps"), often(WRITERS[1:], WRITERS))
 def test_two_models_that_write_the_same_text_agree_in_all_drafts(words, steps):
     stats = decoded(WRITER(), writer(words), 4, steps)
     assert stats.rounds.tolist() == [5, 5, 5]       # 4 drafts and a token of the target each
@@ -245,6 +247,7 @@ def renamed(lm, seed=0):
     return dataclasses.replace(lm, params=params, tokenizer=tok)
 
 
+@pytest.mark.matrix     # by default two small models that write the same text
 def test_a_model_under_other_names_drafts_for_itself():
     """Nearly all: the rest is words that the device cuts otherwise than the tokenizer, and the last draft of a round,
     which may be the beginning of a longer token."""
@@ -276,7 +279,7 @@ def test_the_intersection_is_by_bytes_and_by_names():
 
 # 16 tokens of the target, of which the draft model has 9
 LM16 = LM(*model("toy"), VOCABULARY, Tokenizer(of_words("a b c d e f g h ab cd abc de gh fa ha bc")))
-DRAWS = 40_000
+DRAWS = 12_000       # a q that is a fifth too small shows
 WORDS12 = "x h ab c b a d y cd e de xy"
 CHAINS = {"chain": (Rejection(), Chain(2)), "tree": (MultiRound(), Fixed.balanced(2, 2))}
 
@@ -309,7 +312,7 @@ def test_the_distribution_on_common_tokens_is_the_targets(case):
     assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
 
 
-@pytest.mark.parametrize("verify", often([SeedExact(), Rejection()], [SeedExact(), Rejection(), MultiRound()]))
+@pytest.mark.parametrize("verify", often([Rejection()], [SeedExact(), Rejection(), MultiRound()]))
 def test_a_policy_that_forbids_all_common_tokens(verify):
     """Then the draft has nothing to say, and the target goes on alone."""
     banned = [[int(i)] for i in np.flatnonzero(np.asarray(narrow().weights.ids) >= 0)]

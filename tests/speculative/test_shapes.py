@@ -205,7 +205,7 @@ SAMPLED = [DySpec(nodes=8, length=3, fanout=4), StochasticBeam(3, 3), CaPE(3, ((
            ConfidenceChain(4, 0.15), RiskThreshold(4, 0.8), Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4)]
 
 
-@pytest.mark.parametrize("shape", SAMPLED, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("shape", often([*SAMPLED[:3], SAMPLED[-1]], SAMPLED), ids=lambda s: type(s).__name__)
 def test_what_is_reported_is_what_children_were_drawn_from(shape):
     p, nodes = grow(shape, temperature=0.7)
     q = softmax(LOGITS / 0.7)
@@ -434,7 +434,8 @@ def test_wrong_arguments_are_named(make, message):
 # laws
 
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
-# the others draft for systems that are seed-exact, and so stand in `tests/laws/test_systems.py`
+# the others draft for systems that are seed-exact, and so stand in `tests/laws/test_systems.py`; by default a sliced
+# tree stands in `test_target_rooted.py`
 EXACT = [Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4), DySpec(8, 3, 4), StochasticBeam(3, 3)]
 
 
@@ -443,7 +444,7 @@ def plain():
     return texts(decode(Autoregressive(), "toy", prompts(5), MIXED, eos=[1]))
 
 
-@pytest.mark.parametrize("shape", often(EXACT[1:3], EXACT), ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("shape", often(EXACT[2:3], EXACT), ids=lambda s: type(s).__name__)
 def test_with_seed_exact_the_output_is_plain_decodings(shape):
     """Greedy, sampled, truncated and penalised rows in one batch."""
     s = decode(Speculative(Table(), shape=shape), "toy", prompts(5), MIXED, eos=[1])
@@ -451,7 +452,7 @@ def test_with_seed_exact_the_output_is_plain_decodings(shape):
     assert np.asarray(s.stats.accepted).sum() > 0
 
 
-TREES = 50_000        # enough to see the wrong one below by far
+TREES = 25_000        # enough to see the wrong one below by far
 
 
 @dataclasses.dataclass(frozen=True)

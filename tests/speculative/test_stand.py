@@ -41,24 +41,24 @@ def test_a_samples_own_text_counts_as_the_latest():
     s = rows([1, 2, 1], [1, 2, 1], size=4, prompt=[1, 1])
     state = draft.init(NONE, s)
     state = state.replace(tokens=jnp.asarray([[[3]] * 4, [[4]] * 4]), chances=jnp.ones((2, 4, 1)))
-    logits = draft.start(NONE, s, state, 0)[1].logits[:, 0]
+    logits = jax.jit(lambda s, state: draft.start(NONE, s, state, 0)[1].logits)(s, state)[:, 0]
     assert np.argmax(logits, -1).tolist() == [3, 4]
 
 
+IDS = [[3, 7, 2], [9, 4]] * 2
 ALG = Speculative(Stand(VOCABULARY, order=2, k=4), shape=Fixed.of([[0], [1], [0, 0], [0, 0, 0]]))
 SAMPLED = dict(temperature=0.7)
 
 
 def test_a_warm_table_drafts_from_the_first_round_on_and_changes_no_token():
-    ids = [[3, 7, 2], [9, 4]]
-    cold = decode(ALG, "toy", ids, SAMPLED, new=20, eos=[])
+    cold = decode(ALG, "toy", IDS, SAMPLED, new=20, eos=[])
     memory = remember(cold)
     assert memory.text.shape == (1024,) and memory.tokens.shape == (1024, 4)
-    again = decode(ALG, "toy", ids, SAMPLED, new=20, eos=[], draft=memory)
+    again = decode(ALG, "toy", IDS, SAMPLED, new=20, eos=[], draft=memory)
     assert texts(again) == texts(cold)
     assert np.asarray(again.stats.rounds).sum() < np.asarray(cold.stats.rounds).sum()
-    more = remember(again, memory, most=30)                 # two rows of 23 and 22 tokens; the latest are kept
-    assert np.asarray(more.text)[-23:].tolist() == [*ids[1], *texts(again)[1], -1] and (more.text[:-30] == -1).all()
+    more = remember(again, memory, most=30)                 # rows of 23 and 22 tokens; the latest are kept
+    assert np.asarray(more.text)[-23:].tolist() == [*IDS[3], *texts(again)[3], -1] and (more.text[:-30] == -1).all()
 
 
 def test_samples_that_share_are_those_of_plain_decoding():
@@ -72,7 +72,7 @@ def test_samples_that_share_are_those_of_plain_decoding():
 
 
 def test_a_memory_of_another_shape_is_refused():
-    memory = remember(decode(ALG, "toy", [[3, 7, 2], [9, 4]], SAMPLED, new=20, eos=[]))
+    memory = remember(decode(ALG, "toy", IDS, SAMPLED, new=20, eos=[]))
     with pytest.raises(ValueError, match="warm: got 4 tokens of each distribution, takes 10"):
         Stand(VOCABULARY, warm=memory)
     assert Stand(VOCABULARY, k=4, warm=memory) == Stand(VOCABULARY, k=4).bare()

@@ -62,38 +62,39 @@ def transcribed(text, new):
     return text[:wanted], given
 
 
+IDS = prompts(6, longest=10)
+
+
 def test_the_method_equals_a_plain_transcription():
-    ids = prompts(6, longest=10)
-    s = decode(ALGORITHM, "toy", ids, {}, new=24)
+    s = decode(ALGORITHM, "toy", IDS, {}, new=24)
     lengths, depths = set(), set()
-    for i, (prompt, made) in enumerate(zip(ids, texts(s), strict=True)):
+    for i, (prompt, made) in enumerate(zip(IDS, texts(s), strict=True)):
         text, rounds = transcribed(prompt, 24)
         assert made == text[len(prompt):]
         assert int(s.stats.rounds[i]) == len(rounds)
         lengths |= {n for n, _ in rounds}
         depths |= {d for _, d in rounds}
     assert lengths >= {1, 2} and len(depths) > 1
-    plain = texts(decode(Autoregressive(), "toy", ids, {}, new=24))
+    plain = texts(decode(Autoregressive(), "toy", IDS, {}, new=24))
     assert texts(s) != plain                # it is approximate, as its guarantee says
 
 
 def test_an_exact_verifier_settles_the_first_token_and_keeps_plain_decodings():
-    ids, policy = prompts(5), POLICIES["together"]
-    plain = texts(decode(Autoregressive(), "toy", ids, policy))
+    policy = POLICIES["penalised"]
+    plain = texts(decode(Autoregressive(), "toy", IDS, policy))
     exact = Speculative(TargetRooted(Table()), SeedExact(), Sliced(TREE, LEAST))
     bare = Speculative(Table(), SeedExact(), Sliced(TREE, LEAST))
-    s, other = decode(exact, "toy", ids, policy), decode(bare, "toy", ids, policy)
+    s, other = decode(exact, "toy", IDS, policy), decode(bare, "toy", IDS, policy)
     assert texts(s) == texts(other) == plain
     assert np.array_equal(s.stats.rounds, other.stats.rounds)      # nothing is held back, the drafts are the source's
 
 
 def test_a_sampled_row_leaves_its_seeds_text_only_at_first_tokens():
     """With one branch there is no choice: all that is left is plain sampling."""
-    ids, policy = prompts(5), POLICIES["truncated"]
     alone = Speculative(TargetRooted(Table()), LongestBranch(1), Sliced(Fixed.balanced(1, 2), 0.0))
-    assert texts(decode(alone, "toy", ids, {})) == texts(decode(Autoregressive(), "toy", ids, {}))
-    s = decode(ALGORITHM, "toy", ids, policy)
-    assert [len(row) for row in texts(s)] == [12] * 5
+    assert texts(decode(alone, "toy", IDS, {})) == texts(decode(Autoregressive(), "toy", IDS, {}))
+    s = decode(ALGORITHM, "toy", IDS, POLICIES["truncated"])
+    assert [len(row) for row in texts(s)] == [12] * 6
     assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
 
 

@@ -23,7 +23,7 @@ from tests.laws.test_systems import decode, lm, plain
 from tests.laws.toy import Toy
 from tests.matrix import often
 
-ROWS = 30_000
+ROWS = 12_000
 SIZES = VOCABULARY - 5, VOCABULARY + 5
 TREE = Fixed.of([[0], [1], [0, 0]])
 
@@ -50,7 +50,7 @@ def test_the_distribution_is_the_targets(size, rule, shape):
 
 
 TAKES = [n for n, e in SYSTEMS.items() if e.drafts and e.needs == "a draft model"]
-FEW = [("speculative-decoding", SIZES[0]), ("staged", SIZES[1])]
+FEW = [("staged", SIZES[1])]          # a smaller one is that of the distribution above
 
 
 @pytest.mark.parametrize(("name", "size"), often(FEW, itertools.product(TAKES, SIZES)))
