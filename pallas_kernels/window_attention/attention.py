@@ -149,7 +149,8 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
             length = jnp.where(held >= 0, place + 1, 0).max((1, 2))
         at = jnp.broadcast_to(positions[:, None], (B, H // G, W)).reshape(B, -1)
         options: dict[str, Any] = dict(scale=scale, value_width=e, sliding=sliding, softcap=softcap)
-        plain = functools.partial(reference.cache_attention, **options, bias=None if bias is None else biases)
+        plain: Callable[..., Any] = functools.partial(reference.cache_attention, **options,
+                                                      bias=None if bias is None else biases)
         if implementation == "xla":
             part = plain(q, cache, length, at, held)
         else:
