@@ -9,7 +9,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.nn import logsumexp
 from jax.sharding import PartitionSpec as P
 
 from decodax.axes import DATA, MODEL, platform, shardwise
@@ -61,9 +60,15 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
 def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
     """Attention to several sets of keys as attention to all of them. Each part, and the result, is what
     `window_attention_lse` gives."""
-    outs, sums = (jnp.stack(x) for x in zip(*parts, strict=True))
-    lse = logsumexp(sums, axis=0)
-    return (outs * jnp.exp(sums - lse)[..., None]).sum(0).astype(outs.dtype), lse
+    return functools.reduce(_merge, parts)
+
+
+def _merge(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    (a, x), (b, y) = one, other
+    top = jnp.maximum(x, y)
+    left, right = jnp.exp(x - top), jnp.exp(y - top)
+    total = left + right
+    return ((a * left[..., None] + b * right[..., None]) / total[..., None]).astype(a.dtype), top + jnp.log(total)
 
 
 def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None = None,
