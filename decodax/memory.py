@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from decodax.axes import DATA
 from decodax.cache import Cache
-from decodax.core.mesh import DATA
 from decodax.core.types import Algorithm, Model
 
 BESIDE = 16

@@ -20,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.axes import constrain
 from decodax.cache import Cache, causal
-from decodax.core.mesh import auto_region, constrain, heads
+from decodax.core.mesh import auto_region, heads
 from decodax.core.types import Model, Out
 from decodax.io.load import LM
 from decodax.io.spans import Span, Text, spans
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.sharding import DATA, place
 
 ROWS = 8
@@ -284,7 +286,7 @@ def _figures(out: Out, targets: Array, wanted: Array, top: int) -> tuple[Array, 
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         total = jnp.where(jnp.isfinite(total), total, jnp.nan)
         own = jnp.take_along_axis(logits, targets[..., None], -1)
-        best, ids = lax.top_k(logits, top) if top else (logits[..., :0], jnp.zeros((*targets.shape, 0), jnp.int32))
+        best, ids = top_k(logits, top) if top else (logits[..., :0], jnp.zeros((*targets.shape, 0), jnp.int32))
         return (own - total)[..., 0], jnp.argmax(logits, -1) == targets, ids, best - total
 
     def part(i: Array) -> tuple[Array, ...]:

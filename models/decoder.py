@@ -107,7 +107,9 @@ class Attention(nnx.Module):
                  attend: Attend) -> tuple[Array, Any]:
         c = self.c
         split = lambda y: y.reshape(*y.shape[:2], -1, c.head_dim)
-        q, k, v = self.q(x), self.k(x), split(self.v(x))
+        # without the barrier a TPU's compiler chooses layouts for the heads that make it transpose these kernels
+        q, k, v = jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x)))
+        v = split(v)
         if c.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = split(q), split(k)

@@ -18,8 +18,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from decodax.axes import MODEL
 from decodax.cache import Cache, Window, dense, take
-from decodax.core.mesh import MODEL
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep

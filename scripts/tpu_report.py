@@ -1,20 +1,25 @@
 #!/usr/bin/env python3
-"""Compiles one decoding round for a TPU slice that is not there, and reports what it costs.
+"""Compiles the decoding loop for TPU slices that are not there, and reports what one round of it costs.
 
-The compile-only client of `libtpu` runs XLA's real TPU compiler on any Linux machine; no array is allocated. The model
-is an 8B Llama 3 shape (32 layers, width 4096, 32/8 heads of 128, MLP 14336, vocabulary 128256), weights and cache in
-bfloat16, heads, MLP and vocabulary split over the slice. See docs/tpu.md for what the figures mean.
+The compile-only client of `libtpu` runs XLA's real TPU compiler on any Linux machine; no array is allocated. The
+program is `decodax.core.drivers.advance`, the one that `generate` runs. Models are Llama 3 shapes in bfloat16: "8b" (32
+layers, width 4096, 32/8 heads of 128, MLP 14336) and "1b" (16 layers, width 2048, 32/8 heads of 64, MLP 8192, tied),
+both with a vocabulary of 128256. See docs/tpu.md for what the figures mean.
 
-    python scripts/tpu_report.py --topology v5e:2x4 --batch 16 --capacity 2048
+Options that take several values are combined; each combination is a line of the table:
+
+    python scripts/tpu_report.py --shape 8b 1b --mesh 1x8 2x4 --policy greedy top-p
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,6 +27,13 @@ from typing import Any
 
 ACCELERATORS = {"v4": "v4-8", "v5e": "v5litepod-8", "v5p": "v5p-8", "v6e": "v6e-8"}
 """What libtpu wants to be told it runs on, by the topology's first part."""
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": dict(width=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14_336, theta=500_000.0),
+    "1b": dict(width=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp=8192, theta=500_000.0, tied=True),
+}
+
+VOCABULARY = 128_256
 
 
 def environment(topology: str) -> dict[str, str]:
@@ -34,20 +46,27 @@ def environment(topology: str) -> dict[str, str]:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--topology", default="v5e:2x4", help="such as v5e:2x4, v5p:2x2x1, v6e:2x4 (default %(default)s)")
-    p.add_argument("--replicas", type=int, default=1, help="devices along the data axis; the rest split the model")
+    p.add_argument("--shape", nargs="+", default=["8b"], choices=SHAPES, help="of the model (default 8b)")
+    p.add_argument("--mesh", nargs="+", default=["1x8"], metavar="DATAxMODEL",
+                   help="devices along the data axis and along the model axis; fewer than the topology has leave the "
+                        "rest out (default 1x8)")
+    p.add_argument("--policy", nargs="+", default=["temperature"], choices=["greedy", "temperature", "top-p"],
+                   help="top-p is a temperature and top-p 0.95 (default temperature)")
+    p.add_argument("--window", nargs="+", type=int, default=[1],
+                   help="tokens scored in a round: 1 is plain decoding, more is prompt lookup with window - 1 drafts")
+    p.add_argument("--tree", nargs="+", type=int, default=[], metavar="NODES",
+                   help="also rounds of token recycling with trees of so many nodes")
     p.add_argument("--batch", type=int, default=16, help="rows (default %(default)s)")
     p.add_argument("--capacity", type=int, default=2048, help="slots of the cache (default %(default)s)")
     p.add_argument("--live", type=int, help="entries that each row holds (default: the capacity)")
-    p.add_argument("--window", type=int, default=1,
-                   help="tokens scored in a round: 1 is plain decoding, more is prompt lookup with window - 1 drafts")
-    p.add_argument("--layers", type=int, default=32, help="fewer compile faster (default %(default)s)")
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    p.add_argument("--text", type=Path, metavar="FILE", help="write the optimised program there")
+    p.add_argument("--layers", type=int, help="fewer than the shape has compile faster")
+    p.add_argument("--json", action="store_true", help="print a JSON object a line")
+    p.add_argument("--text", type=Path, metavar="FILE", help="write the optimised program of the last one there")
     return p
 
 
-def compile_step(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The compiled round, and what is known of one device: the bytes that no program can avoid moving, the cache's."""
+def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The compiled loop, and what is known of one device: the bytes that no program can avoid moving, the cache's."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -55,120 +74,124 @@ def compile_step(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from jax.sharding import AxisType, Mesh, NamedSharding
 
     from decodax.autoregressive import Autoregressive
-    from decodax.core.mesh import DATA, MODEL, heads
-    from decodax.core.round import step
+    from decodax.axes import DATA, MODEL
+    from decodax.core.drivers import advance
+    from decodax.core.mesh import heads
     from decodax.core.start import init_state
     from decodax.core.types import Params
     from decodax.models.config import llama
     from decodax.models.transformer import Transformer
-    from decodax.policy.base import Policy, Temperature
+    from decodax.policy import build
     from decodax.speculative import Speculative
     from decodax.speculative.drafts import PromptLookup
+    from decodax.speculative.drafts.recycling import TokenRecycling, template
 
-    devices: np.ndarray = np.array(topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices)
-    mesh = Mesh(devices.reshape(args.replicas, -1), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
-    model = Transformer(llama(vocab=128_256, width=4096, layers=args.layers, heads=32, kv_heads=8, head_dim=128,
-                              mlp=14_336, context=8192, theta=500_000.0), dtype="bfloat16")
+    data, model_axis = map(int, args.mesh.split("x"))
+    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices)
+    if data * model_axis > len(devices):
+        raise SystemExit(f"--mesh: got {args.mesh}, {args.topology} has {len(devices)} devices")
+    mesh = Mesh(np.array(devices[:data * model_axis]).reshape(data, model_axis), (DATA, MODEL),
+                axis_types=(AxisType.Auto,) * 2)
+    shape = SHAPES[args.shape] | ({} if args.layers is None else {"layers": args.layers})
+    model = Transformer(llama(vocab=VOCABULARY, context=8192, **shape), dtype="bfloat16")
     shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     weights = jax.tree.map(shaped, model.abstract_params(jnp.bfloat16), model.shardings(mesh))
     params = Params(target=weights)
-    alg = Autoregressive() if args.window == 1 else Speculative(PromptLookup(length=args.window - 1))
+    alg: Any = Autoregressive() if args.window == 1 else Speculative(PromptLookup(length=args.window - 1))
+    if args.tree:
+        alg = Speculative(TokenRecycling(tree=template(args.tree - 1)))
+    width = args.tree or args.window
 
+    options = {"greedy": dict(temperature=0.0), "temperature": dict(temperature=0.7),
+               "top-p": dict(temperature=0.7, top_p=0.95)}[args.policy]
     row: Any = lambda dtype, *more: jax.ShapeDtypeStruct((args.batch, *more), dtype)
-    policy = Policy(transforms=(Temperature(row(jnp.float32)),), eos=row(jnp.int32, 2))
+    policy = jax.eval_shape(lambda: build(args.batch, vocab_size=VOCABULARY, eos_token_id=[1, 2], **options))
     begin = lambda policy, tokens, length: init_state(alg, model, params, policy, tokens, length, size=args.capacity,
                                                       max_new=jnp.int32(0))
-    s = jax.eval_shape(begin, policy, row(jnp.int32, args.capacity), row(jnp.int32))
     place = lambda tree: jax.tree.map(lambda x, spec: shaped(x, NamedSharding(mesh, spec)), tree, heads(tree))
-    s, policy = place(s), place(policy)
-    clock = time.perf_counter()
-    compiled = jax.jit(step, static_argnums=(0, 1), donate_argnums=(4,)).lower(alg, model, params, policy, s).compile()
-    seconds = time.perf_counter() - clock
+    with jax.set_mesh(mesh):
+        s = jax.eval_shape(begin, policy, row(jnp.int32, args.capacity), row(jnp.int32))
+        s, policy = place(s), place(policy)
+        clock = time.perf_counter()
+        lowered = advance.lower(alg, model, params, policy, s, jax.ShapeDtypeStruct((), jnp.int32))
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - clock
 
     def local(tree: Any) -> int:
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
-    keys = s.cache.keys[0].sharding.shard_shape(s.cache.keys[0].shape)
-    entry = keys[0] * keys[1] * keys[3] * s.cache.keys[0].dtype.itemsize * 2 * args.layers     # one of each row
-    embedded = args.batch // args.replicas * args.window * model.config.width * 2
-    needs = {"weights": local(weights) - local(weights["embed"]) + embedded, "cache_read": entry * args.live,
-             "cache_written": entry * args.window}
-    return compiled, {"compile_seconds": seconds, "cache_bytes": local((s.cache.keys, s.cache.values)),
-                      "cache_dims": keys, "needs": needs}
+    # what a cache holds, counted by the shape of the model: a layout may take more
+    rows, own = args.batch // data, shape["kv_heads"] // math.gcd(shape["kv_heads"], model_axis)
+    entry = rows * own * shape["head_dim"] * 2 * 2 * shape["layers"]
+    embedded = rows * width * shape["width"] * 2
+    table = 0 if shape.get("tied") else local(weights["embed"]) - embedded
+    needs = {"weights": local(weights) - table, "cache_read": entry * args.live, "cache_written": entry * width}
+    return compiled, {"compile_seconds": seconds, "cache_bytes": local(s.cache), "needs": needs,
+                      "cache_elements": {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.cache)
+                                         if x.ndim >= 3},
+                      "layers": shape["layers"], "rows": rows}
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures, as a dict; bytes are those of one device."""
+    """The figures of one combination, as a dict; bytes are those of one device, in a call that runs one round."""
     import jax
 
     from decodax.bench.report import Instruction, callbacks, collectives, copies, cycles, parse, total, traffic
     from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
 
-    compiled, facts = compile_step(args)
-    text = compiled.as_text()
+    program_, facts = compiled(args)
+    text = program_.as_text()
     if args.text:
         args.text.write_text(text)
     program = parse(text)
-    dims = tuple(facts["cache_dims"])
     blocks = -(-args.live // block_of(args.capacity, WIDE_BLOCK))
+    outer = max((x for x in program.computations[program.entry].values() if x.opcode == "while"),
+                key=lambda x: sum(b.bytes for b in x.result))
 
     def walks(loop: Instruction) -> bool:      # a walk over the cache carries it; other loops go over rows
-        return any(b.dims == dims for b in loop.result)
+        return loop is not outer and any(math.prod(b.dims) in facts["cache_elements"] for b in loop.result)
 
-    trips = lambda loop: blocks if walks(loop) else dims[0]
-    once = lambda loop: 1
-    outside = lambda loop: 0 if walks(loop) else dims[0]
-    everything = lambda buffer: True
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    needed = sum(facts["needs"].values())
-    moved, raw = traffic(program, trips), int(cost["bytes accessed"])
-    unrolled = raw + traffic(program, trips, everything) - traffic(program, once, everything)
-    waits = collectives(program)
+    def trips(loop: Instruction) -> int:
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text)
+        return 1 if loop is outer else int(known.group(1)) if known else blocks if walks(loop) else facts["rows"]
+
+    memory = program_.memory_analysis()
+    needed, moved = sum(facts["needs"].values()), traffic(program, trips)
+    body = outer.attribute("body") or ""
+    inner = [x for x in program.inside(body) if x.opcode == "while"]
+    waits = collectives(program, body)
+    sampling = [x for loop in inner if not walks(loop) for x, _ in collectives(program, loop.attribute("body"))]
+    around = [x for n in facts["cache_elements"] for x in copies(program, n)]
     largest = max((sum(b.bytes for b in x.result) for x, _ in waits), default=0)
     return {
         "versions": {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
-        "shape": {k: v for k, v in vars(args).items() if k not in ("json", "text")},
+        "options": {k: v for k, v in vars(args).items() if k not in ("json", "text")} | {"layers": facts["layers"]},
         "compile_seconds": round(facts["compile_seconds"], 1),
         "needed_bytes": {**facts["needs"], "total": needed},
         "moved_bytes": moved, "moved_over_needed": moved / needed,
-        "xla_bytes_accessed": raw, "xla_over_needed": raw / needed,
-        "xla_with_loops": unrolled, "xla_with_loops_over_needed": unrolled / needed,
         "temporary_bytes": memory.temp_size_in_bytes, "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes, "donated_bytes": memory.alias_size_in_bytes,
-        "cache_bytes": facts["cache_bytes"], "cache_copies": len(copies(program, math.prod(dims))),
-        "loops": {"walks of the cache": sum(map(walks, program.loops())),
-                  "others": sum(not walks(x) for x in program.loops())},
-        "operations": {"all": total(program, trips), "outside the walks": total(program, outside)},
-        "cycles": {"all": cycles(program, trips), "outside the walks": cycles(program, outside)},
-        "collectives": len(waits), "largest_collective_bytes": largest, "callbacks": len(callbacks(program)),
+        "cache_bytes": facts["cache_bytes"], "cache_copies": len(around),
+        "loops": {"walks of the cache": sum(map(walks, inner)), "others": sum(not walks(x) for x in inner)},
+        "operations": total(program, trips), "cycles": cycles(program, trips),
+        "collectives": len(waits), "collectives_in_sampling_loops": len(sampling),
+        "largest_collective_bytes": largest, "callbacks": len(callbacks(program)),
     }
 
 
-def show(r: dict[str, Any]) -> None:
-    """Prints the figures for people."""
-    shape, size = r["shape"], lambda n: f"{n / 1e9:.3f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
-    print(f"8B Llama 3 shape, {shape['layers']} layers, bfloat16, {shape['topology']}, batch {shape['batch']}, "
-          f"capacity {shape['capacity']}, {shape['live']} live, window {shape['window']}")
-    print(f"jax {r['versions']['jax']}, libtpu {r['versions']['libtpu']}, compiled in {r['compile_seconds']} s\n")
-    needs = ", ".join(f"{k.replace('_', ' ')} {size(v)}" for k, v in r["needed_bytes"].items() if k != "total")
-    lines = [
-        ("unavoidable bytes", f"{size(r['needed_bytes']['total'])}  ({needs})"),
-        ("main-memory traffic", f"{size(r['moved_bytes'])}  {r['moved_over_needed']:.3f}x"),
-        ("XLA's bytes accessed", f"{size(r['xla_bytes_accessed'])}  {r['xla_over_needed']:.3f}x  (fast memory too, "
-                                 "each loop once)"),
-        ("  with loops unrolled", f"{size(r['xla_with_loops'])}  {r['xla_with_loops_over_needed']:.3f}x"),
-        ("temporaries", size(r["temporary_bytes"])),
-        ("donated", f"{size(r['donated_bytes'])} of {size(r['output_bytes'])} results; the cache is "
-                    f"{size(r['cache_bytes'])}"),
-        ("copies of the cache", str(r["cache_copies"])),
-        *((what, ", ".join(f"{n:,} {where}" for where, n in r[key].items()))
-          for what, key in (("operations run", "operations"), ("cycles (XLA's estimate)", "cycles"))),
-        ("loops", ", ".join(f"{n} {what}" for what, n in r["loops"].items())),
-        ("collectives", f"{r['collectives']}, the largest {size(r['largest_collective_bytes'])}"),
-        ("host callbacks", str(r["callbacks"])),
-    ]
-    for name, value in lines:
-        print(f"{name:24}{value}")
+COLUMNS = ("shape", "mesh", "policy", "round", "needed GB", "moved", "temporaries", "Mcycles", "operations", "copies",
+           "collectives", "in sampling")
+
+
+def line(r: dict[str, Any]) -> tuple[str, ...]:
+    """The figures for people, by `COLUMNS`."""
+    o = r["options"]
+    what = f"tree of {o['tree']}" if o["tree"] else f"window of {o['window']}" if o["window"] > 1 else "plain"
+    return (f"{o['shape']}, {o['layers']} layers", o["mesh"], o["policy"], what,
+            f"{r['needed_bytes']['total'] / 1e9:.3f}", f"{r['moved_over_needed']:.3f}",
+            f"{100 * r['temporary_bytes'] / r['argument_bytes']:.1f}%", f"{r['cycles'] / 1e6:.2f}",
+            f"{r['operations']:,}", str(r["cache_copies"]), str(r["collectives"]),
+            str(r["collectives_in_sampling_loops"]))
 
 
 def main() -> int:
@@ -183,8 +206,15 @@ def main() -> int:
     except importlib.metadata.PackageNotFoundError:
         print("libtpu is not installed; pip install 'decodax[tpu-aot]'", file=sys.stderr)
         return 2
-    r = report(args)
-    print(json.dumps(r)) if args.json else show(r)
+    rounds = [(w, 0) for w in args.window] + [(1, t) for t in args.tree]
+    if not args.json:
+        print(f"{args.topology}, batch {args.batch}, {args.live} of {args.capacity} entries live, jax "
+              f"{importlib.metadata.version('jax')}, libtpu {importlib.metadata.version('libtpu')}\n")
+        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    for shape, mesh, policy, (window, tree) in itertools.product(args.shape, args.mesh, args.policy, rounds):
+        r = report(argparse.Namespace(**vars(args) | dict(shape=shape, mesh=mesh, policy=policy, window=window,
+                                                          tree=tree)))
+        print(json.dumps(r) if args.json else f"| {' | '.join(line(r))} |", flush=True)
     return 0
 
 

@@ -26,13 +26,21 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One array of an instruction's result: its type such as "bf16", its dimensions, its bytes, and whether it lies
-    in main memory (a TPU keeps some results in fast memory on the chip)."""
+    """One array of an instruction's result.
+
+    Attributes:
+        type: such as "bf16". dims: its dimensions.
+        bytes: what it takes in memory. A TPU lays arrays out in tiles, as its layout tells, and fills them up: an
+            `f32[16,8,128]` tiled by 8 x 128 takes what its shape says, an `f32[16,1,128]` eight times as much.
+        main: whether it lies in main memory; a TPU keeps some results in fast memory on the chip.
+        order: its dimensions from the innermost outwards, as far as the text tells.
+    """
 
     type: str
     dims: tuple[int, ...]
     bytes: int
     main: bool
+    order: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +284,25 @@ def _buffers(shape: str) -> Iterator[Buffer]:
         sizes = tuple(int(n) for n in dims.split(",") if n)
         bits = re.search(r"\d+", kind)
         width = 1 if kind == "pred" else int(bits.group()) / 8 if bits else 0
-        yield Buffer(kind, sizes, math.ceil(math.prod(sizes) * width), re.search(r"S\(\d+\)", layout) is None)
+        found = re.match(r"\{([\d,]+)", layout)
+        order = tuple(int(n) for n in found.group(1).split(",")) if found else ()
+        yield Buffer(kind, sizes, math.ceil(_padded(sizes, order, layout) * width), "S(" not in layout, order)
+
+
+def _padded(sizes: tuple[int, ...], order: tuple[int, ...], layout: str) -> int:
+    """Elements that an array takes in memory, with what fills up its first tiles.
+
+    >>> _padded((16, 1, 100), (2, 1, 0), "{2,1,0:T(8,128)(2,1)}"), _padded((3, 5), (1, 0), "{1,0}")
+    (16384, 15)
+    """
+    tile = re.search(r":T\(([\d,]+)\)", layout)
+    outwards = [sizes[i] for i in order]
+    if tile is None or not outwards:
+        return math.prod(sizes)
+    steps = [int(n) for n in tile.group(1).split(",")][::-1]
+    outwards += [1] * (len(steps) - len(outwards))
+    filled = [-(-n // step) * step for n, step in zip(outwards, steps, strict=False)]
+    return math.prod((*filled, *outwards[len(steps):]))
 
 
 def _groups(text: str) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Caches and windows: what has been verified, and what is being scored."""
 
 from decodax.cache.base import ALL, Cache, Draftable, Entries, Feature, require
-from decodax.cache.dense import Dense, dense
+from decodax.cache.dense import Dense, dense, empty_kv
 from decodax.cache.recurrent import Recurrent
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
@@ -26,6 +26,7 @@ __all__ = [
            "causal",
            "causal_prefix",
            "dense",
+           "empty_kv",
            "empty_slots",
            "parents",
            "require",

@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
+from decodax.axes import DATA, MODEL, shardwise
 from decodax.cache.base import ALL, Cache, Draftable, Entries, Feature, PyTree
 from decodax.cache.scratch import Scratch
 from decodax.pallas_kernels.window_attention import Bias, window_attention
-from decodax.struct import struct
+from decodax.struct import static, struct
 
 
 @struct
@@ -25,21 +27,33 @@ class Dense(Cache):
     """A contiguous cache. An entry is a pair of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
-        keys, values: a tuple of one `f[B, G, S, d]` and `f[B, G, S, e]` a layer.
+        kv: a tuple of one `f[B, G, S, d + e]` a layer, each slot's key and behind it its value. One array, since a TPU
+            lays arrays out in lanes of 128: with heads of 64 keys alone would take twice their bytes.
         length: `i32[B]` number of verified entries; slots at and beyond it are never read.
         given: see `Cache.inputs`.
+        widths: static; the width `d` of each layer's keys.
     """
 
     supports: ClassVar[frozenset[Feature]] = ALL
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
+    kv: tuple[Array, ...]
     length: Array
     given: PyTree = None
+    widths: tuple[int, ...] = static(default=())
+
+    @property
+    def keys(self) -> tuple[Array, ...]:
+        """The keys, a `f[B, G, S, d]` a layer."""
+        return tuple(x[..., :d] for x, d in zip(self.kv, self.widths, strict=True))
+
+    @property
+    def values(self) -> tuple[Array, ...]:
+        """The values, a `f[B, G, S, e]` a layer."""
+        return tuple(x[..., d:] for x, d in zip(self.kv, self.widths, strict=True))
 
     @property
     def capacity(self) -> int:
-        return self.keys[0].shape[2] if self.keys else 0
+        return self.kv[0].shape[2] if self.kv else 0
 
     @property
     def inputs(self) -> PyTree:
@@ -48,18 +62,18 @@ class Dense(Cache):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        out = window_attention(q, k, v, window.visible(), window.positions, self.keys[layer], self.values[layer],
-                               self.length, scale=scale, sliding=sliding, softcap=softcap,
-                               key_positions=window.key_positions, cached=window.cached, bias=bias)
+        out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length, scale=scale,
+                               sliding=sliding, softcap=softcap, key_positions=window.key_positions,
+                               cached=window.cached, bias=bias)
         own = k.shape[1] - q.shape[1]
         return out, (k[:, own:], v[:, own:])
 
     def commit(self, entries: Entries, slots: Array) -> Dense:
         if not self.capacity:
             return self
-        keys = tuple(write(cache, new, slots) for cache, (new, _) in zip(self.keys, entries, strict=True))
-        values = tuple(write(cache, new, slots) for cache, (_, new) in zip(self.values, entries, strict=True))
-        return self.replace(keys=keys, values=values, length=jnp.maximum(self.length, slots.max(1) + 1))
+        kv = tuple(write(held, jnp.concatenate(entry, -1), slots)
+                   for held, entry in zip(self.kv, entries, strict=True))
+        return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def scratch(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
@@ -72,21 +86,41 @@ def dense(layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: j
           inputs: PyTree = None) -> Dense:
     """An empty cache; `layers` gives (key/value heads `G`, width `d` of keys) of each layer, and the width of values as
     a third number where it is another one. Capacity 0 holds nothing."""
-    empty = lambda at: tuple(jnp.zeros((batch, heads, capacity, widths[min(at, len(widths) - 1)]), dtype)
-                             for heads, *widths in layers)
-    return Dense(keys=empty(0), values=empty(1), length=jnp.zeros(batch, jnp.int32), given=inputs)
+    return Dense(kv=empty_kv(layers, batch, capacity, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
+                 widths=key_widths(layers))
+
+
+def empty_kv(layers: Sequence[tuple[int, ...]], rows: int, slots: int,
+             dtype: jax.typing.DTypeLike) -> tuple[Array, ...]:
+    """A tuple of one `f[rows, G, slots, d + e]` of zeros a layer; `layers` as in `dense`."""
+    return tuple(jnp.zeros((rows, heads, slots, widths[0] + widths[-1]), dtype) for heads, *widths in layers)
+
+
+def key_widths(layers: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The width of each layer's keys; `layers` as in `dense`."""
+    return tuple(layer[1] for layer in layers)
 
 
 @jax.jit      # traced and lowered once for all layers
 def write(cache: Array, new: Array, slots: Array) -> Array:
-    """Writes `new [B, W, G, d]` into `cache [B, G, S, d]` at `slots [B, W]`, dropping slots below 0."""
+    """Writes `new [B, W, G, D]` into `cache [B, G, S, D]` at `slots [B, W]`, dropping slots below 0."""
+    rows, heads = P(DATA), P(DATA, MODEL)
+    return shardwise(_write, (heads, P(DATA, None, MODEL), rows), heads, cache, new, slots)
+
+
+def _write(cache: Array, new: Array, slots: Array) -> Array:
+    B, G, S, D = cache.shape
     new = new.astype(cache.dtype)
     # a slot below 0 would count from the end, as in NumPy; one beyond the end is dropped
-    target = jnp.where(slots >= 0, slots, cache.shape[2])
+    target = jnp.where(slots >= 0, slots, S)
 
     def scatter(cache: Array, new: Array) -> Array:
-        return jax.vmap(lambda row, entries, at: row.at[:, at].set(entries.swapaxes(0, 1), mode="drop"))(
-            cache, new, target)
+        # over rows and heads as one: a TPU scatters into `[B, G, S, D]` in another layout than attention reads, and
+        # would copy the whole cache into that and back in each call
+        at = jnp.broadcast_to(target[:, None], (B, G, new.shape[1])).reshape(B * G, -1)
+        row = jnp.arange(B * G, dtype=jnp.int32)[:, None]
+        entries = new.swapaxes(1, 2).reshape(B * G, -1, D)
+        return cache.reshape(B * G, S, D).at[row, at].set(entries, mode="drop").reshape(cache.shape)
 
     def update(cache: Array, new: Array) -> Array:
         def one(row: Array, entry: Array, slot: Array) -> Array:
@@ -96,7 +130,10 @@ def write(cache: Array, new: Array, slots: Array) -> Array:
 
         return jax.vmap(one)(cache, new[:, 0], slots[:, 0])
 
+    def by_slot(cache: Array, new: Array) -> Array:     # all heads of an entry at once
+        one = lambda row, entries, at: row.at[:, at].set(entries.swapaxes(0, 1), mode="drop")
+        return jax.vmap(one)(cache, new, target)
+
     # one entry a row is the common case: on CPU an update takes a third of a scatter's time, on a TPU it becomes a
     # loop over rows (130,000 cycles for 16 by XLA's estimate) and the scatter one native operation (7,000)
-    return scatter(cache, new) if new.shape[1] > 1 else jax.lax.platform_dependent(
-        cache, new, cpu=update, default=scatter)
+    return jax.lax.platform_dependent(cache, new, cpu=update if new.shape[1] == 1 else by_slot, default=scatter)

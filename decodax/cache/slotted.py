@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.base import Cache, Draftable, Entries, PyTree
+from decodax.cache.dense import empty_kv, key_widths
 from decodax.cache.scratch import Scratch
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
 from decodax.struct import static, struct
@@ -25,19 +26,30 @@ class Slotted(Cache):
     """Keys and values in slots: derive a `@struct` from this and say `place`. Its own fields follow these.
 
     Attributes:
-        keys, values: a tuple of one `f[B, G, C, d]` and `f[B, G, C, e]` a layer.
+        kv: a tuple of one `f[B, G, C, d + e]` a layer, each slot's key and behind it its value.
         positions: a tuple of one `i32[B, G, C]` a layer, the position of each slot's token; -1: empty.
         length: `i32[B]` tokens of the verified text.
         given: see `Cache.inputs`.
+        widths: static; the width `d` of each layer's keys.
         size: static; the most tokens of a text.
     """
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
+    kv: tuple[Array, ...]
     positions: tuple[Array, ...]
     length: Array
     given: PyTree
+    widths: tuple[int, ...] = static()
     size: int = static()
+
+    @property
+    def keys(self) -> tuple[Array, ...]:
+        """The keys, a `f[B, G, C, d]` a layer."""
+        return tuple(x[..., :d] for x, d in zip(self.kv, self.widths, strict=True))
+
+    @property
+    def values(self) -> tuple[Array, ...]:
+        """The values, a `f[B, G, C, e]` a layer."""
+        return tuple(x[..., d:] for x, d in zip(self.kv, self.widths, strict=True))
 
     @property
     def capacity(self) -> int:
@@ -59,29 +71,28 @@ class Slotted(Cache):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        out = window_attention(q, k, v, window.visible(), window.positions, self.keys[layer], self.values[layer],
-                               scale=scale, sliding=sliding, softcap=softcap, key_positions=window.key_positions,
+        out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], scale=scale,
+                               sliding=sliding, softcap=softcap, key_positions=window.key_positions,
                                slot_positions=self.positions[layer], bias=bias)
         own = k.shape[1] - q.shape[1]
         return out, (k[:, own:], v[:, own:])
 
     def commit(self, entries: Entries, slots: Array) -> Any:
         new = [self._placed(layer, entry, slots) for layer, entry in enumerate(entries)]
-        keys, values, positions = zip(*new, strict=True)
-        return self.replace(keys=keys, values=values, positions=positions,
-                            length=jnp.maximum(self.length, slots.max(1) + 1))
+        kv, positions = zip(*new, strict=True)
+        return self.replace(kv=kv, positions=positions, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def scratch(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
-    def _placed(self, layer: int, entry: PyTree, positions: Array) -> tuple[Array, Array, Array]:
-        keys, values, held = self.keys[layer], self.values[layer], self.positions[layer]
+    def _placed(self, layer: int, entry: PyTree, positions: Array) -> tuple[Array, Array]:
+        kv, held = self.kv[layer], self.positions[layer]
         to = self.place(layer, entry, positions)
         to = jnp.broadcast_to(to, (held.shape[0], held.shape[1], to.shape[2]))
         to = jnp.where((to >= 0) & (positions >= 0)[:, None], to, held.shape[2])
         put = jax.vmap(jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop")))
-        wide = jnp.broadcast_to(positions[:, None], to.shape)
-        return (put(keys, entry[0].swapaxes(1, 2), to), put(values, entry[1].swapaxes(1, 2), to), put(held, wide, to))
+        both, wide = jnp.concatenate(entry[:2], -1).swapaxes(1, 2), jnp.broadcast_to(positions[:, None], to.shape)
+        return put(kv, both, to), put(held, wide, to)
 
 
 def empty_slots(layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
@@ -89,7 +100,6 @@ def empty_slots(layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dt
     """The fields of an empty `Slotted` cache with so many slots for each head, or a few more: a walk takes whole
     blocks. The other arguments as in `dense`."""
     slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
-    zeros = lambda at: tuple(jnp.zeros((batch, heads, slots, widths[min(at, len(widths) - 1)]), dtype)
-                             for heads, *widths in layers)
-    return dict(keys=zeros(0), values=zeros(1), length=jnp.zeros(batch, jnp.int32), given=inputs, size=capacity,
+    return dict(kv=empty_kv(layers, batch, slots, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
+                size=capacity, widths=key_widths(layers),
                 positions=tuple(jnp.full((batch, heads, slots), -1, jnp.int32) for heads, *_ in layers))

@@ -1,4 +1,4 @@
-"""What the core knows of meshes: two axis names, where rows and heads lie, and how to run under Explicit axes.
+"""What the core knows of meshes: where rows and heads lie, and how to run under Explicit axes.
 
 The round is written without shardings. Under Auto axes the compiler propagates those of weights and rows. Under
 Explicit axes, where most operations on a sharded vocabulary raise, the round runs as a region with Auto axes whose
@@ -11,13 +11,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from decodax.axes import DATA, MODEL
 from decodax.cache import Cache
-
-DATA, MODEL = "data", "model"
-"""The names of the mesh axes: rows of a batch lie over the first, heads, MLP and vocabulary over the second."""
 
 T = TypeVar("T")
 
@@ -34,20 +31,6 @@ def heads(cache: T) -> T:
     spec = lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA)
     whole = lambda cache: jax.tree.map(lambda x: PartitionSpec(), cache)
     return jax.tree.map(lambda x: whole(x) if shared(x) else spec(x), cache, is_leaf=shared)
-
-
-def constrain(tree: T, specs: Any) -> T:
-    """Lays arrays out by `specs` on the mesh of the context; axes it lacks or that do not divide are left out."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return tree
-    free = {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
-
-    def one(x: Array, spec: PartitionSpec) -> Array:
-        fits = (n if n in free and x.shape[i] % mesh.shape[n] == 0 else None for i, n in enumerate(spec))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fits)))
-
-    return jax.tree.map(one, tree, specs)
 
 
 def auto_region(fn: Callable[..., T], *args: Any, like: T | None = None) -> T:

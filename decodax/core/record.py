@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.struct import Struct, struct
 
 
@@ -39,5 +40,5 @@ def record(logits: Array, log_probs: Array, tokens: Array, count: int) -> Record
     """Reads off a record: raw logits and the policy's log-probabilities `f32[..., V]`, chosen tokens `i32[...]`."""
     raw = jax.nn.log_softmax(logits, axis=-1)
     at = lambda x: jnp.take_along_axis(x, jnp.maximum(tokens, 0)[..., None], -1)[..., 0]
-    top, ids = jax.lax.top_k(raw, count) if count else (raw[..., :0], jnp.zeros((*tokens.shape, 0), jnp.int32))
+    top, ids = top_k(raw, count) if count else (raw[..., :0], jnp.zeros((*tokens.shape, 0), jnp.int32))
     return Record(at(raw), at(log_probs), ids, top)

@@ -7,9 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.axes import constrain
 from decodax.cache import require
 from decodax.core import keys
-from decodax.core.mesh import auto_region, constrain, heads
+from decodax.core.mesh import auto_region, heads
 from decodax.core.record import empty_record
 from decodax.core.state import State, Stats, Status
 from decodax.core.types import Algorithm, Model, Params

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from decodax.cache import Feature, Window, take
 from decodax.core.keys import Purpose
@@ -18,6 +18,7 @@ from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.canvas import Canvas, cut, look, paste, survey
 from decodax.diffusion.policies import Seen, View
 from decodax.diffusion.stats import statistics
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Distribution
 from decodax.struct import Struct, struct
 
@@ -324,7 +325,7 @@ class Round(Algorithm):
         seen = split(Seen(token=token, reached=merge(reached), model=statistics(logits, token), policy=second,
                           agreed=agreed))
         if reads := max(rule.reads for rule in (of.shaper, *rules)):
-            top, ids = lax.top_k(own, reads)
+            top, ids = top_k(own, reads)
             seen = seen.replace(likeliest=(ids, top - jax.nn.logsumexp(own, -1, keepdims=True)))
         note = None if c.record is None else record(logits, here.log_probs(), token, c.record.count)
         note = note if note is None else jax.tree.map(lambda x: x.reshape(B, K, W, *x.shape[2:]), note)

@@ -1,6 +1,6 @@
 """Running over meshes: placing batches, and replicas that leave their loops alone."""
 
-from decodax.core.mesh import DATA, MODEL
+from decodax.axes import DATA, MODEL
 from decodax.sharding.lanes import lanes
 from decodax.sharding.place import place
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from decodax.axes import constrain
 from decodax.cache import Cache, Window
-from decodax.core.mesh import constrain
 from decodax.core.round import run
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Model, Out, Params

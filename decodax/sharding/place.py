@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.core.mesh import DATA, rows
+from decodax.axes import DATA
+from decodax.core.mesh import rows
 from decodax.policy import Policy
 
 

@@ -20,6 +20,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.draw import draw, race, winner
 from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, static, struct
@@ -374,7 +375,7 @@ def likeliest(log_p: Array, count: int) -> Array:
     where no more are possible."""
     if count == 1:
         return jnp.maximum(winner(log_p), -1)[..., None]
-    best, tokens = jax.lax.top_k(log_p, min(count, log_p.shape[-1]))
+    best, tokens = top_k(log_p, min(count, log_p.shape[-1]))
     tokens = jnp.where(best > -jnp.inf, tokens, -1).astype(jnp.int32)
     spare = count - tokens.shape[-1]
     return jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, spare)], constant_values=-1) if spare else tokens

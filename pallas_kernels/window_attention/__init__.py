@@ -1,11 +1,12 @@
 """Attention of a window to a cache and to itself."""
 
-from decodax.pallas_kernels.window_attention.reference import (
-    BLOCK,
+from decodax.pallas_kernels.window_attention.attention import (
     Bias,
+    Implementation,
     merge,
     window_attention,
     window_attention_lse,
 )
+from decodax.pallas_kernels.window_attention.reference import BLOCK
 
-__all__ = ["BLOCK", "Bias", "merge", "window_attention", "window_attention_lse"]
+__all__ = ["BLOCK", "Bias", "Implementation", "merge", "window_attention", "window_attention_lse"]

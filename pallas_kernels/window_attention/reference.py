@@ -1,8 +1,8 @@
-"""Window attention in plain XLA: softmax over the window's own keys, merged with a walk over the cache's blocks.
+"""Attention to a cache in plain XLA: a walk over its blocks of slots with a running softmax.
 
 The walk ends at the longest live row, so a step costs what is in the cache, not what would fit (125M Llama shape, CPU:
-the same time at capacity 256 and 4,096; one einsum over the capacity takes four times as long at 1,024). The merge is
-the online softmax of Milakov and Gimelshein (2018).
+the same time at capacity 256 and 4,096; one einsum over the capacity takes four times as long at 1,024). The running
+softmax is that of Milakov and Gimelshein (2018).
 """
 
 from __future__ import annotations
@@ -11,17 +11,10 @@ import functools
 import math
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.nn import logsumexp
 
 Carry = tuple[Array, Array, Array]
-
-Bias = Callable[[Array, Array], Array]
-"""What is added to the scores, from positions alone: those of the queries `i32[B, 1, W, 1]` and of the keys
-`i32[B or 1, G or 1, 1, K]` (apart for each key/value head where a cache keeps other tokens in each) to
-`f32[B or 1, H or 1, W, K]`."""
 
 BLOCK = 128
 """Cache entries a step of the walk. On CPU 128 to 512 measure alike for long rows; short ones read a whole step: with
@@ -44,137 +37,61 @@ def block_of(slots: int, most: int) -> int:
     return slots if slots <= most else math.gcd(most, slots)
 
 
-def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None = None,
-                     cache_v: Array | None = None, length: Array | None = None, *, scale: float,
-                     sliding: int | None = None, softcap: float | None = None,
-                     key_positions: Array | None = None, cached: Array | None = None,
-                     slot_positions: Array | None = None, bias: Bias | None = None) -> Array:
-    """Attention of window queries to verified cache entries and to the window.
+def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
+                    scale: float, value_width: int, sliding: int | None = None, softcap: float | None = None,
+                    bias: Callable[[Array], Array] | None = None) -> tuple[Array, Array]:
+    """Attention to a cache, and the logarithm of each query's softmax sum.
 
     Args:
-        q: `f[B, W, H, d]` queries. k, v: `f[B, K, G, d]` and `f[B, K, G, e]` keys and values of the window, `H` a
-            multiple of `G`; `K` is `W` unless nodes of earlier windows stand before its own.
-        mask: `bool[B or 1, W, K]`, who sees whom inside the window; each node sees at least one.
-        positions: `i32[B, W]`.
-        cache_k, cache_v: `f[B, G, S, d]` and `f[B, G, S, e]`; None without a cache (training, scoring).
-        length: `i32[B]` verified entries of a cache whose slots are positions.
-        scale: factor of the scores before softcap and softmax.
-        sliding: a query sees positions above its own minus this.
-        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
-        key_positions: `i32[B, K]` of `k`; default `positions`.
-        cached: `bool[B, S]` the verified entries that a row sees; None: all of them; `bool[B, 0]`: none.
-        slot_positions: `i32[B, G or 1, S]` the position of the token in each slot, -1 where there is none, of a cache
-            whose slots are not positions; in place of `length` and `cached`.
-        bias: what is added to the scores, after softcap: relative position biases (T5), slopes (ALiBi).
+        q: `f[B, G, R, d]`, the queries of each head of keys and values.
+        cache: `f[B, G, S, d + e]`, each slot's key and behind it its value.
+        length: `i32[B]`: slots at and beyond it are not seen.
+        positions: `i32[B, R]` of the queries, for `sliding`.
+        held: `i32[B, G or 1, S]`, the position of each slot's token, -1 where none is seen; None: slots are positions.
+        scale, sliding, softcap: as in `window_attention`.
+        value_width: `e`.
+        bias: from the positions of keys, `i32[B or 1, G or 1, K]`, what is added to their scores, `f32[B, G, R, K]`.
 
     Returns:
-        `f[B, W, H, e]` in the dtype of `q`. Scores and sums are float32.
+        `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 where a query sees nothing.
     """
-    return window_attention_lse(q, k, v, mask, positions, cache_k, cache_v, length, scale=scale, sliding=sliding,
-                                softcap=softcap, key_positions=key_positions, cached=cached,
-                                slot_positions=slot_positions, bias=bias)[0]
+    B, G, R, d = q.shape
+    slots = cache.shape[2]
+    if slots > BLOCK and slots % BLOCK:
+        raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
 
+    def walk(block: int, cache: Array, length: Array) -> Carry:
+        def visit(i: Array, carry: Carry) -> Carry:
+            top, total, out = carry
+            both = lax.dynamic_slice_in_dim(cache, i * block, block, 2)
+            keys, values = both[..., :d], both[..., d:]
+            at = i * block + jnp.arange(block, dtype=jnp.int32)
+            seen, where = (at < length[:, None])[:, None], at[None, None]       # [B, G or 1, block]
+            if held is not None:
+                where = lax.dynamic_slice_in_dim(held, i * block, block, 2)
+                seen = seen & (where >= 0)
+            seen = seen[:, :, None]
+            if sliding is not None:
+                seen = seen & (positions[:, None, :, None] - where[:, :, None] < sliding)
+            s = jnp.einsum("bgqd,bgkd->bgqk", q, keys, preferred_element_type=jnp.float32) * scale
+            s = s if softcap is None else softcap * jnp.tanh(s / softcap)
+            s = jnp.where(seen, s if bias is None else s + bias(where), MASKED)
+            new = jnp.maximum(top, s.max(-1, keepdims=True))
+            shrink, weights = jnp.exp(top - new), jnp.where(seen, jnp.exp(s - new), 0)
+            more = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(values.dtype), values,
+                              preferred_element_type=jnp.float32)
+            return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + more
 
-def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Attention to several sets of keys as attention to all of them. Each part, and the result, is what
-    `window_attention_lse` gives."""
-    outs, sums = (jnp.stack(x) for x in zip(*parts, strict=True))
-    lse = logsumexp(sums, axis=0)
-    return (outs * jnp.exp(sums - lse)[..., None]).sum(0).astype(outs.dtype), lse
+        first: Array | int = 0
+        if sliding is not None and held is None:
+            first = jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
+        none = jnp.zeros((B, G, R, 1), jnp.float32)
+        start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
+        return lax.fori_loop(first, (jnp.max(length) + block - 1) // block, visit, start)
 
-
-def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None = None,
-                         cache_v: Array | None = None, length: Array | None = None, *, scale: float,
-                         sliding: int | None = None, softcap: float | None = None,
-                         key_positions: Array | None = None, cached: Array | None = None,
-                         slot_positions: Array | None = None, bias: Bias | None = None) -> tuple[Array, Array]:
-    """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
-    score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
-    attention = _attention if bias is not None else _attention_once      # a bias closes over weights: no static value
-    return attention(q, k, v, mask, positions, cache_k, cache_v, length, key_positions, cached, slot_positions,
-                     scale=scale, sliding=sliding, softcap=softcap, bias=bias)
-
-
-def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache_k: Array | None,
-               cache_v: Array | None, length: Array | None, key_positions: Array | None, cached: Array | None,
-               slot_positions: Array | None, *, scale: float, sliding: int | None, softcap: float | None,
-               bias: Bias | None) -> tuple[Array, Array]:
-    """See `window_attention_lse`."""
-    B, W, H, d = q.shape
-    G, e = k.shape[2], v.shape[3]
-    q = q.reshape(B, W, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * W, d)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-
-    def scores(keys: Array, where: Array) -> Array:       # where [B or 1, G or 1, K], the keys' positions
-        s = jnp.einsum("bgqd,bgkd->bgqk", q, keys, preferred_element_type=jnp.float32) * scale
-        s = s if softcap is None else softcap * jnp.tanh(s / softcap)
-        if bias is None:
-            return s
-        more = bias(positions[:, None, :, None], where[:, :, None])
-        return (s.reshape(B, H, W, -1) + more).reshape(s.shape)
-
-    def seen(s: Array, allowed: Array) -> Array:      # allowed [B or 1, G or 1, W or 1, K], the same within a group
-        by_head = s.reshape(B, G, H // G, W, -1)
-        return jnp.where(allowed[:, :, None], by_head, MASKED).reshape(s.shape)
-
-    def mix(weights: Array, values: Array) -> Array:
-        return jnp.einsum("bgqk,bgkd->bgqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-
-    where = positions if key_positions is None else key_positions
-    if sliding is not None:
-        mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)
-    s = seen(scores(k, where[:, None]), mask[:, None])
-    top = s.max(-1, keepdims=True)
-    weights = jnp.exp(s - top)
-    total, out = weights.sum(-1, keepdims=True), mix(weights, v)
-
-    blind = cached is not None and cached.shape[1] == 0
-    if cache_k is not None and cache_v is not None and cache_k.shape[2] and not blind:
-        slots = cache_k.shape[2]
-        if slot_positions is not None:
-            length = jnp.where((slot_positions >= 0).any(1), jnp.arange(1, slots + 1, dtype=jnp.int32), 0).max(1)
-        assert length is not None
-        if cached is not None:      # the walk ends behind the last entry that some row sees
-            cached = cached & (jnp.arange(slots, dtype=jnp.int32) < length[:, None])
-            length = jnp.where(cached.any(1), slots - jnp.argmax(cached[:, ::-1], 1), 0).astype(jnp.int32)
-        if slots > BLOCK and slots % BLOCK:
-            raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
-
-        def walk(block: int, carry: Carry, cache_k: Array, cache_v: Array, length: Array) -> Carry:
-            def visit(i: Array, carry: Carry) -> Carry:
-                top, total, out = carry
-                keys, values = (lax.dynamic_slice_in_dim(c, i * block, block, 2) for c in (cache_k, cache_v))
-                slots = (i * block + jnp.arange(block, dtype=jnp.int32))[None, None]       # [B or 1, G or 1, block]
-                if slot_positions is not None:
-                    slots = lax.dynamic_slice_in_dim(slot_positions, i * block, block, 2)
-                    held = slots >= 0
-                elif cached is not None:
-                    held = lax.dynamic_slice_in_dim(cached, i * block, block, 1)[:, None]
-                else:
-                    held = slots < length[:, None, None]
-                allowed = held[:, :, None]
-                if sliding is not None:
-                    allowed = allowed & (positions[:, None, :, None] - slots[:, :, None] < sliding)
-                s = seen(scores(keys, slots), allowed)
-                new = jnp.maximum(top, s.max(-1, keepdims=True))
-                shrink, weights = jnp.exp(top - new), jnp.exp(s - new)
-                return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mix(weights, values)
-
-            first: Array | int = 0
-            if sliding is not None and slot_positions is None:
-                first = jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
-            last = (jnp.max(length) + block - 1) // block
-            return lax.fori_loop(first, last, visit, carry)
-
-        narrow, wide = block_of(slots, BLOCK), block_of(slots, WIDE_BLOCK)
-        start = (top, total, out), cache_k, cache_v, length
-        top, total, out = walk(narrow, *start) if narrow == wide else lax.platform_dependent(
-            *start, cpu=functools.partial(walk, narrow), default=functools.partial(walk, wide))
-
-    out = (out / total).astype(q.dtype).reshape(B, G, H // G, W, e)
-    lse = (top + jnp.log(total)).reshape(B, G, H // G, W)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, W, H, e), lse.transpose(0, 3, 1, 2).reshape(B, W, H)
-
-
-_attention_once = jax.jit(_attention, static_argnames=("scale", "sliding", "softcap", "bias"))
-"""Traced and lowered once for all layers of a kind."""
+    narrow, wide = block_of(slots, BLOCK), block_of(slots, WIDE_BLOCK)
+    top, total, out = walk(narrow, cache, length) if narrow == wide else lax.platform_dependent(
+        cache, length, cpu=functools.partial(walk, narrow), default=functools.partial(walk, wide))
+    some = total != 0       # true of a NaN, which must stay one
+    total = jnp.where(some, total, 1)
+    return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]

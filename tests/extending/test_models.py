@@ -354,12 +354,13 @@ def test_a_bias_is_added_to_the_scores_of_cache_and_window(translator: Any) -> N
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     want = np.einsum("bhwk,bhkd->bwhd", weights / weights.sum(-1, keepdims=True), all_v)
 
-    got = window_attention(q, k, v, mask, positions, keys, values, np.full(B, S), scale=1.0, bias=bias)
+    cache = np.concatenate([keys, values], -1)
+    got = window_attention(q, k, v, mask, positions, cache, np.full(B, S), scale=1.0, bias=bias)
     np.testing.assert_allclose(got, want, atol=1e-5)
     # the same entries, shuffled in each head
     order = np.stack([np.stack([r.permutation(S) for _ in range(H)]) for _ in range(B)]).astype(np.int32)
-    shuffled = (np.take_along_axis(x, order[..., None], 2) for x in (keys, values))
-    got = window_attention(q, k, v, mask, positions, *shuffled, scale=1.0, slot_positions=order, bias=bias)
+    shuffled = np.take_along_axis(cache, order[..., None], 2)
+    got = window_attention(q, k, v, mask, positions, shuffled, scale=1.0, slot_positions=order, bias=bias)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 

@@ -94,8 +94,7 @@ def test_select_gathers_rows(kind):
     picked = full.select(rows)
     assert picked.length.tolist() == [1, 4, 4, 2]
     for layer in (0, 1):
-        assert np.array_equal(picked.keys[layer], full.keys[layer][rows])
-        assert np.array_equal(picked.values[layer], full.values[layer][rows])
+        assert np.array_equal(picked.kv[layer], full.kv[layer][rows])
 
 
 @pytest.mark.parametrize("algorithm", often(["lookup", "llada"], ALGORITHMS))
@@ -120,8 +119,8 @@ def test_window_attention_equals_attention_to_everything(sliding, softcap):
     ck, cv = (draw.normal(size=(B, G, S, d)).astype(np.float32) for _ in range(2))
     positions = length[:, None] + np.arange(W)
     mask = np.tril(np.ones((1, W, W), bool))
-    out = window_attention(q, k, v, jnp.asarray(mask), jnp.asarray(positions), ck, cv, jnp.asarray(length),
-                           scale=0.4, sliding=sliding, softcap=softcap)
+    out = window_attention(q, k, v, jnp.asarray(mask), jnp.asarray(positions), np.concatenate([ck, cv], -1),
+                           jnp.asarray(length), scale=0.4, sliding=sliding, softcap=softcap)
     for b in range(B):
         n = length[b]
         for w in range(W):
@@ -157,16 +156,16 @@ def test_attention_to_parts_merges_into_attention_to_all():
     B, W, H, G, d, S = 2, 3, 4, 2, 8, 16
     q, k, v = (jnp.asarray(draw.normal(size=(B, W, h, d)), jnp.float32) for h in (H, G, G))
     ck, cv = (jnp.asarray(draw.normal(size=(B, G, S, d)), jnp.float32) for _ in range(2))
-    length = jnp.array([9, 0])
+    cache, length = jnp.concatenate([ck, cv], -1), jnp.array([9, 0])
     positions = length[:, None] + jnp.arange(W)
     held = jnp.where(jnp.arange(S) < length[:, None], jnp.arange(S), -1)[:, None]
     mask = jnp.tril(jnp.ones((1, W, W), bool))
 
     def part(mine):
-        return window_attention_lse(q, k, v, mask & mine(positions)[:, None], positions, ck, cv, scale=0.4,
+        return window_attention_lse(q, k, v, mask & mine(positions)[:, None], positions, cache, scale=0.4,
                                     slot_positions=jnp.where(mine(held), held, -1))
 
-    whole, lse = window_attention_lse(q, k, v, mask, positions, ck, cv, length, scale=0.4)
+    whole, lse = window_attention_lse(q, k, v, mask, positions, cache, length, scale=0.4)
     out, total = merge(part(lambda at: at < 2), part(lambda at: at >= 2))
     assert np.allclose(out, whole, atol=1e-6) and np.allclose(total, lse, atol=1e-6)
     # the weight of a key is exp(score - lse): those of all keys in sight add up to one

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("compiled")      # its programs are compile
 VOCABULARY = 251        # a prime that no other dimension is a multiple of
 CAPACITY = 1024         # several blocks of the walk over the cache
 NETWORK = Transformer(llama(vocab=VOCABULARY, width=32, layers=2, heads=4, kv_heads=2, mlp=48, context=CAPACITY))
-ENTRIES = 2 * CAPACITY * 8      # elements of one row's keys, or values, of one layer
+ENTRIES = 2 * CAPACITY * (8 + 8)       # elements of one row's keys and values of one layer
 
 ALGORITHMS = {
     "autoregressive": Autoregressive(),
@@ -110,7 +110,9 @@ def test_a_cache_that_renews_layers_copies_what_it_computed_and_nothing_that_it_
     alg = diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Leading(32, 8),
                                     unmask=diffusion.Threshold(), caching=diffusion.Drift(VOCABULARY - 1, 8))
     found = copies_in_loops(parse(compiled(alg, 8).as_text()), 8 * ENTRIES)
-    assert [x for x in found if x.opcode == "copy" and "(%get-tuple-element" in x.text] == []
+    streams = (8, CAPACITY, 32)     # of as many elements
+    held = [x for x in found if x.opcode == "copy" and "(%get-tuple-element" in x.text]
+    assert [x for x in held if x.result[0].dims != streams] == []
 
 
 def test_a_write_that_does_not_wait_for_the_readers_is_seen_to_copy():
@@ -143,7 +145,7 @@ def test_the_whole_state_is_donated(driver):
     memory = program.memory_analysis()
     # what is not aliased is the table of pointers to the results, and a prefill's new status
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 8 * leaves + 64
-    assert memory.alias_size_in_bytes >= 4 * 8 * ENTRIES * 4
+    assert memory.alias_size_in_bytes >= 2 * 8 * ENTRIES * 4
     if driver == "advance":     # a prefill's activations are a whole chunk's
         assert memory.temp_size_in_bytes < 8 * ENTRIES * 4
 

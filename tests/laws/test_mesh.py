@@ -78,7 +78,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(kind, algorithm, policy):
     assert np.array_equal(many.status, one.status)
     assert many.tokens.sharding.spec[0] == "data"
     if alg.caches:
-        assert many.cache.keys[0].sharding.spec[:2] == ("data", "model")
+        assert many.cache.kv[0].sharding.spec[:2] == ("data", "model")
     assert all(MASK not in row for row in texts(many)) or algorithm != "llada"
 
 

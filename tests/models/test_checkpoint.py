@@ -63,7 +63,7 @@ def test_weights_have_the_stored_dtype_or_the_one_asked_for(tmp_path: Path) -> N
     assert wide_model.dtype == "float32"
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     same(wide, jax.tree.map(lambda x: x.astype(jnp.float32), params))
-    assert model.init_cache(1, 4).keys[0].dtype == jnp.bfloat16
+    assert model.init_cache(1, 4).kv[0].dtype == jnp.bfloat16
 
     logits, exact = jax.jit(model.forward)(params, TOKENS), jax.jit(wide_model.forward)(wide, TOKENS)
     assert logits.dtype == jnp.float32

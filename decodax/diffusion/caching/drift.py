@@ -91,10 +91,10 @@ class TrackingCache(Wrapper):
                            renewals=rows(self.renewals + entries.renewals, self.renewals))
         if entries.text is None:
             return new
-        layers = [_renew((new.base.keys[i], new.base.values[i], new.streams[i], new.queries[i]), text, renewed & ran)
+        layers = [_renew((new.base.kv[i], new.streams[i], new.queries[i]), text, renewed & ran)
                   for i, (text, renewed) in enumerate(zip(entries.text, entries.renewed, strict=True))]
-        keys, values, streams, queries = zip(*layers, strict=True)
-        return new.replace(base=new.base.replace(keys=keys, values=values), streams=streams, queries=queries)
+        kv, streams, queries = zip(*layers, strict=True)
+        return new.replace(base=new.base.replace(kv=kv), streams=streams, queries=queries)
 
 
 def _scores(q: Array, keys: Array) -> Array:
@@ -109,9 +109,9 @@ def _renew(caches: tuple[Array, ...], text: tuple[Array, ...], rows: Array) -> t
     """A layer's caches with those of `text` (`[B, S, ...]`) in the given rows. As a loop of one trip or none, since XLA
     copies the caches that a conditional writes to."""
     def write(carry: Any) -> Any:
-        keys, values, *rest = carry[1]
+        kv, *rest = carry[1]
         k, v, *more = text
-        heads = [(keys, k.swapaxes(1, 2)), (values, v.swapaxes(1, 2)), *zip(rest, more, strict=True)]
+        heads = [(kv, jnp.concatenate([k, v], -1).swapaxes(1, 2)), *zip(rest, more, strict=True)]
         return jnp.zeros((), bool), tuple(jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new.astype(old.dtype), old)
                                           for old, new in heads)
 
@@ -153,7 +153,7 @@ class Tracking(Model):
         if not isinstance(self.model, LayeredModel):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
         base, c = dense_cache(self.model, batch, capacity, params, inputs), self.model.config
-        zeros = lambda *shape: tuple(jnp.zeros((batch, capacity, *shape), base.keys[0].dtype) for _ in c.layers)
+        zeros = lambda *shape: tuple(jnp.zeros((batch, capacity, *shape), base.kv[0].dtype) for _ in c.layers)
         return TrackingCache(
             base=base, streams=zeros(c.width), queries=zeros(c.heads, c.head_dim),
             track=jnp.zeros((batch, len(c.layers)), jnp.int32), masked=jnp.zeros((batch, capacity), bool),

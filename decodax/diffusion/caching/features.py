@@ -103,8 +103,8 @@ class Reusing(Model):
         if not isinstance(self.model, LayeredModel):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
         base = dense_cache(self.model, batch, capacity, params, inputs)
-        width, dtype = self.model.config.width, base.keys[0].dtype
-        zeros = lambda: tuple(jnp.zeros((batch, capacity, width), dtype) for _ in base.keys)
+        width, dtype = self.model.config.width, base.kv[0].dtype
+        zeros = lambda: tuple(jnp.zeros((batch, capacity, width), dtype) for _ in base.kv)
         return FeatureCache(base=base, attention=zeros(), mlp=zeros())
 
     def apply(self, params: Any, window: Window, cache: Any) -> Out:

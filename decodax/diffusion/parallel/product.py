@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.axes import constrain
 from decodax.cache import Cache, Entries, causal
 from decodax.core import keys
 from decodax.core.keys import Purpose
-from decodax.core.mesh import constrain, heads
+from decodax.core.mesh import heads
 from decodax.core.state import State
 from decodax.core.types import INVALID, Params, network_of
 from decodax.diffusion.adapter import Full, Nodes

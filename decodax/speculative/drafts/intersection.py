@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.axes import constrain
 from decodax.cache import Window, require
-from decodax.core.mesh import constrain, heads
+from decodax.core.mesh import heads
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.drafts.model import Drafting, DraftModel

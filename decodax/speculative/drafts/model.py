@@ -13,8 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.axes import constrain
 from decodax.cache import Cache, Draftable, Window, causal, take
-from decodax.core.mesh import constrain, heads
+from decodax.core.mesh import heads
 from decodax.core.state import State
 from decodax.core.types import Decision, Loaded, Model, Out, Params, network_of
 from decodax.speculative.source import Answer, Level, Source

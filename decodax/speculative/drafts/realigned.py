@@ -26,8 +26,9 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.autoregressive import Autoregressive
+from decodax.axes import constrain
 from decodax.cache import Feature, Window, require
-from decodax.core.mesh import constrain, heads
+from decodax.core.mesh import heads
 from decodax.core.round import run
 from decodax.core.state import State, Stats, Status
 from decodax.core.types import Decision, Model, Out, Params

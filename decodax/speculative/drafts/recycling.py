@@ -18,11 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.speculative.shapes.fixed import Fixed
 from decodax.speculative.shapes.published import RECYCLING_80
 from decodax.speculative.source import Draft, Drawn
@@ -127,7 +127,7 @@ class TokenRecycling(Draft):
         return Proposal(tokens=jnp.maximum(drafts, 0), live=drafts >= 0, parents=parents[None]), state
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        likely = lax.top_k(out.logits(), self.k)[1].astype(jnp.int32)
+        likely = top_k(out.logits(), self.k)[1].astype(jnp.int32)
         slot = jnp.where(window.live, window.tokens % self.rows, self.rows)      # beyond the end: dropped
         later = jnp.triu(slot[:, :, None] == slot[:, None, :], 1).any(-1)
         slot = jnp.where(later, self.rows, slot)                                 # a scatter's order is not defined

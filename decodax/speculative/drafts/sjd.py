@@ -27,6 +27,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.draw import draw
 from decodax.speculative.drafts.jacobi import Fill, behind, check_fill, filling
 from decodax.speculative.source import CHAINS, Draft, Drawn
@@ -107,6 +108,6 @@ class SJD(Draft):
         if log_p.shape[-1] != self.vocab_size:
             raise ValueError(f"vocab_size: got {self.vocab_size}, the target's logits have {log_p.shape[-1]} entries")
         log_p = take(log_p, nodes)
-        log_p, tokens = jax.lax.top_k(jnp.where(run[..., None] & ~jnp.isnan(log_p), log_p, -jnp.inf),
+        log_p, tokens = top_k(jnp.where(run[..., None] & ~jnp.isnan(log_p), log_p, -jnp.inf),
                                       state.tokens.shape[-1])
         return Conditionals(tokens=tokens.astype(jnp.int32), log_p=log_p)

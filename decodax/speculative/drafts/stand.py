@@ -41,6 +41,7 @@ from jax import Array, lax
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.speculative.drafts.ngram import Paths
 from decodax.speculative.drafts.text import best_places, known, matched
 from decodax.speculative.shapes.fixed import Fixed
@@ -151,7 +152,7 @@ class Stand(Source):
             nodes = decision.source       # the newest token, then the accepted drafts
             true = (jnp.arange(nodes.shape[1]) < decision.count[:, None]) & s.running[:, None]
         at = jnp.where(true, window.positions if nodes is None else take(window.positions, nodes), N)
-        chances, tokens = lax.top_k(jax.nn.softmax(out.logits(nodes)), self.k)
+        chances, tokens = top_k(jax.nn.softmax(out.logits(nodes)), self.k)
         put = jax.vmap(lambda table, at, x: table.at[at].set(x, mode="drop"))
         return state.replace(tokens=put(state.tokens, at, tokens.astype(jnp.int32)),
                              chances=put(state.chances, at, chances), paths=None)

@@ -19,11 +19,12 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.speculative.source import Answer, AroundSource, Draft, Level, Source
 from decodax.struct import Struct, struct
 
@@ -95,7 +96,7 @@ class TargetRooted(AroundSource, Source):
         # a verifier that held its own token back ends on a draft, the next node of its path
         last = jnp.minimum(decision.count, decision.source.shape[1] - 1)[:, None]
         node = jnp.where(decision.count[:, None] < decision.source.shape[1], take(decision.source, last), 0)
-        logits, tokens = lax.top_k(out.logits(node)[:, 0], state.tokens.shape[1])
+        logits, tokens = top_k(out.logits(node)[:, 0], state.tokens.shape[1])
         return Rooted(tokens=tokens.astype(jnp.int32), logits=jnp.where(node > 0, logits, -jnp.inf), source=inner)
 
     def _nothing(self, s: State, source: Any) -> Rooted:

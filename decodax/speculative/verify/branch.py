@@ -6,9 +6,10 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from decodax.core.state import State
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Distribution
 from decodax.speculative.tree import Drawn, Tree, deepest
 from decodax.speculative.verify.base import Guarantee, Verifier
@@ -49,7 +50,7 @@ class LongestBranch(Verifier):
     def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         drawn = dist.draw()
         root = before_temperature(dist.first(1))[:, 0]
-        likely, candidates = lax.top_k(root, min(self.k, root.shape[-1]))
+        likely, candidates = top_k(root, min(self.k, root.shape[-1]))
         among = (tree.tokens[..., None] == candidates[:, None]) & (likely > -jnp.inf)[:, None]
         holds = at_parents(tree, drawn) == tree.tokens
         path, accepted = deepest(tree, holds | (among.any(-1) & (tree.depth == 1)))

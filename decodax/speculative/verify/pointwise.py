@@ -7,9 +7,10 @@ import math
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from decodax.core.state import State
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Distribution, Temperature
 from decodax.policy.draw import winner
 from decodax.speculative.tree import Drawn, Tree, deepest, path_to
@@ -169,7 +170,7 @@ def among(dist: Distribution, tree: Tree, beta: int, tau: float) -> tuple[Array,
     """The result of a rule that accepts the `beta` best tokens as far as their logits are at most `tau` below the
     best; ties go to the smaller id."""
     logits = before_temperature(dist)
-    values, tokens = lax.top_k(logits, min(beta, logits.shape[-1]))
+    values, tokens = top_k(logits, min(beta, logits.shape[-1]))
     best = winner(logits)
     gap = values[..., :1] - values
     # what the policy forbids has a rank too, and no comparison may let a broken distribution accept

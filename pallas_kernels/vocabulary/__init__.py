@@ -1,0 +1,5 @@
+"""What is computed over a whole vocabulary, which may lie over several devices."""
+
+from decodax.pallas_kernels.vocabulary.selection import top_k
+
+__all__ = ["top_k"]

@@ -1,0 +1,64 @@
+"""The largest entries of a vocabulary."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from decodax.axes import DATA, MODEL, free_axes, shardwise
+
+BLOCK = 128
+
+
+def top_k(x: Array, k: int) -> tuple[Array, Array]:
+    """`lax.top_k`: the `k` largest entries along the last axis, of equal ones the first, and their places.
+
+    A TPU sorts for `lax.top_k` all that there is. The `k` largest entries lie in the `k` blocks with the largest
+    maxima, so there only these are sorted. Where the vocabulary is divided over devices, each looks at its own part.
+
+    Args:
+        x: `f32[..., V]`. k: at most `V`.
+
+    >>> [y.tolist() for y in top_k(jnp.array([[1.0, 4.0, 2.0, 4.0]]), 3)]
+    [[[4.0, 4.0, 2.0]], [[1, 3, 2]]]
+    """
+    rows = x.reshape(-1, x.shape[-1]) if x.ndim == 1 else x
+    spec = P(DATA, *[None] * (rows.ndim - 2), MODEL)
+    size = free_axes().get(MODEL, 1)
+    if size > 1 and rows.shape[-1] % size == 0 and rows.shape[-1] // size >= k:
+        values, places = shardwise(lambda x, ids: _offset(x, ids, k), (spec, P(MODEL)), (spec, spec), rows,
+                                   jnp.arange(x.shape[-1], dtype=jnp.int32))
+        values, best = lax.top_k(values, k)
+        places = jnp.take_along_axis(places, best, -1)
+    else:
+        values, places = _top_k(rows, k)
+    return values.reshape(*x.shape[:-1], k), places.reshape(*x.shape[:-1], k)
+
+
+def _offset(x: Array, ids: Array, k: int) -> tuple[Array, Array]:
+    values, places = _top_k(x, k)
+    return values, places + ids[0]
+
+
+def _top_k(x: Array, k: int) -> tuple[Array, Array]:
+    if x.shape[-1] < 4 * BLOCK * k:
+        return lax.top_k(x, k)
+    return lax.platform_dependent(x, tpu=lambda x: by_blocks(x, k), default=lambda x: tuple(lax.top_k(x, k)))
+
+
+def by_blocks(x: Array, k: int) -> tuple[Array, Array]:
+    """`lax.top_k` by the maxima of blocks.
+
+    An entry that is among the first `k` (by size, then by place) lies in a block that is among the first `k` by its
+    maximum: else each of `k` blocks had an entry before it.
+    """
+    V = x.shape[-1]
+    count = -(-V // BLOCK)
+    if count * BLOCK != V:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * BLOCK - V)], constant_values=-jnp.inf)
+    blocks = x.reshape(*x.shape[:-1], count, BLOCK)
+    which = jnp.sort(lax.top_k(blocks.max(-1), k)[1], -1)       # in order, so that of equal entries the first is taken
+    inside = jnp.take_along_axis(blocks, which[..., None], -2)
+    values, at = lax.top_k(inside.reshape(*x.shape[:-1], k * BLOCK), k)
+    return values, jnp.take_along_axis(which, at // BLOCK, -1) * BLOCK + at % BLOCK

@@ -1,0 +1,126 @@
+"""The kernel that reads a cache and its XLA reference, both against attention in float64."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from decodax.pallas_kernels.window_attention import reference, tpu, window_attention
+from tests.matrix import pairs
+
+B, G, R, S = 3, 2, 5, 512
+LENGTHS = np.array([0, 301, 512], np.int32)
+HELD = ("all", "some", "some of each head", "none")
+
+
+def arrays(d: int, e: int, held: str) -> tuple[Any, ...]:
+    """Queries, cache, lengths, positions and what is held."""
+    r = np.random.default_rng(d + e)
+    q, cache = r.normal(size=(B, G, R, d)).astype(np.float32), r.normal(size=(B, G, S, d + e)).astype(np.float32)
+    heads = G if held == "some of each head" else 1
+    kept = r.random((B, heads, S)) < (0 if held == "none" else 0.7)
+    where = None if held == "all" else np.where(kept, np.arange(S), -1)
+    return q, cache, LENGTHS, LENGTHS[:, None] + np.arange(R, dtype=np.int32), \
+        where if where is None else where.astype(np.int32)
+
+
+def exact(q: Any, cache: Any, length: Any, positions: Any, held: Any, *, scale: float, value_width: int,
+          sliding: int | None = None, softcap: float | None = None) -> tuple[Any, Any]:
+    d = q.shape[3]
+    s = np.einsum("bgrd,bgsd->bgrs", q.astype(np.float64), cache[..., :d].astype(np.float64)) * scale
+    s = s if softcap is None else softcap * np.tanh(s / softcap)
+    where = np.broadcast_to(np.arange(S) if held is None else held, (B, G, S))
+    seen = ((np.arange(S) < length[:, None, None]) & (where >= 0))[:, :, None]
+    if sliding is not None:
+        seen = seen & (positions[:, None, :, None] - where[:, :, None] < sliding)
+    weights = np.where(seen, np.exp(s - s.max()), 0)
+    total = weights.sum(-1)
+    out = np.einsum("bgrs,bgse->bgre", weights, cache[..., d:].astype(np.float64))
+    some = total > 0
+    return out / np.where(some, total, 1)[..., None], np.where(some, s.max() + np.log(np.where(some, total, 1)), -1e30)
+
+
+IMPLEMENTATIONS = {"xla": reference.cache_attention,
+                   "mosaic_tpu": functools.partial(tpu.cache_attention, block=128, interpret=True)}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("widths", "sliding", "softcap", "held"), pairs(
+    ((64, 64), (96, 96), (128, 128), (256, 256), (64, 32)), (None, 70), (None, 5.0), HELD))
+def test_attention_to_a_cache_is_that_of_float64(implementation: str, widths: tuple[int, int], sliding: int | None,
+                                                 softcap: float | None, held: str) -> None:
+    """With rows that hold nothing, some slots, and all; where no slot is seen, zeros and a sum of nothing."""
+    given = arrays(*widths, held)
+    options = dict(scale=0.3, value_width=widths[1], sliding=sliding, softcap=softcap)
+    out, lse = IMPLEMENTATIONS[implementation](*given, **options)
+    want, sums = exact(*given, **options)
+    np.testing.assert_allclose(out, want, atol=2e-5)
+    np.testing.assert_allclose(np.where(sums > -1e29, lse, 0), np.where(sums > -1e29, sums, 0), atol=2e-5)
+    assert (np.asarray(lse)[sums < -1e29] < -1e29).all()
+
+
+def test_the_kernel_runs_in_a_loop_and_blocks_change_nothing_but_rounding() -> None:
+    q, cache, length, positions, _ = arrays(64, 64, "all")
+
+    def body(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        i, q = carry
+        return i + 1, tpu.cache_attention(q, cache, length, positions, scale=0.3, value_width=64, block=256,
+                                          interpret=True)[0]
+
+    looped = jax.jit(lambda q: jax.lax.while_loop(lambda c: c[0] < 3, body, (jnp.int32(0), q))[1])(q)
+    for _ in range(3):
+        q = np.asarray(tpu.cache_attention(q, cache, length, positions, scale=0.3, value_width=64, block=128,
+                                           interpret=True)[0])
+    np.testing.assert_allclose(looped, q, atol=1e-6)
+
+
+def test_the_kernel_has_no_races() -> None:
+    from jax.experimental.pallas import tpu as pltpu
+
+    q, cache, length, positions, held = arrays(64, 64, "some of each head")
+    params: Any = pltpu.InterpretParams(detect_races=True)
+    out, _ = tpu.cache_attention(q, cache, length, positions, held, scale=0.3, value_width=64, block=128,
+                                 interpret=params)
+    np.testing.assert_allclose(out, exact(q, cache, length, positions, held, scale=0.3, value_width=64)[0], atol=2e-5)
+    state: Any = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
+    assert not state.races.races_found
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_nan_stays_one(implementation: str) -> None:
+    q, cache, length, positions, _ = arrays(64, 64, "all")
+    cache[1, 0, 300, 3] = np.nan
+    cache[1, 1, 301:] = 7e4         # behind the row's end: not seen
+    out, _ = IMPLEMENTATIONS[implementation](q, cache, length, positions, scale=0.3, value_width=64)
+    assert np.isnan(out[1, 0]).all() and np.isfinite(out[1, 1]).all() and np.isfinite(out[2]).all()
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_window_attention_is_the_same_by_either_implementation(tree: bool) -> None:
+    r = np.random.default_rng(3)
+    W, d = 4, 64
+    q, k, v = (r.normal(size=(B, W, heads, d)).astype(np.float32) for heads in (2 * G, G, G))
+    cache = r.normal(size=(B, G, S, 2 * d)).astype(np.float32)
+    mask = np.tril(np.ones((1, W, W), bool))
+    if tree:
+        mask[:, 2, 1] = mask[:, 3, 2] = False
+    positions = (LENGTHS[:, None] + np.arange(W)).astype(np.int32)
+    one, other = (window_attention(q, k, v, mask, positions, cache, LENGTHS, scale=0.2, implementation=name)
+                  for name in ("xla", "mosaic_tpu"))
+    np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_what_cannot_be_had_is_refused_by_name() -> None:
+    q, cache, length, positions, _ = arrays(64, 64, "all")
+    with pytest.raises(ValueError, match="cache: got 200 slots, takes a multiple of the block of 128"):
+        tpu.cache_attention(q, cache[:, :, :200], length, positions, scale=1.0, value_width=64)
+    with pytest.raises(ValueError, match="implementation: got 'triton', takes 'xla' or 'mosaic_tpu'"):
+        window_attention(q.swapaxes(1, 2), cache[..., :64], cache[..., 64:], cache, positions, scale=1.0,
+                         implementation="triton")       # type: ignore[arg-type]
