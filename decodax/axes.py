@@ -22,10 +22,9 @@ T = TypeVar("T")
 
 def constrain(tree: T, specs: Any) -> T:
     """Lays arrays out by `specs`, a pytree of `PartitionSpec`s."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    mesh, free = jax.sharding.get_abstract_mesh(), free_axes()
+    if not free:
         return tree
-    free = _free(mesh)
 
     def one(x: Array, spec: PartitionSpec) -> Array:
         fits = (n if n in free and x.shape[i] % free[n] == 0 else None for i, n in enumerate(spec))
@@ -45,12 +44,9 @@ def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *a
         out: of the results, a pytree prefix.
         whole: leave no axis to the compiler, as kernels need it; arrays are repeated along those that do not divide.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return fn(*args)
     divides = lambda name, size: all(x.shape[i] % size == 0 for x, spec in zip(args, specs, strict=True)
                                      if x is not None for i, n in enumerate(spec) if n == name)
-    free = _free(mesh)
+    free = free_axes()
     names = {name for name, size in free.items() if size > 1 and divides(name, size)}
     if not ((whole and free) or names):
         return fn(*args)
@@ -81,9 +77,5 @@ def platform() -> str:
 def free_axes() -> dict[str, int]:
     """The axes of the context's mesh that the compiler lays out, and their sizes."""
     mesh = jax.sharding.get_abstract_mesh()
-    return {} if mesh.empty else _free(mesh)
-
-
-def _free(mesh: Any) -> dict[str, int]:
     return {name: mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
             if kind == AxisType.Auto}

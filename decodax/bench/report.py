@@ -33,14 +33,12 @@ class Buffer:
         bytes: what it takes in memory. A TPU lays arrays out in tiles, as its layout tells, and fills them up: an
             `f32[16,8,128]` tiled by 8 x 128 takes what its shape says, an `f32[16,1,128]` eight times as much.
         main: whether it lies in main memory; a TPU keeps some results in fast memory on the chip.
-        order: its dimensions from the innermost outwards, as far as the text tells.
     """
 
     type: str
     dims: tuple[int, ...]
     bytes: int
     main: bool
-    order: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,11 +284,14 @@ def _buffers(shape: str) -> Iterator[Buffer]:
         width = 1 if kind == "pred" else int(bits.group()) / 8 if bits else 0
         found = re.match(r"\{([\d,]+)", layout)
         order = tuple(int(n) for n in found.group(1).split(",")) if found else ()
-        yield Buffer(kind, sizes, math.ceil(_padded(sizes, order, layout) * width), "S(" not in layout, order)
+        yield Buffer(kind, sizes, math.ceil(_padded(sizes, order, layout) * width), "S(" not in layout)
 
 
 def _padded(sizes: tuple[int, ...], order: tuple[int, ...], layout: str) -> int:
-    """Elements that an array takes in memory, with what fills up its first tiles.
+    """Elements that an array takes in memory, with what fills up its last tiles.
+
+    Args:
+        order: its dimensions from the innermost outwards.
 
     >>> _padded((16, 1, 100), (2, 1, 0), "{2,1,0:T(8,128)(2,1)}"), _padded((3, 5), (1, 0), "{1,0}")
     (16384, 15)

@@ -16,22 +16,19 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from decodax.axes import DATA, MODEL, shardwise
-from decodax.cache.base import ALL, Cache, Draftable, Entries, Feature, PyTree
-from decodax.cache.scratch import Scratch
+from decodax.cache.base import ALL, Entries, Feature, PyTree
+from decodax.cache.key_values import KeyValues, empty_kv, key_widths
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 from decodax.struct import static, struct
 
 
 @struct
-class Dense(Cache):
+class Dense(KeyValues):
     """A contiguous cache. An entry is a pair of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
-        kv: a tuple of one `f[B, G, S, d + e]` a layer, each slot's key and behind it its value. One array, since a TPU
-            lays arrays out in lanes of 128: with heads of 64 keys alone would take twice their bytes.
+        kv, given, widths: see `KeyValues`.
         length: `i32[B]` number of verified entries; slots at and beyond it are never read.
-        given: see `Cache.inputs`.
-        widths: static; the width `d` of each layer's keys.
     """
 
     supports: ClassVar[frozenset[Feature]] = ALL
@@ -42,22 +39,8 @@ class Dense(Cache):
     widths: tuple[int, ...] = static(default=())
 
     @property
-    def keys(self) -> tuple[Array, ...]:
-        """The keys, a `f[B, G, S, d]` a layer."""
-        return tuple(x[..., :d] for x, d in zip(self.kv, self.widths, strict=True))
-
-    @property
-    def values(self) -> tuple[Array, ...]:
-        """The values, a `f[B, G, S, e]` a layer."""
-        return tuple(x[..., d:] for x, d in zip(self.kv, self.widths, strict=True))
-
-    @property
     def capacity(self) -> int:
         return self.kv[0].shape[2] if self.kv else 0
-
-    @property
-    def inputs(self) -> PyTree:
-        return self.given
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
@@ -75,9 +58,6 @@ class Dense(Cache):
                    for held, entry in zip(self.kv, entries, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
-
     def truncate(self, length: Array) -> Dense:
         return self.replace(length=jnp.minimum(self.length, length))
 
@@ -88,17 +68,6 @@ def dense(layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: j
     a third number where it is another one. Capacity 0 holds nothing."""
     return Dense(kv=empty_kv(layers, batch, capacity, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
                  widths=key_widths(layers))
-
-
-def empty_kv(layers: Sequence[tuple[int, ...]], rows: int, slots: int,
-             dtype: jax.typing.DTypeLike) -> tuple[Array, ...]:
-    """A tuple of one `f[rows, G, slots, d + e]` of zeros a layer; `layers` as in `dense`."""
-    return tuple(jnp.zeros((rows, heads, slots, widths[0] + widths[-1]), dtype) for heads, *widths in layers)
-
-
-def key_widths(layers: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The width of each layer's keys; `layers` as in `dense`."""
-    return tuple(layer[1] for layer in layers)
 
 
 @jax.jit      # traced and lowered once for all layers

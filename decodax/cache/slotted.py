@@ -14,23 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.base import Cache, Draftable, Entries, PyTree
-from decodax.cache.dense import empty_kv, key_widths
-from decodax.cache.scratch import Scratch
+from decodax.cache.base import Entries, PyTree
+from decodax.cache.key_values import KeyValues, empty_kv, key_widths
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
 from decodax.struct import static, struct
 
 
 @struct
-class Slotted(Cache):
+class Slotted(KeyValues):
     """Keys and values in slots: derive a `@struct` from this and say `place`. Its own fields follow these.
 
     Attributes:
-        kv: a tuple of one `f[B, G, C, d + e]` a layer, each slot's key and behind it its value.
-        positions: a tuple of one `i32[B, G, C]` a layer, the position of each slot's token; -1: empty.
+        kv, given, widths: see `KeyValues`; `S` is the number of slots.
+        positions: a tuple of one `i32[B, G, S]` a layer, the position of each slot's token; -1: empty.
         length: `i32[B]` tokens of the verified text.
-        given: see `Cache.inputs`.
-        widths: static; the width `d` of each layer's keys.
         size: static; the most tokens of a text.
     """
 
@@ -42,22 +39,8 @@ class Slotted(Cache):
     size: int = static()
 
     @property
-    def keys(self) -> tuple[Array, ...]:
-        """The keys, a `f[B, G, C, d]` a layer."""
-        return tuple(x[..., :d] for x, d in zip(self.kv, self.widths, strict=True))
-
-    @property
-    def values(self) -> tuple[Array, ...]:
-        """The values, a `f[B, G, C, e]` a layer."""
-        return tuple(x[..., d:] for x, d in zip(self.kv, self.widths, strict=True))
-
-    @property
     def capacity(self) -> int:
         return self.size
-
-    @property
-    def inputs(self) -> PyTree:
-        return self.given
 
     @abc.abstractmethod
     def place(self, layer: int, entry: PyTree, positions: Array) -> Array:
@@ -81,9 +64,6 @@ class Slotted(Cache):
         new = [self._placed(layer, entry, slots) for layer, entry in enumerate(entries)]
         kv, positions = zip(*new, strict=True)
         return self.replace(kv=kv, positions=positions, length=jnp.maximum(self.length, slots.max(1) + 1))
-
-    def scratch(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
 
     def _placed(self, layer: int, entry: PyTree, positions: Array) -> tuple[Array, Array]:
         kv, held = self.kv[layer], self.positions[layer]

@@ -8,6 +8,7 @@ block that is already there, so that nothing is transferred for them: each row r
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,12 @@ def block_of(heads: int, slots: int, width: int, itemsize: int) -> int | None:
 
 def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
                     scale: float, value_width: int, sliding: int | None = None, softcap: float | None = None,
-                    block: int | None = None, interpret: bool = False) -> tuple[Array, Array]:
+                    block: int | None = None, interpret: Any = False) -> tuple[Array, Array]:
     """As `reference.cache_attention`.
 
     Args:
         block: slots that an instance reads; default `block_of`.
-        interpret: run without a TPU.
+        interpret: run without a TPU; True, or `pltpu.InterpretParams`.
     """
     B, G, R, d = q.shape
     S, D = cache.shape[2:]

@@ -230,7 +230,7 @@ class Tracking(Model):
 
     def _rows(self, q: Array, k: Array, at: Array, cache: Any, layer: int, text: Array, scale: float) -> Array:
         """The same to the cached keys, with `k` (`f[B, W, G, d]`) in place of those of the nodes."""
-        old = _scores(q, cache.base.keys[layer])
+        old = _scores(q, cache.base.keys(layer))
         new = _scores(q, k.swapaxes(1, 2))
         joined = jax.vmap(lambda row, at, new: row.at[..., at].set(new, mode="drop"))(old, at, new)
         return self._softmax(joined, text, scale)
@@ -243,7 +243,7 @@ class Tracking(Model):
         tracked = cache.track
         index = jnp.argmax(places[:, None, :] == tracked[:, :, None], 2)
         now = node(take(q, index))
-        then = self._weights(take(cache.queries[layer], tracked), cache.base.keys[layer], text, scale)
+        then = self._weights(take(cache.queries[layer], tracked), cache.base.keys(layer), text, scale)
         alike = cosine(now, then, 1)         # [B, L, S]
         first = jnp.argmax(tracked[:, :, None] == tracked[:, None, :], 2) == jnp.arange(tracked.shape[1])
         count = first[:, :, None] & text[:, None, :]

@@ -67,7 +67,7 @@ class FeatureCache(Wrapper):
     def at(self, layer: int, slots: Array) -> tuple[Array, ...]:
         """Keys and values `f[B, W, G, d]` and what the halves added `f[B, W, D]`, at `slots` (`i32[B, W]`)."""
         entry = lambda x: jax.vmap(lambda row, at: row[:, at].swapaxes(0, 1))(x, slots)
-        return (entry(self.base.keys[layer]), entry(self.base.values[layer]), take(self.attention[layer], slots),
+        return (entry(self.base.keys(layer)), entry(self.base.values(layer)), take(self.attention[layer], slots),
                 take(self.mlp[layer], slots))
 
 

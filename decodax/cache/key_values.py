@@ -1,0 +1,55 @@
+"""What caches of keys and values have in common: one array a layer that holds both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache.base import Cache, Draftable, Entries, PyTree
+from decodax.cache.scratch import Scratch
+
+
+class KeyValues(Cache):
+    """A cache whose entries are pairs of a key and a value, for `Dense` and `Slotted`.
+
+    Attributes:
+        kv: a tuple of one `f[B, G, S, d + e]` a layer, each slot's key and behind it its value. One array, since a TPU
+            lays arrays out in lanes of 128: with heads of 64 keys alone would take twice their bytes.
+        given: see `Cache.inputs`.
+        widths: static; the width `d` of each layer's keys.
+    """
+
+    if TYPE_CHECKING:       # each kind declares them, in the order of its fields
+        kv: tuple[Array, ...]
+        given: PyTree
+        widths: tuple[int, ...]
+
+    def keys(self, layer: int) -> Array:
+        """The keys of a layer, `f[B, G, S, d]`."""
+        return self.kv[layer][..., :self.widths[layer]]
+
+    def values(self, layer: int) -> Array:
+        """The values of a layer, `f[B, G, S, e]`."""
+        return self.kv[layer][..., self.widths[layer]:]
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return Scratch.empty(self, entries, room)
+
+
+def empty_kv(layers: Sequence[tuple[int, ...]], rows: int, slots: int,
+             dtype: jax.typing.DTypeLike) -> tuple[Array, ...]:
+    """A tuple of one `f[rows, G, slots, d + e]` of zeros a layer; `layers` as in `dense`."""
+    return tuple(jnp.zeros((rows, heads, slots, widths[0] + widths[-1]), dtype) for heads, *widths in layers)
+
+
+def key_widths(layers: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The width of each layer's keys; `layers` as in `dense`."""
+    return tuple(layer[1] for layer in layers)
