@@ -79,8 +79,7 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                          implementation: Implementation | None = None) -> tuple[Array, Array]:
     """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
     score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
-    if implementation not in (None, "xla", "mosaic_tpu"):
-        raise ValueError(f"implementation: got {implementation!r}, takes 'xla' or 'mosaic_tpu'")
+    known(implementation)
     if bias is not None and implementation == "mosaic_tpu":
         raise ValueError("implementation: got 'mosaic_tpu', which takes no bias")
     arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions
@@ -88,6 +87,40 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
         return _attention(*arrays, scale=scale, sliding=sliding, softcap=softcap, bias=bias, implementation="xla")
     return _attention_once(*arrays, scale=scale, sliding=sliding, softcap=softcap,
                            implementation=implementation or choose(cache))
+
+
+def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None = None, *, scale: float,
+                 sliding: int | None = None, softcap: float | None = None, cached: Array | None = None,
+                 slot_positions: Array | None = None, causal: bool = False,
+                 implementation: Implementation | None = None) -> Array:
+    """How much attention each cache slot receives: its softmax weights, summed over queries and over the heads of a
+    group. This is the statistic of caches that forget by attention (H2O, SnapKV).
+
+    It is a second pass over the keys, for which `window_attention_lse` and an entry of the cache keep what it needs:
+    queries, and the logarithms of their softmax sums over window and cache. So it costs nothing where it is not asked
+    for, and can wait for a decision: only nodes that are committed should count.
+
+    Args:
+        q: `f[B, W, H, d]`. lse: `f32[B, W, H]`, as `window_attention_lse` or `merge` gives it; inf for a query that
+            does not count.
+        causal: a query sees no slot whose token is behind its own position: for queries whose own keys have been
+            written.
+        positions, cache, length, scale, sliding, softcap, cached, slot_positions, implementation: as in
+            `window_attention`.
+
+    Returns:
+        `f32[B, G, S]`, 0 where nothing is seen.
+    """
+    known(implementation)
+    arrays = q, lse, positions, cache, length, cached, slot_positions
+    return _weights_once(*arrays, scale=scale, sliding=sliding, softcap=softcap, causal=causal,
+                         implementation=implementation or choose(cache))
+
+
+def known(implementation: str | None) -> None:
+    """Raises ValueError for a name that is none of an `Implementation`."""
+    if implementation not in (None, "xla", "mosaic_tpu"):
+        raise ValueError(f"implementation: got {implementation!r}, takes 'xla' or 'mosaic_tpu'")
 
 
 def choose(cache: Array | None) -> Implementation | None:
@@ -107,11 +140,22 @@ def choose(cache: Array | None) -> Implementation | None:
 def _attention_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
     q, _, _, mask, _, _, _, _, _, slot_positions = arrays
     heads, rows = P(DATA, None, MODEL), P(DATA)
-    cache = P(DATA, MODEL)
-    slots = P(DATA, MODEL if slot_positions is not None and slot_positions.shape[1] > 1 else None)
-    specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, cache, rows, rows, rows, slots)
+    specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, P(DATA, MODEL), rows, rows, rows,
+             _slots(slot_positions))
     local = functools.partial(_attention, bias=None, implementation=implementation, **options)
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "causal", "implementation"))
+def _weights_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> Array:
+    heads, rows, cache = P(DATA, None, MODEL), P(DATA), P(DATA, MODEL)
+    specs = heads, heads, rows, cache, rows, rows, _slots(arrays[-1])
+    local = functools.partial(_weights, implementation=implementation, **options)
+    return shardwise(local, specs, cache, *arrays, whole=implementation != "xla")
+
+
+def _slots(slot_positions: Array | None) -> P:
+    return P(DATA, MODEL if slot_positions is not None and slot_positions.shape[1] > 1 else None)
 
 
 def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None, length: Array | None,
@@ -119,9 +163,9 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
                sliding: int | None, softcap: float | None, bias: Bias | None,
                implementation: Implementation | None) -> tuple[Array, Array]:
     """See `window_attention_lse`."""
-    B, W, H, d = q.shape
+    B, W, H, _ = q.shape
     G, e = k.shape[2], v.shape[3]
-    dtype, q = q.dtype, q.reshape(B, W, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * W, d)
+    dtype, q = q.dtype, _folded(q, G)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def biases(where: Array) -> Array:       # of keys at `where` [B or 1, G or 1, K]
@@ -144,30 +188,63 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
 
     blind = cached is not None and cached.shape[1] == 0
     if cache is not None and cache.shape[2] and not blind:
-        slots = cache.shape[2]
-        place, held = jnp.arange(slots, dtype=jnp.int32), slot_positions
-        if held is not None:
-            length = jnp.where((held >= 0).any(1), place + 1, 0).max(1)
-        assert length is not None
-        if cached is not None:      # what is read ends behind the last entry that a row sees
-            held = jnp.where(cached & (place < length[:, None]), place, -1)[:, None]
-            length = jnp.where(held >= 0, place + 1, 0).max((1, 2))
-        at = jnp.broadcast_to(positions[:, None], (B, H // G, W)).reshape(B, -1)
-        options: dict[str, Any] = dict(scale=scale, value_width=e, sliding=sliding, softcap=softcap)
-        plain: Callable[..., Any] = functools.partial(reference.cache_attention, **options,
-                                                      bias=None if bias is None else biases)
-        if implementation == "xla":
-            part = plain(q, cache, length, at, held)
-        else:
-            from decodax.pallas_kernels.window_attention import tpu  # imports what the others do without
-
-            kernel: Callable[..., Any] = functools.partial(tpu.cache_attention, **options)
-            if implementation is None:
-                given = (q, cache, length, at) if held is None else (q, cache, length, at, held)
-                part = lax.platform_dependent(*given, tpu=kernel, default=plain)
-            else:
-                part = kernel(q, cache, length, at, held, interpret=platform() == "cpu")
+        given = q, cache, *_held(cache.shape[2], length, cached, slot_positions, _repeated(positions, H // G))
+        part = _read("cache_attention", implementation, given, dict(bias=None if bias is None else biases), scale=scale,
+                     value_width=e, sliding=sliding, softcap=softcap)
         out, lse = merge((out, lse), part)
+    return _unfolded(out.astype(dtype), W), _unfolded(lse, W)
 
-    out = out.astype(dtype).reshape(B, G, H // G, W, e).transpose(0, 3, 1, 2, 4).reshape(B, W, H, e)
-    return out, lse.reshape(B, G, H // G, W).transpose(0, 3, 1, 2).reshape(B, W, H)
+
+def _weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None, cached: Array | None,
+             slot_positions: Array | None, *, implementation: Implementation | None, **options: Any) -> Array:
+    """See `slot_weights`."""
+    G = cache.shape[1]
+    at = _repeated(positions, q.shape[2] // G)
+    given = _folded(q, G), _folded(lse, G), cache, *_held(cache.shape[2], length, cached, slot_positions, at)
+    return _read("slot_weights", implementation, given, {}, **options)
+
+
+def _folded(x: Array, heads: int) -> Array:
+    """`[B, W, H, ...]` as `[B, G, H / G * W, ...]`: the queries of each head of keys and values."""
+    B, W, H, *rest = x.shape
+    return jnp.moveaxis(x.reshape(B, W, heads, H // heads, *rest), 1, 3).reshape(B, heads, H // heads * W, *rest)
+
+
+def _unfolded(x: Array, width: int) -> Array:
+    """`[B, G, H / G * W, ...]` as `[B, W, H, ...]`."""
+    B, G, R, *rest = x.shape
+    return jnp.moveaxis(x.reshape(B, G, R // width, width, *rest), 3, 1).reshape(B, width, G * R // width, *rest)
+
+
+def _repeated(positions: Array, times: int) -> Array:
+    """`[B, W]` as `[B, H / G * W]`."""
+    B, W = positions.shape
+    return jnp.broadcast_to(positions[:, None], (B, times, W)).reshape(B, -1)
+
+
+def _held(slots: int, length: Array | None, cached: Array | None, held: Array | None,
+          positions: Array) -> tuple[Array, ...]:
+    """What an implementation is told of a cache: where what is read ends, the positions of queries and, unless slots
+    are positions, of what they see."""
+    place = jnp.arange(slots, dtype=jnp.int32)
+    if held is not None:
+        length = jnp.where((held >= 0).any(1), place + 1, 0).max(1)
+    assert length is not None
+    if cached is not None:      # what is read ends behind the last entry that a row sees
+        held = jnp.where(cached & (place < length[:, None]), place, -1)[:, None]
+        length = jnp.where(held >= 0, place + 1, 0).max((1, 2))
+    return (length, positions) if held is None else (length, positions, held)
+
+
+def _read(name: str, implementation: Implementation | None, given: tuple[Array, ...], plain: dict[str, Any],
+          **options: Any) -> Any:
+    """The function `name` of an implementation; `plain` are options of the reference alone."""
+    walk: Callable[..., Any] = functools.partial(getattr(reference, name), **options, **plain)
+    if implementation == "xla":
+        return walk(*given)
+    from decodax.pallas_kernels.window_attention import tpu  # imports what the others do without
+
+    kernel: Callable[..., Any] = functools.partial(getattr(tpu, name), **options)
+    if implementation is None:
+        return lax.platform_dependent(*given, tpu=kernel, default=walk)
+    return kernel(*given, interpret=platform() == "cpu")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-Carry = tuple[Array, Array, Array]
+Carry = TypeVar("Carry")
 
 BLOCK = 128
 """Cache entries a step of the walk. On CPU 128 to 512 measure alike for long rows; short ones read a whole step: with
@@ -55,14 +56,55 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     Returns:
         `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 where a query sees nothing.
     """
-    B, G, R, d = q.shape
-    slots = cache.shape[2]
+    B, G, R, _ = q.shape
+
+    def visit(at: Array, s: Array, seen: Array, values: Array, carry: tuple[Array, Array, Array]) -> Any:
+        top, total, out = carry
+        new = jnp.maximum(top, s.max(-1, keepdims=True))
+        shrink, weights = jnp.exp(top - new), jnp.where(seen, jnp.exp(s - new), 0)
+        more = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + more
+
+    none = jnp.zeros((B, G, R, 1), jnp.float32)
+    start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
+    top, total, out = _walk(visit, start, q, cache, length, positions, held, scale=scale, sliding=sliding,
+                            softcap=softcap, bias=bias)
+    some = total != 0       # true of a NaN, which must stay one
+    total = jnp.where(some, total, 1)
+    return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]
+
+
+def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
+                 scale: float, sliding: int | None = None, softcap: float | None = None,
+                 causal: bool = False) -> Array:
+    """The weight `exp(score - lse)` that each slot receives, summed over the queries of a head: `f32[B, G, S]`.
+
+    Args:
+        lse: `f32[B, G, R]`, the logarithm of each query's softmax sum, over all that it sees; inf for a query that does
+            not count.
+        causal: a query sees no token behind its own position.
+        q, cache, length, positions, held, scale, sliding, softcap: as in `cache_attention`.
+    """
+
+    def visit(at: Array, s: Array, seen: Array, values: Array, sums: Array) -> Array:
+        weights = jnp.where(seen, jnp.exp(s - lse[..., None]), 0).sum(2)
+        return lax.dynamic_update_slice_in_dim(sums, weights, at, 2)
+
+    return _walk(visit, jnp.zeros(cache.shape[:3], jnp.float32), q, cache, length, positions, held, scale=scale,
+                 sliding=sliding, softcap=softcap, causal=causal)
+
+
+def _walk(visit: Callable[..., Carry], start: Carry, q: Array, cache: Array, length: Array, positions: Array,
+          held: Array | None, *, scale: float, sliding: int | None, softcap: float | None, causal: bool = False,
+          bias: Callable[[Array], Array] | None = None) -> Carry:
+    """Scores block after block: `carry = visit(at, s, seen, values, carry)` with the slot at which the block begins,
+    its scores `f32[B, G, R, block]`, which of them are seen, and its values `f[B, G, block, e]`."""
+    d, slots = q.shape[3], cache.shape[2]
     if slots > BLOCK and slots % BLOCK:
         raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
 
     def walk(block: int, cache: Array, length: Array) -> Carry:
-        def visit(i: Array, carry: Carry) -> Carry:
-            top, total, out = carry
+        def step(i: Array, carry: Carry) -> Carry:
             both = lax.dynamic_slice_in_dim(cache, i * block, block, 2)
             keys, values = both[..., :d], both[..., d:]
             at = i * block + jnp.arange(block, dtype=jnp.int32)
@@ -70,28 +112,21 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
             if held is not None:
                 where = lax.dynamic_slice_in_dim(held, i * block, block, 2)
                 seen = seen & (where >= 0)
-            seen = seen[:, :, None]
+            seen, behind = seen[:, :, None], positions[:, None, :, None] - where[:, :, None]
             if sliding is not None:
-                seen = seen & (positions[:, None, :, None] - where[:, :, None] < sliding)
+                seen = seen & (behind < sliding)
+            if causal:
+                seen = seen & (behind >= 0)
             s = jnp.einsum("bgqd,bgkd->bgqk", q, keys, preferred_element_type=jnp.float32) * scale
             s = s if softcap is None else softcap * jnp.tanh(s / softcap)
             s = jnp.where(seen, s if bias is None else s + bias(where), MASKED)
-            new = jnp.maximum(top, s.max(-1, keepdims=True))
-            shrink, weights = jnp.exp(top - new), jnp.where(seen, jnp.exp(s - new), 0)
-            more = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(values.dtype), values,
-                              preferred_element_type=jnp.float32)
-            return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + more
+            return visit(i * block, s, seen, values, carry)
 
         first: Array | int = 0
         if sliding is not None and held is None:
             first = jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
-        none = jnp.zeros((B, G, R, 1), jnp.float32)
-        start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
-        return lax.fori_loop(first, (jnp.max(length) + block - 1) // block, visit, start)
+        return lax.fori_loop(first, (jnp.max(length) + block - 1) // block, step, start)
 
     narrow, wide = block_of(slots, BLOCK), block_of(slots, WIDE_BLOCK)
-    top, total, out = walk(narrow, cache, length) if narrow == wide else lax.platform_dependent(
+    return walk(narrow, cache, length) if narrow == wide else lax.platform_dependent(
         cache, length, cpu=functools.partial(walk, narrow), default=functools.partial(walk, wide))
-    some = total != 0       # true of a NaN, which must stay one
-    total = jnp.where(some, total, 1)
-    return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from typing import Any
 
 import jax
@@ -12,8 +13,14 @@ import numpy as np
 import pytest
 from jax import Array
 
-from decodax.pallas_kernels.window_attention import reference, tpu, window_attention
-from tests.matrix import pairs
+from decodax.pallas_kernels.window_attention import (
+    reference,
+    slot_weights,
+    tpu,
+    window_attention,
+    window_attention_lse,
+)
+from tests.matrix import often, pairs
 
 B, G, R, S = 3, 2, 5, 512
 LENGTHS = np.array([0, 301, 512], np.int32)
@@ -31,15 +38,21 @@ def arrays(d: int, e: int, held: str) -> tuple[Any, ...]:
         where if where is None else where.astype(np.int32)
 
 
-def exact(q: Any, cache: Any, length: Any, positions: Any, held: Any, *, scale: float, value_width: int,
-          sliding: int | None = None, softcap: float | None = None) -> tuple[Any, Any]:
-    d = q.shape[3]
-    s = np.einsum("bgrd,bgsd->bgrs", q.astype(np.float64), cache[..., :d].astype(np.float64)) * scale
+def scores(q: Any, keys: Any, length: Any, positions: Any, held: Any, scale: float, sliding: int | None = None,
+           softcap: float | None = None, causal: bool = False) -> tuple[Any, Any]:
+    """Scores `f64[B, G, R, S]` and which of them are seen."""
+    s = np.einsum("bgrd,bgsd->bgrs", q.astype(np.float64), keys.astype(np.float64)) * scale
     s = s if softcap is None else softcap * np.tanh(s / softcap)
     where = np.broadcast_to(np.arange(S) if held is None else held, (B, G, S))
     seen = ((np.arange(S) < length[:, None, None]) & (where >= 0))[:, :, None]
-    if sliding is not None:
-        seen = seen & (positions[:, None, :, None] - where[:, :, None] < sliding)
+    behind = positions[:, None, :, None] - where[:, :, None]
+    return s, seen & (True if sliding is None else behind < sliding) & (behind >= 0 if causal else True)
+
+
+def exact(q: Any, cache: Any, length: Any, positions: Any, held: Any, *, value_width: int,
+          **options: Any) -> tuple[Any, Any]:
+    d = q.shape[3]
+    s, seen = scores(q, cache[..., :d], length, positions, held, **options)
     weights = np.where(seen, np.exp(s - s.max()), 0)
     total = weights.sum(-1)
     out = np.einsum("bgrs,bgse->bgre", weights, cache[..., d:].astype(np.float64))
@@ -47,8 +60,15 @@ def exact(q: Any, cache: Any, length: Any, positions: Any, held: Any, *, scale: 
     return out / np.where(some, total, 1)[..., None], np.where(some, s.max() + np.log(np.where(some, total, 1)), -1e30)
 
 
+def exact_weights(q: Any, lse: Any, cache: Any, *given: Any, **options: Any) -> Any:
+    s, seen = scores(q, cache[..., :q.shape[3]], *given, **options)
+    return np.exp(np.where(seen, s - np.asarray(lse)[..., None], -np.inf)).sum(2)
+
+
 IMPLEMENTATIONS = {"xla": reference.cache_attention,
                    "mosaic_tpu": functools.partial(tpu.cache_attention, block=128, interpret=True)}
+WEIGHTS = {"xla": reference.slot_weights,
+           "mosaic_tpu": functools.partial(tpu.slot_weights, block=128, interpret=True)}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -66,6 +86,60 @@ def test_attention_to_a_cache_is_that_of_float64(implementation: str, widths: tu
     assert (np.asarray(lse)[sums < -1e29] < -1e29).all()
 
 
+@pytest.mark.parametrize("implementation", WEIGHTS)
+@pytest.mark.parametrize(("widths", "sliding", "softcap", "held", "causal"), often(
+    [((64, 64), 70, None, "all", False), ((128, 128), None, 5.0, "some of each head", True),
+     ((96, 96), 70, 5.0, "none", True)],
+    itertools.product(((64, 64), (96, 96), (128, 128), (256, 128)), (None, 70), (None, 5.0), HELD, (False, True))))
+def test_the_weights_of_slots_are_those_of_float64(implementation: str, widths: tuple[int, int], sliding: int | None,
+                                                   softcap: float | None, held: str, causal: bool) -> None:
+    """Summed over queries; one that does not count has an infinite sum."""
+    q, cache, length, positions, where = arrays(*widths, held)
+    positions = positions - np.arange(0, 30, 10, dtype=np.int32)[:, None]       # some slots are behind the queries
+    lse = np.random.default_rng(7).uniform(2, 6, (B, G, R)).astype(np.float32)
+    lse[2, 1, 3] = np.inf
+    options = dict(scale=0.1, sliding=sliding, softcap=softcap, causal=causal)
+    got = WEIGHTS[implementation](q, lse, cache, length, positions, where, **options)
+    want = exact_weights(q, lse, cache, length, positions, where, **options)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+    assert (want > 0).any() == (held != "none")
+
+
+def test_tiles_of_queries_change_nothing() -> None:
+    q, cache, length, positions, held = arrays(64, 64, "some of each head")
+    q, positions = (np.concatenate([x] * 7, -2 if x.ndim > 2 else -1) for x in (q, positions))      # 35 queries
+    for tile in (16, 32):
+        options: dict[str, Any] = dict(scale=0.3, block=128, tile=tile, interpret=True)
+        out, lse = tpu.cache_attention(q, cache, length, positions, held, value_width=64, sliding=70, **options)
+        want, sums = exact(q, cache, length, positions, held, scale=0.3, value_width=64, sliding=70)
+        np.testing.assert_allclose(out, want, atol=2e-5)
+        lse = np.where(sums > -1e29, lse, 1e30)
+        got = tpu.slot_weights(q, lse, cache, length, positions, held, **options)
+        np.testing.assert_allclose(got, exact_weights(q, lse, cache, length, positions, held, scale=0.3), rtol=2e-5,
+                                   atol=1e-6)
+
+
+def test_the_attention_that_slots_receive_and_that_of_the_window_is_all_there_is() -> None:
+    """The weights of a head's queries add up to one each: what a mask of the window hides is the rest."""
+    r = np.random.default_rng(3)
+    W, H, d = 4, 2 * G, 64
+    q, k, v = (r.normal(size=(B, W, heads, d)).astype(np.float32) for heads in (H, G, G))
+    cache = r.normal(size=(B, G, S, 2 * d)).astype(np.float32)
+    mask, positions = np.eye(W, dtype=bool)[None], LENGTHS[:, None] + np.arange(W, dtype=np.int32)
+    _, lse = window_attention_lse(q, k, v, mask, positions, cache, LENGTHS, scale=0.2, sliding=400)
+    own = np.exp(0.2 * np.einsum("bwgrd,bwgd->bwgr", q.reshape(B, W, G, 2, d), k) - lse.reshape(B, W, G, 2))
+    for implementation in ("xla", "mosaic_tpu"):
+        weights = slot_weights(q, lse, positions, cache, LENGTHS, scale=0.2, sliding=400,
+                               implementation=implementation)       # type: ignore[arg-type]
+        np.testing.assert_allclose(weights.sum(-1) + own.sum((1, 3)), 2 * W, rtol=1e-5)
+        np.testing.assert_array_equal(weights[0], 0)
+        assert (weights[2, :, :512 - 400 + 1] == 0).all() and (weights[2, :, 512 - 400 + 1:] > 0).all()
+    alone = slot_weights(q[:, 1:2], lse[:, 1:2], positions[:, 1:2], cache, LENGTHS, scale=0.2, sliding=400)
+    counted = np.where(np.arange(W)[:, None] == 1, lse, np.inf)
+    np.testing.assert_allclose(slot_weights(q, counted, positions, cache, LENGTHS, scale=0.2, sliding=400), alone,
+                               atol=1e-6)
+
+
 def test_the_kernel_runs_in_a_loop_and_blocks_change_nothing_but_rounding() -> None:
     q, cache, length, positions, _ = arrays(64, 64, "all")
 
@@ -81,16 +155,23 @@ def test_the_kernel_runs_in_a_loop_and_blocks_change_nothing_but_rounding() -> N
     np.testing.assert_allclose(looped, q, atol=1e-6)
 
 
-def test_the_kernel_has_no_races() -> None:
+def no_races(kernel: Any, *args: Any, **options: Any) -> Any:
+    """What a kernel gives under the interpreter that looks for races."""
     from jax.experimental.pallas import tpu as pltpu
 
-    q, cache, length, positions, held = arrays(64, 64, "some of each head")
-    params: Any = pltpu.InterpretParams(detect_races=True)
-    out, _ = tpu.cache_attention(q, cache, length, positions, held, scale=0.3, value_width=64, block=128,
-                                 interpret=params)
-    np.testing.assert_allclose(out, exact(q, cache, length, positions, held, scale=0.3, value_width=64)[0], atol=2e-5)
+    out = kernel(*args, interpret=pltpu.InterpretParams(detect_races=True), **options)
+    jax.block_until_ready(out)
     state: Any = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
     assert not state.races.races_found
+    return out
+
+
+def test_the_kernel_has_no_races() -> None:
+    q, cache, length, positions, held = arrays(64, 64, "some of each head")
+    out, lse = no_races(tpu.cache_attention, q, cache, length, positions, held, scale=0.3, value_width=64, block=128)
+    np.testing.assert_allclose(out, exact(q, cache, length, positions, held, scale=0.3, value_width=64)[0], atol=2e-5)
+    got = no_races(tpu.slot_weights, q, lse, cache, length, positions, held, scale=0.3, block=256)
+    np.testing.assert_allclose(got, exact_weights(q, lse, cache, length, positions, held, scale=0.3), atol=2e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
