@@ -27,7 +27,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
                      length: Array | None = None, *, scale: float,
                      sliding: int | None = None, softcap: float | None = None,
                      key_positions: Array | None = None, cached: Array | None = None,
-                     slot_positions: Array | None = None, bias: Bias | None = None,
+                     slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
                      implementation: Implementation | None = None) -> Array:
     """Attention of window queries to verified cache entries and to the window.
 
@@ -46,6 +46,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         slot_positions: `i32[B, G or 1, S]` the position of the token in each slot, -1 where there is none, of a cache
             whose slots are not positions; in place of `length` and `cached`.
         bias: what is added to the scores, after softcap: relative position biases (T5), slopes (ALiBi).
+        sinks: `f[H]`, a learned score of each head that takes part in the softmax and has no value (GPT-OSS): weights
+            add up to less than one. Where parts are merged it belongs to one of them.
         implementation: how the cache is read: "xla", or the kernel "mosaic_tpu", which runs interpreted on a CPU; None:
             the fastest that can be had (see `choose`).
 
@@ -54,7 +56,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
     """
     return window_attention_lse(q, k, v, mask, positions, cache, length, scale=scale, sliding=sliding,
                                 softcap=softcap, key_positions=key_positions, cached=cached,
-                                slot_positions=slot_positions, bias=bias, implementation=implementation)[0]
+                                slot_positions=slot_positions, bias=bias, sinks=sinks,
+                                implementation=implementation)[0]
 
 
 def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -75,14 +78,14 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                          length: Array | None = None, *, scale: float,
                          sliding: int | None = None, softcap: float | None = None,
                          key_positions: Array | None = None, cached: Array | None = None,
-                         slot_positions: Array | None = None, bias: Bias | None = None,
+                         slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
                          implementation: Implementation | None = None) -> tuple[Array, Array]:
     """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
     score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
     known(implementation)
     if bias is not None and implementation == "mosaic_tpu":
         raise ValueError("implementation: got 'mosaic_tpu', which takes no bias")
-    arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions
+    arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks
     if bias is not None:        # it closes over weights: no static value, and made for all heads
         return _attention(*arrays, scale=scale, sliding=sliding, softcap=softcap, bias=bias, implementation="xla")
     return _attention_once(*arrays, scale=scale, sliding=sliding, softcap=softcap,
@@ -138,10 +141,10 @@ def choose(cache: Array | None) -> Implementation | None:
 # traced and lowered once for all layers of a kind
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "implementation"))
 def _attention_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
-    q, _, _, mask, _, _, _, _, _, slot_positions = arrays
+    q, _, _, mask, _, _, _, _, _, slot_positions, _ = arrays
     heads, rows = P(DATA, None, MODEL), P(DATA)
     specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, P(DATA, MODEL), rows, rows, rows,
-             _slots(slot_positions))
+             _slots(slot_positions), P(MODEL))
     local = functools.partial(_attention, bias=None, implementation=implementation, **options)
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
 
@@ -159,8 +162,8 @@ def _slots(slot_positions: Array | None) -> P:
 
 
 def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None, length: Array | None,
-               key_positions: Array | None, cached: Array | None, slot_positions: Array | None, *, scale: float,
-               sliding: int | None, softcap: float | None, bias: Bias | None,
+               key_positions: Array | None, cached: Array | None, slot_positions: Array | None,
+               sinks: Array | None, *, scale: float, sliding: int | None, softcap: float | None, bias: Bias | None,
                implementation: Implementation | None) -> tuple[Array, Array]:
     """See `window_attention_lse`."""
     B, W, H, _ = q.shape
@@ -192,6 +195,9 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         part = _read("cache_attention", implementation, given, dict(bias=None if bias is None else biases), scale=scale,
                      value_width=e, sliding=sliding, softcap=softcap)
         out, lse = merge((out, lse), part)
+    if sinks is not None:
+        scores = jnp.repeat(sinks.astype(jnp.float32), W).reshape(G, -1)
+        out, lse = merge((out, lse), (jnp.zeros_like(out), jnp.broadcast_to(scores, lse.shape)))
     return _unfolded(out.astype(dtype), W), _unfolded(lse, W)
 
 

@@ -46,6 +46,7 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "heads of 64": (attention, window(d=64, e=64)),
         "heads of 96": (attention, window(d=96, e=96)),
         "held": (attention, window() | held),
+        "sinks": (attention, window() | dict(sinks=((H,), jnp.float32, P(MODEL)))),
         "chunk of 256": (attention, window(256, batch=2)),
         "chunk of 512, heads of 256": (attention, window(512, 256, 256, batch=2)),
         "weights": (weights, window()),

@@ -198,6 +198,28 @@ def test_window_attention_is_the_same_by_either_implementation(tree: bool) -> No
     np.testing.assert_allclose(one, other, atol=2e-6)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_tpu"])
+def test_a_sink_is_a_key_whose_value_is_zero(implementation: Any) -> None:
+    """GPT-OSS: it adds to the sum of a softmax, with a cache and without one."""
+    r = np.random.default_rng(5)
+    W, H, d = 3, 2 * G, 64
+    q, k, v = (r.normal(size=(B, W, heads, d)).astype(np.float32) for heads in (H, G, G))
+    cache = r.normal(size=(B, G, S, 2 * d)).astype(np.float32)
+    mask, positions = np.tril(np.ones((1, W, W), bool)), (LENGTHS[:, None] + np.arange(W)).astype(np.int32)
+    sinks = np.array([4.0, -1.0, 2.0, 30.0], np.float32)
+    out, lse = window_attention_lse(q, k, v, mask, positions, cache, LENGTHS, scale=0.2, sinks=sinks,
+                                    implementation=implementation)
+    plain, sums = window_attention_lse(q, k, v, mask, positions, cache, LENGTHS, scale=0.2)
+    total = np.logaddexp(np.asarray(sums, np.float64), sinks)
+    np.testing.assert_allclose(lse, total, atol=2e-5)
+    np.testing.assert_allclose(out, plain * np.exp(sums - total)[..., None], atol=2e-6)
+    few = window_attention(q, k, v, mask, positions, scale=0.2, sinks=sinks, implementation=implementation)
+    scores = np.einsum("bwgrd,bkgd->bwgrk", q.reshape(B, W, G, 2, d).astype(np.float64), k) * 0.2
+    weights = np.where(mask[:, :, None, None], np.exp(scores), 0)
+    weights = weights / (weights.sum(-1, keepdims=True) + np.exp(sinks.reshape(G, 2, 1)))
+    np.testing.assert_allclose(few, np.einsum("bwgrk,bkgd->bwgrd", weights, v).reshape(few.shape), atol=2e-6)
+
+
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     q, cache, length, positions, _ = arrays(64, 64, "all")
     with pytest.raises(ValueError, match="cache: got 200 slots, takes a multiple of the block of 128"):
