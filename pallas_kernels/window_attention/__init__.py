@@ -4,10 +4,13 @@ from decodax.pallas_kernels.window_attention.attention import (
     Bias,
     Implementation,
     merge,
+    quantized,
     slot_weights,
     window_attention,
     window_attention_lse,
 )
 from decodax.pallas_kernels.window_attention.reference import BLOCK
 
-__all__ = ["BLOCK", "Bias", "Implementation", "merge", "slot_weights", "window_attention", "window_attention_lse"]
+__all__ = [
+    "BLOCK", "Bias", "Implementation", "merge", "quantized", "slot_weights", "window_attention", "window_attention_lse",
+]

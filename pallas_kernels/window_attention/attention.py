@@ -28,7 +28,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
                      sliding: int | None = None, softcap: float | None = None,
                      key_positions: Array | None = None, cached: Array | None = None,
                      slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
-                     implementation: Implementation | None = None) -> Array:
+                     scales: Array | None = None, implementation: Implementation | None = None) -> Array:
     """Attention of window queries to verified cache entries and to the window.
 
     Args:
@@ -48,6 +48,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         bias: what is added to the scores, after softcap: relative position biases (T5), slopes (ALiBi).
         sinks: `f[H]`, a learned score of each head that takes part in the softmax and has no value (GPT-OSS): weights
             add up to less than one. Where parts are merged it belongs to one of them.
+        scales: `f[B, G, 2, S]`, by which each slot's key and value are to be multiplied: of a cache of `i8`, which
+            `quantized` makes.
         implementation: how the cache is read: "xla", or the kernel "mosaic_tpu", which runs interpreted on a CPU; None:
             the fastest that can be had (see `choose`).
 
@@ -56,7 +58,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
     """
     return window_attention_lse(q, k, v, mask, positions, cache, length, scale=scale, sliding=sliding,
                                 softcap=softcap, key_positions=key_positions, cached=cached,
-                                slot_positions=slot_positions, bias=bias, sinks=sinks,
+                                slot_positions=slot_positions, bias=bias, sinks=sinks, scales=scales,
                                 implementation=implementation)[0]
 
 
@@ -79,13 +81,14 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                          sliding: int | None = None, softcap: float | None = None,
                          key_positions: Array | None = None, cached: Array | None = None,
                          slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
+                         scales: Array | None = None,
                          implementation: Implementation | None = None) -> tuple[Array, Array]:
     """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
     score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
-    known(implementation)
+    _check(implementation, cache, scales)
     if bias is not None and implementation == "mosaic_tpu":
         raise ValueError("implementation: got 'mosaic_tpu', which takes no bias")
-    arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks
+    arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks, scales
     if bias is not None:        # it closes over weights: no static value, and made for all heads
         return _attention(*arrays, scale=scale, sliding=sliding, softcap=softcap, bias=bias, implementation="xla")
     return _attention_once(*arrays, scale=scale, sliding=sliding, softcap=softcap,
@@ -94,7 +97,7 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
 
 def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None = None, *, scale: float,
                  sliding: int | None = None, softcap: float | None = None, cached: Array | None = None,
-                 slot_positions: Array | None = None, causal: bool = False,
+                 slot_positions: Array | None = None, scales: Array | None = None, causal: bool = False,
                  implementation: Implementation | None = None) -> Array:
     """How much attention each cache slot receives: its softmax weights, summed over queries and over the heads of a
     group. This is the statistic of caches that forget by attention (H2O, SnapKV).
@@ -108,22 +111,38 @@ def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: A
             does not count.
         causal: a query sees no slot whose token is behind its own position: for queries whose own keys have been
             written.
-        positions, cache, length, scale, sliding, softcap, cached, slot_positions, implementation: as in
+        positions, cache, length, scale, sliding, softcap, cached, slot_positions, scales, implementation: as in
             `window_attention`.
 
     Returns:
         `f32[B, G, S]`, 0 where nothing is seen.
     """
-    known(implementation)
-    arrays = q, lse, positions, cache, length, cached, slot_positions
+    _check(implementation, cache, scales)
+    arrays = q, lse, positions, cache, length, cached, slot_positions, scales
     return _weights_once(*arrays, scale=scale, sliding=sliding, softcap=softcap, causal=causal,
                          implementation=implementation or choose(cache))
 
 
-def known(implementation: str | None) -> None:
-    """Raises ValueError for a name that is none of an `Implementation`."""
+def quantized(cache: Array, width: int) -> tuple[Array, Array]:
+    """A cache of integers, `i8[..., S, d + e]`, and its scales `f32[..., 2, S]`: keys and values are rounded to
+    multiples of a 127th of their largest entry, apart for each slot and head. Slots are the last axis, which a TPU pads
+    to 128: scales `[S, 2]` would take 64 times their bytes.
+
+    Args:
+        cache: `f[..., S, d + e]`. width: `d`.
+    """
+    parts = [x.astype(jnp.float32) for x in (cache[..., :width], cache[..., width:])]
+    scales = [jnp.abs(x).max(-1) / 127 for x in parts]
+    codes = [jnp.round(x / jnp.where(n > 0, n, 1)[..., None]) for x, n in zip(parts, scales, strict=True)]
+    return jnp.concatenate(codes, -1).astype(jnp.int8), jnp.stack(scales, -2)
+
+
+def _check(implementation: str | None, cache: Array | None, scales: Array | None) -> None:
     if implementation not in (None, "xla", "mosaic_tpu"):
         raise ValueError(f"implementation: got {implementation!r}, takes 'xla' or 'mosaic_tpu'")
+    if cache is not None and jnp.issubdtype(cache.dtype, jnp.integer) != (scales is not None):
+        raise ValueError(f"scales: got {'none' if scales is None else 'some'} for a cache of {cache.dtype}, takes them "
+                         "where it is of integers")
 
 
 def choose(cache: Array | None) -> Implementation | None:
@@ -141,10 +160,10 @@ def choose(cache: Array | None) -> Implementation | None:
 # traced and lowered once for all layers of a kind
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "implementation"))
 def _attention_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
-    q, _, _, mask, _, _, _, _, _, slot_positions, _ = arrays
-    heads, rows = P(DATA, None, MODEL), P(DATA)
-    specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, P(DATA, MODEL), rows, rows, rows,
-             _slots(slot_positions), P(MODEL))
+    q, _, _, mask, _, _, _, _, _, slot_positions, _, _ = arrays
+    heads, rows, cache = P(DATA, None, MODEL), P(DATA), P(DATA, MODEL)
+    specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, cache, rows, rows, rows,
+             _slots(slot_positions), P(MODEL), cache)
     local = functools.partial(_attention, bias=None, implementation=implementation, **options)
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
 
@@ -152,7 +171,7 @@ def _attention_once(*arrays: Any, implementation: Implementation | None, **optio
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "causal", "implementation"))
 def _weights_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> Array:
     heads, rows, cache = P(DATA, None, MODEL), P(DATA), P(DATA, MODEL)
-    specs = heads, heads, rows, cache, rows, rows, _slots(arrays[-1])
+    specs = heads, heads, rows, cache, rows, rows, _slots(arrays[6]), cache
     local = functools.partial(_weights, implementation=implementation, **options)
     return shardwise(local, specs, cache, *arrays, whole=implementation != "xla")
 
@@ -163,8 +182,8 @@ def _slots(slot_positions: Array | None) -> P:
 
 def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None, length: Array | None,
                key_positions: Array | None, cached: Array | None, slot_positions: Array | None,
-               sinks: Array | None, *, scale: float, sliding: int | None, softcap: float | None, bias: Bias | None,
-               implementation: Implementation | None) -> tuple[Array, Array]:
+               sinks: Array | None, scales: Array | None, *, scale: float, sliding: int | None, softcap: float | None,
+               bias: Bias | None, implementation: Implementation | None) -> tuple[Array, Array]:
     """See `window_attention_lse`."""
     B, W, H, _ = q.shape
     G, e = k.shape[2], v.shape[3]
@@ -191,7 +210,8 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
 
     blind = cached is not None and cached.shape[1] == 0
     if cache is not None and cache.shape[2] and not blind:
-        given = q, cache, *_held(cache.shape[2], length, cached, slot_positions, _repeated(positions, H // G))
+        length, held = _held(cache.shape[2], length, cached, slot_positions)
+        given = q, cache, length, _repeated(positions, H // G), held, scales
         part = _read("cache_attention", implementation, given, dict(bias=None if bias is None else biases), scale=scale,
                      value_width=e, sliding=sliding, softcap=softcap)
         out, lse = merge((out, lse), part)
@@ -202,11 +222,12 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
 
 
 def _weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None, cached: Array | None,
-             slot_positions: Array | None, *, implementation: Implementation | None, **options: Any) -> Array:
+             slot_positions: Array | None, scales: Array | None, *, implementation: Implementation | None,
+             **options: Any) -> Array:
     """See `slot_weights`."""
     G = cache.shape[1]
-    at = _repeated(positions, q.shape[2] // G)
-    given = _folded(q, G), _folded(lse, G), cache, *_held(cache.shape[2], length, cached, slot_positions, at)
+    length, held = _held(cache.shape[2], length, cached, slot_positions)
+    given = _folded(q, G), _folded(lse, G), cache, length, _repeated(positions, q.shape[2] // G), held, scales
     return _read("slot_weights", implementation, given, {}, **options)
 
 
@@ -228,10 +249,9 @@ def _repeated(positions: Array, times: int) -> Array:
     return jnp.broadcast_to(positions[:, None], (B, times, W)).reshape(B, -1)
 
 
-def _held(slots: int, length: Array | None, cached: Array | None, held: Array | None,
-          positions: Array) -> tuple[Array, ...]:
-    """What an implementation is told of a cache: where what is read ends, the positions of queries and, unless slots
-    are positions, of what they see."""
+def _held(slots: int, length: Array | None, cached: Array | None, held: Array | None) -> tuple[Array, Array | None]:
+    """What an implementation is told of a cache: where what is read ends and, unless slots are positions, the positions
+    of what is seen."""
     place = jnp.arange(slots, dtype=jnp.int32)
     if held is not None:
         length = jnp.where((held >= 0).any(1), place + 1, 0).max(1)
@@ -239,10 +259,10 @@ def _held(slots: int, length: Array | None, cached: Array | None, held: Array | 
     if cached is not None:      # what is read ends behind the last entry that a row sees
         held = jnp.where(cached & (place < length[:, None]), place, -1)[:, None]
         length = jnp.where(held >= 0, place + 1, 0).max((1, 2))
-    return (length, positions) if held is None else (length, positions, held)
+    return length, held
 
 
-def _read(name: str, implementation: Implementation | None, given: tuple[Array, ...], plain: dict[str, Any],
+def _read(name: str, implementation: Implementation | None, given: tuple[Array | None, ...], plain: dict[str, Any],
           **options: Any) -> Any:
     """The function `name` of an implementation; `plain` are options of the reference alone."""
     walk: Callable[..., Any] = functools.partial(getattr(reference, name), **options, **plain)

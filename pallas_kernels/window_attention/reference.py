@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -38,9 +38,25 @@ def block_of(slots: int, most: int) -> int:
     return slots if slots <= most else math.gcd(most, slots)
 
 
-def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
-                    scale: float, value_width: int, sliding: int | None = None, softcap: float | None = None,
-                    bias: Callable[[Array], Array] | None = None) -> tuple[Array, Array]:
+class Block(NamedTuple):
+    """What a step of the walk looks at.
+
+    Attributes:
+        at: the slot at which it begins.
+        scores: `f32[B, G, R, block]`, and which of them are `seen`.
+        values: `f[B, G, block, e]`. worth: `f32[B, G, 1, block]`, by which they are to be multiplied; None: by 1.
+    """
+
+    at: Array
+    scores: Array
+    seen: Array
+    values: Array
+    worth: Array | None
+
+
+def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
+                    scales: Array | None = None, *, scale: float, value_width: int, sliding: int | None = None,
+                    softcap: float | None = None, bias: Callable[[Array], Array] | None = None) -> tuple[Array, Array]:
     """Attention to a cache, and the logarithm of each query's softmax sum.
 
     Args:
@@ -49,6 +65,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         length: `i32[B]`: slots at and beyond it are not seen.
         positions: `i32[B, R]` of the queries, for `sliding`.
         held: `i32[B, G or 1, S]`, the position of each slot's token, -1 where none is seen; None: slots are positions.
+        scales: `f[B, G, 2, S]`, by which each slot's key and value are to be multiplied: of a cache of integers.
         scale, sliding, softcap: as in `window_attention`.
         value_width: `e`.
         bias: from the positions of keys, `i32[B or 1, G or 1, K]`, what is added to their scores, `f32[B, G, R, K]`.
@@ -58,47 +75,48 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     """
     B, G, R, _ = q.shape
 
-    def visit(at: Array, s: Array, seen: Array, values: Array, carry: tuple[Array, Array, Array]) -> Any:
+    def visit(x: Block, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
-        new = jnp.maximum(top, s.max(-1, keepdims=True))
-        shrink, weights = jnp.exp(top - new), jnp.where(seen, jnp.exp(s - new), 0)
-        more = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + more
+        new = jnp.maximum(top, x.scores.max(-1, keepdims=True))
+        shrink, weights = jnp.exp(top - new), jnp.where(x.seen, jnp.exp(x.scores - new), 0)
+        total = total * shrink + weights.sum(-1, keepdims=True)
+        weights = (weights if x.worth is None else weights * x.worth).astype(x.values.dtype)
+        more = jnp.einsum("bgqk,bgkd->bgqd", weights, x.values, preferred_element_type=jnp.float32)
+        return new, total, out * shrink + more
 
     none = jnp.zeros((B, G, R, 1), jnp.float32)
     start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
-    top, total, out = _walk(visit, start, q, cache, length, positions, held, scale=scale, sliding=sliding,
-                            softcap=softcap, bias=bias)
+    top, total, out = _walk(visit, start, q, cache, length, positions, held, scales, scale=scale,
+                            sliding=sliding, softcap=softcap, bias=bias)
     some = total != 0       # true of a NaN, which must stay one
     total = jnp.where(some, total, 1)
     return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]
 
 
-def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
-                 scale: float, sliding: int | None = None, softcap: float | None = None,
-                 causal: bool = False) -> Array:
+def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
+                 scales: Array | None = None, *, scale: float, sliding: int | None = None,
+                 softcap: float | None = None, causal: bool = False) -> Array:
     """The weight `exp(score - lse)` that each slot receives, summed over the queries of a head: `f32[B, G, S]`.
 
     Args:
         lse: `f32[B, G, R]`, the logarithm of each query's softmax sum, over all that it sees; inf for a query that does
             not count.
         causal: a query sees no token behind its own position.
-        q, cache, length, positions, held, scale, sliding, softcap: as in `cache_attention`.
+        q, cache, length, positions, held, scales, scale, sliding, softcap: as in `cache_attention`.
     """
 
-    def visit(at: Array, s: Array, seen: Array, values: Array, sums: Array) -> Array:
-        weights = jnp.where(seen, jnp.exp(s - lse[..., None]), 0).sum(2)
-        return lax.dynamic_update_slice_in_dim(sums, weights, at, 2)
+    def visit(x: Block, sums: Array) -> Array:
+        weights = jnp.where(x.seen, jnp.exp(x.scores - lse[..., None]), 0).sum(2)
+        return lax.dynamic_update_slice_in_dim(sums, weights, x.at, 2)
 
-    return _walk(visit, jnp.zeros(cache.shape[:3], jnp.float32), q, cache, length, positions, held, scale=scale,
-                 sliding=sliding, softcap=softcap, causal=causal)
+    return _walk(visit, jnp.zeros(cache.shape[:3], jnp.float32), q, cache, length, positions, held, scales,
+                 scale=scale, sliding=sliding, softcap=softcap, causal=causal)
 
 
-def _walk(visit: Callable[..., Carry], start: Carry, q: Array, cache: Array, length: Array, positions: Array,
-          held: Array | None, *, scale: float, sliding: int | None, softcap: float | None, causal: bool = False,
-          bias: Callable[[Array], Array] | None = None) -> Carry:
-    """Scores block after block: `carry = visit(at, s, seen, values, carry)` with the slot at which the block begins,
-    its scores `f32[B, G, R, block]`, which of them are seen, and its values `f[B, G, block, e]`."""
+def _walk(visit: Callable[[Block, Carry], Carry], start: Carry, q: Array, cache: Array, length: Array,
+          positions: Array, held: Array | None, scales: Array | None, *, scale: float, sliding: int | None,
+          softcap: float | None, causal: bool = False, bias: Callable[[Array], Array] | None = None) -> Carry:
+    """Scores block after block: `carry = visit(block, carry)`."""
     d, slots = q.shape[3], cache.shape[2]
     if slots > BLOCK and slots % BLOCK:
         raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
@@ -106,6 +124,11 @@ def _walk(visit: Callable[..., Carry], start: Carry, q: Array, cache: Array, len
     def walk(block: int, cache: Array, length: Array) -> Carry:
         def step(i: Array, carry: Carry) -> Carry:
             both = lax.dynamic_slice_in_dim(cache, i * block, block, 2)
+            worth = None
+            if scales is not None:
+                both = both.astype(q.dtype)
+                each = lax.dynamic_slice_in_dim(scales, i * block, block, 3).astype(jnp.float32)
+                key_scales, worth = each[:, :, :1], each[:, :, 1:]
             keys, values = both[..., :d], both[..., d:]
             at = i * block + jnp.arange(block, dtype=jnp.int32)
             seen, where = (at < length[:, None])[:, None], at[None, None]       # [B, G or 1, block]
@@ -118,9 +141,10 @@ def _walk(visit: Callable[..., Carry], start: Carry, q: Array, cache: Array, len
             if causal:
                 seen = seen & (behind >= 0)
             s = jnp.einsum("bgqd,bgkd->bgqk", q, keys, preferred_element_type=jnp.float32) * scale
+            s = s if scales is None else s * key_scales
             s = s if softcap is None else softcap * jnp.tanh(s / softcap)
             s = jnp.where(seen, s if bias is None else s + bias(where), MASKED)
-            return visit(i * block, s, seen, values, carry)
+            return visit(Block(i * block, s, seen, values, worth), carry)
 
         first: Array | int = 0
         if sliding is not None and held is None:

@@ -60,9 +60,10 @@ def tile_of(heads: int, rows: int, width: int, itemsize: int, block: int) -> int
     return -(-steps // -(-steps // most)) * 16
 
 
-def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
-                    scale: float, value_width: int, sliding: int | None = None, softcap: float | None = None,
-                    block: int | None = None, tile: int | None = None, interpret: Any = False) -> tuple[Array, Array]:
+def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
+                    scales: Array | None = None, *, scale: float, value_width: int, sliding: int | None = None,
+                    softcap: float | None = None, block: int | None = None, tile: int | None = None,
+                    interpret: Any = False) -> tuple[Array, Array]:
     """As `reference.cache_attention`.
 
     Args:
@@ -71,27 +72,28 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         interpret: run without a TPU; True, or `pltpu.InterpretParams`.
     """
     R = q.shape[2]
-    out, lse = _call(q, None, cache, length, positions, held, scale=scale, sliding=sliding, softcap=softcap,
-                     causal=False, block=block, tile=tile, interpret=interpret)
+    out, lse = _call(q, None, cache, length, positions, held, scales, scale=scale, sliding=sliding,
+                     softcap=softcap, causal=False, block=block, tile=tile, interpret=interpret)
     return out[:, :, :R, -value_width:], lse[:, :, :R, 0]
 
 
-def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
-                 scale: float, sliding: int | None = None, softcap: float | None = None, causal: bool = False,
-                 block: int | None = None, tile: int | None = None, interpret: Any = False) -> Array:
+def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
+                 scales: Array | None = None, *, scale: float, sliding: int | None = None,
+                 softcap: float | None = None, causal: bool = False, block: int | None = None,
+                 tile: int | None = None, interpret: Any = False) -> Array:
     """As `reference.slot_weights`. It reads the keys that attention read, once more: half of the cache's bytes where
     widths are multiples of 128, else, since keys and values share a line of lanes, all of them.
 
     Args:
         block, tile, interpret: as in `cache_attention`.
     """
-    return _call(q, lse, cache, length, positions, held, scale=scale, sliding=sliding, softcap=softcap, causal=causal,
-                 block=block, tile=tile, interpret=interpret)[0]
+    return _call(q, lse, cache, length, positions, held, scales, scale=scale, sliding=sliding, softcap=softcap,
+                 causal=causal, block=block, tile=tile, interpret=interpret)[0]
 
 
-def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: Array, held: Array | None, *,
-          scale: float, sliding: int | None, softcap: float | None, causal: bool, block: int | None, tile: int | None,
-          interpret: Any) -> tuple[Array, ...]:
+def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: Array, held: Array | None,
+          scales: Array | None, *, scale: float, sliding: int | None, softcap: float | None, causal: bool,
+          block: int | None, tile: int | None, interpret: Any) -> tuple[Array, ...]:
     """Attention without `lse`: its output and sums, with rows and lanes that fill up tiles. With it the weights."""
     B, G, R, d = q.shape
     S, D = cache.shape[2:]
@@ -101,6 +103,7 @@ def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: A
     split = d % LANES == 0 and D % LANES == 0       # keys and values begin at whole lanes
     # else queries are widened by zeros, which meet the values; the transfers and the passes of the matrix unit stay
     width, out_width = (d, D - d) if split else (D, D)
+    q = q if scales is not None else q.astype(cache.dtype)
     tile = tile or tile_of(G, R, max(width, out_width), q.dtype.itemsize, block)
     tiles, blocks = -(-R // tile), S // block
     more = tiles * tile - R
@@ -120,7 +123,7 @@ def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: A
         return pl.BlockSpec(shape, index)
 
     inputs = {
-        "q": (jnp.pad(q.astype(cache.dtype), ((0, 0), (0, 0), (0, more), (0, width - d))),
+        "q": (jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, width - d))),
               spec((1, G, tile, width), lambda b, t, n, i: (b, 0, t, 0))),
         "positions": (jnp.pad(positions, ((0, 0), (0, more)))[..., None],
                       spec((1, tile, 1), lambda b, t, n, i: (b, t, 0))),
@@ -130,6 +133,8 @@ def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: A
     }
     if held is not None:
         inputs["held"] = held, spec((1, held.shape[1], block), lambda b, t, n, i: (b, 0, n))
+    if scales is not None:
+        inputs["scales"] = scales, spec((1, G, 2, block), lambda b, t, n, i: (b, 0, 0, n))
     rows = tiles * tile
     if lse is None:
         grid: tuple[int, ...] = B, tiles, blocks
@@ -164,7 +169,8 @@ def _kernel(first: Array, last: Array, length: Array, *refs: Array, inputs: tupl
             sliding: int | None, softcap: float | None, causal: bool, block: int, width: int | None) -> None:
     """One instance. `inputs` names the first of `refs`; `width` is that of keys where values are apart from them."""
     given, rest = dict(zip(inputs, refs, strict=False)), refs[len(inputs):]
-    q, positions, cache, held = given["q"], given["positions"], given["cache"], given.get("held")
+    q, positions, cache = given["q"], given["positions"], given["cache"]
+    held, scales = given.get("held"), given.get("scales")
     weighs = "lse" in given         # the order of the grid, and what becomes of the scores
     b, i = pl.program_id(0), pl.program_id(1 if weighs else 2)
     heads, rows = q.shape[1:3]
@@ -172,9 +178,11 @@ def _kernel(first: Array, last: Array, length: Array, *refs: Array, inputs: tupl
     live = (i >= first[b]) & (start < length[b])
 
     def scores(g: int) -> tuple[Array, Array, Array]:
-        kv = cache[0, g]
-        keys, values = (kv, kv) if width is None else (kv[:, :width], kv[:, width:])
+        kv = cache[0, g].astype(q.dtype)
+        keys = kv if width is None else kv[:, :width]
         s = lax.dot_general(q[0, g], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        if scales is not None:
+            s = s * scales[0, g].astype(jnp.float32)[:1]
         s = s * scale if softcap is None else softcap * jnp.tanh(s * scale / softcap)
         where = start + lax.broadcasted_iota(jnp.int32, (rows, block), 1)
         seen = where < length[b]
@@ -185,7 +193,7 @@ def _kernel(first: Array, last: Array, length: Array, *refs: Array, inputs: tupl
             seen = seen & (positions[0] - where < sliding)
         if causal:
             seen = seen & (positions[0] >= where)
-        return s, seen, values
+        return s, seen, kv
 
     if weighs:
         (weights,), sums = rest, given["lse"]
@@ -213,7 +221,8 @@ def _kernel(first: Array, last: Array, length: Array, *refs: Array, inputs: tupl
     @pl.when(live)
     def _() -> None:
         for g in range(heads):
-            s, seen, values = scores(g)
+            s, seen, kv = scores(g)
+            values = kv if width is None else kv[:, width:]
             s = jnp.where(seen, s, MASKED)
             before = top[g][:, :1]
             new = jnp.maximum(before, s.max(1, keepdims=True))
@@ -221,6 +230,8 @@ def _kernel(first: Array, last: Array, length: Array, *refs: Array, inputs: tupl
             shrink = jnp.exp(before - new)
             top[g] = jnp.broadcast_to(new, top.shape[1:])
             total[g] = jnp.broadcast_to(total[g][:, :1] * shrink + weights.sum(1, keepdims=True), total.shape[1:])
+            if scales is not None:
+                weights = weights * scales[0, g].astype(jnp.float32)[1:]
             acc[g] = acc[g] * shrink + lax.dot_general(weights.astype(values.dtype), values, (((1,), (0,)), ((), ())),
                                                        preferred_element_type=jnp.float32)
 

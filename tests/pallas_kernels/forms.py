@@ -36,6 +36,8 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                     cache=((batch, G, slots, d + e), jnp.bfloat16, P(DATA, MODEL)))
 
     held = dict(slot_positions=((B, G, S), jnp.int32, P(DATA, MODEL)))
+    int8 = lambda d=128: dict(cache=((B, G, S, 2 * d), jnp.int8, P(DATA, MODEL)),
+                              scales=((B, G, 2, S), jnp.float32, P(DATA, MODEL)))
     attention = functools.partial(window_attention_lse, scale=0.1)
 
     def weights(k: Any, v: Any, mask: Any, **given: Any) -> Any:
@@ -47,6 +49,10 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "heads of 96": (attention, window(d=96, e=96)),
         "held": (attention, window() | held),
         "sinks": (attention, window() | dict(sinks=((H,), jnp.float32, P(MODEL)))),
+        "int8": (attention, window() | int8()),
+        "int8, heads of 64": (attention, window(d=64, e=64) | int8(d=64)),
+        "int8, heads of 256": (attention, window(d=256, e=256) | int8(d=256)),
+        "weights of int8, held": (weights, window() | int8() | held),
         "chunk of 256": (attention, window(256, batch=2)),
         "chunk of 512, heads of 256": (attention, window(512, 256, 256, batch=2)),
         "weights": (weights, window()),

@@ -14,6 +14,7 @@ import pytest
 from jax import Array
 
 from decodax.pallas_kernels.window_attention import (
+    quantized,
     reference,
     slot_weights,
     tpu,
@@ -24,6 +25,7 @@ from tests.matrix import often, pairs
 
 B, G, R, S = 3, 2, 5, 512
 LENGTHS = np.array([0, 301, 512], np.int32)
+FORMS = ("int8",)
 HELD = ("all", "some", "some of each head", "none")
 
 
@@ -84,6 +86,38 @@ def test_attention_to_a_cache_is_that_of_float64(implementation: str, widths: tu
     np.testing.assert_allclose(out, want, atol=2e-5)
     np.testing.assert_allclose(np.where(sums > -1e29, lse, 0), np.where(sums > -1e29, sums, 0), atol=2e-5)
     assert (np.asarray(lse)[sums < -1e29] < -1e29).all()
+
+
+def stored(cache: Any, width: int, form: str) -> tuple[Any, dict[str, Any], Any]:
+    """A cache in some form, what else describes it, and what it stands for."""
+    given: dict[str, Any] = {}
+    if "int8" in form:
+        kept = quantized(cache, width)
+        cache, scales = (np.asarray(x) for x in kept)
+        each = np.repeat(scales.swapaxes(2, 3), (width, cache.shape[3] - width), 3)
+        given, exact = dict(scales=scales), cache.astype(np.float64) * each
+    else:
+        exact = cache
+    return cache, given, exact
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("form", "widths", "sliding", "held"), often(
+    [("int8", (64, 64), 70, "some"), ("int8", (128, 128), None, "all")],
+    itertools.product(FORMS, ((64, 64), (96, 96), (128, 128), (256, 128)), (None, 70), HELD)))
+def test_each_form_of_a_cache_is_attended_to_as_in_float64(implementation: str, form: str, widths: tuple[int, int],
+                                                           sliding: int | None, held: str) -> None:
+    q, cache, *where = arrays(*widths, held)
+    kept, given, meant = stored(cache, widths[0], form)
+    options = dict(scale=0.3, value_width=widths[1], sliding=sliding, softcap=5.0 if sliding else None)
+    out, lse = IMPLEMENTATIONS[implementation](q, kept, *where, **given, **options)
+    want, sums = exact(q, meant, *where, **options)
+    np.testing.assert_allclose(out, want, atol=3e-5)
+    np.testing.assert_allclose(np.where(sums > -1e29, lse, 0), np.where(sums > -1e29, sums, 0), atol=2e-5)
+    assert (np.asarray(lse)[sums < -1e29] < -1e29).all()
+    options.pop("value_width")
+    got = WEIGHTS[implementation](q, np.where(sums > -1e29, sums, 0), kept, *where, **given, **options)
+    np.testing.assert_allclose(got, exact_weights(q, sums, meant, *where, **options), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", WEIGHTS)
@@ -174,6 +208,16 @@ def test_the_kernel_has_no_races() -> None:
     np.testing.assert_allclose(got, exact_weights(q, lse, cache, length, positions, held, scale=0.3), atol=2e-5)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kernel_has_no_races_in_any_form(form: str) -> None:
+    q, cache, *where = arrays(64, 64, "some")
+    kept, given, meant = stored(cache, 64, form)
+    out, lse = no_races(tpu.cache_attention, q, kept, *where, **given, scale=0.3, value_width=64, block=128)
+    np.testing.assert_allclose(out, exact(q, meant, *where, scale=0.3, value_width=64)[0], atol=2e-5)
+    got = no_races(tpu.slot_weights, q, lse, kept, *where, **given, scale=0.3, block=128)
+    np.testing.assert_allclose(got, exact_weights(q, lse, meant, *where, scale=0.3), atol=2e-5)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_nan_stays_one(implementation: str) -> None:
     q, cache, length, positions, _ = arrays(64, 64, "all")
@@ -220,6 +264,17 @@ def test_a_sink_is_a_key_whose_value_is_zero(implementation: Any) -> None:
     np.testing.assert_allclose(few, np.einsum("bwgrk,bkgd->bwgrd", weights, v).reshape(few.shape), atol=2e-6)
 
 
+def test_codes_are_within_half_a_step_of_what_they_stand_for() -> None:
+    cache = np.random.default_rng(0).normal(size=(B, G, 40, 24 + 8)).astype(np.float32)
+    cache[1, 1, 3, :24] = 0
+    codes, scales = quantized(cache, 24)
+    assert codes.dtype == np.int8 and scales.shape == (B, G, 2, 40) and scales[1, 1, 0, 3] == 0
+    for part, width in ((slice(24), 0), (slice(24, None), 1)):
+        step = np.asarray(scales)[:, :, width, :, None]
+        assert (np.abs(codes[..., part] * step - cache[..., part]) <= 0.5001 * step).all()
+        np.testing.assert_allclose(step[..., 0] * 127, np.abs(cache[..., part]).max(-1), rtol=1e-6)
+
+
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     q, cache, length, positions, _ = arrays(64, 64, "all")
     with pytest.raises(ValueError, match="cache: got 200 slots, takes a multiple of the block of 128"):
@@ -227,3 +282,5 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="implementation: got 'triton', takes 'xla' or 'mosaic_tpu'"):
         window_attention(q.swapaxes(1, 2), cache[..., :64], cache[..., 64:], cache, positions, scale=1.0,
                          implementation="triton")       # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scales: got none for a cache of int8, takes them where it is of integers"):
+        slot_weights(q.swapaxes(1, 2), q[..., 0].swapaxes(1, 2), positions, cache.astype(np.int8), length, scale=1.0)
