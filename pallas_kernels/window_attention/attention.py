@@ -28,7 +28,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
                      sliding: int | None = None, softcap: float | None = None,
                      key_positions: Array | None = None, cached: Array | None = None,
                      slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
-                     scales: Array | None = None, implementation: Implementation | None = None) -> Array:
+                     scales: Array | None = None, table: Array | None = None,
+                     implementation: Implementation | None = None) -> Array:
     """Attention of window queries to verified cache entries and to the window.
 
     Args:
@@ -50,6 +51,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
             add up to less than one. Where parts are merged it belongs to one of them.
         scales: `f[B, G, 2, S]`, by which each slot's key and value are to be multiplied: of a cache of `i8`, which
             `quantized` makes.
+        table: `i32[B, N]`, the pages that hold a row's slots, of a cache `f[P, G, page, d + e]` of pages for all rows,
+            and of scales `f[P, G, 2, page]`; `S` is `N * page`. What it says of pages behind `length` does not matter.
         implementation: how the cache is read: "xla", or the kernel "mosaic_tpu", which runs interpreted on a CPU; None:
             the fastest that can be had (see `choose`).
 
@@ -58,7 +61,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
     """
     return window_attention_lse(q, k, v, mask, positions, cache, length, scale=scale, sliding=sliding,
                                 softcap=softcap, key_positions=key_positions, cached=cached,
-                                slot_positions=slot_positions, bias=bias, sinks=sinks, scales=scales,
+                                slot_positions=slot_positions, bias=bias, sinks=sinks, scales=scales, table=table,
                                 implementation=implementation)[0]
 
 
@@ -81,14 +84,14 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                          sliding: int | None = None, softcap: float | None = None,
                          key_positions: Array | None = None, cached: Array | None = None,
                          slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
-                         scales: Array | None = None,
+                         scales: Array | None = None, table: Array | None = None,
                          implementation: Implementation | None = None) -> tuple[Array, Array]:
     """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
     score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
     _check(implementation, cache, scales)
     if bias is not None and implementation == "mosaic_tpu":
         raise ValueError("implementation: got 'mosaic_tpu', which takes no bias")
-    arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks, scales
+    arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks, scales, table
     if bias is not None:        # it closes over weights: no static value, and made for all heads
         return _attention(*arrays, scale=scale, sliding=sliding, softcap=softcap, bias=bias, implementation="xla")
     return _attention_once(*arrays, scale=scale, sliding=sliding, softcap=softcap,
@@ -97,7 +100,8 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
 
 def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None = None, *, scale: float,
                  sliding: int | None = None, softcap: float | None = None, cached: Array | None = None,
-                 slot_positions: Array | None = None, scales: Array | None = None, causal: bool = False,
+                 slot_positions: Array | None = None, scales: Array | None = None,
+                 table: Array | None = None, causal: bool = False,
                  implementation: Implementation | None = None) -> Array:
     """How much attention each cache slot receives: its softmax weights, summed over queries and over the heads of a
     group. This is the statistic of caches that forget by attention (H2O, SnapKV).
@@ -111,14 +115,14 @@ def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: A
             does not count.
         causal: a query sees no slot whose token is behind its own position: for queries whose own keys have been
             written.
-        positions, cache, length, scale, sliding, softcap, cached, slot_positions, scales, implementation: as in
-            `window_attention`.
+        positions, cache, length, scale, sliding, softcap, cached, slot_positions, scales, table, implementation: as
+            in `window_attention`.
 
     Returns:
         `f32[B, G, S]`, 0 where nothing is seen.
     """
     _check(implementation, cache, scales)
-    arrays = q, lse, positions, cache, length, cached, slot_positions, scales
+    arrays = q, lse, positions, cache, length, cached, slot_positions, scales, table
     return _weights_once(*arrays, scale=scale, sliding=sliding, softcap=softcap, causal=causal,
                          implementation=implementation or choose(cache))
 
@@ -146,8 +150,8 @@ def _check(implementation: str | None, cache: Array | None, scales: Array | None
 
 
 def choose(cache: Array | None) -> Implementation | None:
-    """The implementation for a cache `f[B, G, S, D]`: "xla", or None for the TPU's kernel wherever the program is
-    lowered for a TPU.
+    """The implementation for a cache `f[B, G, S, D]`, or its pages: "xla", or None for the TPU's kernel wherever the
+    program is lowered for a TPU.
 
     The kernel wants slots in blocks of 128, and to know the mesh: the compiler cannot divide it over devices by itself.
     """
@@ -160,20 +164,21 @@ def choose(cache: Array | None) -> Implementation | None:
 # traced and lowered once for all layers of a kind
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "implementation"))
 def _attention_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
-    q, _, _, mask, _, _, _, _, _, slot_positions, _, _ = arrays
-    heads, rows, cache = P(DATA, None, MODEL), P(DATA), P(DATA, MODEL)
+    q, mask, slot_positions, table = arrays[0], arrays[3], arrays[9], arrays[12]
+    heads, rows, cache = P(DATA, None, MODEL), P(DATA), P(DATA if table is None else None, MODEL)
     specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, cache, rows, rows, rows,
-             _slots(slot_positions), P(MODEL), cache)
+             _slots(slot_positions), P(MODEL), cache, rows)
     local = functools.partial(_attention, bias=None, implementation=implementation, **options)
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "causal", "implementation"))
 def _weights_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> Array:
-    heads, rows, cache = P(DATA, None, MODEL), P(DATA), P(DATA, MODEL)
-    specs = heads, heads, rows, cache, rows, rows, _slots(arrays[6]), cache
+    slot_positions, table = arrays[6], arrays[8]
+    heads, rows, cache = P(DATA, None, MODEL), P(DATA), P(DATA if table is None else None, MODEL)
+    specs = heads, heads, rows, cache, rows, rows, _slots(slot_positions), cache, rows
     local = functools.partial(_weights, implementation=implementation, **options)
-    return shardwise(local, specs, cache, *arrays, whole=implementation != "xla")
+    return shardwise(local, specs, P(DATA, MODEL), *arrays, whole=implementation != "xla")
 
 
 def _slots(slot_positions: Array | None) -> P:
@@ -182,8 +187,8 @@ def _slots(slot_positions: Array | None) -> P:
 
 def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None, length: Array | None,
                key_positions: Array | None, cached: Array | None, slot_positions: Array | None,
-               sinks: Array | None, scales: Array | None, *, scale: float, sliding: int | None, softcap: float | None,
-               bias: Bias | None, implementation: Implementation | None) -> tuple[Array, Array]:
+               sinks: Array | None, scales: Array | None, table: Array | None, *, scale: float, sliding: int | None,
+               softcap: float | None, bias: Bias | None, implementation: Implementation | None) -> tuple[Array, Array]:
     """See `window_attention_lse`."""
     B, W, H, _ = q.shape
     G, e = k.shape[2], v.shape[3]
@@ -210,8 +215,8 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
 
     blind = cached is not None and cached.shape[1] == 0
     if cache is not None and cache.shape[2] and not blind:
-        length, held = _held(cache.shape[2], length, cached, slot_positions)
-        given = q, cache, length, _repeated(positions, H // G), held, scales
+        length, held = _held(cache, table, length, cached, slot_positions)
+        given = q, cache, length, _repeated(positions, H // G), held, scales, table
         part = _read("cache_attention", implementation, given, dict(bias=None if bias is None else biases), scale=scale,
                      value_width=e, sliding=sliding, softcap=softcap)
         out, lse = merge((out, lse), part)
@@ -222,12 +227,12 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
 
 
 def _weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None, cached: Array | None,
-             slot_positions: Array | None, scales: Array | None, *, implementation: Implementation | None,
-             **options: Any) -> Array:
+             slot_positions: Array | None, scales: Array | None, table: Array | None, *,
+             implementation: Implementation | None, **options: Any) -> Array:
     """See `slot_weights`."""
     G = cache.shape[1]
-    length, held = _held(cache.shape[2], length, cached, slot_positions)
-    given = _folded(q, G), _folded(lse, G), cache, length, _repeated(positions, q.shape[2] // G), held, scales
+    length, held = _held(cache, table, length, cached, slot_positions)
+    given = _folded(q, G), _folded(lse, G), cache, length, _repeated(positions, q.shape[2] // G), held, scales, table
     return _read("slot_weights", implementation, given, {}, **options)
 
 
@@ -249,9 +254,11 @@ def _repeated(positions: Array, times: int) -> Array:
     return jnp.broadcast_to(positions[:, None], (B, times, W)).reshape(B, -1)
 
 
-def _held(slots: int, length: Array | None, cached: Array | None, held: Array | None) -> tuple[Array, Array | None]:
+def _held(cache: Array, table: Array | None, length: Array | None, cached: Array | None,
+          held: Array | None) -> tuple[Array, Array | None]:
     """What an implementation is told of a cache: where what is read ends and, unless slots are positions, the positions
     of what is seen."""
+    slots = cache.shape[2] * (1 if table is None else table.shape[1])
     place = jnp.arange(slots, dtype=jnp.int32)
     if held is not None:
         length = jnp.where((held >= 0).any(1), place + 1, 0).max(1)

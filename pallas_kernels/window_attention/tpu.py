@@ -12,7 +12,8 @@ reads the cache.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,9 @@ TILE_BYTES = 8 << 20
 
 SCORES = 512 << 10
 """Of a head, tile and block at once: two to three float32 arrays."""
+
+TABLE_BYTES = 512 << 10
+"""Of a table of pages: half of the scalar memory. A larger one is read by several launches, each with some rows."""
 
 MASKED = -1e30
 
@@ -61,9 +65,9 @@ def tile_of(heads: int, rows: int, width: int, itemsize: int, block: int) -> int
 
 
 def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
-                    scales: Array | None = None, *, scale: float, value_width: int, sliding: int | None = None,
-                    softcap: float | None = None, block: int | None = None, tile: int | None = None,
-                    interpret: Any = False) -> tuple[Array, Array]:
+                    scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
+                    sliding: int | None = None, softcap: float | None = None, block: int | None = None,
+                    tile: int | None = None, interpret: Any = False) -> tuple[Array, Array]:
     """As `reference.cache_attention`.
 
     Args:
@@ -72,13 +76,13 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         interpret: run without a TPU; True, or `pltpu.InterpretParams`.
     """
     R = q.shape[2]
-    out, lse = _call(q, None, cache, length, positions, held, scales, scale=scale, sliding=sliding,
+    out, lse = _call(q, None, cache, length, positions, held, scales, table, scale=scale, sliding=sliding,
                      softcap=softcap, causal=False, block=block, tile=tile, interpret=interpret)
     return out[:, :, :R, -value_width:], lse[:, :, :R, 0]
 
 
 def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
-                 scales: Array | None = None, *, scale: float, sliding: int | None = None,
+                 scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None, causal: bool = False, block: int | None = None,
                  tile: int | None = None, interpret: Any = False) -> Array:
     """As `reference.slot_weights`. It reads the keys that attention read, once more: half of the cache's bytes where
@@ -87,19 +91,40 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
     Args:
         block, tile, interpret: as in `cache_attention`.
     """
-    return _call(q, lse, cache, length, positions, held, scales, scale=scale, sliding=sliding, softcap=softcap,
+    return _call(q, lse, cache, length, positions, held, scales, table, scale=scale, sliding=sliding, softcap=softcap,
                  causal=causal, block=block, tile=tile, interpret=interpret)[0]
 
 
+class _Place(NamedTuple):
+    """Where an instance is: row `b`, tile `t` of its queries, step `i` of its walk, which looks at block `n` of its
+    slots. That lies in row (or page) `row` of the cache as block `part`."""
+
+    b: Any
+    t: Any
+    i: Any
+    n: Any
+    row: Any
+    part: Any
+
+
 def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: Array, held: Array | None,
-          scales: Array | None, *, scale: float, sliding: int | None, softcap: float | None, causal: bool,
-          block: int | None, tile: int | None, interpret: Any) -> tuple[Array, ...]:
+          scales: Array | None, table: Array | None, *, scale: float, sliding: int | None, softcap: float | None,
+          causal: bool, block: int | None, tile: int | None, interpret: Any) -> tuple[Array, ...]:
     """Attention without `lse`: its output and sums, with rows and lanes that fill up tiles. With it the weights."""
     B, G, R, d = q.shape
-    S, D = cache.shape[2:]
-    block = block or block_of(G, S, D, cache.dtype.itemsize)
-    if block is None or S % block:
-        raise ValueError(f"cache: got {S} slots, takes a multiple of the block of {block or LANES}")
+    page, D = cache.shape[2:]
+    block = block or block_of(G, page, D, cache.dtype.itemsize)
+    if block is None or page % block:
+        kind = "slots" if table is None else "slots a page"
+        raise ValueError(f"cache: got {page} {kind}, takes a multiple of the block of {block or LANES}")
+    pages = 1 if table is None else table.shape[1]
+    if table is not None and B > (most := max(TABLE_BYTES // (4 * pages), 1)):
+        rows: Any = lambda x, i: None if x is None else x[i:i + most]
+        some = [_call(rows(q, i), rows(lse, i), cache, rows(length, i), rows(positions, i), rows(held, i), scales,
+                      rows(table, i), scale=scale, sliding=sliding, softcap=softcap, causal=causal, block=block,
+                      tile=tile, interpret=interpret) for i in range(0, B, most)]
+        return tuple(map(jnp.concatenate, zip(*some, strict=True)))
+    S = pages * page
     split = d % LANES == 0 and D % LANES == 0       # keys and values begin at whole lanes
     # else queries are widened by zeros, which meet the values; the transfers and the passes of the matrix unit stay
     width, out_width = (d, D - d) if split else (D, D)
@@ -113,61 +138,65 @@ def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: A
         first = jnp.maximum(positions.min(1) - sliding + 1, 0) // block
     last = jnp.maximum((length + block - 1) // block - 1, first)
 
-    def spec(shape: tuple[int, ...], place: Any) -> pl.BlockSpec:
-        """Of the block of an array at `place(b, t, n)`: of a row, a tile and the block of slots to read."""
-
-        def index(b: Array, x: Array, y: Array, first: Array, last: Array, length: Array) -> Any:
+    def spec(shape: tuple[int, ...], place: Callable[[_Place], tuple[Any, ...]]) -> pl.BlockSpec:
+        def index(b: Array, x: Array, y: Array, first: Array, last: Array, length: Array, *tables: Array) -> Any:
             t, i = (x, y) if lse is None else (y, x)
-            return place(b, t, jnp.clip(i, first[b], last[b]), i)
+            n = jnp.clip(i, first[b], last[b])
+            if not tables:
+                return place(_Place(b, t, i, n, b, n))
+            parts = page // block
+            return place(_Place(b, t, i, n, tables[0][b * pages + n // parts], n % parts))
 
         return pl.BlockSpec(shape, index)
 
     inputs = {
         "q": (jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, width - d))),
-              spec((1, G, tile, width), lambda b, t, n, i: (b, 0, t, 0))),
+              spec((1, G, tile, width), lambda at: (at.b, 0, at.t, 0))),
         "positions": (jnp.pad(positions, ((0, 0), (0, more)))[..., None],
-                      spec((1, tile, 1), lambda b, t, n, i: (b, t, 0))),
+                      spec((1, tile, 1), lambda at: (at.b, at.t, 0))),
         # else the compiler may move it to fast memory and back, as a whole, whatever is live
         "cache": (cache if interpret else pltpu.with_memory_space_constraint(cache, pltpu.HBM),
-                  spec((1, G, block, D if lse is None else width), lambda b, t, n, i: (b, 0, n, 0))),
+                  spec((1, G, block, D if lse is None else width), lambda at: (at.row, 0, at.part, 0))),
     }
     if held is not None:
-        inputs["held"] = held, spec((1, held.shape[1], block), lambda b, t, n, i: (b, 0, n))
+        inputs["held"] = held, spec((1, held.shape[1], block), lambda at: (at.b, 0, at.n))
     if scales is not None:
-        inputs["scales"] = scales, spec((1, G, 2, block), lambda b, t, n, i: (b, 0, 0, n))
-    rows = tiles * tile
+        inputs["scales"] = scales, spec((1, G, 2, block), lambda at: (at.row, 0, 0, at.part))
     if lse is None:
         grid: tuple[int, ...] = B, tiles, blocks
-        results: list[Any] = [((B, G, rows, n), spec((1, G, tile, n), lambda b, t, n, i: (b, 0, t, 0)))
+        results: list[Any] = [((B, G, tiles * tile, n), spec((1, G, tile, n), lambda at: (at.b, 0, at.t, 0)))
                               for n in (out_width, LANES)]
         scratch = [(G, tile, LANES), (G, tile, LANES), (G, tile, out_width)]
     else:
         grid = B, blocks, tiles
         inputs["lse"] = (jnp.pad(lse, ((0, 0), (0, 0), (0, more)), constant_values=jnp.inf)[..., None],
-                         spec((1, G, tile, 1), lambda b, t, n, i: (b, 0, t, 0)))
-        results = [((B, G, S), spec((1, G, block), lambda b, t, n, i: (b, 0, i)))]
+                         spec((1, G, tile, 1), lambda at: (at.b, 0, at.t, 0)))
+        results = [((B, G, S), spec((1, G, block), lambda at: (at.b, 0, at.i)))]
         scratch = []
+    # in scalar memory; flat, since two axes would be padded there
+    scalars = [first, last, length, *(() if table is None else (jnp.maximum(table, 0).reshape(-1),))]
     arrays, in_specs = zip(*inputs.values(), strict=True)
-    kernel = functools.partial(_kernel, inputs=tuple(inputs), scale=scale, sliding=sliding, softcap=softcap,
-                               causal=causal, block=block, width=d if split else None)
+    kernel = functools.partial(_kernel, scalars=len(scalars), inputs=tuple(inputs), scale=scale, sliding=sliding,
+                               softcap=softcap, causal=causal, block=block, width=d if split else None)
     products = 2 if lse is None else 1
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3, grid=grid, in_specs=in_specs, out_specs=[where for _, where in results],
+            num_scalar_prefetch=len(scalars), grid=grid, in_specs=in_specs, out_specs=[where for _, where in results],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch]),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in results],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         cost_estimate=pl.CostEstimate(flops=2 * products * B * G * R * S * D, transcendentals=B * G * R * S,
-                                      bytes_accessed=cache.size * cache.dtype.itemsize),
+                                      bytes_accessed=B * G * S * D * cache.dtype.itemsize),
         name="cache_attention" if lse is None else "slot_weights",
-    )(first, last, length, *arrays)
+    )(*scalars, *arrays)
 
 
-def _kernel(first: Array, last: Array, length: Array, *refs: Array, inputs: tuple[str, ...], scale: float,
-            sliding: int | None, softcap: float | None, causal: bool, block: int, width: int | None) -> None:
-    """One instance. `inputs` names the first of `refs`; `width` is that of keys where values are apart from them."""
+def _kernel(*refs: Array, scalars: int, inputs: tuple[str, ...], scale: float, sliding: int | None,
+            softcap: float | None, causal: bool, block: int, width: int | None) -> None:
+    """One instance. `inputs` names the refs behind the scalars; `width` is that of keys where values are apart."""
+    (first, _, length), refs = refs[:3], refs[scalars:]
     given, rest = dict(zip(inputs, refs, strict=False)), refs[len(inputs):]
     q, positions, cache = given["q"], given["positions"], given["cache"]
     held, scales = given.get("held"), given.get("scales")
@@ -199,11 +228,11 @@ def _kernel(first: Array, last: Array, length: Array, *refs: Array, inputs: tupl
         (weights,), sums = rest, given["lse"]
 
         @pl.when(pl.program_id(2) == 0)
-        def _() -> None:
+        def begin() -> None:
             weights[...] = jnp.zeros(weights.shape, jnp.float32)
 
         @pl.when(live)
-        def _() -> None:
+        def weigh() -> None:
             for g in range(heads):
                 s, seen, _ = scores(g)
                 weights[0, g] += jnp.where(seen, jnp.exp(s - sums[0, g]), 0).sum(0)
@@ -213,13 +242,13 @@ def _kernel(first: Array, last: Array, length: Array, *refs: Array, inputs: tupl
     out, lse, top, total, acc = rest
 
     @pl.when(i == 0)
-    def _() -> None:
+    def clear() -> None:
         top[...] = jnp.full(top.shape, MASKED, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
     @pl.when(live)
-    def _() -> None:
+    def look() -> None:
         for g in range(heads):
             s, seen, kv = scores(g)
             values = kv if width is None else kv[:, width:]
@@ -236,7 +265,7 @@ def _kernel(first: Array, last: Array, length: Array, *refs: Array, inputs: tupl
                                                        preferred_element_type=jnp.float32)
 
     @pl.when(i == pl.num_programs(2) - 1)
-    def _() -> None:
+    def finish() -> None:
         for g in range(heads):
             divisor = total[g][:, :1]
             some = divisor != 0        # true of a NaN, which must stay one

@@ -38,6 +38,12 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     held = dict(slot_positions=((B, G, S), jnp.int32, P(DATA, MODEL)))
     int8 = lambda d=128: dict(cache=((B, G, S, 2 * d), jnp.int8, P(DATA, MODEL)),
                               scales=((B, G, 2, S), jnp.float32, P(DATA, MODEL)))
+    pool = P(None, MODEL)
+
+    def pages(each: int = 128, d: int = 128, table: int = S // 128, batch: int = B) -> dict[str, Any]:
+        return dict(cache=((300, G, each, 2 * d), jnp.bfloat16, pool), table=((batch, table), jnp.int32, rows))
+
+    whole_numbers = dict(cache=((300, G, 128, 256), jnp.int8, pool), scales=((300, G, 2, 128), jnp.float32, pool))
     attention = functools.partial(window_attention_lse, scale=0.1)
 
     def weights(k: Any, v: Any, mask: Any, **given: Any) -> Any:
@@ -53,6 +59,11 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "int8, heads of 64": (attention, window(d=64, e=64) | int8(d=64)),
         "int8, heads of 256": (attention, window(d=256, e=256) | int8(d=256)),
         "weights of int8, held": (weights, window() | int8() | held),
+        "pages": (attention, window() | pages()),
+        "pages of 512, heads of 64": (attention, window(d=64, e=64) | pages(512, 64, S // 512)),
+        "pages of int8": (attention, window() | pages() | whole_numbers),
+        "pages, a table of 512 KiB a device": (attention, window(batch=64) | pages(table=2048, batch=64)),
+        "weights of pages of int8": (weights, window() | pages() | whole_numbers),
         "chunk of 256": (attention, window(256, batch=2)),
         "chunk of 512, heads of 256": (attention, window(512, 256, 256, batch=2)),
         "weights": (weights, window()),

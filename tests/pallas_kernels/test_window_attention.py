@@ -25,7 +25,7 @@ from tests.matrix import often, pairs
 
 B, G, R, S = 3, 2, 5, 512
 LENGTHS = np.array([0, 301, 512], np.int32)
-FORMS = ("int8",)
+FORMS = ("int8", "pages of 128", "int8 pages of 256")
 HELD = ("all", "some", "some of each head", "none")
 
 
@@ -98,12 +98,27 @@ def stored(cache: Any, width: int, form: str) -> tuple[Any, dict[str, Any], Any]
         given, exact = dict(scales=scales), cache.astype(np.float64) * each
     else:
         exact = cache
+    if "pages" in form:
+        page = int(form.split()[-1])
+        pages = -(-S // page)
+        order = np.random.default_rng(1).permutation(B * pages + 3)[:B * pages]      # three are nobody's
+
+        def pool(x: Any, axis: int) -> Any:
+            apart = np.moveaxis(x.reshape(*x.shape[:axis], pages, page, *x.shape[axis + 1:]), axis, 1)
+            out = np.full((B * pages + 3, *apart.shape[2:]), 77, x.dtype)
+            out[order] = apart.reshape(B * pages, *apart.shape[2:])
+            return out
+
+        table = np.where(np.arange(pages) * page < LENGTHS[:, None], order.reshape(B, pages), -1)
+        cache, given = pool(cache, 2), {k: pool(x, 3) for k, x in given.items()} | dict(table=table.astype(np.int32))
     return cache, given, exact
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("form", "widths", "sliding", "held"), often(
-    [("int8", (64, 64), 70, "some"), ("int8", (128, 128), None, "all")],
+    [("int8", (64, 64), 70, "some"), ("int8", (128, 128), None, "all"),
+     ("pages of 128", (64, 64), None, "some of each head"), ("pages of 128", (128, 128), 70, "all"),
+     ("int8 pages of 256", (96, 96), 70, "all")],
     itertools.product(FORMS, ((64, 64), (96, 96), (128, 128), (256, 128)), (None, 70), HELD)))
 def test_each_form_of_a_cache_is_attended_to_as_in_float64(implementation: str, form: str, widths: tuple[int, int],
                                                            sliding: int | None, held: str) -> None:
@@ -262,6 +277,63 @@ def test_a_sink_is_a_key_whose_value_is_zero(implementation: Any) -> None:
     weights = np.where(mask[:, :, None, None], np.exp(scores), 0)
     weights = weights / (weights.sum(-1, keepdims=True) + np.exp(sinks.reshape(G, 2, 1)))
     np.testing.assert_allclose(few, np.einsum("bwgrk,bkgd->bwgrd", weights, v).reshape(few.shape), atol=2e-6)
+
+
+@pytest.mark.parametrize("page", often([4], [4, 48, 512]))
+def test_the_reference_walks_pages_of_any_size(page: int) -> None:
+    """That do not make up whole blocks either: 150 pages of 4 end in the fifth."""
+    q, _, _, positions, _ = arrays(64, 64, "all")
+    pages = 600 // page
+    r = np.random.default_rng(page)
+    pool = r.normal(size=(B * pages, G, page, 128)).astype(np.float32)
+    table = r.permutation(B * pages).reshape(B, pages).astype(np.int32)
+    length = np.array([0, pages * page // 2, pages * page], np.int32)
+    rows = pool[table].swapaxes(1, 2).reshape(B, G, -1, 128)
+    keep = -(-rows.shape[2] // 128) * 128
+    rows = np.pad(rows, ((0, 0), (0, 0), (0, keep - rows.shape[2]), (0, 0)))
+    for name, options in (("cache_attention", dict(value_width=64)), ("slot_weights", {})):
+        fn: Any = functools.partial(getattr(reference, name), scale=0.3, **options)
+        more = () if options else (np.full((B, G, R), 4, np.float32),)
+        for got, want in zip(jax.tree.leaves(fn(q, *more, pool, length, positions, table=table)),
+                             jax.tree.leaves(fn(q, *more, rows, length, positions)), strict=True):
+            np.testing.assert_allclose(got, want[..., :got.shape[-1]], atol=2e-6)
+
+
+def test_a_table_too_large_for_scalar_memory_is_read_by_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache, length, positions, held = arrays(64, 64, "some")
+    kept, given, _ = stored(cache, 64, "pages of 128")
+    options: dict[str, Any] = dict(scale=0.3, interpret=True, **given)
+    one, lse = tpu.cache_attention(q, kept, length, positions, held, value_width=64, **options)
+    weights = tpu.slot_weights(q, lse, kept, length, positions, held, **options)
+    monkeypatch.setattr(tpu, "TABLE_BYTES", 2 * 4 * 4)         # of two rows
+    text = str(jax.make_jaxpr(lambda q: tpu.slot_weights(q, lse, kept, length, positions, held, **options))(q))
+    assert text.count("name=slot_weights") == 2
+    parts = tpu.cache_attention(q, kept, length, positions, held, value_width=64, **options)[0]
+    np.testing.assert_array_equal(parts, one)
+    np.testing.assert_array_equal(tpu.slot_weights(q, lse, kept, length, positions, held, **options), weights)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_tpu"])
+@pytest.mark.parametrize("form", often(["int8 pages of 256"], FORMS))
+def test_a_window_attends_to_each_form(form: str, implementation: Any) -> None:
+    """With some of the entries hidden, as diffusion does, and inside a loop."""
+    r = np.random.default_rng(6)
+    W, H, d = 3, 2 * G, 64
+    q, k, v = (r.normal(size=(B, W, heads, d)).astype(np.float32) for heads in (H, G, G))
+    cache = r.normal(size=(B, G, S, 2 * d)).astype(np.float32)
+    kept, given, meant = stored(cache, d, form)
+    mask, positions = np.tril(np.ones((1, W, W), bool)), (LENGTHS[:, None] + np.arange(W)).astype(np.int32)
+    cached = r.random((B, S)) < 0.5
+    one = functools.partial(window_attention_lse, k=k, v=v, mask=mask, positions=positions, length=LENGTHS, scale=0.2,
+                            cached=cached)
+    fn = lambda q: one(q, cache=kept, implementation=implementation, **given)[0].astype(np.float32)
+    looped = jax.jit(lambda q: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, fn(c[1])), (0, q))[1])(q)
+    want = one(one(q, cache=np.float32(meant))[0], cache=np.float32(meant))
+    np.testing.assert_allclose(looped, want[0], atol=3e-6)
+    options: dict[str, Any] = dict(scale=0.2, cached=cached)
+    got = slot_weights(looped, want[1], positions, kept, LENGTHS, **options, **given, implementation=implementation)
+    np.testing.assert_allclose(got, slot_weights(looped, want[1], positions, np.float32(meant), LENGTHS, **options),
+                               atol=3e-6)
 
 
 def test_codes_are_within_half_a_step_of_what_they_stand_for() -> None:
