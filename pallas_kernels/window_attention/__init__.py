@@ -4,6 +4,7 @@ from decodax.pallas_kernels.window_attention.attention import (
     Bias,
     Implementation,
     merge,
+    prefix_attention,
     quantized,
     slot_weights,
     window_attention,
@@ -12,5 +13,13 @@ from decodax.pallas_kernels.window_attention.attention import (
 from decodax.pallas_kernels.window_attention.reference import BLOCK
 
 __all__ = [
-    "BLOCK", "Bias", "Implementation", "merge", "quantized", "slot_weights", "window_attention", "window_attention_lse",
+    "BLOCK",
+    "Bias",
+    "Implementation",
+    "merge",
+    "prefix_attention",
+    "quantized",
+    "slot_weights",
+    "window_attention",
+    "window_attention_lse",
 ]

@@ -98,6 +98,32 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                            implementation=implementation or choose(cache))
 
 
+def prefix_attention(q: Array, positions: Array, cache: Array, length: Array, *, scale: float,
+                     sliding: int | None = None, softcap: float | None = None, scales: Array | None = None,
+                     table: Array | None = None,
+                     implementation: Implementation | None = None) -> tuple[Array, Array]:
+    """Attention of many rows to what they have in common: a prefix that is read once for all of them (Hydragen,
+    Juravsky et al. 2024). Their queries are to it those of one row.
+
+    `merge` adds the rest, a row's own cache and its window, as `window_attention_lse` gives it. Where a layer is
+    `sliding`, that has to know where the own cache begins: by `slot_positions`.
+
+    Args:
+        q: `f[B, W, H, d]`. positions: `i32[B, W]`.
+        cache: `f[N, G, S, d + e]`, prefixes of `B / N` rows each, which follow each other; or pages, with `table`.
+        length: `i32[N]`.
+        scale, sliding, softcap, scales, table, implementation: as in `window_attention`.
+
+    Returns:
+        As `window_attention_lse`.
+    """
+    _check(implementation, cache, scales)
+    if q.shape[0] % length.shape[0]:
+        raise ValueError(f"q: got {q.shape[0]} rows, takes a multiple of the {length.shape[0]} prefixes")
+    return _prefix_once(q, positions, cache, length, scales, table, scale=scale, sliding=sliding, softcap=softcap,
+                        implementation=implementation or choose(cache))
+
+
 def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None = None, *, scale: float,
                  sliding: int | None = None, softcap: float | None = None, cached: Array | None = None,
                  slot_positions: Array | None = None, scales: Array | None = None,
@@ -172,6 +198,16 @@ def _attention_once(*arrays: Any, implementation: Implementation | None, **optio
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "implementation"))
+def _prefix_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
+    length, table = arrays[3], arrays[5]
+    rows = P(DATA if length.shape[0] > 1 else None)     # a single prefix is every device's
+    heads, cache = P(DATA, None, MODEL), P(*(rows if table is None else (None,)), MODEL)
+    specs = heads, P(DATA), cache, rows, cache, rows
+    local = functools.partial(_prefix, implementation=implementation, **options)
+    return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
+
+
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "causal", "implementation"))
 def _weights_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> Array:
     slot_positions, table = arrays[6], arrays[8]
@@ -224,6 +260,18 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         scores = jnp.repeat(sinks.astype(jnp.float32), W).reshape(G, -1)
         out, lse = merge((out, lse), (jnp.zeros_like(out), jnp.broadcast_to(scores, lse.shape)))
     return _unfolded(out.astype(dtype), W), _unfolded(lse, W)
+
+
+def _prefix(q: Array, positions: Array, cache: Array, length: Array, scales: Array | None, table: Array | None, *,
+            implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
+    """See `prefix_attention`."""
+    B, W, H, d = q.shape
+    N, G = length.shape[0], cache.shape[1]
+    given = (_folded(q.reshape(N, -1, H, d), G), cache, length, _repeated(positions.reshape(N, -1), H // G), None,
+             scales, table)
+    out, lse = _read("cache_attention", implementation, given, {}, value_width=cache.shape[3] - d, **options)
+    each = B // N * W
+    return _unfolded(out.astype(q.dtype), each).reshape(B, W, H, -1), _unfolded(lse, each).reshape(B, W, H)
 
 
 def _weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None, cached: Array | None,

@@ -25,7 +25,7 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     from jax.sharding import PartitionSpec as P
 
     from decodax.axes import DATA, MODEL
-    from decodax.pallas_kernels.window_attention import slot_weights, window_attention_lse
+    from decodax.pallas_kernels.window_attention import prefix_attention, slot_weights, window_attention_lse
 
     rows, heads = P(DATA), P(DATA, None, MODEL)
 
@@ -49,6 +49,9 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     def weights(k: Any, v: Any, mask: Any, **given: Any) -> Any:
         return slot_weights(lse=jnp.zeros(given["q"].shape[:3]), scale=0.1, causal=True, **given)
 
+    def prefix(q: Any, positions: Any, cache: Any, length: Any, **given: Any) -> Any:
+        return prefix_attention(q, positions, cache, length, scale=0.1)
+
     return {
         "window": (attention, window()),
         "heads of 64": (attention, window(d=64, e=64)),
@@ -64,6 +67,10 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "pages of int8": (attention, window() | pages() | whole_numbers),
         "pages, a table of 512 KiB a device": (attention, window(batch=64) | pages(table=2048, batch=64)),
         "weights of pages of int8": (weights, window() | pages() | whole_numbers),
+        "prefix": (prefix, window(batch=64) | dict(cache=((1, G, S, 256), jnp.bfloat16, pool),
+                                                   length=((1,), jnp.int32, P()))),
+        "prefixes of 4 rows": (prefix, window() | dict(cache=((4, G, S, 256), jnp.bfloat16, P(DATA, MODEL)),
+                                                       length=((4,), jnp.int32, rows))),
         "chunk of 256": (attention, window(256, batch=2)),
         "chunk of 512, heads of 256": (attention, window(512, 256, 256, batch=2)),
         "weights": (weights, window()),

@@ -14,6 +14,8 @@ import pytest
 from jax import Array
 
 from decodax.pallas_kernels.window_attention import (
+    merge,
+    prefix_attention,
     quantized,
     reference,
     slot_weights,
@@ -88,7 +90,7 @@ def test_attention_to_a_cache_is_that_of_float64(implementation: str, widths: tu
     assert (np.asarray(lse)[sums < -1e29] < -1e29).all()
 
 
-def stored(cache: Any, width: int, form: str) -> tuple[Any, dict[str, Any], Any]:
+def stored(cache: Any, width: int, form: str, length: Any = LENGTHS) -> tuple[Any, dict[str, Any], Any]:
     """A cache in some form, what else describes it, and what it stands for."""
     given: dict[str, Any] = {}
     if "int8" in form:
@@ -99,17 +101,17 @@ def stored(cache: Any, width: int, form: str) -> tuple[Any, dict[str, Any], Any]
     else:
         exact = cache
     if "pages" in form:
-        page = int(form.split()[-1])
-        pages = -(-S // page)
-        order = np.random.default_rng(1).permutation(B * pages + 3)[:B * pages]      # three are nobody's
+        page, rows = int(form.split()[-1]), cache.shape[0]
+        pages = cache.shape[2] // page
+        order = np.random.default_rng(1).permutation(rows * pages + 3)[:rows * pages]      # three are nobody's
 
         def pool(x: Any, axis: int) -> Any:
             apart = np.moveaxis(x.reshape(*x.shape[:axis], pages, page, *x.shape[axis + 1:]), axis, 1)
-            out = np.full((B * pages + 3, *apart.shape[2:]), 77, x.dtype)
-            out[order] = apart.reshape(B * pages, *apart.shape[2:])
+            out = np.full((rows * pages + 3, *apart.shape[2:]), 77, x.dtype)
+            out[order] = apart.reshape(rows * pages, *apart.shape[2:])
             return out
 
-        table = np.where(np.arange(pages) * page < LENGTHS[:, None], order.reshape(B, pages), -1)
+        table = np.where(np.arange(pages) * page < length[:, None], order.reshape(rows, pages), -1)
         cache, given = pool(cache, 2), {k: pool(x, 3) for k, x in given.items()} | dict(table=table.astype(np.int32))
     return cache, given, exact
 
@@ -334,6 +336,57 @@ def test_a_window_attends_to_each_form(form: str, implementation: Any) -> None:
     got = slot_weights(looped, want[1], positions, kept, LENGTHS, **options, **given, implementation=implementation)
     np.testing.assert_allclose(got, slot_weights(looped, want[1], positions, np.float32(meant), LENGTHS, **options),
                                atol=3e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_tpu"])
+@pytest.mark.parametrize(("prefixes", "sliding", "form"), often([(1, 200, "dense"), (2, None, "int8 pages of 128")],
+                         itertools.product((1, 2), (None, 200), ("dense", "int8 pages of 128"))))
+def test_a_prefix_in_common_is_as_one_of_each_row(prefixes: int, sliding: int | None, form: str,
+                                                  implementation: Any) -> None:
+    """Beside own caches, against one cache of each row that holds both."""
+    r = np.random.default_rng(8)
+    rows, W, H, d = 4, 2, 2 * G, 64
+    q, k, v = (r.normal(size=(rows, W, heads, d)).astype(np.float32) for heads in (H, G, G))
+    shared = r.normal(size=(prefixes, G, 256, 2 * d)).astype(np.float32)
+    kept, given, meant = stored(shared, d, form, np.full(prefixes, 256))
+    own = r.normal(size=(rows, G, 128, 2 * d)).astype(np.float32)
+    whole = np.array([200, 131])[:prefixes]         # of a prefix, what is read
+    before, length = np.repeat(whole, rows // prefixes), np.array([0, 128, 5, 70])
+    positions = ((before + length)[:, None] + np.arange(W)).astype(np.int32)
+    mask = np.tril(np.ones((1, W, W), bool))
+    where = np.where(np.arange(128) < length[:, None], before[:, None] + np.arange(128), -1)[:, None]
+    options: dict[str, Any] = dict(scale=0.2, sliding=sliding, implementation=implementation)
+    part = prefix_attention(q, positions, kept, whole, **options, **given)
+    rest = window_attention_lse(q, k, v, mask, positions, own, **options, slot_positions=where)
+    both = np.concatenate([np.repeat(meant, rows // prefixes, 0), own], 2).astype(np.float32)
+    at = np.broadcast_to(np.arange(256), (rows, 256))
+    at = np.concatenate([np.where(at < before[:, None], at, -1)[:, None], where], 2)
+    want = window_attention_lse(q, k, v, mask, positions, both, slot_positions=at, scale=0.2, sliding=sliding)
+    for got, exact in zip(merge(rest, part), want, strict=True):
+        np.testing.assert_allclose(got, exact, atol=3e-6)
+
+
+@pytest.mark.parametrize("form", often(["dense", "int8 pages of 256"], ["dense", *FORMS]))
+def test_devices_attend_to_their_own_rows_and_heads(form: str) -> None:
+    r = np.random.default_rng(9)
+    W, H, d, rows = 2, 8, 64, 4
+    q, k, v = (r.normal(size=(rows, W, heads, d)).astype(np.float32) for heads in (H, 4, 4))
+    kept, given, _ = stored(r.normal(size=(rows, 4, S, 2 * d)).astype(np.float32), d, form, np.full(rows, S))
+    mask, length = np.tril(np.ones((1, W, W), bool)), np.array([0, 512, 99, 256], np.int32)
+    positions, sinks = (length[:, None] + np.arange(W)).astype(np.int32), np.arange(H, dtype=np.float32)
+    one = lambda x: x[1:2] if x.shape[0] == rows else x        # of a row; a pool is everyone's
+
+    def everything(q: Array) -> Any:
+        out, lse = window_attention_lse(q, k, v, mask, positions, kept, length, sinks=sinks, scale=0.2, **given)
+        return (out, slot_weights(q, lse, positions, kept, length, scale=0.2, **given),
+                prefix_attention(q, positions, one(kept), one(length), scale=0.2, **jax.tree.map(one, given)))
+
+    want = jax.jit(everything)(q)
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        lowered = jax.jit(everything).lower(q)
+        got = lowered.compile()(q)
+    assert lowered.as_text().count("manual_computation") >= 3
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), got, want)
 
 
 def test_codes_are_within_half_a_step_of_what_they_stand_for() -> None:
