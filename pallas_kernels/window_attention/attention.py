@@ -100,8 +100,7 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
 
 def prefix_attention(q: Array, positions: Array, cache: Array, length: Array, *, scale: float,
                      sliding: int | None = None, softcap: float | None = None, scales: Array | None = None,
-                     table: Array | None = None,
-                     implementation: Implementation | None = None) -> tuple[Array, Array]:
+                     table: Array | None = None, implementation: Implementation | None = None) -> tuple[Array, Array]:
     """Attention of many rows to what they have in common: a prefix that is read once for all of them (Hydragen,
     Juravsky et al. 2024). Their queries are to it those of one row.
 
@@ -126,9 +125,8 @@ def prefix_attention(q: Array, positions: Array, cache: Array, length: Array, *,
 
 def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None = None, *, scale: float,
                  sliding: int | None = None, softcap: float | None = None, cached: Array | None = None,
-                 slot_positions: Array | None = None, scales: Array | None = None,
-                 table: Array | None = None, causal: bool = False,
-                 implementation: Implementation | None = None) -> Array:
+                 slot_positions: Array | None = None, scales: Array | None = None, table: Array | None = None,
+                 causal: bool = False, implementation: Implementation | None = None) -> Array:
     """How much attention each cache slot receives: its softmax weights, summed over queries and over the heads of a
     group. This is the statistic of caches that forget by attention (H2O, SnapKV).
 
@@ -201,9 +199,9 @@ def _attention_once(*arrays: Any, implementation: Implementation | None, **optio
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "implementation"))
 def _prefix_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
     length, table = arrays[3], arrays[5]
-    rows = P(DATA if length.shape[0] > 1 else None)     # a single prefix is every device's
-    heads, cache = P(DATA, None, MODEL), P(*(rows if table is None else (None,)), MODEL)
-    specs = heads, P(DATA), cache, rows, cache, rows
+    prefixes = DATA if length.shape[0] > 1 else None     # a single one is every device's
+    heads, cache = P(DATA, None, MODEL), P(prefixes if table is None else None, MODEL)
+    specs = heads, P(DATA), cache, P(prefixes), cache, P(prefixes)
     local = functools.partial(_prefix, implementation=implementation, **options)
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
 

@@ -228,7 +228,7 @@ def _kernel(*refs: Array, scalars: int, inputs: tuple[str, ...], scale: float, s
         (weights,), sums = rest, given["lse"]
 
         @pl.when(pl.program_id(2) == 0)
-        def begin() -> None:
+        def none() -> None:
             weights[...] = jnp.zeros(weights.shape, jnp.float32)
 
         @pl.when(live)
@@ -239,7 +239,7 @@ def _kernel(*refs: Array, scalars: int, inputs: tuple[str, ...], scale: float, s
 
         return
 
-    out, lse, top, total, acc = rest
+    out, lse, top, total, acc = rest        # of attention
 
     @pl.when(i == 0)
     def clear() -> None:

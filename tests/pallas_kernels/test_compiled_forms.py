@@ -20,7 +20,7 @@ pytestmark = [
                        reason="libtpu is not installed (Linux on x86-64 only): pip install 'decodax[tpu-aot]'"),
 ]
 
-FEW = "chunk of 256", "weights", "pages of int8", "weights of int8, held", "sinks", "prefix"
+FEW = "chunk of 256", "pages of int8", "weights of int8, held", "prefix"
 
 
 def reports(topology: str, *options: str) -> list[dict[str, object]]:

@@ -225,7 +225,7 @@ def test_the_kernel_has_no_races() -> None:
     np.testing.assert_allclose(got, exact_weights(q, lse, cache, length, positions, held, scale=0.3), atol=2e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", often(["int8 pages of 256"], FORMS))
 def test_the_kernel_has_no_races_in_any_form(form: str) -> None:
     q, cache, *where = arrays(64, 64, "some")
     kept, given, meant = stored(cache, 64, form)
@@ -298,7 +298,7 @@ def test_the_reference_walks_pages_of_any_size(page: int) -> None:
         more = () if options else (np.full((B, G, R), 4, np.float32),)
         for got, want in zip(jax.tree.leaves(fn(q, *more, pool, length, positions, table=table)),
                              jax.tree.leaves(fn(q, *more, rows, length, positions)), strict=True):
-            np.testing.assert_allclose(got, want[..., :got.shape[-1]], atol=2e-6)
+            np.testing.assert_allclose(got, want[..., :got.shape[-1]], rtol=1e-5, atol=2e-6)
 
 
 def test_a_table_too_large_for_scalar_memory_is_read_by_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
