@@ -4,9 +4,22 @@ from decodax.pallas_kernels.window_attention.attention import (
     Bias,
     Implementation,
     merge,
+    prefix_attention,
+    quantized,
+    slot_weights,
     window_attention,
     window_attention_lse,
 )
 from decodax.pallas_kernels.window_attention.reference import BLOCK
 
-__all__ = ["BLOCK", "Bias", "Implementation", "merge", "window_attention", "window_attention_lse"]
+__all__ = [
+    "BLOCK",
+    "Bias",
+    "Implementation",
+    "merge",
+    "prefix_attention",
+    "quantized",
+    "slot_weights",
+    "window_attention",
+    "window_attention_lse",
+]

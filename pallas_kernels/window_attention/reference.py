@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-Carry = tuple[Array, Array, Array]
+Carry = TypeVar("Carry")
 
 BLOCK = 128
 """Cache entries a step of the walk. On CPU 128 to 512 measure alike for long rows; short ones read a whole step: with
@@ -37,8 +38,25 @@ def block_of(slots: int, most: int) -> int:
     return slots if slots <= most else math.gcd(most, slots)
 
 
-def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
-                    scale: float, value_width: int, sliding: int | None = None, softcap: float | None = None,
+class Block(NamedTuple):
+    """What a step of the walk looks at.
+
+    Attributes:
+        at: the slot at which it begins.
+        scores: `f32[B, G, R, block]`, and which of them are `seen`.
+        values: `f[B, G, block, e]`. worth: `f32[B, G, 1, block]`, by which they are to be multiplied; None: by 1.
+    """
+
+    at: Array
+    scores: Array
+    seen: Array
+    values: Array
+    worth: Array | None
+
+
+def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
+                    scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
+                    sliding: int | None = None, softcap: float | None = None,
                     bias: Callable[[Array], Array] | None = None) -> tuple[Array, Array]:
     """Attention to a cache, and the logarithm of each query's softmax sum.
 
@@ -48,6 +66,9 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         length: `i32[B]`: slots at and beyond it are not seen.
         positions: `i32[B, R]` of the queries, for `sliding`.
         held: `i32[B, G or 1, S]`, the position of each slot's token, -1 where none is seen; None: slots are positions.
+        scales: `f[B, G, 2, S]`, by which each slot's key and value are to be multiplied: of a cache of integers.
+        table: `i32[B, N]`, the pages of a row, of a cache `f[P, G, page, d + e]` and scales `f[P, G, 2, page]` that
+            all rows share; `S` is `N * page`. Pages behind `length` may be any number.
         scale, sliding, softcap: as in `window_attention`.
         value_width: `e`.
         bias: from the positions of keys, `i32[B or 1, G or 1, K]`, what is added to their scores, `f32[B, G, R, K]`.
@@ -55,43 +76,110 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     Returns:
         `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 where a query sees nothing.
     """
-    B, G, R, d = q.shape
-    slots = cache.shape[2]
-    if slots > BLOCK and slots % BLOCK:
-        raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
+    B, G, R, _ = q.shape
+
+    def visit(x: Block, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        new = jnp.maximum(top, x.scores.max(-1, keepdims=True))
+        shrink, weights = jnp.exp(top - new), jnp.where(x.seen, jnp.exp(x.scores - new), 0)
+        total = total * shrink + weights.sum(-1, keepdims=True)
+        weights = (weights if x.worth is None else weights * x.worth).astype(x.values.dtype)
+        more = jnp.einsum("bgqk,bgkd->bgqd", weights, x.values, preferred_element_type=jnp.float32)
+        return new, total, out * shrink + more
+
+    none = jnp.zeros((B, G, R, 1), jnp.float32)
+    start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
+    top, total, out = _walk(visit, start, q, cache, length, positions, held, scales, table, scale=scale,
+                            sliding=sliding, softcap=softcap, bias=bias)
+    some = total != 0       # true of a NaN, which must stay one
+    total = jnp.where(some, total, 1)
+    return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]
+
+
+def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
+                 scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
+                 softcap: float | None = None, causal: bool = False) -> Array:
+    """The weight `exp(score - lse)` that each slot receives, summed over the queries of a head: `f32[B, G, S]`.
+
+    Args:
+        lse: `f32[B, G, R]`, the logarithm of each query's softmax sum, over all that it sees; inf for a query that does
+            not count.
+        causal: a query sees no token behind its own position.
+        q, cache, length, positions, held, scales, table, scale, sliding, softcap: as in
+            `cache_attention`.
+    """
+
+    def visit(x: Block, sums: Array) -> Array:
+        weights = jnp.where(x.seen, jnp.exp(x.scores - lse[..., None]), 0).sum(2)
+        return lax.dynamic_update_slice_in_dim(sums, weights, x.at, 2)
+
+    slots = cache.shape[2] * (1 if table is None else table.shape[1])
+    unit = _unit(cache, table)
+    start = jnp.zeros((q.shape[0], cache.shape[1], -(-slots // unit) * unit), jnp.float32)
+    return _walk(visit, start, q, cache, length, positions, held, scales, table, scale=scale, sliding=sliding,
+                 softcap=softcap, causal=causal)[..., :slots]
+
+
+def _unit(cache: Array, table: Array | None) -> int:
+    """Slots of which a block holds a multiple: of pages, as many as make up a block on CPU."""
+    page = cache.shape[2]
+    return 1 if table is None else page * max(BLOCK // page, 1)
+
+
+def _walk(visit: Callable[[Block, Carry], Carry], start: Carry, q: Array, cache: Array, length: Array,
+          positions: Array, held: Array | None, scales: Array | None, table: Array | None, *, scale: float,
+          sliding: int | None, softcap: float | None, causal: bool = False,
+          bias: Callable[[Array], Array] | None = None) -> Carry:
+    """Scores block after block: `carry = visit(block, carry)`."""
+    d, page, unit = q.shape[3], cache.shape[2], _unit(cache, table)
+    if table is None:
+        slots = page
+        if slots > BLOCK and slots % BLOCK:
+            raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
+    else:
+        more = -table.shape[1] % (unit // page)
+        table = jnp.pad(jnp.maximum(table, 0), ((0, 0), (0, more)))
+        held = held if held is None else jnp.pad(held, ((0, 0), (0, 0), (0, more * page)), constant_values=-1)
+        slots = table.shape[1] * page
+
+    def read(x: Array, i: Array, block: int, axis: int) -> Array:
+        """Block `i` of an array whose axis of slots is `axis`."""
+        if table is None:
+            return lax.dynamic_slice_in_dim(x, i * block, block, axis)
+        numbers = lax.dynamic_slice_in_dim(table, i * (block // page), block // page, 1)
+        pages = jnp.moveaxis(jnp.take(x, numbers, axis=0), 1, axis)
+        return pages.reshape(*pages.shape[:axis], block, *pages.shape[axis + 2:])
 
     def walk(block: int, cache: Array, length: Array) -> Carry:
-        def visit(i: Array, carry: Carry) -> Carry:
-            top, total, out = carry
-            both = lax.dynamic_slice_in_dim(cache, i * block, block, 2)
+        def step(i: Array, carry: Carry) -> Carry:
+            both = read(cache, i, block, 2)
+            worth = None
+            if scales is not None:
+                both = both.astype(q.dtype)
+                each = read(scales, i, block, 3).astype(jnp.float32)
+                key_scales, worth = each[:, :, :1], each[:, :, 1:]
             keys, values = both[..., :d], both[..., d:]
             at = i * block + jnp.arange(block, dtype=jnp.int32)
             seen, where = (at < length[:, None])[:, None], at[None, None]       # [B, G or 1, block]
             if held is not None:
                 where = lax.dynamic_slice_in_dim(held, i * block, block, 2)
                 seen = seen & (where >= 0)
-            seen = seen[:, :, None]
+            seen, behind = seen[:, :, None], positions[:, None, :, None] - where[:, :, None]
             if sliding is not None:
-                seen = seen & (positions[:, None, :, None] - where[:, :, None] < sliding)
+                seen = seen & (behind < sliding)
+            if causal:
+                seen = seen & (behind >= 0)
             s = jnp.einsum("bgqd,bgkd->bgqk", q, keys, preferred_element_type=jnp.float32) * scale
+            s = s if scales is None else s * key_scales
             s = s if softcap is None else softcap * jnp.tanh(s / softcap)
             s = jnp.where(seen, s if bias is None else s + bias(where), MASKED)
-            new = jnp.maximum(top, s.max(-1, keepdims=True))
-            shrink, weights = jnp.exp(top - new), jnp.where(seen, jnp.exp(s - new), 0)
-            more = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(values.dtype), values,
-                              preferred_element_type=jnp.float32)
-            return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + more
+            return visit(Block(i * block, s, seen, values, worth), carry)
 
         first: Array | int = 0
         if sliding is not None and held is None:
             first = jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
-        none = jnp.zeros((B, G, R, 1), jnp.float32)
-        start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
-        return lax.fori_loop(first, (jnp.max(length) + block - 1) // block, visit, start)
+        return lax.fori_loop(first, (jnp.max(length) + block - 1) // block, step, start)
 
-    narrow, wide = block_of(slots, BLOCK), block_of(slots, WIDE_BLOCK)
-    top, total, out = walk(narrow, cache, length) if narrow == wide else lax.platform_dependent(
+    narrow, wide = (unit * block_of(slots // unit, max(most // unit, 1)) for most in (BLOCK, WIDE_BLOCK))
+    return walk(narrow, cache, length) if narrow == wide else lax.platform_dependent(
         cache, length, cpu=functools.partial(walk, narrow), default=functools.partial(walk, wide))
-    some = total != 0       # true of a NaN, which must stay one
-    total = jnp.where(some, total, 1)
-    return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]

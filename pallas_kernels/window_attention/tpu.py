@@ -1,14 +1,19 @@
 """Attention of a window to what a cache holds, as a kernel for TPUs (Mosaic).
 
-A program instance is a row and a block of its slots, with all heads: one transfer of `G x block` entries, keys and
-values side by side, while the block before it is computed. A row's instances behind its last live block ask for the
-block that is already there, so that nothing is transferred for them: each row reads what it holds, and no more.
+A program instance is a row, a tile of its queries and a block of its slots, with all heads: one transfer of `G x block`
+entries, keys and values side by side, while the block before it is computed. A row's instances outside of its live
+blocks ask for a block that is already there, so that nothing is transferred for them: each row reads what it holds, and
+no more. Nearly always there is one tile; the queries of a wide chunk of a prompt are cut into several, each of which
+reads the cache.
+
+`slot_weights` is the same walk in the other order, tiles inside of blocks: keys are read once.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +24,15 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 BLOCK_BYTES = 2 << 20
 """Of one transfer: large enough to hide its start, small enough that two and the scores fit the 16 MiB of a v4."""
+
+TILE_BYTES = 8 << 20
+"""Of a tile's queries, sums and results, of which two of what is transferred are held."""
+
+SCORES = 512 << 10
+"""Of a head, tile and block at once: two to three float32 arrays."""
+
+TABLE_BYTES = 512 << 10
+"""Of a table of pages: half of the scalar memory. A larger one is read by several launches, each with some rows."""
 
 MASKED = -1e30
 
@@ -35,98 +49,209 @@ def block_of(heads: int, slots: int, width: int, itemsize: int) -> int | None:
     return max(small) if small else min(fits, default=None)
 
 
-def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None, *,
-                    scale: float, value_width: int, sliding: int | None = None, softcap: float | None = None,
-                    block: int | None = None, interpret: Any = False) -> tuple[Array, Array]:
+def tile_of(heads: int, rows: int, width: int, itemsize: int, block: int) -> int:
+    """Queries of a head that an instance takes: about equal shares of all, in steps of 16.
+
+    >>> tile_of(8, 5, 128, 2, 512), tile_of(8, 128, 128, 2, 512), tile_of(8, 1024, 128, 2, 512)
+    (16, 128, 256)
+    >>> tile_of(8, 272, 128, 2, 512), tile_of(1, 1024, 128, 2, 4096)
+    (144, 128)
+    """
+    padded = -(-width // LANES) * LANES
+    each = heads * (2 * padded * itemsize + 3 * 4 * padded + 4 * 4 * LANES)
+    most = max(min(TILE_BYTES // each, SCORES // block) // 16, 1)
+    steps = -(-rows // 16)
+    return -(-steps // -(-steps // most)) * 16
+
+
+def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
+                    scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
+                    sliding: int | None = None, softcap: float | None = None, block: int | None = None,
+                    tile: int | None = None, interpret: Any = False) -> tuple[Array, Array]:
     """As `reference.cache_attention`.
 
     Args:
         block: slots that an instance reads; default `block_of`.
+        tile: queries of a head that an instance takes, a multiple of 16; default `tile_of`.
         interpret: run without a TPU; True, or `pltpu.InterpretParams`.
     """
-    B, G, R, d = q.shape
-    S, D = cache.shape[2:]
-    block = block or block_of(G, S, D, cache.dtype.itemsize)
-    if block is None or S % block:
-        raise ValueError(f"cache: got {S} slots, takes a multiple of the block of {block or LANES}")
-    split = d % LANES == 0 and D % LANES == 0       # keys and values begin at whole lanes
-    # else queries are widened by zeros, which meet the values; the transfers and the passes of the matrix unit stay
-    rows = -(-R // 16) * 16
-    q = jnp.pad(q.astype(cache.dtype), ((0, 0), (0, 0), (0, rows - R), (0, 0 if split else D - d)))
-    positions = jnp.pad(positions, ((0, 0), (0, rows - R)))[..., None]
-    blocks = S // block
-    if sliding is None or held is not None:
-        first = jnp.zeros_like(length)
-    else:
-        first = jnp.maximum(positions[:, :R, 0].min(1) - sliding + 1, 0) // block
-    last = jnp.maximum((length + block - 1) // block - 1, first)
-
-    def at(b: Array, i: Array, first: Array, last: Array, length: Array) -> Array:
-        return jnp.minimum(first[b] + i, last[b])
-
-    out_width = D - d if split else D
-    in_specs = [
-        pl.BlockSpec((1, G, rows, q.shape[3]), lambda b, i, *_: (b, 0, 0, 0)),
-        pl.BlockSpec((1, rows, 1), lambda b, i, *_: (b, 0, 0)),
-        pl.BlockSpec((1, G, block, D), lambda b, i, *refs: (b, 0, at(b, i, *refs), 0)),
-    ]
-    if not interpret:       # else the compiler may move it to fast memory and back, as a whole, whatever is live
-        cache = pltpu.with_memory_space_constraint(cache, pltpu.HBM)
-    arrays = [q, positions, cache]
-    if held is not None:
-        in_specs.append(pl.BlockSpec((1, held.shape[1], block), lambda b, i, *refs: (b, 0, at(b, i, *refs))))
-        arrays.append(held)
-    kernel = functools.partial(_kernel, scale=scale, sliding=sliding, softcap=softcap, block=block, blocks=blocks,
-                               heads=G, width=d, split=split, held=held is not None)
-    out, lse = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3, grid=(B, blocks), in_specs=in_specs,
-            out_specs=[pl.BlockSpec((1, G, rows, out_width), lambda b, i, *_: (b, 0, 0, 0)),
-                       pl.BlockSpec((1, G, rows, LANES), lambda b, i, *_: (b, 0, 0, 0))],
-            scratch_shapes=[pltpu.VMEM((G, rows, LANES), jnp.float32), pltpu.VMEM((G, rows, LANES), jnp.float32),
-                            pltpu.VMEM((G, rows, out_width), jnp.float32)]),
-        out_shape=[jax.ShapeDtypeStruct((B, G, rows, out_width), jnp.float32),
-                   jax.ShapeDtypeStruct((B, G, rows, LANES), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
-        cost_estimate=pl.CostEstimate(flops=4 * B * G * R * S * D, bytes_accessed=cache.size * cache.dtype.itemsize,
-                                      transcendentals=B * G * R * S),
-        name="cache_attention",
-    )(first, last, length, *arrays)
+    R = q.shape[2]
+    out, lse = _call(q, None, cache, length, positions, held, scales, table, scale=scale, sliding=sliding,
+                     softcap=softcap, causal=False, block=block, tile=tile, interpret=interpret)
     return out[:, :, :R, -value_width:], lse[:, :, :R, 0]
 
 
-def _kernel(first: Array, last: Array, length: Array, q: Array, positions: Array, cache: Array, *rest: Array,
-            scale: float, sliding: int | None, softcap: float | None, block: int, blocks: int, heads: int, width: int,
-            split: bool, held: bool) -> None:
-    slots, rest = (rest[0], rest[1:]) if held else (None, rest)
-    out, lse, top, total, acc = rest
-    b, i = pl.program_id(0), pl.program_id(1)
+def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
+                 scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
+                 softcap: float | None = None, causal: bool = False, block: int | None = None,
+                 tile: int | None = None, interpret: Any = False) -> Array:
+    """As `reference.slot_weights`. It reads the keys that attention read, once more: half of the cache's bytes where
+    widths are multiples of 128, else, since keys and values share a line of lanes, all of them.
+
+    Args:
+        block, tile, interpret: as in `cache_attention`.
+    """
+    return _call(q, lse, cache, length, positions, held, scales, table, scale=scale, sliding=sliding, softcap=softcap,
+                 causal=causal, block=block, tile=tile, interpret=interpret)[0]
+
+
+class _Place(NamedTuple):
+    """Where an instance is: row `b`, tile `t` of its queries, step `i` of its walk, which looks at block `n` of its
+    slots. That lies in row (or page) `row` of the cache as block `part`."""
+
+    b: Any
+    t: Any
+    i: Any
+    n: Any
+    row: Any
+    part: Any
+
+
+def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: Array, held: Array | None,
+          scales: Array | None, table: Array | None, *, scale: float, sliding: int | None, softcap: float | None,
+          causal: bool, block: int | None, tile: int | None, interpret: Any) -> tuple[Array, ...]:
+    """Attention without `lse`: its output and sums, with rows and lanes that fill up tiles. With it the weights."""
+    B, G, R, d = q.shape
+    page, D = cache.shape[2:]
+    block = block or block_of(G, page, D, cache.dtype.itemsize)
+    if block is None or page % block:
+        kind = "slots" if table is None else "slots a page"
+        raise ValueError(f"cache: got {page} {kind}, takes a multiple of the block of {block or LANES}")
+    pages = 1 if table is None else table.shape[1]
+    if table is not None and B > (most := max(TABLE_BYTES // (4 * pages), 1)):
+        rows: Any = lambda x, i: None if x is None else x[i:i + most]
+        some = [_call(rows(q, i), rows(lse, i), cache, rows(length, i), rows(positions, i), rows(held, i), scales,
+                      rows(table, i), scale=scale, sliding=sliding, softcap=softcap, causal=causal, block=block,
+                      tile=tile, interpret=interpret) for i in range(0, B, most)]
+        return tuple(map(jnp.concatenate, zip(*some, strict=True)))
+    S = pages * page
+    split = d % LANES == 0 and D % LANES == 0       # keys and values begin at whole lanes
+    # else queries are widened by zeros, which meet the values; the transfers and the passes of the matrix unit stay
+    width, out_width = (d, D - d) if split else (D, D)
+    q = q if scales is not None else q.astype(cache.dtype)
+    tile = tile or tile_of(G, R, max(width, out_width), q.dtype.itemsize, block)
+    tiles, blocks = -(-R // tile), S // block
+    more = tiles * tile - R
+    if sliding is None or held is not None:
+        first = jnp.zeros_like(length)
+    else:
+        first = jnp.maximum(positions.min(1) - sliding + 1, 0) // block
+    last = jnp.maximum((length + block - 1) // block - 1, first)
+
+    def spec(shape: tuple[int, ...], place: Callable[[_Place], tuple[Any, ...]]) -> pl.BlockSpec:
+        def index(b: Array, x: Array, y: Array, first: Array, last: Array, length: Array, *tables: Array) -> Any:
+            t, i = (x, y) if lse is None else (y, x)
+            n = jnp.clip(i, first[b], last[b])
+            if not tables:
+                return place(_Place(b, t, i, n, b, n))
+            parts = page // block
+            return place(_Place(b, t, i, n, tables[0][b * pages + n // parts], n % parts))
+
+        return pl.BlockSpec(shape, index)
+
+    inputs = {
+        "q": (jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, width - d))),
+              spec((1, G, tile, width), lambda at: (at.b, 0, at.t, 0))),
+        "positions": (jnp.pad(positions, ((0, 0), (0, more)))[..., None],
+                      spec((1, tile, 1), lambda at: (at.b, at.t, 0))),
+        # else the compiler may move it to fast memory and back, as a whole, whatever is live
+        "cache": (cache if interpret else pltpu.with_memory_space_constraint(cache, pltpu.HBM),
+                  spec((1, G, block, D if lse is None else width), lambda at: (at.row, 0, at.part, 0))),
+    }
+    if held is not None:
+        inputs["held"] = held, spec((1, held.shape[1], block), lambda at: (at.b, 0, at.n))
+    if scales is not None:
+        inputs["scales"] = scales, spec((1, G, 2, block), lambda at: (at.row, 0, 0, at.part))
+    if lse is None:
+        grid: tuple[int, ...] = B, tiles, blocks
+        results: list[Any] = [((B, G, tiles * tile, n), spec((1, G, tile, n), lambda at: (at.b, 0, at.t, 0)))
+                              for n in (out_width, LANES)]
+        scratch = [(G, tile, LANES), (G, tile, LANES), (G, tile, out_width)]
+    else:
+        grid = B, blocks, tiles
+        inputs["lse"] = (jnp.pad(lse, ((0, 0), (0, 0), (0, more)), constant_values=jnp.inf)[..., None],
+                         spec((1, G, tile, 1), lambda at: (at.b, 0, at.t, 0)))
+        results = [((B, G, S), spec((1, G, block), lambda at: (at.b, 0, at.i)))]
+        scratch = []
+    # in scalar memory; flat, since two axes would be padded there
+    scalars = [first, last, length, *(() if table is None else (jnp.maximum(table, 0).reshape(-1),))]
+    arrays, in_specs = zip(*inputs.values(), strict=True)
+    kernel = functools.partial(_kernel, scalars=len(scalars), inputs=tuple(inputs), scale=scale, sliding=sliding,
+                               softcap=softcap, causal=causal, block=block, width=d if split else None)
+    products = 2 if lse is None else 1
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars), grid=grid, in_specs=in_specs, out_specs=[where for _, where in results],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch]),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in results],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        cost_estimate=pl.CostEstimate(flops=2 * products * B * G * R * S * D, transcendentals=B * G * R * S,
+                                      bytes_accessed=B * G * S * D * cache.dtype.itemsize),
+        name="cache_attention" if lse is None else "slot_weights",
+    )(*scalars, *arrays)
+
+
+def _kernel(*refs: Array, scalars: int, inputs: tuple[str, ...], scale: float, sliding: int | None,
+            softcap: float | None, causal: bool, block: int, width: int | None) -> None:
+    """One instance. `inputs` names the refs behind the scalars; `width` is that of keys where values are apart."""
+    (first, _, length), refs = refs[:3], refs[scalars:]
+    given, rest = dict(zip(inputs, refs, strict=False)), refs[len(inputs):]
+    q, positions, cache = given["q"], given["positions"], given["cache"]
+    held, scales = given.get("held"), given.get("scales")
+    weighs = "lse" in given         # the order of the grid, and what becomes of the scores
+    b, i = pl.program_id(0), pl.program_id(1 if weighs else 2)
+    heads, rows = q.shape[1:3]
+    start = i * block
+    live = (i >= first[b]) & (start < length[b])
+
+    def scores(g: int) -> tuple[Array, Array, Array]:
+        kv = cache[0, g].astype(q.dtype)
+        keys = kv if width is None else kv[:, :width]
+        s = lax.dot_general(q[0, g], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        if scales is not None:
+            s = s * scales[0, g].astype(jnp.float32)[:1]
+        s = s * scale if softcap is None else softcap * jnp.tanh(s * scale / softcap)
+        where = start + lax.broadcasted_iota(jnp.int32, (rows, block), 1)
+        seen = where < length[b]
+        if held is not None:
+            where = jnp.broadcast_to(held[0, g if held.shape[1] > 1 else 0][None], (rows, block))
+            seen = seen & (where >= 0)
+        if sliding is not None:
+            seen = seen & (positions[0] - where < sliding)
+        if causal:
+            seen = seen & (positions[0] >= where)
+        return s, seen, kv
+
+    if weighs:
+        (weights,), sums = rest, given["lse"]
+
+        @pl.when(pl.program_id(2) == 0)
+        def none() -> None:
+            weights[...] = jnp.zeros(weights.shape, jnp.float32)
+
+        @pl.when(live)
+        def weigh() -> None:
+            for g in range(heads):
+                s, seen, _ = scores(g)
+                weights[0, g] += jnp.where(seen, jnp.exp(s - sums[0, g]), 0).sum(0)
+
+        return
+
+    out, lse, top, total, acc = rest        # of attention
 
     @pl.when(i == 0)
-    def _() -> None:
+    def clear() -> None:
         top[...] = jnp.full(top.shape, MASKED, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
-    start = (first[b] + i) * block
-
-    @pl.when(start < length[b])
-    def _() -> None:
-        rows = q.shape[2]
-        at = start + lax.broadcasted_iota(jnp.int32, (rows, block), 1)
+    @pl.when(live)
+    def look() -> None:
         for g in range(heads):
-            kv = cache[0, g]
-            keys, values = (kv[:, :width], kv[:, width:]) if split else (kv, kv)
-            s = lax.dot_general(q[0, g], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-            s = s * scale if softcap is None else softcap * jnp.tanh(s * scale / softcap)
-            where, seen = at, at < length[b]
-            if slots is not None:
-                where = jnp.broadcast_to(slots[0, g if slots.shape[1] > 1 else 0][None], (rows, block))
-                seen = seen & (where >= 0)
-            if sliding is not None:
-                seen = seen & (positions[0] - where < sliding)
+            s, seen, kv = scores(g)
+            values = kv if width is None else kv[:, width:]
             s = jnp.where(seen, s, MASKED)
             before = top[g][:, :1]
             new = jnp.maximum(before, s.max(1, keepdims=True))
@@ -134,14 +259,16 @@ def _kernel(first: Array, last: Array, length: Array, q: Array, positions: Array
             shrink = jnp.exp(before - new)
             top[g] = jnp.broadcast_to(new, top.shape[1:])
             total[g] = jnp.broadcast_to(total[g][:, :1] * shrink + weights.sum(1, keepdims=True), total.shape[1:])
+            if scales is not None:
+                weights = weights * scales[0, g].astype(jnp.float32)[1:]
             acc[g] = acc[g] * shrink + lax.dot_general(weights.astype(values.dtype), values, (((1,), (0,)), ((), ())),
                                                        preferred_element_type=jnp.float32)
 
-    @pl.when(i == blocks - 1)
-    def _() -> None:
+    @pl.when(i == pl.num_programs(2) - 1)
+    def finish() -> None:
         for g in range(heads):
-            sums = total[g][:, :1]
-            some = sums != 0        # true of a NaN, which must stay one
-            out[0, g] = jnp.where(some, acc[g] / jnp.where(some, sums, 1), 0)
+            divisor = total[g][:, :1]
+            some = divisor != 0        # true of a NaN, which must stay one
+            out[0, g] = jnp.where(some, acc[g] / jnp.where(some, divisor, 1), 0)
             whole = jnp.where(total[g] != 0, total[g], 1)
             lse[0, g] = jnp.where(total[g] != 0, top[g] + jnp.log(whole), MASKED)

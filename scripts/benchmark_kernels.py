@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Times the forms of window attention: a Mosaic kernel, the XLA reference, and one einsum over the whole capacity.
+
+    python scripts/benchmark_kernels.py                                      # on what JAX finds: a TPU, a GPU, a CPU
+    python scripts/benchmark_kernels.py --form int8 pages --batch 64 --capacity 8192 --live 8192
+
+The kernel is timed on TPUs alone. What is timed is a loop of `--inner` calls in one program, each of which needs the
+result of the one before it, so that the start of a program does not count. What is compared takes turns. The columns
+are the median time of a call, the bytes of live cache entries over that time, how many times faster it is than the
+einsum, and the largest difference from the einsum's result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.pallas_kernels.window_attention import (
+    prefix_attention,
+    quantized,
+    slot_weights,
+    window_attention_lse,
+)
+
+FORMS = "dense", "int8", "pages", "prefix", "weights"
+SCALE = 0.1
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--form", nargs="+", choices=FORMS, default=FORMS,
+                   help="dense: a cache of --dtype; int8: of integers; pages: a shuffled pool; prefix: one cache for "
+                        "all rows; weights: the attention that slots receive (default: all)")
+    p.add_argument("--batch", type=int, default=8, help="rows (default %(default)s)")
+    p.add_argument("--window", type=int, default=1, help="queries of a row (default %(default)s)")
+    p.add_argument("--heads", type=int, default=32, help="of queries (default %(default)s)")
+    p.add_argument("--kv-heads", type=int, default=8, help="of keys and values (default %(default)s)")
+    p.add_argument("--width", type=int, default=128, help="of a head (default %(default)s)")
+    p.add_argument("--capacity", type=int, default=2048, help="slots of a row (default %(default)s)")
+    p.add_argument("--live", type=int, help="entries that each row holds (default: half the capacity)")
+    p.add_argument("--page", type=int, default=256, help="slots of a page (default %(default)s)")
+    p.add_argument("--dtype", default="bfloat16", help="of queries and cache (default %(default)s)")
+    p.add_argument("--inner", type=int, default=20, help="calls in a program (default %(default)s)")
+    p.add_argument("--repeats", type=int, default=7, help="times that each program is run (default %(default)s)")
+    return p
+
+
+def sides(form: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[Array, Any], Array]], Array, Any, int]:
+    """What to compare: functions of queries and of everything else; both, and the bytes of what is live."""
+    B, W, G, S, d = args.batch, args.window, args.kv_heads, args.capacity, args.width
+    rows = 1 if form == "prefix" else B
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (B, W, args.heads, d), args.dtype)
+    own = jax.random.normal(keys[1], (2, B, W, G, d), args.dtype)
+    cache = jax.random.normal(keys[2], (rows, G, S, 2 * d), args.dtype)
+    entry = G * 2 * d * cache.dtype.itemsize
+    length = jnp.full(rows, args.live, jnp.int32)
+    positions = jnp.broadcast_to(args.live + jnp.arange(W, dtype=jnp.int32), (B, W))
+    mask = jnp.tril(jnp.ones((1, W, W), bool))
+    given: dict[str, Array] = {}
+    if form == "int8":
+        cache, scales = quantized(cache, d)
+        given, entry = dict(scales=scales), G * (2 * d + 8)
+    if form == "pages":
+        table = jax.random.permutation(keys[3], B * (S // args.page)).astype(jnp.int32)
+        pages = cache.reshape(B, G, -1, args.page, 2 * d).swapaxes(1, 2).reshape(-1, G, args.page, 2 * d)
+        cache, given = jnp.zeros_like(pages).at[table].set(pages), dict(table=table.reshape(B, -1))
+
+    def ours(q: Array, rest: Any, implementation: Any) -> Array:
+        own, cache, length, given = rest
+        if form == "prefix":
+            return prefix_attention(q, positions, cache, length, scale=SCALE, implementation=implementation)[0]
+        if form == "weights":
+            return slot_weights(q, jnp.full(q.shape[:3], 8.0), positions, cache, length, scale=SCALE,
+                                implementation=implementation)
+        return window_attention_lse(q, *own, mask, positions, cache, length, scale=SCALE,
+                                    implementation=implementation, **given)[0]
+
+    def einsum(q: Array, rest: Any) -> Array:
+        (k, v), cache, length, given = rest
+        if "table" in given:
+            cache = cache[given["table"]].swapaxes(1, 2).reshape(B, G, S, 2 * d)
+        if "scales" in given:
+            scales = jnp.repeat(given["scales"].swapaxes(2, 3), d, 3, total_repeat_length=2 * d)
+            cache = (cache * scales).astype(q.dtype)
+        cache = jnp.broadcast_to(cache, (B, *cache.shape[1:]))
+        folded = q.reshape(B, W, G, -1, d)
+        s = jnp.einsum("bwgrd,bgsd->bgrws", folded, cache[..., :d], preferred_element_type=jnp.float32) * SCALE
+        s = jnp.where((jnp.arange(S) < length[:, None])[:, None, None, None], s, -jnp.inf)
+        if form == "weights":
+            return jnp.exp(s - 8.0).sum((2, 3))
+        values = cache[..., d:]
+        if form != "prefix":
+            more = jnp.einsum("bwgrd,bkgd->bgrwk", folded, k, preferred_element_type=jnp.float32) * SCALE
+            s = jnp.concatenate([s, jnp.where(mask, more, -jnp.inf)], -1)
+            values = jnp.concatenate([values, v.swapaxes(1, 2)], 2)
+        p = jax.nn.softmax(s, -1).astype(q.dtype)
+        return jnp.einsum("bgrws,bgsd->bwgrd", p, values).reshape(q.shape)
+
+    names = ["xla", *(["mosaic_tpu"] if jax.default_backend() == "tpu" else [])]
+    fns = {"einsum": einsum, **{name: functools.partial(ours, implementation=name) for name in names}}
+    return fns, q, (own, cache, length, given), rows * args.live * entry
+
+
+def loop(fn: Callable[[Array, Any], Array], calls: int) -> Callable[[Array, Any], Array]:
+    """A program of so many calls."""
+
+    def body(_: Array, q: Array, rest: Any) -> Array:
+        q, rest = lax.optimization_barrier((q, rest))       # nothing may be done once for all calls
+        out = fn(q, rest)
+        return (out if out.shape == q.shape else q + 1e-6 * out.sum()).astype(q.dtype)
+
+    return jax.jit(lambda q, rest: lax.fori_loop(0, calls, lambda i, q: body(i, q, rest), q))
+
+
+def main() -> None:
+    args = parser().parse_args()
+    args.live = args.capacity // 2 if args.live is None else args.live
+    if not 0 < args.live <= args.capacity:
+        raise SystemExit(f"--live: got {args.live}, takes 1 to the capacity of {args.capacity}")
+    for size in (128, *([args.page] if "pages" in args.form else [])):
+        if args.capacity % size:
+            raise SystemExit(f"--capacity: got {args.capacity}, takes a multiple of {size}")
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; batch {args.batch}, window {args.window}, "
+          f"{args.heads}/{args.kv_heads} heads of {args.width}, {args.live} of {args.capacity} slots live, "
+          f"{args.dtype}; median of {args.repeats}\n")
+    print("| form | implementation | ms | GB/s | times einsum | difference |\n|---|---|---|---|---|---|")
+    for form in args.form:
+        fns, q, rest, live = sides(form, args)
+        results = {name: jax.jit(fn)(q, rest).astype(jnp.float32) for name, fn in fns.items()}
+        programs = {name: loop(fn, args.inner) for name, fn in fns.items()}
+        for run in programs.values():
+            jax.block_until_ready(run(q, rest))
+        seconds: dict[str, list[float]] = {name: [] for name in fns}
+        for _ in range(args.repeats):
+            for name, run in programs.items():
+                clock = time.perf_counter()
+                jax.block_until_ready(run(q, rest))
+                seconds[name].append((time.perf_counter() - clock) / args.inner)
+        times = {name: statistics.median(x) for name, x in seconds.items()}
+        for name, t in times.items():
+            off = float(jnp.abs(results[name] - results["einsum"]).max())
+            print(f"| {form} | {name} | {1e3 * t:.3f} | {live / t / 1e9:.1f} | {times['einsum'] / t:.2f} | {off:.1e} |",
+                  flush=True)
+
+
+if __name__ == "__main__":
+    main()
