@@ -20,6 +20,7 @@ from jax import Array
 from decodax.core.types import PartialForward
 from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig
 from decodax.models.experts import mix, route
+from decodax.models.packed import embedded, head, multiply
 from decodax.models.rope import rotate
 
 ACTIVATIONS = {
@@ -61,7 +62,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape[1]), axes=axes[1:]) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = x @ self.kernel[...]
+        y = multiply(x, self.kernel.get_value())
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -150,7 +151,7 @@ class Mixture(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         # in float32: a choice must not turn on the rounding of the weights' dtype
         which, weights = route(flat.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32), self.e)
-        gate, up, down = (part.kernel[...] for part in (self.gate, self.up, self.down))
+        gate, up, down = (part.kernel.get_value() for part in (self.gate, self.up, self.down))
         return mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation]).reshape(x.shape)
 
 
@@ -251,7 +252,7 @@ class Decoder(nnx.Module):
                  which: Array | None = None) -> Array:
         """The residual stream `f[B, W, D]` before the first layer. Nodes of `which` (`bool[B, W]`) read their row of
         `embeddings` (`f[B, W, D]`) in place of that of the embedding table."""
-        x = self.embed[...][tokens]
+        x = embedded(self.embed.get_value(), tokens, self.norm.scale[...].dtype)
         if embeddings is not None and which is not None:
             x = jnp.where(which[..., None], embeddings.astype(x.dtype), x)
         if self.c.embed_scale != 1.0:
@@ -268,12 +269,10 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """`f[..., D]` to `f32[..., V]`."""
-        if self.lm_head is None:
-            logits = jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)
-        else:
-            logits = jnp.einsum("...d,dv->...v", hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
-            if self.lm_head.bias is not None:
-                logits = logits + self.lm_head.bias[...].astype(jnp.float32)
+        kernel = head(self.embed.get_value()) if self.lm_head is None else self.lm_head.kernel.get_value()
+        logits = multiply(hidden, kernel, jnp.float32)
+        if self.lm_head is not None and self.lm_head.bias is not None:
+            logits = logits + self.lm_head.bias[...].astype(jnp.float32)
         if self.c.logit_scale != 1.0:
             logits = logits * self.c.logit_scale
         cap = self.c.logit_softcap

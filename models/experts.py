@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.models.config import Experts
+from decodax.models.packed import Kernel, multiply
 
 BLOCK = 8
 """Rows of a block: 4 take less time for single tokens, 16 for prompts. It does not depend on the number of tokens,
@@ -39,18 +40,19 @@ def route(logits: Array, e: Experts) -> tuple[Array, Array]:
     return which, weights / weights.sum(-1, keepdims=True) if e.normalise else weights
 
 
-def mix(x: Array, which: Array, weights: Array, gate: Array, up: Array, down: Array,
+def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel,
         activation: Callable[[Array], Array]) -> Array:
     """The weighted sum of what the chosen experts make of each token.
 
     Args:
         x: `f[n, D]`. which: `i32[n, k]`. weights: `f32[n, k]`.
         gate, up: `f[E, D, I]`. down: `f[E, I, D]`. Expert `e` is `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`.
+            They may be packed.
 
     Returns:
         `f[n, D]`, in the dtype of `x`.
     """
-    (n, k), E = which.shape, gate.shape[0]
+    (n, k), E = which.shape, jax.tree.leaves(gate)[0].shape[0]
     total = n * k // BLOCK + min(E, n * k)      # the most blocks: those that are full, and a part of one an expert
     flat = which.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -67,10 +69,11 @@ def mix(x: Array, which: Array, weights: Array, gate: Array, up: Array, down: Ar
         rows, e = at
 
         def run() -> Array:
-            e_ = jnp.minimum(e, E - 1)
-            return (activation(x[rows] @ gate[e_]) * (x[rows] @ up[e_])) @ down[e_]
+            own = jax.tree.map(lambda kernel: kernel[jnp.minimum(e, E - 1)], (gate, up, down))
+            one, other, last = own
+            return multiply(activation(multiply(x[rows], one)) * multiply(x[rows], other), last)
 
-        return lax.cond(e < E, run, lambda: jnp.zeros((BLOCK, down.shape[2]), x.dtype))
+        return lax.cond(e < E, run, lambda: jnp.zeros((BLOCK, x.shape[1]), x.dtype))
 
     made = lax.map(block, (rows.reshape(total, BLOCK), owner)).reshape(total * BLOCK, -1)
     found = made[jnp.zeros(n * k, jnp.int32).at[order].set(place)].reshape(n, k, -1)

@@ -28,6 +28,7 @@ from decodax.core.types import CacheKind, Model, Out
 from decodax.models.config import Activation
 from decodax.models.decoder import ACTIVATIONS
 from decodax.models.names import WeightSource
+from decodax.models.packed import embedded, head, multiply
 from decodax.models.reading import read_activation
 from decodax.models.transformer import Weights, named
 from decodax.pallas_kernels.window_attention import window_attention
@@ -122,13 +123,13 @@ class T5(Model):
         positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         seen = positions < source.length[:, None]
         bias = functools.partial(relative_bias, c, p["bias"], both=True)
-        x = params["embed"][source.tokens]
+        x = embedded(params["embed"], source.tokens, p["norm"].dtype)
         for i in range(c.encoder):
             layer = p["layers"][str(i)]
             normed = _norm(c, layer["attn"], x)
             q, k, v = (self._heads(layer["attn"], name, normed) for name in "qkv")
             out = window_attention(q, k, v, jnp.broadcast_to(seen[:, None], (B, T, T)), positions, scale=1.0, bias=bias)
-            x = x + out.reshape(B, T, -1) @ layer["attn"]["o"]
+            x = x + multiply(out.reshape(B, T, -1), layer["attn"]["o"])
             x = x + _mlp(c, layer["mlp"], x)
         x = _norm(c, p, x)
         cross = [params["decoder"]["layers"][str(i)]["cross"] for i in range(c.decoder)]
@@ -141,7 +142,7 @@ class T5(Model):
             raise ValueError("inputs: got none, a T5 takes an EncoderText, what its encoder reads")
         B, W = window.tokens.shape
         bias = functools.partial(relative_bias, c, p["bias"], both=False)
-        x, entries = params["embed"][window.tokens], []
+        x, entries = embedded(params["embed"], window.tokens, p["norm"].dtype), []
         if window.embeddings is not None and window.embedded is not None:
             x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
         for i in range(c.decoder):
@@ -149,20 +150,19 @@ class T5(Model):
             normed = _norm(c, layer["attn"], x)
             q, k, v = (self._heads(layer["attn"], name, normed) for name in "qkv")
             out, entry = cache.attend(i, q, k, v, window, scale=1.0, bias=bias)
-            x = x + out.reshape(B, W, -1) @ layer["attn"]["o"]
+            x = x + multiply(out.reshape(B, W, -1), layer["attn"]["o"])
             q = self._heads(layer["cross"], "q", _norm(c, layer["cross"], x))
             seen = jnp.broadcast_to(memory.seen[:, None], (B, W, memory.seen.shape[1]))
             out = window_attention(q, memory.keys[i], memory.values[i], seen, window.positions, scale=1.0)
-            x = x + out.reshape(B, W, -1) @ layer["cross"]["o"]
+            x = x + multiply(out.reshape(B, W, -1), layer["cross"]["o"])
             x = x + _mlp(c, layer["mlp"], x)
             entries.append(entry)
 
-        def head(hidden: Array) -> Array:
+        def logits(hidden: Array) -> Array:
             hidden = hidden * jnp.asarray(c.width ** -0.5, hidden.dtype) if c.scaled else hidden
-            kernel = params["embed"].T if c.tied else params["head"]
-            return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
+            return multiply(hidden, head(params["embed"]) if c.tied else params["head"], jnp.float32)
 
-        return Out(hidden=_norm(c, p, x), entries=tuple(entries), head=head)
+        return Out(hidden=_norm(c, p, x), entries=tuple(entries), head=logits)
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms one."""
@@ -176,7 +176,7 @@ class T5(Model):
         return nested(found)
 
     def _heads(self, p: Weights, name: str, x: Array) -> Array:
-        return (x @ p[name]).reshape(*x.shape[:2], self.config.heads, self.config.head_dim)
+        return multiply(x, p[name]).reshape(*x.shape[:2], self.config.heads, self.config.head_dim)
 
 
 def relative_bias(c: T5Config, weights: Array, queries: Array, keys: Array, *, both: bool) -> Array:
@@ -209,7 +209,8 @@ def _norm(c: T5Config, p: Weights, x: Array) -> Array:
 
 def _mlp(c: T5Config, p: Weights, x: Array) -> Array:
     act, x = ACTIVATIONS[c.activation], _norm(c, p, x)
-    return (act(x @ p["gate"]) * (x @ p["up"]) if c.gated else act(x @ p["up"])) @ p["down"]
+    up = multiply(x, p["up"])
+    return multiply(act(multiply(x, p["gate"])) * up if c.gated else act(up), p["down"])
 
 
 IGNORED = re.compile(r"^(encoder|decoder)\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias\.weight$")

@@ -62,7 +62,7 @@ def generate(args: argparse.Namespace) -> None:
 
     with _naming_the_argument():
         named = dx.systems.parse(args.algorithm) if args.algorithm else None
-    lm = dx.load(args.model, dtype=args.dtype)
+    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights)
     if named:
         name, choices = named
         draft = dx.load(args.draft) if dx.systems.SYSTEMS[name].drafts else None

@@ -32,7 +32,9 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - is standard input")
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
                    help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
-    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache")
+    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
+    p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16"],
+                   help="how the weights are kept and read (default: as --dtype)")
     p.add_argument("--lines", action="store_true", help="each line that is not blank is a text")
     p.add_argument("--window", type=int, metavar="N",
                    help="tokens that a prediction sees at most (default: as many as the model was made for)")
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     keep_programs()
     import decodax as dx
 
-    lm = dx.load(args.model, dtype=args.dtype)
+    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights)
     window = lm.model.trained_positions if args.window is None else args.window
     # a BOS token before the text lets its first token count
     texts: list[Any] = [text if lm.bos is None else ("", text) for _, text in named]

@@ -6,6 +6,7 @@ only the part that the device holds, casts it once and puts it there.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from safetensors.numpy import save_file
 
 from decodax.io.files import ONE, CheckpointError, Files, read_json
@@ -24,7 +25,9 @@ from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import WITH_IMAGES, read_config, text_part
 from decodax.models.fields import checked
+from decodax.models.formats import Format, kernels, read_format
 from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
+from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
 from decodax.models.t5 import IGNORED as T5_IGNORED
 from decodax.models.t5 import T5, nested, read_t5
@@ -39,13 +42,14 @@ TAKEN = ("float32", "bfloat16", "float16")
 
 
 def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
-               context: int | None = None) -> tuple[Transformer, Weights]:
+               context: int | None = None, weights: str | Format | None = None) -> tuple[Transformer, Weights]:
     """Loads a model directory.
 
     Args:
         dtype: of weights and cache, "float32", "bfloat16" or "float16"; None: as the file holds the embedding.
         mesh: weights are sharded over its axis "model" where they divide, else replicated; None: the first device.
         context: see `Transformer.context`.
+        weights: the format of the kernels, see `decodax.models.formats`; None: arrays of `dtype`.
 
     Returns:
         The model, and its weights as a nested dict.
@@ -53,9 +57,9 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     Raises:
         CheckpointError: a file is missing or broken, the architecture is unknown, a tensor is missing, left over or of
             another shape than the configuration says. Nothing has been read into memory or compiled then.
-        ValueError: `dtype` or `context` is out of its range.
+        ValueError: `dtype`, `context` or `weights` is out of its range.
     """
-    asked = None if dtype is None else dtype_name(dtype)
+    asked, packing = None if dtype is None else dtype_name(dtype), read_format(weights)
     if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
         raise ValueError(f"context: got {context!r}, takes a number of tokens from 1")
     root = Path(directory)
@@ -86,14 +90,16 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     model = Transformer(decoder, dtype=name, context=context)
     here = SingleDeviceSharding(jax.devices()[0])
     places = flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
-    weights = {path: _load(files, where[path], leaf.shape, np.dtype(jnp.dtype(name)), places[path])
-               for path, leaf in flatten(shapes).items()}
-    return model, jax.tree.unflatten(jax.tree.structure(shapes), list(weights.values()))
+    chosen = kernels(shapes) if packing is not None else ()
+    loaded = [_load(files, where[path], leaf.shape, name, places[path], packing if path in chosen else None,
+                    path == "embed") for path, leaf in flatten(shapes).items()]
+    return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
-def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None) -> tuple[T5, Weights]:
+def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
+            weights: str | Format | None = None) -> tuple[T5, Weights]:
     """Loads the directory of a T5, onto the first device. Arguments and errors as in `load_model`."""
-    asked = None if dtype is None else dtype_name(dtype)
+    asked, packing = None if dtype is None else dtype_name(dtype), read_format(weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
     try:
@@ -105,9 +111,11 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
     name = asked or DTYPES[files.slice("shared.weight").get_dtype()]
     here = SingleDeviceSharding(jax.devices()[0])
     shape = lambda source: source.full[::-1] if source.transpose else source.full
-    weights = {path: _load(files, source, shape(source), np.dtype(jnp.dtype(name)), here)
-               for path, source in where.items()}
-    return T5(config, dtype=name), nested(weights)
+    tied = lambda path: path == "embed" and config.tied
+    loaded = {path: _load(files, source, shape(source), name, here,
+                          packing if source.transpose or tied(path) else None, tied(path))
+              for path, source in where.items()}
+    return T5(config, dtype=name), nested(loaded)
 
 
 def load_diffusion(directory: str | os.PathLike[str]) -> Diffusion | None:
@@ -181,10 +189,16 @@ def _some(tensors: list[str]) -> str:
     return f"tensor{'s' if len(tensors) > 1 else ''} {', '.join(tensors[:5])}{more}"
 
 
-def _load(files: Files, source: WeightSource, shape: tuple[int, ...], dtype: np.dtype,
-          place: jax.sharding.Sharding) -> jax.Array:
-    """One weight, each device's part read and cast by itself; devices that hold the same part share one reading."""
+def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str, place: jax.sharding.Sharding,
+          packing: Format | None = None, table: bool = False) -> Any:
+    """One weight, each device's part read and cast by itself; devices that hold the same part share one reading.
+
+    Args:
+        name: its dtype. packing: the format to put it in. table: it is a table of embeddings, `[outputs, inputs]`.
+    """
     parts: dict[Any, np.ndarray] = {}
+    stored = DTYPES[files.slice(source.tensors[0]).get_dtype()]
+    dtype = np.dtype(jnp.dtype(name if packing is None else stored))
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
@@ -192,7 +206,18 @@ def _load(files: Files, source: WeightSource, shape: tuple[int, ...], dtype: np.
             parts[bounds] = np.ascontiguousarray(_read(files, source, bounds).astype(dtype, copy=False))
         return parts[bounds]
 
-    return jax.make_array_from_callback(shape, place, read)
+    whole = jax.make_array_from_callback(shape, place, read)
+    return whole if packing is None else _packer(packing, table, shape, dtype, place)(whole)
+
+
+@functools.lru_cache(maxsize=64)
+def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
+    pack, layout = lambda kernel: packing.pack(kernel.T if table else kernel), None
+    if isinstance(place, NamedSharding):
+        *_, inputs, outputs = place.spec[::-1] if table else place.spec
+        specs = jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, dtype)).specs(outputs, inputs, dict(place.mesh.shape))
+        layout = jax.tree.map(lambda spec: NamedSharding(place.mesh, spec), specs)
+    return jax.jit(pack, out_shardings=layout)
 
 
 def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
@@ -228,6 +253,8 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     if read_config(entries) != model.config:
         raise ValueError(f"config: as a {entries['model_type']} configuration it describes another model than "
                          f"{model.config}")
+    if any(isinstance(x, Packed) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed))):
+        raise ValueError("params: got packed weights, takes arrays: load the model without `weights` to save it")
     leaves = flatten(params)
     name = dtype_name(dtype or leaves["embed"].dtype)
     entries |= {"dtype": name, "torch_dtype": name}

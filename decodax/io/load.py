@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 
 import decodax.models
 from decodax.core.types import Loaded, Model
-from decodax.io.checkpoint import load_diffusion, load_model, load_t5
+from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_t5
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.text import Tokenizer
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
+from decodax.models.formats import Format
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
 """Where the shipped models lie."""
@@ -103,7 +104,8 @@ def find(name_or_dir: str | Path) -> Path:
 
 
 def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
-         context: int | None = None, tokenizer: str | Path | Tokenizer | None = None) -> LM:
+         context: int | None = None, tokenizer: str | Path | Tokenizer | None = None,
+         weights: str | Format | None = None) -> LM:
     """Loads a shipped model by name, or a local Hugging Face directory.
 
     Args:
@@ -114,6 +116,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         mesh: puts the weights on a mesh, heads, MLP and vocabulary over its axis "model"; batches go over "data".
         tokenizer: another one, or a directory that holds one; None: the directory's own tokenizer.json, and none if it
             has no file of a tokenizer at all.
+        weights: the format in which the weights are kept and read: "int8", "int4", "fp8", "bfloat16" or "float16", or a
+            `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of `dtype`.
 
     Raises:
         ValueError: an unknown name or architecture, a broken file, a missing tensor or one of the wrong shape, weights
@@ -122,6 +126,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long there
+    elif weights is None and dtype is not None and jax.default_backend() == "cpu" and dtype_name(dtype) != "float32":
+        weights = dtype_name(dtype)     # XLA emulates products of half precision there; a format is read as it lies
     diffusion, generation_config = load_diffusion(path), _generation_config(path)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
@@ -130,9 +136,10 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         if mesh is not None or context is not None:
             raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}; a T5 lies on one "
                              "device and has no length to be set for")
-        model, params = load_t5(path, dtype=dtype)
+        model, params = load_t5(path, dtype=dtype, weights=weights)
     else:
-        model, params = load_model(path, dtype=dtype, mesh=mesh, context=context)      # last, for it takes longest
+        # last, for it takes longest
+        model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)
     return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
               generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
 

@@ -1,0 +1,219 @@
+"""Formats of weights, by name: `decodax.load(..., weights="int8")`.
+
+All of them round each weight to the nearest code, without data to calibrate on.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.axes import platform
+from decodax.models.names import flatten
+from decodax.models.packed import Packed, dot
+from decodax.struct import struct
+
+
+@struct
+class Scaled(Packed):
+    """A kernel as codes and scales: each weight is its code times the scale of its output, or of its group of inputs.
+
+    Attributes:
+        codes: `[..., N, K]` of any dtype; or `u8[..., N, K // 2]` with a 4-bit code of the first half of the inputs in
+            the low bits and one of the second half in the high bits.
+        scales: `f32[..., N, groups]`, each of `K // groups` inputs that follow one another; None: codes are weights.
+    """
+
+    codes: Array
+    scales: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *above, K = self.codes.shape
+        return *above, K * (2 if self.codes.dtype == jnp.uint8 else 1)
+
+    def values(self, dtype: Any) -> Array:
+        codes = [_decoded(codes, jnp.float32) for codes in self._halves()]
+        parts = [c if s is None else _scaled(c, s) for c, s in zip(codes, self._scales(len(codes)), strict=True)]
+        return jnp.concatenate(parts, -1).astype(dtype) if len(parts) > 1 else parts[0].astype(dtype)
+
+    def product(self, x: Array, dtype: Any) -> Array:
+        # XLA's CPU has no fast products of half precision
+        own = jnp.dtype(jnp.float32) if platform() == "cpu" else x.dtype
+        halves = self._halves()
+        whole = self.scales is not None and self.scales.shape[-1] == 1      # one scale an output: after the product
+        parts = []
+        for i, (codes, s) in enumerate(zip(halves, self._scales(len(halves)), strict=True)):
+            kernel = _decoded(codes, own)
+            if s is not None and not whole:
+                kernel = _scaled(kernel, s.astype(own))
+            part = x[:, i * codes.shape[-1]:(i + 1) * codes.shape[-1]].astype(own)
+            parts.append(dot(part, kernel, jnp.promote_types(own, dtype)))
+        y = parts[0]
+        if len(parts) > 1:      # not fused, see `Packed.times`
+            first, second = lax.optimization_barrier(tuple(parts))
+            y = first + second
+        return (y * self.scales[..., 0] if whole and self.scales is not None else y).astype(dtype)
+
+    def _halves(self) -> tuple[Array, ...]:
+        if self.codes.dtype != jnp.uint8:
+            return (self.codes,)
+        return lax.shift_right_arithmetic(self.codes.astype(jnp.int8) << 4, jnp.int8(4)), lax.shift_right_arithmetic(
+            self.codes.astype(jnp.int8), jnp.int8(4))
+
+    def _scales(self, parts: int) -> tuple[Array | None, ...]:
+        if self.scales is None or self.scales.shape[-1] == 1:
+            return (self.scales,) * parts
+        return tuple(jnp.split(self.scales, parts, -1)) if parts > 1 else (self.scales,)
+
+
+def _decoded(codes: Array, dtype: Any) -> Array:
+    """Codes as numbers; XLA's CPU converts 8-bit floats one by one, and those of 16 bits in vectors."""
+    if codes.dtype == jnp.float8_e4m3fn and platform() == "cpu":
+        bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint16)
+        # sign, exponent and digits where float16 has them, whose exponents begin eight lower; NaN is all ones
+        half = lax.bitcast_convert_type(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), jnp.float16)
+        return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(dtype) * jnp.asarray(256, dtype))
+    return codes.astype(dtype)
+
+
+def _scaled(kernel: Array, scales: Array) -> Array:
+    groups = kernel.reshape(*scales.shape, -1)
+    return (groups * scales[..., None].astype(kernel.dtype)).reshape(kernel.shape)
+
+
+class Format(abc.ABC):
+    """How kernels are packed."""
+
+    @abc.abstractmethod
+    def pack(self, kernel: Array) -> Packed:
+        """The packed form of `f[K, N]`, or `f[E, K, N]`. It is called under jit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(Format):
+    """8-bit integers with one scale an output, the largest weight's."""
+
+    def pack(self, kernel: Array) -> Scaled:
+        w = _rows(kernel)
+        scales = _or_one(jnp.abs(w).max(-1, keepdims=True) / 127)
+        return Scaled(codes=jnp.round(w / scales).astype(jnp.int8), scales=scales)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Format):
+    """4-bit integers, -7 to 7, with one scale a group of inputs.
+
+    Attributes:
+        group: inputs of a group, where they divide the inputs, else the largest common divisor.
+    """
+
+    group: int = 128
+
+    def __post_init__(self) -> None:
+        if self.group < 2:
+            raise ValueError(f"group: got {self.group}, takes 2 or more")
+
+    def pack(self, kernel: Array) -> Scaled:
+        w = _rows(kernel)
+        K = w.shape[-1]
+        # a group lies within the half whose codes share a byte's low or high bits
+        group = math.gcd(self.group, K // 2 if K % 2 == 0 else K)
+        groups = w.reshape(*w.shape[:-1], K // group, group)
+        scales = _or_one(jnp.abs(groups).max(-1) / 7)
+        codes = jnp.round(groups / scales[..., None]).astype(jnp.int8).reshape(w.shape)
+        if platform() != "cpu":
+            return Scaled(codes=codes.astype(jnp.int4), scales=scales)
+        if K % 2:
+            return Scaled(codes=codes, scales=scales)
+        low, high = codes[..., :K // 2].astype(jnp.uint8), codes[..., K // 2:].astype(jnp.uint8)
+        return Scaled(codes=(low & 15) | (high << 4), scales=scales)        # XLA's CPU unpacks 4 bits slowly
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(Format):
+    """8-bit floats (4 bits of exponent, 3 of digits: "e4m3fn") with one scale an output, the largest weight's."""
+
+    def pack(self, kernel: Array) -> Scaled:
+        w = _rows(kernel)
+        scales = _or_one(jnp.abs(w).max(-1, keepdims=True) / 448)
+        return Scaled(codes=(w / scales).astype(jnp.float8_e4m3fn), scales=scales)
+
+
+@dataclasses.dataclass(frozen=True)
+class Half(Format):
+    """Floats of 16 bits, with activations of any dtype.
+
+    Attributes:
+        dtype: "bfloat16" or "float16".
+    """
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"dtype: got {self.dtype!r}, takes 'bfloat16' or 'float16'")
+
+    def pack(self, kernel: Array) -> Scaled:
+        return Scaled(codes=jnp.swapaxes(kernel, -1, -2).astype(self.dtype))
+
+
+FORMATS: dict[str, Format] = {"int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Half("bfloat16"),
+                              "float16": Half("float16")}
+"""By the names that `decodax.load` takes."""
+
+
+def read_format(weights: str | Format | None) -> Format | None:
+    """A format by name, or as it is.
+
+    Raises:
+        ValueError: an unknown name; lists near ones.
+
+    >>> read_format("int8")
+    Int8()
+    """
+    if weights is None or isinstance(weights, Format):
+        return weights
+    if weights in FORMATS:
+        return FORMATS[weights]
+    near = difflib.get_close_matches(str(weights), FORMATS, n=1, cutoff=0.4)
+    raise ValueError(f"weights: got {weights!r}, takes {', '.join(map(repr, FORMATS))} or a Format"
+                     + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def _rows(kernel: Array) -> Array:
+    return jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
+
+
+def _or_one(scales: Array) -> Array:
+    """Scales of rows that are all zeros are 1."""
+    return jnp.where(scales == 0, 1, scales)
+
+
+def kernels(weights: Any) -> list[str]:
+    """The dotted paths of what a `Format` packs among a decoder's weights: kernels, but for the routers of experts,
+    whose choices turn on the last digits. An embedding table that is also the head is one."""
+    found = flatten(weights)
+    inside = [path for path in found if path.endswith(".kernel") and ".router." not in path]
+    return inside if "lm_head.kernel" in found else [*inside, "embed"]
+
+
+def pack(params: Any, weights: str | Format) -> Any:
+    """A decoder's weights with their kernels packed.
+
+    Args:
+        params: as `Transformer.init_params` makes them. weights: a name in `FORMATS`, or a format.
+    """
+    own = read_format(weights)
+    assert own is not None
+    packed = jax.jit(own.pack)
+    chosen, leaves = set(kernels(params)), flatten(params)
+    made = [packed(leaf.T if path == "embed" else leaf) if path in chosen else leaf for path, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(params), made)

@@ -1,0 +1,144 @@
+"""Kernels that are kept in fewer bits than they are multiplied in.
+
+A step of decoding reads each weight once and multiplies it with a few rows, so its time is the time to read the
+weights. A `Packed` kernel takes the place of an array in a model's weights; `multiply` is all that a network needs to
+know of it.
+
+XLA converts a packed kernel within a product on a TPU or GPU. On CPU it does so, at the memory's speed, only in a
+product of one row of less than 16 KB, whose kernel lies as `[outputs, inputs]`; else it first writes the whole
+converted kernel to memory (32,000 x 768 in int8, 8 rows: 38 ms, and 6 for float32). So there a few rows are multiplied
+one by one, and more of them block by block, each block small enough to stay in the processor's own memory.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from decodax.axes import free_axes, platform
+from decodax.struct import Struct
+
+ROWS = 8
+"""On CPU, up to so many rows are multiplied one by one. A round of the 125M shape with 8 rows in int8 takes 26 to 35 ms
+so, 44 to 54 by blocks, and 35 to 41 in float32."""
+
+BLOCK = 1 << 18
+"""On CPU, weights that are converted at a time for more rows."""
+
+INPUTS = 2048
+"""On CPU, inputs of a row that are multiplied at a time."""
+
+
+class Packed(Struct, abc.ABC):
+    """A kernel of `K` inputs and `N` outputs, or one for each of `E` experts. Its arrays are `[N, ...]` or
+    `[E, N, ...]`: what belongs to an output lies together."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """`(..., N, K)`."""
+
+    @abc.abstractmethod
+    def values(self, dtype: Any) -> Array:
+        """The kernel as `f[..., N, K]`."""
+
+    @abc.abstractmethod
+    def product(self, x: Array, dtype: Any) -> Array:
+        """`f[R, N]` in `dtype` from `x`, `f[R, K]`. For large `R` it is called with a block of outputs at a time."""
+
+    def times(self, x: Array, dtype: Any) -> Array:
+        """`f[R, N]` in `dtype` from `x`, `f[R, K]`."""
+        if platform() != "cpu" or free_axes():
+            return self.product(x, dtype)
+        N, K = self.shape
+        if len(x) <= ROWS:
+            return self._one_by_one(_made(x), dtype)
+        if N < 2:
+            return self.product(x, dtype)
+        block = min(BLOCK // K + 1, N // 2)         # two at least: XLA takes a loop of one apart
+        count = N // block
+
+        def one(i: Array) -> Array:
+            return self.part(i * block, block).product(x, dtype)
+
+        made = lax.map(one, jnp.arange(count, dtype=jnp.int32)).transpose(1, 0, 2).reshape(len(x), -1)
+        if rest := N - count * block:
+            made = jnp.concatenate([made, self.part(N - rest, rest).product(x, dtype)], 1)
+        return made
+
+    def _one_by_one(self, x: Array, dtype: Any) -> Array:
+        # without the barrier XLA fuses products with what follows, and then writes converted kernels to memory
+        return jnp.concatenate(lax.optimization_barrier([self.product(x[i:i + 1], dtype) for i in range(len(x))]))
+
+    def part(self, start: Array | int, size: int) -> Self:
+        """`size` outputs from `start`."""
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), self)
+
+    def rows(self, which: Array, dtype: Any) -> Array:
+        """The rows `f[..., K]` of outputs `which`, `i32[...]`: embeddings, of a table that is also the head."""
+        return jax.tree.map(lambda a: a[which], self).values(dtype)
+
+    def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
+        """A `PartitionSpec` for each array, on a mesh with axes of the given sizes."""
+        def one(a: Array) -> PartitionSpec:
+            last = inputs if inputs is not None and a.shape[-1] % sizes[inputs] == 0 else None
+            return PartitionSpec(*[None] * (a.ndim - 2), outputs, last)
+
+        return jax.tree.map(one, self)
+
+
+def dot(x: Array, kernel: Array, dtype: Any) -> Array:
+    """`x @ kernel.T`: `f[R, N]` from `f[R, K]` and `f[N, K]`, as it is fastest on the platform.
+
+    Args:
+        dtype: of the result.
+    """
+    if platform() != "cpu":
+        return jnp.matmul(x, kernel.T, preferred_element_type=dtype)
+    if len(x) > 1:      # the other way round, XLA writes the kernel once more, transposed
+        return lax.dot_general(kernel, x, (((1,), (1,)), ((), ()))).T.astype(dtype)
+    parts = [x[:, i:i + INPUTS] @ kernel[:, i:i + INPUTS].T for i in range(0, x.shape[1], INPUTS)]
+    if len(parts) > 1:      # not fused, see `Packed.times`
+        parts = lax.optimization_barrier(parts)
+    return functools.reduce(jnp.add, parts).astype(dtype)
+
+
+def _made(x: Array) -> Array:
+    """`x`, written to memory: XLA fuses what makes it into the product, and computes it again for each output. No
+    fusion goes through a conditional. What its other branch does, the product of a NaN does anyway."""
+    some = x.reshape(-1)[0]
+    return lax.cond(some == some, lambda: x, lambda: x.at[0].set(jnp.nan))
+
+
+Kernel = Array | Packed
+"""What multiplies the inputs of a layer: `f[K, N]`, or the same packed."""
+
+
+def multiply(x: Array, kernel: Kernel, dtype: Any = None) -> Array:
+    """`x @ kernel`: `f[..., N]` from `f[..., K]`.
+
+    Args:
+        dtype: of the result; default that of `x`.
+    """
+    if isinstance(kernel, Packed):
+        # without the barrier XLA converts kernels once, in front of the loop, and reads the converted ones in it
+        kernel, flat = lax.optimization_barrier((kernel, x.reshape(-1, x.shape[-1])))
+        made = kernel.times(flat, dtype or x.dtype)
+        return made.reshape(*x.shape[:-1], -1)
+    return jnp.matmul(x, kernel, preferred_element_type=dtype)
+
+
+def embedded(table: Kernel, which: Array, dtype: Any) -> Array:
+    """Rows `f[..., D]` of an embedding table `f[V, D]`, which is packed as the kernel of the head that it also is."""
+    return table.rows(which, dtype) if isinstance(table, Packed) else table[which]
+
+
+def head(table: Kernel) -> Kernel:
+    """The kernel of a head that is the embedding table."""
+    return table if isinstance(table, Packed) else table.T

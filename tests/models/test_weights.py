@@ -1,0 +1,211 @@
+"""Packed weights: what a format keeps of a kernel, products with it, and models loaded in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import decodax as dx
+from decodax.autoregressive import Autoregressive
+from decodax.cache import causal
+from decodax.core import drivers
+from decodax.core.types import Params
+from decodax.io.checkpoint import load_model, load_t5, save_model
+from decodax.models import Transformer, formats, llama
+from decodax.models.formats import FORMATS, Float8, Int4, Int8, Scaled, pack
+from decodax.models.packed import Packed, multiply
+from decodax.policy import build
+from tests.matrix import often
+from tests.models.tiny import saved
+
+STEPS = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 2**-3, "bfloat16": 2**-7, "float16": 2**-10}
+"""The distance of two neighbouring codes, over the largest weight that has the same scale."""
+
+
+def kernel(K: int, N: int, *experts: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(K + N), (*experts, K, N))
+
+
+def whole(packed: Packed) -> np.ndarray:
+    return np.asarray(packed.values(jnp.float32), np.float64)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("K", [30, 33, 256])
+def test_a_weight_is_rounded_to_the_nearest_code(name: str, K: int) -> None:
+    w = kernel(K, 7)
+    error = np.abs(whole(FORMATS[name].pack(w)) - np.asarray(w).T)
+    assert (error <= 0.5001 * STEPS[name] * np.abs(np.asarray(w)).max(0)[:, None]).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_largest_weight_of_a_scale_is_kept_and_zeros_stay(name: str) -> None:
+    w = jnp.zeros((256, 3)).at[5, 0].set(-3.5).at[200, 1].set(1.75)
+    np.testing.assert_allclose(whole(FORMATS[name].pack(w)), np.asarray(w).T, rtol=1e-6)
+
+
+def test_groups_have_scales_of_their_own() -> None:
+    w = jnp.concatenate([kernel(64, 5), 1000 * kernel(64, 5)])
+    error = np.abs(whole(Int4(group=64).pack(w)) - np.asarray(w).T)
+    assert error[:, :64].max() < 0.5 and error[:, 64:].max() > 10
+    assert Int4(group=64).pack(w).scales.shape == (5, 2)
+    assert Int4(group=128).pack(kernel(96, 5)).scales.shape == (5, 6)       # 16 divide the half of 96
+
+
+def test_each_code_of_8_bit_floats_is_its_value() -> None:
+    codes = lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(whole(Scaled(codes=codes[None]))[0], np.asarray(codes, np.float64))
+    assert np.isnan(whole(Scaled(codes=codes[None]))[0]).sum() == 2
+
+
+CASES = [(name, rows, *sizes) for name in FORMATS for rows in (1, 2, 8, 9, 40)
+         for sizes in ((96, 50), (33, 7), (4500, 3), (768, 800), (64, 1))]
+
+
+@pytest.mark.parametrize(("name", "rows", "K", "N"), often(
+    [("int8", 1, 4500, 3), ("int8", 9, 768, 800), ("int4", 2, 96, 50), ("int4", 9, 96, 50), ("int4", 1, 33, 7),
+     ("fp8", 2, 96, 50), ("bfloat16", 9, 64, 1), ("float16", 8, 33, 7)], CASES))
+def test_a_product_is_that_of_the_values(name: str, rows: int, K: int, N: int) -> None:
+    packed, x = FORMATS[name].pack(kernel(K, N)), jax.random.normal(jax.random.key(1), (rows, K))
+    expected = np.asarray(x, np.float64) @ whole(packed).T
+    found = jax.jit(multiply)(x, packed)
+    np.testing.assert_allclose(found, expected, atol=2e-6 * K**0.5 * np.abs(whole(packed)).max())
+    half = jax.jit(multiply)(x.astype(jnp.bfloat16), packed)
+    assert half.dtype == jnp.bfloat16 and jax.jit(lambda x, w: multiply(x, w, jnp.float32))(
+        x.astype(jnp.bfloat16), packed).dtype == jnp.float32
+    np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=2e-2 * K**0.5 * np.abs(whole(packed)).max())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_broken_weight_or_activation_makes_no_number(name: str) -> None:
+    x = jnp.ones((3, 96)).at[1, 4].set(jnp.nan)
+    found = np.asarray(multiply(x, FORMATS[name].pack(kernel(96, 5))))
+    assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
+    first = np.asarray(multiply(x.at[0, 0].set(jnp.nan), FORMATS[name].pack(kernel(96, 5))))
+    assert np.isnan(first[:2]).all() and np.isfinite(first[2]).all()
+    broken = np.asarray(multiply(jnp.ones((1, 96)), FORMATS[name].pack(kernel(96, 5).at[3, 2].set(jnp.nan))))[0]
+    assert np.isnan(broken[2]) and np.isfinite(np.delete(broken, 2)).all()
+
+
+SMALL = llama(vocab=96, width=32, layers=2, heads=4, kv_heads=2, mlp=64, tied=True)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    packed, x = Int8().pack(kernel(96, 50)), jax.random.normal(jax.random.key(1), (8, 96))
+    np.testing.assert_array_equal(jax.jit(multiply)(x, packed)[:1], jax.jit(multiply)(x[:1], packed))
+
+
+@pytest.mark.parametrize("name", often(["llama", "mixtral"], ["llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral"]))
+@pytest.mark.parametrize("weights", often(["int8"], FORMATS))
+def test_a_model_loads_packed(name: str, weights: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    model, params = load_model(tmp_path, dtype="float32")
+    same, packed = load_model(tmp_path, dtype="float32", weights=weights)
+    assert same == model and sum(x.nbytes for x in jax.tree.leaves(packed)) < sum(
+        x.nbytes for x in jax.tree.leaves(params))
+    jax.tree.map(np.testing.assert_array_equal, packed, pack(params, weights))
+    is_packed = lambda x: isinstance(x, Packed)
+    leaves = jax.tree.leaves(packed, is_leaf=is_packed)
+    assert sum(map(is_packed, leaves)) == len(formats.kernels(params)) > 0
+    # the model of the rounded weights is that of arrays with their values
+    plain = jax.tree.map(lambda x, w: jnp.swapaxes(x.values(jnp.float32), -1, -2) if is_packed(x) else x, packed,
+                         params, is_leaf=is_packed)
+    if isinstance(packed["embed"], Packed):
+        plain["embed"] = plain["embed"].T
+    tokens = jnp.arange(24).reshape(2, 12) % model.config.vocab
+    np.testing.assert_allclose(model.forward(packed, tokens), model.forward(plain, tokens), atol=3e-5, rtol=1e-4)
+
+
+def test_a_t5_loads_packed(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    ).save_pretrained(tmp_path)
+    lm, packed = dx.load(tmp_path), dx.load(tmp_path, weights="int8")
+    assert isinstance(packed.params["embed"], Packed) and load_t5(tmp_path, weights="fp8")[0] == lm.model
+    inputs = dx.models.EncoderText(jnp.arange(12).reshape(2, 6) + 3, jnp.array([6, 4]))
+    window = causal(jnp.array([[0, 5, 9, 7], [0, 8, 3, 3]]), jnp.zeros(2, jnp.int32))
+    one, other = (each.model.apply(each.params, window, each.model.init_cache(2, 8, params=each.params, inputs=inputs)
+                                   ).logits() for each in (lm, packed))
+    assert 0 < np.abs(one - other).max() < 0.05 * np.abs(one).max()
+
+
+@pytest.mark.parametrize("weights", often(["int8"], FORMATS))
+def test_speculation_with_packed_weights_equals_plain_sampling(weights: str) -> None:
+    lm = dx.load("pycode-draft", weights=weights)
+    options: dict[str, Any] = dict(max_new_tokens=24, temperature=0.8, seed=1)
+    plain = dx.generate(lm, ["def f(x):\n    return x\n\ndef g(x):", "import os"], **options)
+    drafted = dx.generate(lm, ["def f(x):\n    return x\n\ndef g(x):", "import os"], **options,
+                          algorithm=dx.Speculative(dx.drafts.PromptLookup(length=3)))
+    assert drafted.text == plain.text and drafted.stats.tokens_per_forward > 1
+
+
+@pytest.mark.parametrize("weights", often(["int8"], FORMATS))
+def test_no_kernel_is_converted_in_front_of_the_loop(weights: str) -> None:
+    """Else the loop reads whole weights, which take the memory that packed ones were to save."""
+    model = Transformer(llama(vocab=640, width=96, layers=1, heads=4, kv_heads=2, mlp=320, tied=True))
+    params = Params(jax.eval_shape(lambda: pack(model.init_params(jax.random.key(0)), weights)))
+    alg, tokens = Autoregressive(), np.zeros((2, 64), np.int32)
+    chain = build(2, vocab_size=640)
+    state = jax.eval_shape(lambda p: drivers.begin(alg, model, p, chain, tokens, np.full(2, 4, np.int32), size=64,
+                                                   max_new=np.full(2, 8, np.int32), seed=np.uint32(0)), params)
+    text = drivers.advance.lower(alg, model, params, chain, state, jnp.int32(9)).compile().as_text()
+    carried = [line for line in text.splitlines() if " while(" in line]
+    assert carried and not any(re.search(r"f32\[(320,96|96,320|640,96|96,640)\]", line) for line in carried)
+    assert not re.search(r"f32\[(320,96|96,320|640,96|96,640)\]\S* fusion\(", text)     # nor written in it
+
+
+def test_half_precision_on_a_cpu_is_read_as_it_lies(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    lm = dx.load(tmp_path, dtype="bfloat16")
+    kernel = lm.params["layers"]["0"]["mlp"]["up"]["kernel"]
+    assert isinstance(kernel, Scaled) and kernel.codes.dtype == jnp.bfloat16 == lm.params["embed"].dtype
+    out = lm.model.apply(lm.params, causal(jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)),
+                         lm.model.init_cache(1, 8))
+    assert out.hidden.dtype == jnp.bfloat16
+
+
+def test_a_format_may_be_given_as_an_object(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    _, params = load_model(tmp_path, weights=Int4(group=4))
+    assert params["layers"]["0"]["mlp"]["up"]["kernel"].scales.shape[-1] > 2
+    assert isinstance(load_model(tmp_path, weights=Float8())[1]["layers"]["0"]["mlp"]["up"]["kernel"], Scaled)
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    with pytest.raises(ValueError, match=r"^weights: got 'int_8', takes 'int8', .*did you mean 'int8'\?$"):
+        dx.load(tmp_path, weights="int_8")
+    with pytest.raises(ValueError, match=r"^group: got 1"):
+        Int4(group=1)
+
+
+def test_packed_weights_are_not_saved(tmp_path: Path) -> None:
+    model = Transformer(SMALL)
+    with pytest.raises(ValueError, match=r"^params: got packed weights"):
+        save_model(tmp_path, model, pack(model.init_params(jax.random.key(0)), "int8"))
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("weights", often(["int4"], FORMATS))
+def test_packed_weights_lie_on_a_mesh(weights: str, tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
+                         devices=jax.devices()[:4])
+    alone, parted = dx.load(tmp_path, weights=weights), dx.load(tmp_path, weights=weights, mesh=mesh)
+    jax.tree.map(np.testing.assert_array_equal, alone.params, parted.params)
+    up = parted.params["layers"]["0"]["mlp"]["up"]["kernel"].codes
+    assert up.sharding.spec[0] == "model" and up.addressable_shards[0].data.shape[0] * 2 == up.shape[0]
+    out = [dx.generate(lm, [[3, 1, 4], [1, 5, 9]], max_new_tokens=6) for lm in (alone, parted)]
+    np.testing.assert_array_equal(*(o.tokens for o in out))
