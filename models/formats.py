@@ -39,6 +39,10 @@ class Scaled(Packed):
         *above, K = self.codes.shape
         return *above, K * (2 if self.codes.dtype == jnp.uint8 else 1)
 
+    @property
+    def converts(self) -> bool:
+        return self.codes.dtype != jnp.float32
+
     def values(self, dtype: Any) -> Array:
         codes = [_decoded(codes, jnp.float32) for codes in self._halves()]
         parts = [c if s is None else _scaled(c, s) for c, s in zip(codes, self._scales(len(codes)), strict=True)]
@@ -148,25 +152,26 @@ class Float8(Format):
 
 
 @dataclasses.dataclass(frozen=True)
-class Half(Format):
-    """Floats of 16 bits, with activations of any dtype.
+class Floats(Format):
+    """Floats without scales, with activations of any dtype.
 
     Attributes:
-        dtype: "bfloat16" or "float16".
+        dtype: "bfloat16", "float16" or "float32". The last only exchanges inputs and outputs: on CPU one row is
+            multiplied faster so, and several slower.
     """
 
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"dtype: got {self.dtype!r}, takes 'bfloat16' or 'float16'")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"dtype: got {self.dtype!r}, takes 'bfloat16', 'float16' or 'float32'")
 
     def pack(self, kernel: Array) -> Scaled:
         return Scaled(codes=jnp.swapaxes(kernel, -1, -2).astype(self.dtype))
 
 
-FORMATS: dict[str, Format] = {"int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Half("bfloat16"),
-                              "float16": Half("float16")}
+FORMATS: dict[str, Format] = {"int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"),
+                              "float16": Floats("float16"), "float32": Floats("float32")}
 """By the names that `decodax.load` takes."""
 
 

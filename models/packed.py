@@ -44,6 +44,11 @@ class Packed(Struct, abc.ABC):
     def shape(self) -> tuple[int, ...]:
         """`(..., N, K)`."""
 
+    @property
+    def converts(self) -> bool:
+        """Whether there is anything to convert; where not, the kernel lies as one row is multiplied fastest on CPU."""
+        return True
+
     @abc.abstractmethod
     def values(self, dtype: Any) -> Array:
         """The kernel as `f[..., N, K]`."""
@@ -57,9 +62,9 @@ class Packed(Struct, abc.ABC):
         if platform() != "cpu" or free_axes():
             return self.product(x, dtype)
         N, K = self.shape
-        if len(x) <= ROWS:
+        if len(x) <= (ROWS if self.converts else 1):
             return self._one_by_one(_made(x), dtype)
-        if N < 2:
+        if N < 2 or not self.converts:
             return self.product(x, dtype)
         block = min(BLOCK // K + 1, N // 2)         # two at least: XLA takes a loop of one apart
         count = N // block
@@ -128,8 +133,9 @@ def multiply(x: Array, kernel: Kernel, dtype: Any = None) -> Array:
     """
     if isinstance(kernel, Packed):
         # without the barrier XLA converts kernels once, in front of the loop, and reads the converted ones in it
-        kernel, flat = lax.optimization_barrier((kernel, x.reshape(-1, x.shape[-1])))
-        made = kernel.times(flat, dtype or x.dtype)
+        given: tuple[Packed, Array] = lax.optimization_barrier((kernel, x.reshape(-1, x.shape[-1])))
+        packed, flat = given
+        made = packed.times(flat, dtype or x.dtype)
         return made.reshape(*x.shape[:-1], -1)
     return jnp.matmul(x, kernel, preferred_element_type=dtype)
 

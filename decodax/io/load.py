@@ -116,8 +116,9 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         mesh: puts the weights on a mesh, heads, MLP and vocabulary over its axis "model"; batches go over "data".
         tokenizer: another one, or a directory that holds one; None: the directory's own tokenizer.json, and none if it
             has no file of a tokenizer at all.
-        weights: the format in which the weights are kept and read: "int8", "int4", "fp8", "bfloat16" or "float16", or a
-            `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of `dtype`.
+        weights: the format in which the weights are kept and read: "int8", "int4", "fp8", "bfloat16", "float16" or
+            "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
+            `dtype`; on CPU half precision is a format, since XLA emulates its products there.
 
     Raises:
         ValueError: an unknown name or architecture, a broken file, a missing tensor or one of the wrong shape, weights

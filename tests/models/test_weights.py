@@ -25,7 +25,7 @@ from decodax.policy import build
 from tests.matrix import often
 from tests.models.tiny import saved
 
-STEPS = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 2**-3, "bfloat16": 2**-7, "float16": 2**-10}
+STEPS = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 2**-3, "bfloat16": 2**-7, "float16": 2**-10, "float32": 1e-9}
 """The distance of two neighbouring codes, over the largest weight that has the same scale."""
 
 
@@ -43,7 +43,7 @@ def test_a_weight_is_rounded_to_the_nearest_code(name: str, K: int) -> None:
     w = kernel(K, 7)
     error = np.abs(whole(FORMATS[name].pack(w)) - np.asarray(w).T)
     assert (error <= 0.5001 * STEPS[name] * np.abs(np.asarray(w)).max(0)[:, None]).all()
-    assert error.max() > 0
+    assert (error.max() > 0) == (name != "float32")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -109,8 +109,8 @@ def test_a_model_loads_packed(name: str, weights: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     model, params = load_model(tmp_path, dtype="float32")
     same, packed = load_model(tmp_path, dtype="float32", weights=weights)
-    assert same == model and sum(x.nbytes for x in jax.tree.leaves(packed)) < sum(
-        x.nbytes for x in jax.tree.leaves(params))
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert same == model and (size(packed) < size(params) or weights == "float32")
     jax.tree.map(np.testing.assert_array_equal, packed, pack(params, weights))
     is_packed = lambda x: isinstance(x, Packed)
     leaves = jax.tree.leaves(packed, is_leaf=is_packed)
@@ -151,7 +151,7 @@ def test_speculation_with_packed_weights_equals_plain_sampling(weights: str) -> 
     assert drafted.text == plain.text and drafted.stats.tokens_per_forward > 1
 
 
-@pytest.mark.parametrize("weights", often(["int8"], FORMATS))
+@pytest.mark.parametrize("weights", often(["int8"], [name for name in FORMATS if name != "float32"]))
 def test_no_kernel_is_converted_in_front_of_the_loop(weights: str) -> None:
     """Else the loop reads whole weights, which take the memory that packed ones were to save."""
     model = Transformer(llama(vocab=640, width=96, layers=1, heads=4, kv_heads=2, mlp=320, tied=True))
