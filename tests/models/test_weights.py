@@ -22,6 +22,7 @@ from decodax.models import Transformer, formats, llama
 from decodax.models.formats import FORMATS, Float8, Int4, Int8, Scaled, pack
 from decodax.models.packed import Packed, multiply
 from decodax.policy import build
+from tests.extending.pages import DOCS, run_file
 from tests.matrix import often
 from tests.models.tiny import saved
 
@@ -195,6 +196,13 @@ def test_packed_weights_are_not_saved(tmp_path: Path) -> None:
     model = Transformer(SMALL)
     with pytest.raises(ValueError, match=r"^params: got packed weights"):
         save_model(tmp_path, model, pack(model.init_params(jax.random.key(0)), "int8"))
+
+
+def test_the_page_on_weights_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_file(DOCS / "weights.md")
+    assert isinstance(names["lm"].params["embed"], Packed)      # pycode's head is its embedding table
+    bits = [float(line.split()[-1].strip("[]")) for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert bits[0] != bits[1] and max(bits) < 1.5 * min(bits)
 
 
 @pytest.mark.mesh
