@@ -66,7 +66,7 @@ class TopP(Transform):
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         weights = jnp.exp(logits - logits.max())
-        cut = largest_threshold(logits, weights, self.p * weights.sum())
+        cut = largest_threshold(logits, weights, self.p)
         return _keep_best(logits, (logits < cut) & (self.p < 1), self.min_keep)
 
 
