@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
                         "rest out (default 1x8)")
     p.add_argument("--policy", nargs="+", default=["temperature"], choices=["greedy", "temperature", "top-p"],
                    help="top-p is a temperature and top-p 0.95 (default temperature)")
-    p.add_argument("--window", nargs="+", type=int, default=[1],
+    p.add_argument("--window", nargs="*", type=int, default=[1],
                    help="tokens scored in a round: 1 is plain decoding, more is prompt lookup with window - 1 drafts")
     p.add_argument("--tree", nargs="+", type=int, default=[], metavar="NODES",
                    help="also rounds of token recycling with trees of so many nodes")

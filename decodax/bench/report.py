@@ -143,7 +143,15 @@ def callbacks(program: Program) -> list[Instruction]:
 
 
 def rounds(program: Program, loop: Instruction) -> int | None:
-    """How often a `while` runs its body where its condition compares a counter from 0 on with a constant, else None."""
+    """How often a `while` runs its body where its condition compares a counter from 0 on with a constant, else None.
+
+    >>> lines = ("%c (i: s32[]) -> pred[] {", "  %i = s32[] parameter(0)", "  %n = s32[] constant(32)",
+    ...          "  ROOT %lt = pred[] compare(%i, %n), direction=LT", "}", "ENTRY %main (i: s32[]) -> s32[] {",
+    ...          "  %i = s32[] parameter(0)", "  ROOT %w = s32[] while(%i), condition=%c, body=%b")
+    >>> p = parse("\\n".join(lines))
+    >>> rounds(p, p.computations["main"]["w"])
+    32
+    """
     condition = program.computations[loop.attribute("condition") or ""]
     root = next(x for x in condition.values() if x.root)
     if root.opcode != "compare" or "direction=LT" not in root.text:
