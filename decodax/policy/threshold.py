@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from decodax.axes import MODEL, free_axes, platform, shardwise
 
+
 def largest_threshold(order: Array, weights: Array, share: Array) -> Array:
     """The largest `t` (`f32[]`) such that what is at or above it in `order` weighs `share` of the whole or more, and
     something.

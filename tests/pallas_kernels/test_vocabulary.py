@@ -22,7 +22,8 @@ def test_blocks_give_the_largest_and_of_equal_entries_the_first(size: int, k: in
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("count", "most", "width"), [(6, 4, 4), (9, 2, 2), (5, 1, 1), (25, 12, 8), (7, 7, 7), (3, 0, 1)])
+@pytest.mark.parametrize(("count", "most", "width"),
+                         [(6, 4, 4), (9, 2, 2), (5, 1, 1), (25, 12, 8), (7, 7, 7), (3, 0, 1)])
 def test_a_few_nodes_at_a_time_give_what_all_at_once_do(count: int, most: int, width: int,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "platform", lambda: "tpu")
