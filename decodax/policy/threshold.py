@@ -32,7 +32,7 @@ def largest_threshold(order: Array, weights: Array, share: Array) -> Array:
     >>> [largest_threshold(x, one, jnp.float32(share)).item() for share in (0.2, 0.5, 0.7)]
     [7.5, 3.0, -2.0]
     """
-    # both find the same one up to the rounding of sums
+    # either is right wherever it runs; they find the same up to the rounding of sums
     return (by_digits if platform() == "tpu" else by_halves)(order, weights, share)
 
 
