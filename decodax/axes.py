@@ -47,7 +47,8 @@ def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *a
     divides = lambda name, size: all(x.shape[i] % size == 0 for x, spec in zip(args, specs, strict=True)
                                      if x is not None for i, n in enumerate(spec) if n == name)
     free = free_axes()
-    names = {name for name, size in free.items() if size > 1 and divides(name, size)}
+    asked = {name for spec in specs for name in spec}
+    names = {name for name, size in free.items() if size > 1 and name in asked and divides(name, size)}
     if not ((whole and free) or names):
         return fn(*args)
     own = lambda spec: PartitionSpec(*(n if n in names else None for n in spec))

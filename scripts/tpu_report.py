@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -52,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
                         "rest out (default 1x8)")
     p.add_argument("--policy", nargs="+", default=["temperature"], choices=["greedy", "temperature", "top-p"],
                    help="top-p is a temperature and top-p 0.95 (default temperature)")
-    p.add_argument("--window", nargs="+", type=int, default=[1],
+    p.add_argument("--window", nargs="*", type=int, default=[1],
                    help="tokens scored in a round: 1 is plain decoding, more is prompt lookup with window - 1 drafts")
     p.add_argument("--tree", nargs="+", type=int, default=[], metavar="NODES",
                    help="also rounds of token recycling with trees of so many nodes")
@@ -136,7 +135,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of one combination, as a dict; bytes are those of one device, in a call that runs one round."""
     import jax
 
-    from decodax.bench.report import Instruction, callbacks, collectives, copies, cycles, parse, total, traffic
+    from decodax.bench.report import Instruction, callbacks, collectives, copies, cycles, parse, rounds, total, traffic
     from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
 
     program_, facts = compiled(args)
@@ -152,8 +151,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         return loop is not outer and any(math.prod(b.dims) in facts["cache_elements"] for b in loop.result)
 
     def trips(loop: Instruction) -> int:
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text)
-        return 1 if loop is outer else int(known.group(1)) if known else blocks if walks(loop) else facts["rows"]
+        return 1 if loop is outer else blocks if walks(loop) else rounds(program, loop) or facts["rows"]
 
     memory = program_.memory_analysis()
     needed, moved = sum(facts["needs"].values()), traffic(program, trips)

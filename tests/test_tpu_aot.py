@@ -48,11 +48,11 @@ def few(topology: str) -> list[dict[str, Any]]:
     return report(topology, "--layers", "4", "--shape", "1b", "--mesh", "1x1", "2x4", "--policy", "top-p")
 
 
-def bounds(r: dict[str, Any], most: float) -> None:
+def bounds(r: dict[str, Any], most: float, temporaries: float = 0.05) -> None:
     """What holds of every program."""
     assert 1 <= r["moved_over_needed"] <= most, r["options"]
-    assert r["cache_copies"] == 0 and r["callbacks"] == 0, r["options"]
-    assert r["temporary_bytes"] < 0.05 * r["argument_bytes"], r["options"]
+    assert r["cache_copies"] == r["callbacks"] == r["collectives_in_sampling_loops"] == 0, r["options"]
+    assert r["temporary_bytes"] < temporaries * r["argument_bytes"], r["options"]
     assert r["donated_bytes"] > r["cache_bytes"] and r["output_bytes"] - r["donated_bytes"] < 8192, r["options"]
 
 
@@ -72,10 +72,20 @@ def test_whole_models_move_what_they_must(topology: str, shape: str, mesh: str) 
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("mesh", ["1x8", "2x4"])
-def test_a_window_of_8_moves_little_more(mesh: str) -> None:
-    for r in report(V5E, "--shape", "8b", "1b", "--mesh", mesh, "--policy", "greedy", "--window", "8"):
+@pytest.mark.parametrize(("shape", "mesh"), [("1b", "1x1"), ("1b", "1x8"), ("8b", "1x8"), ("1b", "2x4"), ("8b", "2x4")])
+def test_a_window_of_8_moves_little_more(shape: str, mesh: str) -> None:
+    for r in report(V5E, "--shape", shape, "--mesh", mesh, "--policy", "greedy", "top-p", "--window", "8"):
         bounds(r, 1.20)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("shape", "mesh"), [
+    pytest.param("1b", "1x1", marks=pytest.mark.xfail(
+        strict=True, reason="1.67: XLA moves layers of the cache to fast memory for a window's scatter, and back")),
+    ("1b", "1x8"), ("8b", "1x8")])
+def test_a_tree_of_32_moves_little_more(shape: str, mesh: str) -> None:
+    for r in report(V5E, "--shape", shape, "--mesh", mesh, "--policy", "greedy", "top-p", "--window", "--tree", "32"):
+        bounds(r, 1.50, temporaries=0.15)
 
 
 def test_a_round_is_few_operations() -> None:

@@ -142,6 +142,24 @@ def callbacks(program: Program) -> list[Instruction]:
             or (x.opcode == "custom-call" and "callback" in x.text)]
 
 
+def rounds(program: Program, loop: Instruction) -> int | None:
+    """How often a `while` runs its body where its condition compares a counter from 0 on with a constant, else None.
+
+    >>> lines = ("%c (i: s32[]) -> pred[] {", "  %i = s32[] parameter(0)", "  %n = s32[] constant(32)",
+    ...          "  ROOT %lt = pred[] compare(%i, %n), direction=LT", "}", "ENTRY %main (i: s32[]) -> s32[] {",
+    ...          "  %i = s32[] parameter(0)", "  ROOT %w = s32[] while(%i), condition=%c, body=%b")
+    >>> p = parse("\\n".join(lines))
+    >>> rounds(p, p.computations["main"]["w"])
+    32
+    """
+    condition = program.computations[loop.attribute("condition") or ""]
+    root = next(x for x in condition.values() if x.root)
+    if root.opcode != "compare" or "direction=LT" not in root.text:
+        return None
+    bounds = [re.search(r"\bconstant\((\d+)\)", condition[name].text) for name in root.operands]
+    return next((int(b.group(1)) for b in bounds if b), None)
+
+
 def total(program: Program, trips: Callable[[Instruction], int],
           value: Callable[[dict[str, Instruction], Instruction], int] = lambda computation, instruction: 1) -> int:
     """The sum of a value over what one execution runs; of the number of operations by default.

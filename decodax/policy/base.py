@@ -18,6 +18,7 @@ from decodax.cache import Window, parents, take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.types import Out
+from decodax.pallas_kernels.vocabulary import by_nodes
 from decodax.policy.draw import draw, first_argmax, winner
 from decodax.struct import Struct, static, struct
 
@@ -102,6 +103,14 @@ class Temperature(Transform):
         # of logits with a NaN that one is taken, so it stays visible
         best = jnp.where(jnp.arange(logits.shape[-1]) == first_argmax(logits), logits, -jnp.inf)
         return jnp.where(greedy, best, logits / jnp.where(greedy, 1, self.temperature))
+
+
+@struct
+class WarmTemperature(Temperature):
+    """A temperature above 0 in all rows. It is spared the search for the largest logit."""
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        return logits / self.temperature
 
 
 class Decoding(Protocol):
@@ -190,7 +199,7 @@ class Policy(Struct):
     @property
     def warm(self) -> Policy:
         """The policy with 1 for a temperature of 0, under which greedy rows have probabilities too."""
-        one = lambda t: t.replace(temperature=jnp.where(t.temperature == 0, 1, t.temperature)) \
+        one = lambda t: WarmTemperature(jnp.where(t.temperature == 0, 1, t.temperature)) \
             if isinstance(t, Temperature) else t
         return self.replace(transforms=tuple(map(one, self.transforms)))
 
@@ -295,22 +304,29 @@ class Distribution(Struct):
 
     def draw(self, nodes: Array | None = None, purpose: Purpose = Purpose.TOKEN, salt: Array | None = None) -> Array:
         """One keyed token a node: `i32[B, W']`; INVALID where logits hold a NaN, DEAD_END where none is allowed."""
-        chain = self.policy.transforms
-        cut = next((i for i, t in enumerate(chain) if isinstance(t, Temperature)), None)
-        predicts = self.predicts if nodes is None else take(self.predicts, nodes)
-        address = lambda: keys.addresses(self.texts.key, predicts, purpose, salt)
-        if cut is None or self.stateful:
-            return draw(self.processed(nodes), address())
-        logits = self._map(chain[:cut], self.texts.states[:cut], self.logits(nodes), nodes)
+        if self.stateful or not any(isinstance(t, Temperature) for t in self.policy.transforms):
+            return draw(self.processed(nodes), self._addresses(nodes, purpose, salt))
+        tokens = lambda logits, nodes: self._draw(logits, nodes, purpose, salt)
+        return by_nodes(tokens, self.logits(nodes), nodes)
+
+    def _draw(self, logits: Array, nodes: Array | None, purpose: Purpose, salt: Array | None) -> Array:
+        """`draw` from the model's logits `f32[B, W', V]` at the nodes, where no transform has a state."""
+        chain, cold = self.policy.transforms, self.policy.greedy
+        cut = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
+        logits = self._map(chain[:cut], self.texts.states[:cut], logits, nodes)
 
         def warm() -> Array:
             # greedy rows are decided by the logits in front of the temperature: nothing behind it can change the choice
             # among one token. Their race is run at temperature 1, for nothing, which costs less than another argmax
             hot = self._map(self.policy.warm.transforms[cut:], self.texts.states[cut:], logits, nodes)
-            return draw(hot, address(), (jnp.broadcast_to(cold[:, None], predicts.shape), logits))
+            address = self._addresses(nodes, purpose, salt)
+            return draw(hot, address, (jnp.broadcast_to(cold[:, None], address.shape[:2]), logits))
 
-        cold = self.policy.greedy
         return lax.cond(cold.all(), lambda: winner(logits), warm)
+
+    def _addresses(self, nodes: Array | None, purpose: Purpose, salt: Array | None) -> Array:
+        predicts = self.predicts if nodes is None else take(self.predicts, nodes)
+        return keys.addresses(self.texts.key, predicts, purpose, salt)
 
     def advance(self, node: Array, token: Array) -> PyTree:
         """The transforms' states after `token` (`i32[B]`), decided at `node` (`i32[B]`): the next round's start."""
@@ -387,7 +403,7 @@ def _chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logi
     cold, only = None, logits
     for transform, state in zip(transforms, states, strict=True):
         logits = transform.logits(state, ctx, logits)
-        if isinstance(transform, Temperature):
+        if isinstance(transform, Temperature) and not isinstance(transform, WarmTemperature):
             zero = transform.temperature == 0
             cold, only = (zero, logits) if cold is None else (cold | zero, jnp.where(cold, only, logits))
     # a greedy row keeps its one token: `draw` takes it without a look at what stands behind the temperature

@@ -21,15 +21,6 @@ def _keep_best(logits: Array, removed: Array, count: int) -> Array:
     return jnp.where(removed & (logits < best), -jnp.inf, logits)
 
 
-def _mass_threshold(order: Array, weights: Array, least: Array) -> Array:
-    """The largest `t` such that what is at or above it in `order` (`f32[V]`) weighs `least` or more, and something."""
-    def enough(t: Array) -> Array:
-        mass = jnp.where(order >= t, weights, 0).sum()
-        return (mass >= least) & (mass > 0)
-
-    return largest_threshold(enough)
-
-
 @struct
 class TopK(Transform):
     """Keeps the `k` most likely tokens (Fan et al., 2018); ties with the last are kept.
@@ -75,7 +66,7 @@ class TopP(Transform):
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         weights = jnp.exp(logits - logits.max())
-        cut = _mass_threshold(logits, weights, self.p * weights.sum())
+        cut = largest_threshold(logits, weights, self.p)
         return _keep_best(logits, (logits < cut) & (self.p < 1), self.min_keep)
 
 
@@ -106,7 +97,7 @@ class Typical(Transform):
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         log_p, p, entropy = probabilities(logits)
         near = -jnp.abs(-log_p - entropy)
-        cut = _mass_threshold(near, p, self.p)
+        cut = largest_threshold(near, p, self.p)
         if self.min_keep > 1:
             cut = jnp.minimum(cut, lax.top_k(near, min(self.min_keep, near.shape[0]))[0][-1])
         return jnp.where((near < cut) & (self.p < 1), -jnp.inf, logits)

@@ -7,6 +7,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from decodax.axes import DATA, MODEL, free_axes, shardwise
+from decodax.pallas_kernels.vocabulary.nodes import by_nodes
 
 BLOCK = 128
 
@@ -23,6 +24,12 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     >>> [y.tolist() for y in top_k(jnp.array([[1.0, 4.0, 2.0, 4.0]]), 3)]
     [[[4.0, 4.0, 2.0]], [[1, 3, 2]]]
     """
+    if x.ndim == 3:
+        return by_nodes(lambda x, _: _somewhere(x, k), x)
+    return _somewhere(x, k)
+
+
+def _somewhere(x: Array, k: int) -> tuple[Array, Array]:
     rows = x.reshape(-1, x.shape[-1]) if x.ndim == 1 else x
     spec = P(DATA, *[None] * (rows.ndim - 2), MODEL)
     size = free_axes().get(MODEL, 1)

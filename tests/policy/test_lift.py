@@ -11,6 +11,7 @@ import pytest
 
 from decodax.cache import Window, causal
 from decodax.core.types import Out
+from decodax.pallas_kernels.vocabulary import nodes as by_nodes_module
 from decodax.policy import Context, Custom, Policy, build
 from decodax.struct import Struct, struct
 from tests.matrix import often
@@ -254,3 +255,20 @@ def test_a_warm_distribution_has_the_probabilities_of_greedy_rows_too() -> None:
         np.testing.assert_allclose(mixed, wanted, rtol=1e-5)
         assert (np.isfinite(mixed).sum(-1) > 1).any(1).all()
         assert (np.isfinite(told([0.0, 0.7], False, **more)[0]).sum(-1) == 1).all()
+
+
+@pytest.mark.parametrize("nodes", [None, [6, 0, 3, 3, 1]], ids=["all nodes", "some"])
+def test_draws_from_a_few_nodes_at_a_time_are_those_from_all_at_once(nodes: list[int] | None,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = build(BATCH, temperature=[0.8, 0.0], top_p=0.9, presence_penalty=0.4, no_repeat_ngram_size=2)
+    window, logits = window_and_logits(TREE, seed=6)
+    dist = policy.over(start(policy), window, out_of(logits))
+    chosen = None if nodes is None else jnp.broadcast_to(jnp.asarray(nodes, jnp.int32), (BATCH, len(nodes)))
+    want = dist.draw(chosen)
+    widths: list[int] = []
+    drawn = type(dist)._draw
+    monkeypatch.setattr(type(dist), "_draw", lambda self, x, *more: widths.append(x.shape[1]) or drawn(self, x, *more))
+    monkeypatch.setattr(by_nodes_module, "platform", lambda: "tpu")
+    monkeypatch.setattr(by_nodes_module, "FAST", 2 * BATCH * VOCAB * 4)
+    np.testing.assert_array_equal(dist.draw(chosen), want)
+    assert widths == [2]

@@ -26,7 +26,7 @@ from decodax.policy import (
     Typical,
     build,
 )
-from decodax.policy.threshold import kth_largest, largest_threshold
+from decodax.policy.threshold import by_digits, by_halves, kth_largest
 from tests.policy.oracle import BATCH, apply, random_logits, rows
 
 SHAPING: list[Transform] = [
@@ -51,8 +51,26 @@ def test_a_threshold_is_exact_at_any_scale() -> None:
 
 
 def test_no_threshold_is_a_nan_that_removes_nothing() -> None:
-    assert np.isnan(largest_threshold(lambda t: jnp.zeros((), bool)))
     assert np.isnan(kth_largest(jnp.ones(3), jnp.int32(4)))
+    for search in (by_halves, by_digits):
+        assert np.isnan(search(jnp.ones(3), jnp.zeros(3), jnp.float32(0)))
+        assert np.isnan(search(jnp.full(3, jnp.nan), jnp.ones(3), jnp.float32(0)))
+
+
+@pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.mesh)])
+def test_by_digits_finds_what_halving_does(divided: bool) -> None:
+    rng = np.random.default_rng(1)
+    x = (rng.normal(size=(12, 4096)) * np.float32(10) ** rng.integers(-6, 6, (12, 1))).astype(np.float32)
+    x[:, ::3], x[:, 5], x[3] = -np.inf, np.inf, 0.5
+    x[4] = rng.integers(-3, 3, 4096)                                        # ties
+    weights = rng.integers(0, 9, x.shape).astype(np.float32)                # whole numbers, whose sums are exact
+    share = rng.random(12).astype(np.float32)
+    want = jax.vmap(by_halves)(x, weights, share)
+    mesh = jax.make_mesh((2, 4) if divided else (1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        place = lambda a, *spec: jax.device_put(a, jax.NamedSharding(mesh, jax.P("data", *spec)))
+        got = jax.jit(jax.vmap(by_digits))(place(x, "model"), place(weights, "model"), place(share))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("limit", [None, 8])
