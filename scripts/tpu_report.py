@@ -106,8 +106,9 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         if not isinstance(x, Packed):
             return shaped(x, sharding)
         inputs, outputs = sharding.spec[::-1] if path[0].key == "embed" else sharding.spec
-        specs = x.specs(outputs, inputs, dict(mesh.shape))
-        return jax.tree.map(lambda a, spec: shaped(a, NamedSharding(mesh, spec)), x, specs)
+        x = x.placed(outputs, inputs)
+        return jax.tree.map(lambda a, spec: shaped(a, NamedSharding(mesh, spec)), x,
+                            x.specs(outputs, inputs, dict(mesh.shape)))
 
     weights = model.abstract_params(jnp.bfloat16)
     if args.weights != "bfloat16":
