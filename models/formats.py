@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import difflib
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class Scaled(Packed):
 
     codes: Array
     scales: Array | None = None
-    axes: Axes | None = static(None)
+    axes: Axes | None = static(default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Scaled(Packed):
         parts = [c if s is None else scaled(c, s) for c, s in zip(codes, self._scales(len(codes)), strict=True)]
         return jnp.concatenate(parts, -1).astype(dtype) if len(parts) > 1 else parts[0].astype(dtype)
 
-    def placed(self, outputs: str | None, inputs: str | None) -> Scaled:
+    def placed(self, outputs: str | None, inputs: str | None) -> Self:
         return self.replace(axes=(outputs, inputs))
 
     def product(self, x: Array, dtype: Any) -> Array:

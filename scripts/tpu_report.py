@@ -200,8 +200,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-COLUMNS = ("shape", "mesh", "policy", "weights", "round", "needed GB", "moved", "temporaries", "Mcycles", "operations", "copies",
-           "collectives", "in sampling")
+COLUMNS = ("shape", "mesh", "policy", "weights", "round", "needed GB", "moved", "temporaries", "Mcycles", "operations",
+           "copies", "collectives", "in sampling")
 
 
 def line(r: dict[str, Any]) -> tuple[str, ...]:
