@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import difflib
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from jax import Array, lax
 from decodax.axes import platform
 from decodax.models.names import flatten
 from decodax.models.packed import Packed, dot
-from decodax.struct import struct
+from decodax.pallas_kernels.packed_matmul import Axes, packed_matmul
+from decodax.pallas_kernels.packed_matmul.reference import scaled
+from decodax.struct import static, struct
 
 
 @struct
@@ -29,10 +31,12 @@ class Scaled(Packed):
         codes: `[..., N, K]` of any dtype; or `u8[..., N, K // 2]` with a 4-bit code of the first half of the inputs in
             the low bits and one of the second half in the high bits.
         scales: `f32[..., N, groups]`, each of `K // groups` inputs that follow one another; None: codes are weights.
+        axes: the mesh axes over which outputs and inputs lie; None: not known.
     """
 
     codes: Array
     scales: Array | None = None
+    axes: Axes | None = static(default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,10 +49,15 @@ class Scaled(Packed):
 
     def values(self, dtype: Any) -> Array:
         codes = [_decoded(codes, jnp.float32) for codes in self._halves()]
-        parts = [c if s is None else _scaled(c, s) for c, s in zip(codes, self._scales(len(codes)), strict=True)]
+        parts = [c if s is None else scaled(c, s) for c, s in zip(codes, self._scales(len(codes)), strict=True)]
         return jnp.concatenate(parts, -1).astype(dtype) if len(parts) > 1 else parts[0].astype(dtype)
 
+    def placed(self, outputs: str | None, inputs: str | None) -> Self:
+        return self.replace(axes=(outputs, inputs))
+
     def product(self, x: Array, dtype: Any) -> Array:
+        if platform() != "cpu" and self.scales is not None and self.scales.shape[-1] > 1:
+            return packed_matmul(x, self.codes, self.scales, dtype, axes=self.axes)
         # XLA's CPU has no fast products of half precision
         own = jnp.dtype(jnp.float32) if platform() == "cpu" else x.dtype
         halves = self._halves()
@@ -57,7 +66,7 @@ class Scaled(Packed):
         for i, (codes, s) in enumerate(zip(halves, self._scales(len(halves)), strict=True)):
             kernel = _decoded(codes, own)
             if s is not None and not whole:
-                kernel = _scaled(kernel, s.astype(own))
+                kernel = scaled(kernel, s)
             part = x[:, i * codes.shape[-1]:(i + 1) * codes.shape[-1]].astype(own)
             parts.append(dot(part, kernel, jnp.promote_types(own, dtype)))
         y = parts[0]
@@ -86,11 +95,6 @@ def _decoded(codes: Array, dtype: Any) -> Array:
         half = lax.bitcast_convert_type(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), jnp.float16)
         return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(dtype) * jnp.asarray(256, dtype))
     return codes.astype(dtype)
-
-
-def _scaled(kernel: Array, scales: Array) -> Array:
-    groups = kernel.reshape(*scales.shape, -1)
-    return (groups * scales[..., None].astype(kernel.dtype)).reshape(kernel.shape)
 
 
 class Format(abc.ABC):

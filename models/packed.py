@@ -89,6 +89,10 @@ class Packed(Struct, abc.ABC):
         """The rows `f[..., K]` of outputs `which`, `i32[...]`: embeddings, of a table that is also the head."""
         return jax.tree.map(lambda a: a[which], self).values(dtype)
 
+    def placed(self, outputs: str | None, inputs: str | None) -> Self:
+        """The same for a mesh over whose axes it will lie as `specs` says."""
+        return self
+
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
         """A `PartitionSpec` for each array, on a mesh with axes of the given sizes."""
         def one(a: Array) -> PartitionSpec:
@@ -133,9 +137,8 @@ def multiply(x: Array, kernel: Kernel, dtype: Any = None) -> Array:
     """
     if isinstance(kernel, Packed):
         # without the barrier XLA converts kernels once, in front of the loop, and reads the converted ones in it
-        given: tuple[Packed, Array] = lax.optimization_barrier((kernel, x.reshape(-1, x.shape[-1])))
-        packed, flat = given
-        made = packed.times(flat, dtype or x.dtype)
+        own, flat = lax.optimization_barrier((kernel, x.reshape(-1, x.shape[-1])))
+        made = own.times(flat, dtype or x.dtype)
         return made.reshape(*x.shape[:-1], -1)
     return jnp.matmul(x, kernel, preferred_element_type=dtype)
 

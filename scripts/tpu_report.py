@@ -14,6 +14,7 @@ Options that take several values are combined; each combination is a line of the
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -51,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
                         "rest out (default 1x8)")
     p.add_argument("--policy", nargs="+", default=["temperature"], choices=["greedy", "temperature", "top-p"],
                    help="top-p is a temperature and top-p 0.95 (default temperature)")
+    p.add_argument("--weights", nargs="+", default=["bfloat16"], choices=["bfloat16", "int8", "int4", "fp8"],
+                   help="arrays of bfloat16 (default), or kernels packed in a format of decodax.models.formats")
     p.add_argument("--window", nargs="*", type=int, default=[1],
                    help="tokens scored in a round: 1 is plain decoding, more is prompt lookup with window - 1 drafts")
     p.add_argument("--tree", nargs="+", type=int, default=[], metavar="NODES",
@@ -69,6 +72,7 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.dtypes import itemsize_bits
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -79,6 +83,8 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from decodax.core.start import init_state
     from decodax.core.types import Params
     from decodax.models.config import llama
+    from decodax.models.formats import pack
+    from decodax.models.packed import Packed
     from decodax.models.transformer import Transformer
     from decodax.policy import build
     from decodax.speculative import Speculative
@@ -94,7 +100,21 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     shape = SHAPES[args.shape] | ({} if args.layers is None else {"layers": args.layers})
     model = Transformer(llama(vocab=VOCABULARY, context=8192, **shape), dtype="bfloat16")
     shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    weights = jax.tree.map(shaped, model.abstract_params(jnp.bfloat16), model.shardings(mesh))
+
+    def laid_out(path: Any, x: Any, sharding: NamedSharding) -> Any:
+        if not isinstance(x, Packed):
+            return shaped(x, sharding)
+        inputs, outputs = sharding.spec[::-1] if path[0].key == "embed" else sharding.spec
+        x = x.placed(outputs, inputs)
+        return jax.tree.map(lambda a, spec: shaped(a, NamedSharding(mesh, spec)), x,
+                            x.specs(outputs, inputs, dict(mesh.shape)))
+
+    weights = model.abstract_params(jnp.bfloat16)
+    if args.weights != "bfloat16":
+        with jax.set_mesh(mesh):        # formats go by the platform
+            weights = jax.eval_shape(functools.partial(pack, weights=args.weights), weights)
+    weights = jax.tree_util.tree_map_with_path(laid_out, weights, model.shardings(mesh),
+                                               is_leaf=lambda x: isinstance(x, Packed))
     params = Params(target=weights)
     alg: Any = Autoregressive() if args.window == 1 else Speculative(PromptLookup(length=args.window - 1))
     if args.tree:
@@ -117,7 +137,8 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         seconds = time.perf_counter() - clock
 
     def local(tree: Any) -> int:
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * itemsize_bits(x.dtype) // 8
+                   for x in jax.tree.leaves(tree))
 
     # what a cache holds, counted by the shape of the model: a layout may take more
     rows, own = args.batch // data, shape["kv_heads"] // math.gcd(shape["kv_heads"], model_axis)
@@ -177,15 +198,15 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-COLUMNS = ("shape", "mesh", "policy", "round", "needed GB", "moved", "temporaries", "Mcycles", "operations", "copies",
-           "collectives", "in sampling")
+COLUMNS = ("shape", "mesh", "policy", "weights", "round", "needed GB", "moved", "temporaries", "Mcycles", "operations",
+           "copies", "collectives", "in sampling")
 
 
 def line(r: dict[str, Any]) -> tuple[str, ...]:
     """The figures for people, by `COLUMNS`."""
     o = r["options"]
     what = f"tree of {o['tree']}" if o["tree"] else f"window of {o['window']}" if o["window"] > 1 else "plain"
-    return (f"{o['shape']}, {o['layers']} layers", o["mesh"], o["policy"], what,
+    return (f"{o['shape']}, {o['layers']} layers", o["mesh"], o["policy"], o["weights"], what,
             f"{r['needed_bytes']['total'] / 1e9:.3f}", f"{r['moved_over_needed']:.3f}",
             f"{100 * r['temporary_bytes'] / r['argument_bytes']:.1f}%", f"{r['cycles'] / 1e6:.2f}",
             f"{r['operations']:,}", str(r["cache_copies"]), str(r["collectives"]),
@@ -209,9 +230,10 @@ def main() -> int:
         print(f"{args.topology}, batch {args.batch}, {args.live} of {args.capacity} entries live, jax "
               f"{importlib.metadata.version('jax')}, libtpu {importlib.metadata.version('libtpu')}\n")
         print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
-    for shape, mesh, policy, (window, tree) in itertools.product(args.shape, args.mesh, args.policy, rounds):
-        r = report(argparse.Namespace(**vars(args) | dict(shape=shape, mesh=mesh, policy=policy, window=window,
-                                                          tree=tree)))
+    for shape, mesh, policy, weights, (window, tree) in itertools.product(args.shape, args.mesh, args.policy,
+                                                                          args.weights, rounds):
+        r = report(argparse.Namespace(**vars(args) | dict(shape=shape, mesh=mesh, policy=policy, weights=weights,
+                                                          window=window, tree=tree)))
         print(json.dumps(r) if args.json else f"| {' | '.join(line(r))} |", flush=True)
     return 0
 

@@ -212,12 +212,13 @@ def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str,
 
 @functools.lru_cache(maxsize=64)
 def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
-    pack, layout = lambda kernel: packing.pack(kernel.T if table else kernel), None
-    if isinstance(place, NamedSharding):
-        *_, inputs, outputs = place.spec[::-1] if table else place.spec
-        specs = jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, dtype)).specs(outputs, inputs, dict(place.mesh.shape))
-        layout = jax.tree.map(lambda spec: NamedSharding(place.mesh, spec), specs)
-    return jax.jit(pack, out_shardings=layout)
+    pack = lambda kernel: packing.pack(kernel.T if table else kernel)
+    if not isinstance(place, NamedSharding):
+        return jax.jit(pack)
+    *_, inputs, outputs = place.spec[::-1] if table else place.spec
+    placed = lambda kernel: pack(kernel).placed(outputs, inputs)
+    specs = jax.eval_shape(placed, jax.ShapeDtypeStruct(shape, dtype)).specs(outputs, inputs, dict(place.mesh.shape))
+    return jax.jit(placed, out_shardings=jax.tree.map(lambda spec: NamedSharding(place.mesh, spec), specs))
 
 
 def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:

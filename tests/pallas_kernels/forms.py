@@ -1,4 +1,5 @@
-"""Compiles the forms of window attention for a TPU slice that is not there, and prints a JSON object for each.
+"""Compiles the forms of window attention and of packed products for a TPU slice that is not there, and prints a JSON
+object for each.
 
     python -m tests.pallas_kernels.forms v5e:2x4
 
@@ -25,6 +26,7 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     from jax.sharding import PartitionSpec as P
 
     from decodax.axes import DATA, MODEL
+    from decodax.pallas_kernels.packed_matmul import packed_matmul
     from decodax.pallas_kernels.window_attention import prefix_attention, slot_weights, window_attention_lse
 
     rows, heads = P(DATA), P(DATA, None, MODEL)
@@ -52,7 +54,17 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     def prefix(q: Any, positions: Any, cache: Any, length: Any, **given: Any) -> Any:
         return prefix_attention(q, positions, cache, length, scale=0.1)
 
+    def packed(outputs: Any, inputs: Any, N: int, K: int, dtype: Any = jnp.int4, rows: int = B) -> Any:
+        weights = P(outputs, inputs)
+        return functools.partial(packed_matmul, axes=(outputs, inputs)), dict(
+            x=((rows, K), jnp.bfloat16, P(DATA, inputs)), codes=((N, K), dtype, weights),
+            scales=((N, K // 128), jnp.float32, weights))
+
     return {
+        "packed, outputs divided": packed(MODEL, None, 128_256, 2048),
+        "packed, inputs divided": packed(None, MODEL, 4096, 14_336),
+        "packed, whole, of int8": packed(None, None, 1024, 4096, jnp.int8),
+        "packed, 250 rows": packed(MODEL, None, 14_336, 4096, rows=250),
         "window": (attention, window()),
         "heads of 64": (attention, window(d=64, e=64)),
         "heads of 96": (attention, window(d=96, e=96)),
@@ -99,9 +111,10 @@ def compiled(topology: str, names: list[str], meshes: list[str]) -> Iterator[dic
             with jax.set_mesh(mesh):
                 done = jax.jit(lambda fn, given: fn(**given), static_argnums=0).lower(fn, shaped).compile()
             program = parse(done.as_text())
-            cache = int(np.prod(shaped["cache"].sharding.shard_shape(shaped["cache"].shape)))
+            read = shaped["codes" if "codes" in shaped else "cache"]
             yield {"form": name, "mesh": dims, "kernels": done.as_text().count("tpu_custom_call"),
-                   "cache_copies": len(copies(program, cache)), "collectives": len(collectives(program))}
+                   "copies": len(copies(program, int(np.prod(read.sharding.shard_shape(read.shape))))),
+                   "collectives": len(collectives(program))}
 
 
 def main() -> None:

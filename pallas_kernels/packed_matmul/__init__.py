@@ -1,0 +1,5 @@
+"""Products with kernels that are kept as codes and scales."""
+
+from decodax.pallas_kernels.packed_matmul.matmul import Axes, Implementation, packed_matmul
+
+__all__ = ["Axes", "Implementation", "packed_matmul"]

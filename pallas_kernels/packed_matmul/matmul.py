@@ -1,0 +1,79 @@
+"""Products with kernels that are kept as codes and scales."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from decodax.axes import DATA, free_axes, platform, shardwise
+from decodax.pallas_kernels.packed_matmul import reference
+
+Implementation = Literal["xla", "mosaic_tpu"]
+
+Axes = tuple[str | None, str | None]
+"""The mesh axes over which a kernel's outputs and its inputs lie."""
+
+ROWS = 256
+"""The most rows for which the kernel is taken: for many it costs more to scale products than to convert weights."""
+
+
+def packed_matmul(x: Array, codes: Array, scales: Array, dtype: jax.typing.DTypeLike | None = None, *,
+                  axes: Axes | None = None, implementation: Implementation | None = None) -> Array:
+    """`x @ w.T`, where a weight `w[n, k]` is its code times the scale of its group of inputs.
+
+    Args:
+        x: `f[R, K]`. codes: `i8[N, K]` or `i4[N, K]`.
+        scales: `f32[N, groups]`, each of `K // groups` inputs that follow one another.
+        dtype: of the result; default that of `x`.
+        axes: where the weights lie on the context's mesh. None: not known, then the compiler divides the product.
+        implementation: "xla", or the kernel "mosaic_tpu", which runs interpreted on a CPU; None: the fastest that can
+            be had (see `choose`).
+
+    Returns:
+        `f[R, N]`. Sums are float32; over the devices that share the inputs they are added up in `dtype`.
+    """
+    if implementation not in (None, "xla", "mosaic_tpu"):
+        raise ValueError(f"implementation: got {implementation!r}, takes 'xla' or 'mosaic_tpu'")
+    dtype = jnp.dtype(dtype or x.dtype)
+    plain: Callable[..., Array] = functools.partial(reference.packed_matmul, dtype=dtype)
+    implementation = implementation or choose(x, codes, scales, axes)
+    if implementation == "xla":
+        return plain(x, codes, scales)
+    from decodax.pallas_kernels.packed_matmul import tpu  # imports what the others do without
+
+    kernel: Callable[..., Array] = functools.partial(tpu.packed_matmul, dtype=dtype)
+    outputs, inputs = axes or (None, None)
+    shared = inputs in free_axes()
+
+    def local(*arrays: Array) -> Array:
+        if implementation is None:
+            y = lax.platform_dependent(*arrays, tpu=kernel, default=plain)
+        else:
+            y = kernel(*arrays, interpret=platform() == "cpu")
+        return lax.psum(y, inputs) if shared else y
+
+    weights = P(outputs, inputs)
+    return shardwise(local, (P(DATA, inputs), weights, weights), P(DATA, outputs), x, codes, scales, whole=True)
+
+
+def choose(x: Array, codes: Array, scales: Array, axes: Axes | None) -> Implementation | None:
+    """The implementation for such arrays: "xla", or None for the kernel wherever the program is lowered for a TPU.
+
+    XLA converts a kernel with one scale an output within its product. The kernel wants groups of a multiple of 128
+    inputs that no devices share, and to know the mesh: the compiler cannot divide it over devices by itself.
+    """
+    (R, K), (N, groups), sizes = x.shape, scales.shape, free_axes()
+    if platform() != "tpu" or x.dtype != jnp.bfloat16 or groups == 1 or K % (groups * 128) or R > ROWS:
+        return "xla"
+    known = axes is not None or all(size == 1 for size in sizes.values())
+    alone = jax.sharding.get_abstract_mesh().empty
+    if not known or (alone and jax.device_count() > 1):
+        return "xla"
+    over, among = (sizes.get(axis or "", 1) for axis in axes or (None, None))
+    return "xla" if N % over or groups % among or N // over < 128 else None

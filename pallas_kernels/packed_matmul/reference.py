@@ -1,0 +1,19 @@
+"""Products with packed kernels by XLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def scaled(codes: Array, scales: Array) -> Array:
+    """Codes `f[..., N, K]` times the scales `f32[..., N, groups]` of their groups, in the dtype of the codes."""
+    groups = codes.reshape(*scales.shape, -1)
+    return (groups * scales[..., None].astype(codes.dtype)).reshape(codes.shape)
+
+
+def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any) -> Array:
+    """See `packed_matmul` of the package. The kernel is rounded to the dtype of `x`."""
+    return jnp.matmul(x, scaled(codes.astype(x.dtype), scales).T, preferred_element_type=dtype)

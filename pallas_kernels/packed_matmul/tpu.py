@@ -1,0 +1,95 @@
+"""Products with packed kernels as a kernel for TPUs (Mosaic).
+
+XLA writes the converted kernel to memory when scales belong to groups of inputs. Here a program instance takes a block
+of outputs with all of their inputs. It multiplies the rows with the codes of one group after the other and adds up the
+products times their scales: `R` products an output and group are scaled, not `K` weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.dtypes import itemsize_bits
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+ROWS = 16
+"""Rows of a tile of bfloat16."""
+
+OUTPUTS = 512
+"""The most outputs of an instance."""
+
+CODES = 4 << 20
+"""Bytes of an instance's codes, of which two blocks are held."""
+
+INPUTS = 2 << 20
+"""Bytes of a tile of rows, of which two are held."""
+
+SEVERAL = 8
+"""The most groups that are multiplied at once, so that the matrix unit need not wait for one after the other."""
+
+
+def block_of(N: int, K: int, bits: int) -> int:
+    """Outputs of an instance.
+
+    >>> block_of(8192, 2048, 4), block_of(4096, 14336, 8), block_of(4096, 14336, 4), block_of(200, 2048, 4)
+    (512, 256, 512, 256)
+    """
+    most = CODES * 8 // (K * bits) // LANES * LANES
+    return max(min(OUTPUTS, most, -(-N // LANES) * LANES), LANES)
+
+
+def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: int | None = None,
+                  interpret: Any = False) -> Array:
+    """As `reference.packed_matmul`, with products of bfloat16 that are added up in float32.
+
+    Args:
+        x: `bf16[R, K]`. codes: `i8[N, K]` or `i4[N, K]`. scales: `f32[N, groups]`, of a multiple of 128 inputs each.
+        block: outputs of an instance, a multiple of 128; default `block_of`.
+        interpret: run without a TPU; True, or `pltpu.InterpretParams`.
+    """
+    (R, K), (N, groups) = x.shape, scales.shape
+    if K % (groups * LANES):
+        raise ValueError(f"scales: got {groups} groups of {K} inputs, takes groups of a multiple of {LANES}")
+    if x.dtype != jnp.bfloat16:
+        raise ValueError(f"x: got {x.dtype}, takes bfloat16")
+    block = block or block_of(N, K, itemsize_bits(codes.dtype))
+    tile = min(max(INPUTS // (2 * K) // ROWS, 1), -(-R // ROWS)) * ROWS
+    tiles = -(-R // tile)
+    made = pl.pallas_call(
+        functools.partial(_kernel, group=K // groups),
+        grid=(-(-N // block), tiles),       # tiles inside: codes are transferred once
+        in_specs=[pl.BlockSpec((tile, K), lambda n, r: (r, 0)), pl.BlockSpec((block, K), lambda n, r: (n, 0)),
+                  pl.BlockSpec((groups, block), lambda n, r: (0, n))],
+        out_specs=pl.BlockSpec((tile, block), lambda n, r: (r, n)),
+        out_shape=jax.ShapeDtypeStruct((tiles * tile, N), dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        cost_estimate=pl.CostEstimate(flops=2 * R * K * N, transcendentals=0,
+                                      bytes_accessed=N * K * itemsize_bits(codes.dtype) // 8 + 4 * N * groups),
+        name="packed_matmul",
+        # scales of less than 128 groups lie with outputs in lanes anyway, since lanes would be filled up
+    )(jnp.pad(x, ((0, tiles * tile - R), (0, 0))), codes, scales.T)
+    return made[:R]
+
+
+def _kernel(x: Array, codes: Array, scales: Array, out: Array, *, group: int) -> None:
+    groups = scales.shape[0]
+    several = max(n for n in range(1, SEVERAL + 1) if groups % n == 0)
+
+    def add(step: Array, total: Array) -> Array:
+        for i in range(several):
+            g = step * several + i
+            where = pl.ds(pl.multiple_of(g * group, LANES), group)
+            part = lax.dot_general(x[:, where], codes[:, where].astype(x.dtype), (((1,), (1,)), ((), ())),
+                                   preferred_element_type=jnp.float32)
+            total = total + part * scales[pl.ds(g, 1), :]
+        return total
+
+    total = lax.fori_loop(0, groups // several, add, jnp.zeros(out.shape, jnp.float32))
+    out[...] = total.astype(out.dtype)
