@@ -1,4 +1,5 @@
-"""Each form of window attention and of packed products, compiled by XLA's TPU compiler without a TPU, alone and on a mesh."""
+"""Each form of window attention and of packed products, compiled by XLA's TPU compiler without a TPU, alone and on a
+mesh."""
 
 from __future__ import annotations
 
