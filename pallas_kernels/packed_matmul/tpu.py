@@ -73,7 +73,7 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: i
         cost_estimate=pl.CostEstimate(flops=2 * R * K * N, transcendentals=0,
                                       bytes_accessed=N * K * itemsize_bits(codes.dtype) // 8 + 4 * N * groups),
         name="packed_matmul",
-        # scales of less than 128 groups lie with outputs in lanes anyway, since lanes would be filled up
+        # XLA lays scales out with outputs in lanes by itself, since few groups would be filled up to 128
     )(x, codes, scales.T)
 
 
