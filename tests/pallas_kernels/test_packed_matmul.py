@@ -13,12 +13,12 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from decodax.pallas_kernels.packed_matmul import packed_matmul, reference, tpu
+from decodax.pallas_kernels.packed_matmul import packed_matmul, tpu
 from tests.matrix import often
 from tests.pallas_kernels.test_window_attention import no_races
 
-IMPLEMENTATIONS = {"xla": reference.packed_matmul,
-                   "mosaic_tpu": functools.partial(tpu.packed_matmul, interpret=True)}
+IMPLEMENTATIONS: dict[str, Any] = {name: functools.partial(packed_matmul, implementation=name)
+                                   for name in ("xla", "mosaic_tpu")}
 
 
 def arrays(R: int, N: int, K: int, groups: int, dtype: Any) -> tuple[Any, Any, Any]:
@@ -47,6 +47,7 @@ def test_a_product_is_that_of_float64(implementation: str, sizes: tuple[int, ...
     x, codes, scales = arrays(*sizes, dtype)
     got, want = IMPLEMENTATIONS[implementation](x, codes, scales, dtype=jnp.float32), exact(x, codes, scales)
     assert got.shape == want.shape and got.dtype == jnp.float32
+    assert IMPLEMENTATIONS[implementation](x, codes, scales).dtype == jnp.bfloat16
     np.testing.assert_allclose(got, want, atol=(5e-3 if implementation == "xla" else 1e-6) * np.abs(want).max())
 
 
