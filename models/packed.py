@@ -4,7 +4,8 @@ A step of decoding reads each weight once and multiplies it with a few rows, so 
 weights. A `Packed` kernel takes the place of an array in a model's weights; `multiply` is all that a network needs to
 know of it.
 
-XLA converts a packed kernel within a product on a TPU or GPU. On CPU it does so, at the memory's speed, only in a
+XLA converts a packed kernel within a product on a TPU or GPU; for groups of inputs with scales of their own it does not
+on a TPU, which has `packed_matmul` for them. On CPU it does so, at the memory's speed, only in a
 product of one row of less than 16 KB, whose kernel lies as `[outputs, inputs]`; else it first writes the whole
 converted kernel to memory (32,000 x 768 in int8, 8 rows: 38 ms, and 6 for float32). So there a few rows are multiplied
 one by one, and more of them block by block, each block small enough to stay in the processor's own memory.

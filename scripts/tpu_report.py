@@ -145,10 +145,13 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     entry = rows * own * shape["head_dim"] * 2 * 2 * shape["layers"]
     embedded = rows * width * shape["width"] * 2
     table = 0 if shape.get("tied") else local(weights["embed"]) - embedded
+    packed = [x for x in jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, Packed)) if isinstance(x, Packed)]
     needs = {"weights": local(weights) - table, "cache_read": entry * args.live, "cache_written": entry * width}
     return compiled, {"compile_seconds": seconds, "cache_bytes": local(s.cache), "needs": needs,
                       "cache_elements": {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.cache)
                                          if x.ndim >= 3},
+                      "kernel_elements": {max(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(x))
+                                          for x in packed},
                       "layers": shape["layers"], "rows": rows}
 
 
@@ -181,6 +184,10 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     waits = collectives(program, body)
     sampling = [x for loop in inner if not walks(loop) for x, _ in collectives(program, loop.attribute("body"))]
     around = [x for n in facts["cache_elements"] for x in copies(program, n)]
+    fused = {x.attribute("calls") for x in program.all() if x.opcode == "fusion"}
+    written = [b for name, operations in program.computations.items() if name not in fused
+               for x in operations.values() if x.opcode in ("fusion", "convert", "multiply", "broadcast", "copy")
+               for b in x.result if b.type in ("bf16", "f32") and math.prod(b.dims) in facts["kernel_elements"]]
     largest = max((sum(b.bytes for b in x.result) for x, _ in waits), default=0)
     return {
         "versions": {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
@@ -191,6 +198,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "temporary_bytes": memory.temp_size_in_bytes, "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes, "donated_bytes": memory.alias_size_in_bytes,
         "cache_bytes": facts["cache_bytes"], "cache_copies": len(around),
+        "converted_kernels": len(written),
         "loops": {"walks of the cache": sum(map(walks, inner)), "others": sum(not walks(x) for x in inner)},
         "operations": total(program, trips), "cycles": cycles(program, trips),
         "collectives": len(waits), "collectives_in_sampling_loops": len(sampling),

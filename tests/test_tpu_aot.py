@@ -49,7 +49,7 @@ def few(topology: str) -> list[dict[str, Any]]:
 
 
 def bounds(r: dict[str, Any], most: float, temporaries: float = 0.05) -> None:
-    """What holds of every program."""
+    """What holds of every program: the most that it moves over what it must, and temporaries over arguments."""
     assert 1 <= r["moved_over_needed"] <= most, r["options"]
     assert r["cache_copies"] == r["callbacks"] == r["collectives_in_sampling_loops"] == 0, r["options"]
     assert r["temporary_bytes"] < temporaries * r["argument_bytes"], r["options"]
@@ -60,6 +60,26 @@ def bounds(r: dict[str, Any], most: float, temporaries: float = 0.05) -> None:
 def test_a_round_moves_what_it_must_and_copies_no_cache(topology: str) -> None:
     for r in few(topology):
         bounds(r, 1.10)
+
+
+def packed(topology: str, *options: str) -> None:
+    """Greedy rounds with packed weights: these are all that is read, and no kernel is written as it is multiplied."""
+    for r in report(topology, "--policy", "greedy", *options):
+        bounds(r, 1.10, 0.08)       # of arguments that are smaller
+        assert r["converted_kernels"] == 0, r["options"]
+        assert r["largest_collective_bytes"] <= 2 * r["options"]["batch"] * 4096, r["options"]
+
+
+def test_packed_weights_are_multiplied_as_they_lie() -> None:
+    packed(V5E, "--layers", "2", "--shape", "1b", "--mesh", "1x1", "--weights", "int8", "int4")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("topology", [V5E, V6E, V5P])
+@pytest.mark.parametrize("shape", ["8b", "1b"])
+@pytest.mark.parametrize("mesh", ["1x1", "1x8", "2x4"])
+def test_packed_weights_of_whole_models_are_multiplied_as_they_lie(topology: str, shape: str, mesh: str) -> None:
+    packed(topology, "--shape", shape, "--mesh", mesh, "--weights", "int8", "int4", "fp8")
 
 
 @pytest.mark.matrix

@@ -19,9 +19,6 @@ Implementation = Literal["xla", "mosaic_tpu"]
 Axes = tuple[str | None, str | None]
 """The mesh axes over which a kernel's outputs and its inputs lie."""
 
-ROWS = 256
-"""The most rows for which the kernel is taken: for many it costs more to scale products than to convert weights."""
-
 
 def packed_matmul(x: Array, codes: Array, scales: Array, dtype: jax.typing.DTypeLike | None = None, *,
                   axes: Axes | None = None, implementation: Implementation | None = None) -> Array:
@@ -68,12 +65,12 @@ def choose(x: Array, codes: Array, scales: Array, axes: Axes | None) -> Implemen
     XLA converts a kernel with one scale an output within its product. The kernel wants groups of a multiple of 128
     inputs that no devices share, and to know the mesh: the compiler cannot divide it over devices by itself.
     """
-    (R, K), (N, groups), sizes = x.shape, scales.shape, free_axes()
-    if platform() != "tpu" or x.dtype != jnp.bfloat16 or groups == 1 or K % (groups * 128) or R > ROWS:
+    (N, groups), sizes = scales.shape, free_axes()
+    if platform() != "tpu" or x.dtype != jnp.bfloat16 or groups == 1 or x.shape[1] % (groups * 128):
         return "xla"
     known = axes is not None or all(size == 1 for size in sizes.values())
     alone = jax.sharding.get_abstract_mesh().empty
     if not known or (alone and jax.device_count() > 1):
         return "xla"
     over, among = (sizes.get(axis or "", 1) for axis in axes or (None, None))
-    return "xla" if N % over or groups % among or N // over < 128 else None
+    return "xla" if N % over or groups % among else None

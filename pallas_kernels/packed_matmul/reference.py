@@ -16,4 +16,5 @@ def scaled(codes: Array, scales: Array) -> Array:
 
 def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any) -> Array:
     """See `packed_matmul` of the package. The kernel is rounded to the dtype of `x`."""
-    return jnp.matmul(x, scaled(codes.astype(x.dtype), scales).T, preferred_element_type=dtype)
+    kernel = scaled(codes.astype(x.dtype), scales)
+    return jnp.matmul(x, kernel.T, preferred_element_type=jnp.promote_types(x.dtype, dtype)).astype(dtype)

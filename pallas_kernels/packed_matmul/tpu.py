@@ -38,10 +38,10 @@ def block_of(N: int, K: int, bits: int) -> int:
     """Outputs of an instance.
 
     >>> block_of(8192, 2048, 4), block_of(4096, 14336, 8), block_of(4096, 14336, 4), block_of(200, 2048, 4)
-    (512, 256, 512, 256)
+    (512, 256, 512, 200)
     """
     most = CODES * 8 // (K * bits) // LANES * LANES
-    return max(min(OUTPUTS, most, -(-N // LANES) * LANES), LANES)
+    return min(N, OUTPUTS, max(most, LANES))
 
 
 def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: int | None = None,
@@ -50,7 +50,7 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: i
 
     Args:
         x: `bf16[R, K]`. codes: `i8[N, K]` or `i4[N, K]`. scales: `f32[N, groups]`, of a multiple of 128 inputs each.
-        block: outputs of an instance, a multiple of 128; default `block_of`.
+        block: outputs of an instance, a multiple of 128 or all of them; default `block_of`.
         interpret: run without a TPU; True, or `pltpu.InterpretParams`.
     """
     (R, K), (N, groups) = x.shape, scales.shape
@@ -60,22 +60,21 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: i
         raise ValueError(f"x: got {x.dtype}, takes bfloat16")
     block = block or block_of(N, K, itemsize_bits(codes.dtype))
     tile = min(max(INPUTS // (2 * K) // ROWS, 1), -(-R // ROWS)) * ROWS
-    tiles = -(-R // tile)
-    made = pl.pallas_call(
+    # what fills up the last blocks, of rows or of outputs, is multiplied too and not written
+    return pl.pallas_call(
         functools.partial(_kernel, group=K // groups),
-        grid=(-(-N // block), tiles),       # tiles inside: codes are transferred once
+        grid=(pl.cdiv(N, block), pl.cdiv(R, tile)),       # tiles inside: codes are transferred once
         in_specs=[pl.BlockSpec((tile, K), lambda n, r: (r, 0)), pl.BlockSpec((block, K), lambda n, r: (n, 0)),
                   pl.BlockSpec((groups, block), lambda n, r: (0, n))],
         out_specs=pl.BlockSpec((tile, block), lambda n, r: (r, n)),
-        out_shape=jax.ShapeDtypeStruct((tiles * tile, N), dtype),
+        out_shape=jax.ShapeDtypeStruct((R, N), dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         cost_estimate=pl.CostEstimate(flops=2 * R * K * N, transcendentals=0,
                                       bytes_accessed=N * K * itemsize_bits(codes.dtype) // 8 + 4 * N * groups),
         name="packed_matmul",
-        # scales of less than 128 groups lie with outputs in lanes anyway, since lanes would be filled up
-    )(jnp.pad(x, ((0, tiles * tile - R), (0, 0))), codes, scales.T)
-    return made[:R]
+        # XLA lays scales out with outputs in lanes by itself, since few groups would be filled up to 128
+    )(x, codes, scales.T)
 
 
 def _kernel(x: Array, codes: Array, scales: Array, out: Array, *, group: int) -> None:

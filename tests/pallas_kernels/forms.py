@@ -112,9 +112,9 @@ def compiled(topology: str, names: list[str], meshes: list[str]) -> Iterator[dic
                 done = jax.jit(lambda fn, given: fn(**given), static_argnums=0).lower(fn, shaped).compile()
             program = parse(done.as_text())
             read = shaped["codes" if "codes" in shaped else "cache"]
+            elements = int(np.prod(read.sharding.shard_shape(read.shape)))
             yield {"form": name, "mesh": dims, "kernels": done.as_text().count("tpu_custom_call"),
-                   "copies": len(copies(program, int(np.prod(read.sharding.shard_shape(read.shape))))),
-                   "collectives": len(collectives(program))}
+                   "copies": len(copies(program, elements)), "collectives": len(collectives(program))}
 
 
 def main() -> None:
