@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from decodax.core.types import Algorithm, Decision, Model, Out, Params
     from decodax.diffusion import MaskedDiffusion
     from decodax.io.load import LM, load, zoo
+    from decodax.io.quantize import quantize, save
     from decodax.policy import Policy
     from decodax.programs import cache_programs
     from decodax.result import LogProbs, Result, Statistics
@@ -60,6 +61,7 @@ _HOMES = {
     "decodax.core.types": ["Algorithm", "Decision", "Model", "Out", "Params"],
     "decodax.diffusion": ["MaskedDiffusion"],
     "decodax.io.load": ["LM", "load", "zoo"],
+    "decodax.io.quantize": ["quantize", "save"],
     "decodax.policy": ["Policy"],
     "decodax.programs": ["cache_programs"],
     "decodax.result": ["LogProbs", "Result", "Statistics"],
@@ -77,8 +79,8 @@ __all__ = [
     "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
     "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance", "Watch", "Window",
     "automatic", "cache_programs", "diffusion", "drafts", "entry", "fit_layers", "fit_predictor", "fit_tree",
-    "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop", "run", "score", "shapes", "step",
-    "stream", "system", "systems", "watch", "zoo",
+    "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop", "quantize", "run", "save", "score",
+    "shapes", "step", "stream", "system", "systems", "watch", "zoo",
 ]
 
 

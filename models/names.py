@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from decodax.models.config import DecoderConfig
+from decodax.models.packed import Packed
 from decodax.models.transformer import Weights
 
 
@@ -167,10 +168,10 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> Weigh
 
 
 def flatten(tree: Weights) -> dict[str, Any]:
-    """The leaves of a nested dict by dotted path.
+    """The leaves of a nested dict by dotted path; a packed kernel is one.
 
     >>> flatten({"a": {"b": 1}, "c": 2})
     {'a.b': 1, 'c': 2}
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Packed))
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}

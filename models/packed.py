@@ -94,6 +94,14 @@ class Packed(Struct, abc.ABC):
         """The same for a mesh over whose axes it will lie as `specs` says."""
         return self
 
+    def stored(self) -> Self:
+        """The same as it is saved, for every platform and mesh."""
+        return self
+
+    def here(self) -> Self:
+        """What was `stored`, as this platform multiplies it. It is called under jit."""
+        return self
+
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
         """A `PartitionSpec` for each array, on a mesh with axes of the given sizes."""
         def one(a: Array) -> PartitionSpec:

@@ -20,12 +20,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from safetensors.numpy import save_file
 
+from decodax.io import packed as packed_files
 from decodax.io.files import ONE, CheckpointError, Files, read_json
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import WITH_IMAGES, read_config, text_part
 from decodax.models.fields import checked
-from decodax.models.formats import Format, kernels, read_format
+from decodax.models.formats import Format, kernels, without_data
 from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
 from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
@@ -59,7 +60,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
             another shape than the configuration says. Nothing has been read into memory or compiled then.
         ValueError: `dtype`, `context` or `weights` is out of its range.
     """
-    asked, packing = None if dtype is None else dtype_name(dtype), read_format(weights)
+    asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
     if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
         raise ValueError(f"context: got {context!r}, takes a number of tokens from 1")
     root = Path(directory)
@@ -71,6 +72,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
                              "makes whole ones of them")
     except ValueError as e:
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
+    if packed_files.ENTRY in config:
+        return _load_packed(root, config, decoder, asked, mesh, context, weights)
     files = Files(root)
     # before the network is laid out, which takes long for as many layers as a wrong number may ask for
     if (stored := layers_in(family, files.home)) < len(decoder.layers):
@@ -88,18 +91,34 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
 
     name = asked or DTYPES[files.slice(where["embed"].tensors[0]).get_dtype()]
     model = Transformer(decoder, dtype=name, context=context)
-    here = SingleDeviceSharding(jax.devices()[0])
-    places = flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
-    chosen = kernels(shapes) if packing is not None else ()
+    places = _places(model, shapes, mesh)
+    chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
     loaded = [_load(files, where[path], leaf.shape, name, places[path], packing if path in chosen else None,
                     path == "embed") for path, leaf in flatten(shapes).items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
+def _places(model: Transformer, shapes: Weights, mesh: Mesh | None) -> dict[str, jax.sharding.Sharding]:
+    here = SingleDeviceSharding(jax.devices()[0])
+    return flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
+
+
+def _load_packed(root: Path, config: dict[str, Any], decoder: DecoderConfig, dtype: str | None, mesh: Mesh | None,
+                 context: int | None, weights: str | Format | None) -> tuple[Transformer, Weights]:
+    """A directory that `save_model` wrote of packed weights."""
+    if weights is not None:
+        raise ValueError(f"weights: got {weights!r}, and those of {root.name!r} are packed; takes None")
+    name = dtype or config.get("dtype", "float32")
+    model = Transformer(decoder, dtype=name, context=context)
+    shapes = model.abstract_params()
+    leaves = packed_files.read(root, config, flatten(shapes), _places(model, shapes, mesh), name)
+    return model, jax.tree.unflatten(jax.tree.structure(shapes), leaves.values())
+
+
 def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
             weights: str | Format | None = None) -> tuple[T5, Weights]:
     """Loads the directory of a T5, onto the first device. Arguments and errors as in `load_model`."""
-    asked, packing = None if dtype is None else dtype_name(dtype), read_format(weights)
+    asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
     try:
@@ -210,6 +229,15 @@ def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str,
     return whole if packing is None else _packer(packing, table, shape, dtype, place)(whole)
 
 
+def place_packed(kernel: Packed, table: bool, place: jax.sharding.Sharding) -> Packed:
+    """A packed kernel where the array would go."""
+    if not isinstance(place, NamedSharding):
+        return kernel
+    *_, inputs, outputs = place.spec[::-1] if table else place.spec
+    own = kernel.placed(outputs, inputs)
+    return jax.device_put(own, packed_files.place_all(own, inputs, outputs, place))
+
+
 @functools.lru_cache(maxsize=64)
 def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
     pack = lambda kernel: packing.pack(kernel.T if table else kernel)
@@ -217,8 +245,8 @@ def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtyp
         return jax.jit(pack)
     *_, inputs, outputs = place.spec[::-1] if table else place.spec
     placed = lambda kernel: pack(kernel).placed(outputs, inputs)
-    specs = jax.eval_shape(placed, jax.ShapeDtypeStruct(shape, dtype)).specs(outputs, inputs, dict(place.mesh.shape))
-    return jax.jit(placed, out_shardings=jax.tree.map(lambda spec: NamedSharding(place.mesh, spec), specs))
+    shapes = jax.eval_shape(placed, jax.ShapeDtypeStruct(shape, dtype))
+    return jax.jit(placed, out_shardings=packed_files.place_all(shapes, inputs, outputs, place))
 
 
 def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
@@ -237,7 +265,8 @@ def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...
 
 def save_model(directory: str | os.PathLike[str], model: Transformer, params: Weights,
                config: Mapping[str, Any] | None = None, dtype: jax.typing.DTypeLike | None = None) -> None:
-    """Writes `config.json` and `model.safetensors`, so that `load_model` and transformers load the model.
+    """Writes `config.json` and `model.safetensors`, so that `load_model` and transformers load the model; one with
+    packed weights, `load_model` alone.
 
     Args:
         config: entries for `config.json`. With a `model_type` it is that family's whole configuration (such as the one
@@ -254,9 +283,13 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     if read_config(entries) != model.config:
         raise ValueError(f"config: as a {entries['model_type']} configuration it describes another model than "
                          f"{model.config}")
-    if any(isinstance(x, Packed) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed))):
-        raise ValueError("params: got packed weights, takes arrays: load the model without `weights` to save it")
     leaves = flatten(params)
+    if any(isinstance(leaf, Packed) for leaf in leaves.values()):
+        if dtype is not None:
+            raise ValueError(f"dtype: got {dtype!r} for packed weights, takes None: these are written as they are")
+        whole = next(leaf for leaf in leaves.values() if not isinstance(leaf, Packed))
+        packed_files.write(Path(directory), leaves, entries | {"dtype": dtype_name(whole.dtype)})
+        return
     name = dtype_name(dtype or leaves["embed"].dtype)
     entries |= {"dtype": name, "torch_dtype": name}
     tensors: dict[str, np.ndarray] = {}

@@ -1,22 +1,16 @@
-"""Formats of weights, by name: `decodax.load(..., weights="int8")`.
-
-All of them round each weight to the nearest code, without data to calibrate on.
-"""
+"""Formats that round each weight to the nearest code, without data."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-import difflib
 import math
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.axes import platform
-from decodax.models.names import flatten
+from decodax.models.formats.format import Format
 from decodax.models.packed import Packed, dot
 from decodax.pallas_kernels.packed_matmul import Axes, packed_matmul
 from decodax.pallas_kernels.packed_matmul.reference import scaled
@@ -54,6 +48,21 @@ class Scaled(Packed):
 
     def placed(self, outputs: str | None, inputs: str | None) -> Self:
         return self.replace(axes=(outputs, inputs))
+
+    def stored(self) -> Self:
+        made = self.replace(axes=None)
+        if self.codes.dtype != jnp.int4:
+            return made
+        codes, K = self.codes.astype(jnp.int8), self.codes.shape[-1]
+        if K % 2:
+            return made.replace(codes=codes)
+        low, high = codes[..., :K // 2].astype(jnp.uint8), codes[..., K // 2:].astype(jnp.uint8)
+        return made.replace(codes=(low & 15) | (high << 4))
+
+    def here(self) -> Self:
+        if platform() == "cpu" or self.codes.dtype != jnp.uint8:
+            return self
+        return self.replace(codes=jnp.concatenate(self._halves(), -1).astype(jnp.int4))
 
     def product(self, x: Array, dtype: Any) -> Array:
         if platform() != "cpu" and self.scales is not None and self.scales.shape[-1] > 1:
@@ -97,19 +106,11 @@ def _decoded(codes: Array, dtype: Any) -> Array:
     return codes.astype(dtype)
 
 
-class Format(abc.ABC):
-    """How kernels are packed."""
-
-    @abc.abstractmethod
-    def pack(self, kernel: Array) -> Packed:
-        """The packed form of `f[K, N]`, or `f[E, K, N]`. It is called under jit."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Int8(Format):
     """8-bit integers with one scale an output, the largest weight's."""
 
-    def pack(self, kernel: Array) -> Scaled:
+    def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         w = _rows(kernel)
         scales = _or_one(jnp.abs(w).max(-1, keepdims=True) / 127)
         return Scaled(codes=jnp.round(w / scales).astype(jnp.int8), scales=scales)
@@ -129,7 +130,7 @@ class Int4(Format):
         if self.group < 2:
             raise ValueError(f"group: got {self.group}, takes 2 or more")
 
-    def pack(self, kernel: Array) -> Scaled:
+    def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         w = _rows(kernel)
         K = w.shape[-1]
         # a group lies within the half whose codes share a byte's low or high bits
@@ -137,19 +138,15 @@ class Int4(Format):
         groups = w.reshape(*w.shape[:-1], K // group, group)
         scales = _or_one(jnp.abs(groups).max(-1) / 7)
         codes = jnp.round(groups / scales[..., None]).astype(jnp.int8).reshape(w.shape)
-        if platform() != "cpu":
-            return Scaled(codes=codes.astype(jnp.int4), scales=scales)
-        if K % 2:
-            return Scaled(codes=codes, scales=scales)
-        low, high = codes[..., :K // 2].astype(jnp.uint8), codes[..., K // 2:].astype(jnp.uint8)
-        return Scaled(codes=(low & 15) | (high << 4), scales=scales)        # XLA's CPU unpacks 4 bits slowly
+        made = Scaled(codes=codes.astype(jnp.int4), scales=scales)
+        return made if platform() != "cpu" else made.stored()       # XLA's CPU unpacks 4 bits slowly
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
     """8-bit floats (4 bits of exponent, 3 of digits: "e4m3fn") with one scale an output, the largest weight's."""
 
-    def pack(self, kernel: Array) -> Scaled:
+    def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         w = _rows(kernel)
         scales = _or_one(jnp.abs(w).max(-1, keepdims=True) / 448)
         return Scaled(codes=(w / scales).astype(jnp.float8_e4m3fn), scales=scales)
@@ -170,31 +167,8 @@ class Floats(Format):
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"dtype: got {self.dtype!r}, takes 'bfloat16', 'float16' or 'float32'")
 
-    def pack(self, kernel: Array) -> Scaled:
+    def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         return Scaled(codes=jnp.swapaxes(kernel, -1, -2).astype(self.dtype))
-
-
-FORMATS: dict[str, Format] = {"int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"),
-                              "float16": Floats("float16"), "float32": Floats("float32")}
-"""By the names that `decodax.load` takes."""
-
-
-def read_format(weights: str | Format | None) -> Format | None:
-    """A format by name, or as it is.
-
-    Raises:
-        ValueError: an unknown name; lists near ones.
-
-    >>> read_format("int8")
-    Int8()
-    """
-    if weights is None or isinstance(weights, Format):
-        return weights
-    if weights in FORMATS:
-        return FORMATS[weights]
-    near = difflib.get_close_matches(str(weights), FORMATS, n=1, cutoff=0.4)
-    raise ValueError(f"weights: got {weights!r}, takes {', '.join(map(repr, FORMATS))} or a Format"
-                     + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
 def _rows(kernel: Array) -> Array:
@@ -204,25 +178,3 @@ def _rows(kernel: Array) -> Array:
 def _or_one(scales: Array) -> Array:
     """Scales of rows that are all zeros are 1."""
     return jnp.where(scales == 0, 1, scales)
-
-
-def kernels(weights: Any) -> list[str]:
-    """The dotted paths of what a `Format` packs among a decoder's weights: kernels, but for the routers of experts,
-    whose choices turn on the last digits. An embedding table that is also the head is one."""
-    found = flatten(weights)
-    inside = [path for path in found if path.endswith(".kernel") and ".router." not in path]
-    return inside if "lm_head.kernel" in found else [*inside, "embed"]
-
-
-def pack(params: Any, weights: str | Format) -> Any:
-    """A decoder's weights with their kernels packed.
-
-    Args:
-        params: as `Transformer.init_params` makes them. weights: a name in `FORMATS`, or a format.
-    """
-    own = read_format(weights)
-    assert own is not None
-    packed = jax.jit(own.pack)
-    chosen, leaves = set(kernels(params)), flatten(params)
-    made = [packed(leaf.T if path == "embed" else leaf) if path in chosen else leaf for path, leaf in leaves.items()]
-    return jax.tree.unflatten(jax.tree.structure(params), made)

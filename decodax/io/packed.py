@@ -1,0 +1,172 @@
+"""Directories of packed weights: `config.json` as the model has it and an entry that says how its weights lie.
+
+A tensor is named by the weight's place in the network and the field of the packed kernel, such as
+"layers.0.attn.q.kernel.codes". Packed kernels within packed kernels have their fields in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from safetensors.numpy import save_file
+
+from decodax.io.files import ONE, CheckpointError, Files
+from decodax.models.formats import KINDS
+from decodax.models.packed import Packed
+from decodax.struct import fields
+
+ENTRY = "packed_weights"
+"""In config.json: for each packed weight its kind and its fields; for an array its dtype."""
+
+STORED = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+"""Dtypes that numpy lacks, and those whose bits are stored instead."""
+
+
+def write(root: Path, leaves: dict[str, Any], config: dict[str, Any]) -> None:
+    """Writes `config.json` and `model.safetensors`.
+
+    Args:
+        leaves: weights by dotted path, some of them packed.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    described = {path: _describe(leaf.stored() if isinstance(leaf, Packed) else leaf, path, tensors)
+                 for path, leaf in leaves.items()}
+    root.mkdir(parents=True, exist_ok=True)
+    # written beside and then renamed: an interrupted save leaves the old file whole
+    save_file(tensors, root / f".{ONE}", metadata={"format": "decodax"})
+    os.replace(root / f".{ONE}", root / ONE)
+    (root / "config.json").write_text(json.dumps(config | {ENTRY: described}, indent=2) + "\n")
+
+
+def read(root: Path, config: dict[str, Any], shapes: dict[str, jax.ShapeDtypeStruct],
+         places: dict[str, Sharding], dtype: str | None) -> dict[str, Any]:
+    """The weights by dotted path.
+
+    Args:
+        shapes: of the network's weights by dotted path. places: where they go.
+        dtype: of what is not packed; None: as it is stored.
+
+    Raises:
+        CheckpointError: a file is broken, or a weight is missing, left over or of another shape than the network's.
+            Nothing has been read then.
+    """
+    described, files = config[ENTRY], Files(root)
+    if not isinstance(described, dict) or described.keys() != shapes.keys():
+        wrong = sorted(described.keys() ^ shapes.keys())[:5] if isinstance(described, dict) else [str(described)[:40]]
+        raise CheckpointError(f"{root / 'config.json'}: {ENTRY}: other weights than the network's: {', '.join(wrong)}")
+    found: dict[str, Any] = {}
+    for path, entry in described.items():
+        try:
+            found[path] = _skeleton(entry, path, files)
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"{root / 'config.json'}: {ENTRY}: {path}: {e}") from None
+        shape, wanted = found[path].shape, shapes[path].shape
+        if isinstance(found[path], Packed) and path != "embed":
+            wanted = (*wanted[:-2], wanted[-1], wanted[-2])
+        if shape != wanted:
+            raise CheckpointError(f"{files.name}: weight {path} has shape {shape}, the configuration asks for {wanted}")
+    return {path: _placed(one, path, places[path], files, dtype) for path, one in found.items()}
+
+
+def _describe(leaf: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
+    """What config.json says of a weight or of a field of one, whose arrays are put into `tensors`."""
+    if isinstance(leaf, Packed):
+        parts = {}
+        for field in fields(leaf):
+            value = getattr(leaf, field.name)
+            parts[field.name] = value if field.metadata.get("static") else _describe(value, f"{name}.{field.name}",
+                                                                                      tensors)
+        return {"kind": type(leaf).__name__, "fields": parts}
+    if leaf is None:
+        return None
+    own = np.asarray(jax.device_get(leaf))
+    dtype = own.dtype.name
+    tensors[name] = np.ascontiguousarray(own).view(STORED.get(dtype, dtype))
+    return dtype
+
+
+def _skeleton(entry: Any, name: str, files: Files) -> Any:
+    """The weight as shapes."""
+    if entry is None:
+        return None
+    if isinstance(entry, str):
+        if name not in files.home:
+            raise ValueError(f"{files.name} lacks tensor {name}")
+        return jax.ShapeDtypeStruct(tuple(files.slice(name).get_shape()), jnp.dtype(entry))
+    kind = KINDS.get(entry["kind"])
+    if kind is None:
+        raise ValueError(f"kind: got {entry['kind']!r}, takes {', '.join(KINDS)}")
+    given = entry["fields"]
+    return kind(**{field.name: _hashable(given[field.name]) if field.metadata.get("static") else
+                   _skeleton(given[field.name], f"{name}.{field.name}", files) for field in fields(kind)})
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(_hashable(v) for v in value) if isinstance(value, list) else value
+
+
+def _placed(skeleton: Any, path: str, place: Sharding, files: Files, dtype: str | None) -> Any:
+    """The weight, each device's part of an array read by itself."""
+    if not isinstance(skeleton, Packed):
+        return _read(skeleton, path, place, files, dtype)
+    *_, inputs, outputs = _axes(place, path) if isinstance(place, NamedSharding) else (None, None)
+    specs = place_all(skeleton, inputs, outputs, place)
+    names = _names(skeleton, path)
+    leaves, structure = jax.tree.flatten(skeleton)
+    made = [_read(leaf, name, where, files) for leaf, name, where in
+            zip(leaves, names, jax.tree.leaves(specs), strict=True)]
+    own = jax.tree.unflatten(structure, made)
+    if not isinstance(place, NamedSharding):
+        return jax.jit(lambda p: p.here())(own)
+    finish = lambda p: p.here().placed(outputs, inputs)
+    return jax.jit(finish, out_shardings=place_all(jax.eval_shape(finish, skeleton), inputs, outputs, place))(own)
+
+
+def _axes(place: NamedSharding, path: str) -> tuple[Any, ...]:
+    """Of the inputs and of the outputs."""
+    return tuple(place.spec[::-1] if path == "embed" else place.spec)
+
+
+def place_all(packed: Packed, inputs: str | None, outputs: str | None, place: Sharding) -> Any:
+    """The sharding of each of its arrays."""
+    if not isinstance(place, NamedSharding):
+        return jax.tree.map(lambda _: place, packed)
+    specs = packed.specs(outputs, inputs, dict(place.mesh.shape))
+    return jax.tree.map(lambda spec: NamedSharding(place.mesh, spec), specs,
+                        is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _names(packed: Packed, path: str) -> list[str]:
+    """The tensors of its arrays, in the tree's order."""
+    found = []
+    for field in fields(packed):
+        value = getattr(packed, field.name)
+        if field.metadata.get("static") or value is None:
+            continue
+        name = f"{path}.{field.name}"
+        found += _names(value, name) if isinstance(value, Packed) else [name]
+    return found
+
+
+def _read(leaf: jax.ShapeDtypeStruct, name: str, place: Sharding, files: Files, dtype: str | None = None) -> Array:
+    tensor, stored = files.slice(name), leaf.dtype
+    made = jnp.dtype(dtype or stored)
+
+    @functools.cache
+    def part(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        own = tensor[tuple(slice(*b) for b in bounds)] if bounds else tensor[...]
+        return np.ascontiguousarray(own).view(stored).astype(made, copy=False)
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        return part(tuple(s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True)))
+
+    return jax.make_array_from_callback(leaf.shape, place, read)

@@ -1,0 +1,154 @@
+"""What text shows of a model's kernels, for formats of weights that go by it.
+
+A kernel that is watched multiplies as it does else. The gradient of the loss with respect to what it has `seen`, zeros,
+is made to be the statistic of its inputs and of the gradients at its outputs. So any network shows them that calls
+`multiply`, within loops and conditionals, on any mesh.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.models.diffusion import Diffusion
+from decodax.models.names import flatten
+from decodax.models.packed import Packed
+from decodax.models.transformer import Transformer, Weights
+from decodax.struct import static, struct
+
+
+class Statistic(abc.ABC):
+    """What is kept of a kernel of `K` inputs and `N` outputs. It is hashable and compared by value."""
+
+    @abc.abstractmethod
+    def of(self, x: Array, gradient: Array) -> Any:
+        """Arrays `f32[...]` that are added up over the rows of a sequence, and over its calls.
+
+        Args:
+            x: `f[R, K]`, rows that were multiplied.
+            gradient: `f[R, N]`, of the sequence's loss with respect to the products. Rows of nothing, as the blocks of
+                experts have, have zeros.
+        """
+
+    def each(self, total: Any) -> Any:
+        """What a sequence adds to the result, from its own `total`."""
+        return total
+
+
+@struct
+class Watched(Packed):
+    """A kernel that is watched."""
+
+    kernel: Array
+    seen: Any
+    what: Statistic = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *above, K, N = self.kernel.shape
+        return *above, N, K
+
+    def values(self, dtype: Any) -> Array:
+        return jnp.swapaxes(self.kernel, -1, -2).astype(dtype)
+
+    def rows(self, which: Array, dtype: Any) -> Array:
+        return self.kernel.T[which].astype(dtype)
+
+    def product(self, x: Array, dtype: Any) -> Array:
+        return _watched(self.what, x, self.kernel, self.seen).astype(dtype)
+
+    def times(self, x: Array, dtype: Any) -> Array:
+        return self.product(x, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watched(what: Statistic, x: Array, kernel: Array, seen: Any) -> Array:
+    return x @ kernel
+
+
+def _forward(what: Statistic, x: Array, kernel: Array, seen: Any) -> tuple[Array, tuple[Array, Array]]:
+    return x @ kernel, (x, kernel)
+
+
+def _backward(what: Statistic, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array, Any]:
+    x, kernel = kept
+    return gradient @ kernel.T, jnp.zeros_like(kernel), what.of(x.astype(jnp.float32), gradient.astype(jnp.float32))
+
+
+_watched.defvjp(_forward, _backward)
+
+
+def watched(kernel: Array, what: Statistic) -> Watched:
+    """The kernel `f[K, N]`, or `f[E, K, N]`, with nothing seen yet."""
+    *experts, K, N = kernel.shape
+    shapes = jax.eval_shape(what.of, *(jax.ShapeDtypeStruct((1, n), jnp.float32) for n in (K, N)))
+    return Watched(kernel=kernel, seen=jax.tree.map(lambda s: jnp.zeros((*experts, *s.shape), s.dtype), shapes),
+                   what=what)
+
+
+def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Statistic, paths: Collection[str],
+            diffusion: Diffusion | None = None, report: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
+    """The statistic of each kernel over sequences, the sum of what each of them adds.
+
+    The loss of a sequence is the mean of its tokens' cross-entropies; for a model that fills masks, of those that are
+    hidden, a share of them that is drawn for each sequence between 15% and all, always the same for the same place.
+
+    Args:
+        tokens: `i32[S, T]`, one sequence a row, `T` 2 or more.
+        paths: dotted paths of kernels.
+        diffusion: how the model fills masks; None: it is autoregressive.
+        report: called with the number of sequences that are done.
+
+    Raises:
+        ValueError: a model that fills masks in a way that has no loss here.
+    """
+    if diffusion is not None and diffusion.attention not in ("full", "block-causal"):
+        raise ValueError(f"lm: has {diffusion.attention} attention, data is taken for models with full or block-causal "
+                         "attention, and for autoregressive ones")
+    leaves, structure = flatten(params), jax.tree.structure(params, is_leaf=lambda x: isinstance(x, Packed))
+    start = {path: watched(leaves[path].T if path == "embed" else leaves[path], what) for path in paths}
+    zeros = {path: one.seen for path, one in start.items()}
+    total = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype),
+                         jax.eval_shape(lambda: {path: what.each(seen) for path, seen in zeros.items()}))
+
+    @jax.jit
+    def one(leaves: dict[str, Any], zeros: dict[str, Any], total: dict[str, Any], row: Array,
+            key: Array) -> dict[str, Any]:
+        def loss(seen: dict[str, Any]) -> Array:
+            own = {path: Watched(kernel=leaf.T if path == "embed" else leaf, seen=seen[path], what=what)
+                   if path in seen else leaf for path, leaf in leaves.items()}
+            return _loss(model, jax.tree.unflatten(structure, own.values()), row, diffusion, key)
+
+        added = jax.grad(loss)(zeros)
+        return jax.tree.map(jnp.add, total, {path: what.each(found) for path, found in added.items()})
+
+    for i, row in enumerate(tokens):
+        total = one(leaves, zeros, total, jnp.asarray(row[None], jnp.int32), jax.random.key(i))
+        report(i + 1)
+    return total
+
+
+def _loss(model: Transformer, params: Weights, tokens: Array, diffusion: Diffusion | None, key: Array) -> Array:
+    """Of one sequence `i32[1, T]`."""
+    if diffusion is None:
+        return _cross_entropy(model.forward(params, tokens[:, :-1]), tokens[:, 1:]).mean()
+    T = tokens.shape[1]
+    some, one, share = jax.random.split(key, 3)
+    hidden = jax.random.uniform(some, tokens.shape) < jax.random.uniform(share, (), minval=0.15, maxval=1.0)
+    hidden = hidden.at[:, jax.random.randint(one, (), int(diffusion.shift), T)].set(True)       # one at least
+    block = jnp.arange(T) // (diffusion.block or T)
+    logits = model.forward(params, jnp.where(hidden, diffusion.mask, tokens), mask=(block[:, None] >= block)[None])
+    if diffusion.shift:
+        logits, tokens, hidden = logits[:, :-1], tokens[:, 1:], hidden[:, 1:]
+    return (_cross_entropy(logits, tokens) * hidden).sum() / hidden.sum()
+
+
+def _cross_entropy(logits: Array, tokens: Array) -> Array:
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]

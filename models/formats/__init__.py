@@ -1,0 +1,69 @@
+"""Formats of weights, by name: `decodax.load(..., weights="int8")`, and `decodax.quantize` for those that take data."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import jax
+
+from decodax.models.formats.format import Format, kernels
+from decodax.models.formats.scaled import Float8, Floats, Int4, Int8, Scaled
+from decodax.models.names import flatten
+from decodax.models.packed import Packed
+
+__all__ = ["FORMATS", "KINDS", "Float8", "Floats", "Format", "Int4", "Int8", "Scaled", "kernels", "pack", "read_format"]
+
+FORMATS: dict[str, Format] = {"int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"),
+                              "float16": Floats("float16"), "float32": Floats("float32")}
+"""By the names that `decodax.load` and `decodax.quantize` take."""
+
+
+KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (Scaled,)}
+"""What `decodax.save` writes and `decodax.load` reads of packed kernels, by the names in files."""
+
+
+def read_format(weights: str | Format | None) -> Format | None:
+    """A format by name, or as it is.
+
+    Raises:
+        ValueError: an unknown name; lists near ones.
+
+    >>> read_format("int8")
+    Int8()
+    """
+    if weights is None or isinstance(weights, Format):
+        return weights
+    if weights in FORMATS:
+        return FORMATS[weights]
+    near = difflib.get_close_matches(str(weights), FORMATS, n=1, cutoff=0.4)
+    raise ValueError(f"weights: got {weights!r}, takes {', '.join(map(repr, FORMATS))} or a Format"
+                     + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def without_data(weights: str | Format | None) -> Format | None:
+    """The same, where there is no data.
+
+    Raises:
+        ValueError: an unknown name, or a format that takes data.
+    """
+    own = read_format(weights)
+    if own is not None and own.statistic is not None:
+        raise ValueError(f"weights: {weights!r} looks at text before it packs: decodax.quantize(lm, {weights!r}, data) "
+                         "packs a loaded model, decodax.save keeps it for decodax.load")
+    return own
+
+
+def pack(params: Any, weights: str | Format) -> Any:
+    """A decoder's weights with their kernels packed.
+
+    Args:
+        params: as `Transformer.init_params` makes them.
+        weights: a name in `FORMATS`, or a format; one that takes no data, else see `decodax.quantize`.
+    """
+    own = without_data(weights)
+    assert own is not None
+    packed = jax.jit(own.pack)
+    chosen, leaves = {path for path in kernels(params) if own.packs(path)}, flatten(params)
+    made = [packed(leaf.T if path == "embed" else leaf) if path in chosen else leaf for path, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(params), made)
