@@ -14,6 +14,7 @@ import decodax.models
 from decodax.core.types import Loaded, Model
 from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_t5
 from decodax.io.files import CheckpointError, adapter, missing, read_json
+from decodax.io.packed import ENTRY
 from decodax.io.text import Tokenizer
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
@@ -118,7 +119,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             has no file of a tokenizer at all.
         weights: the format in which the weights are kept and read: "int8", "int4", "fp8", "bfloat16", "float16" or
             "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
-            `dtype`; on CPU half precision is a format, since XLA emulates its products there.
+            `dtype`, or what `decodax.save` has packed; on CPU half precision is a format, since XLA emulates its
+            products there.
 
     Raises:
         ValueError: an unknown name or architecture, a broken file, a missing tensor or one of the wrong shape, weights
@@ -127,7 +129,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long there
-    elif weights is None and dtype is not None and jax.default_backend() == "cpu" and dtype_name(dtype) != "float32":
+    elif (weights is None and dtype is not None and jax.default_backend() == "cpu" and dtype_name(dtype) != "float32"
+          and ENTRY not in read_json(path / "config.json")):
         weights = dtype_name(dtype)     # XLA emulates products of half precision there; a format is read as it lies
     diffusion, generation_config = load_diffusion(path), _generation_config(path)
     if not isinstance(tokenizer, Tokenizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import shutil
@@ -71,9 +72,9 @@ def quantize(lm: LM, weights: str | Format, data: Sequence[str | Sequence[int]] 
         for group in _groups(leaves, chosen, own, memory):
             seen: dict[str, Any] = {}
             if tokens is not None and own.statistic is not None:
-                done = chosen.index(group[0])
-                seen = observe(lm.model, lm.params, tokens, own.statistic, group, lm.diffusion,
-                               lambda rows, done=done, group=group: report(done + len(group) * rows / len(tokens)))
+                share, done = len(group) / len(tokens), chosen.index(group[0])
+                shown = functools.partial(lambda rows, share, done: report(done + share * rows), share=share, done=done)
+                seen = observe(lm.model, lm.params, tokens, own.statistic, group, lm.diffusion, shown)
             for path in group:
                 table = path == "embed"
                 kernel = leaves[path].T if table else leaves[path]
@@ -137,7 +138,8 @@ def _tokens(lm: LM, weights: str | Format, data: Sequence[str | Sequence[int]] |
 
 def _groups(leaves: dict[str, Any], chosen: list[str], own: Format, memory: int) -> Iterator[list[str]]:
     """The kernels, as many at a time as what is kept of the data fits in memory; twice, for it is added up."""
-    what, group, size = own.statistic, [], 0
+    group: list[str] = []
+    what, size = own.statistic, 0
     for path in chosen:
         one = 0
         if what is not None:

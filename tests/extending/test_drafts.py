@@ -16,6 +16,7 @@ from decodax.systems import SYSTEMS
 from tests.diffusion.network import Network
 from tests.extending.pages import run_page
 from tests.laws.cases import MASK, POLICIES, decode, model, prompts, start, texts
+from tests.matrix import often
 from tests.speculative.drafting import paths, propose, rows
 
 Path = tuple[int, ...]
@@ -52,7 +53,7 @@ def rest_by_hand(documents: list[list[int]], context: list[int], longest: int, m
     return sorted(count, key=lambda path: (-count[path], len(path)))[:nodes]
 
 
-@pytest.mark.parametrize(("matches", "nodes", "cut"), [(16, 40, False), (3, 6, True)])
+@pytest.mark.parametrize(("matches", "nodes", "cut"), often([(3, 6, True)], [(16, 40, False), (3, 6, True)]))
 def test_rest_drafts_the_tree_of_a_search_by_hand(page: dict[str, Any], matches: int, nodes: int, cut: bool) -> None:
     draw = np.random.default_rng(0)
     documents = [draw.integers(0, 4, size).tolist() for size in (60, 1, 25, 2)]

@@ -312,6 +312,7 @@ def test_every_row_has_its_own_inputs(translator: Any) -> None:
         assert together == [row for rows in alone for row in rows]
 
 
+@pytest.mark.matrix
 def test_drafts_leave_the_tokens_of_t5_as_they_are(translator: Any) -> None:
     plain = translated(translator, **POLICY)
     assert translated(translator, algorithm=LOOKUP, **POLICY) == plain

@@ -63,7 +63,8 @@ def every_text(prompt: tuple[int, ...]) -> dict[tuple[int, ...], np.ndarray]:
 
 # beam search
 
-@pytest.mark.parametrize("length_penalty", [pytest.param(0.0, marks=pytest.mark.matrix), 1.0])
+@pytest.mark.matrix
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_beams_wide_enough_find_the_best_of_all_texts(page: dict[str, Any], length_penalty: float) -> None:
     # at no step have more than 750 candidates ended, of 5 ** 4 live beams at most
     width, returns, given = 750, 20, PROMPTS[:2]

@@ -17,7 +17,7 @@ from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.types import Params
-from decodax.io.checkpoint import load_model, load_t5, save_model
+from decodax.io.checkpoint import load_model, load_t5
 from decodax.models import Transformer, formats, llama
 from decodax.models.formats import FORMATS, Float8, Int4, Int8, Scaled, pack
 from decodax.models.packed import Packed, multiply
@@ -125,6 +125,7 @@ def test_a_model_loads_packed(name: str, weights: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(model.forward(packed, tokens), model.forward(plain, tokens), atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.matrix
 def test_a_t5_loads_packed(tmp_path: Path) -> None:
     import torch
     import transformers
@@ -192,29 +193,8 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         Int4(group=1)
 
 
-def test_packed_weights_are_not_saved(tmp_path: Path) -> None:
-    model = Transformer(SMALL)
-    with pytest.raises(ValueError, match=r"^params: got packed weights"):
-        save_model(tmp_path, model, pack(model.init_params(jax.random.key(0)), "int8"))
-
-
 def test_the_page_on_weights_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_file(DOCS / "weights.md")
     assert isinstance(names["lm"].params["embed"], Packed)      # pycode's head is its embedding table
     bits = [float(line.split()[-1].strip("[]")) for line in capsys.readouterr().out.splitlines()[-3:]]
     assert bits[0] != bits[1] and max(bits) < 1.5 * min(bits)
-
-
-@pytest.mark.mesh
-@pytest.mark.parametrize("weights", often(["int4"], FORMATS))
-def test_packed_weights_lie_on_a_mesh(weights: str, tmp_path: Path) -> None:
-    saved("llama", tmp_path)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
-                         devices=jax.devices()[:4])
-    alone, parted = dx.load(tmp_path, weights=weights), dx.load(tmp_path, weights=weights, mesh=mesh)
-    for one, other in zip(*(jax.tree.leaves(lm.params) for lm in (alone, parted)), strict=True):
-        np.testing.assert_array_equal(one, other)
-    up = parted.params["layers"]["0"]["mlp"]["up"]["kernel"].codes
-    assert up.sharding.spec[0] == "model" and up.addressable_shards[0].data.shape[0] * 2 == up.shape[0]
-    out = [dx.generate(lm, [[3, 1, 4], [1, 5, 9]], max_new_tokens=6) for lm in (alone, parted)]
-    np.testing.assert_array_equal(*(o.tokens for o in out))

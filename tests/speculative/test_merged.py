@@ -20,6 +20,7 @@ ROWS = 25_000       # a draw that is tried against the other source shows by far
 SHAPE = Fixed.of([[0], [1], [0, 0]])
 
 
+@pytest.mark.matrix
 def test_the_distribution_is_the_targets_though_the_sources_often_agree():
     alg = Speculative(Merged((Table(2.0), Table(2.5)), SHAPE), MultiRound(replacement=True))
     s = decode(alg, "toy", [PROMPT] * ROWS, dict(temperature=1.0), new=3, size=16)

@@ -1,0 +1,80 @@
+"""Packed weights on a mesh: loaded, made, saved. It imports no torch, beside which collectives on CPU crash."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.io.checkpoint import save_model
+from decodax.models import Transformer, llama
+from decodax.models.calibration import Statistic
+from decodax.models.formats import FORMATS, Format, Int8, Scaled
+from decodax.models.packed import Packed
+from tests.matrix import often
+
+pytestmark = pytest.mark.mesh
+
+
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
+                         devices=jax.devices()[:4])
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    model = Transformer(llama(vocab=96, width=32, layers=1, heads=4, kv_heads=2, mlp=48))
+    save_model(tmp_path / "whole", model, model.init_params(jax.random.key(0)))
+    return tmp_path / "whole"
+
+
+def lies_on_the_mesh(params: Any) -> bool:
+    up = params["layers"]["0"]["mlp"]["up"]["kernel"]
+    return isinstance(up, Scaled) and up.axes == ("model", None) and up.codes.sharding.spec[0] == "model" \
+        and up.codes.addressable_shards[0].data.shape[0] * 2 == 48
+
+
+@pytest.mark.parametrize("weights", often(["int4"], [name for name, f in FORMATS.items() if f.statistic is None]))
+def test_packed_weights_lie_on_a_mesh(weights: str, whole: Path) -> None:
+    alone, parted = dx.load(whole, weights=weights), dx.load(whole, weights=weights, mesh=mesh())
+    dx.save(alone, whole.parent / "packed")
+    again = dx.load(whole.parent / "packed", mesh=mesh())
+    for one, other, read in zip(*(jax.tree.leaves(lm.params) for lm in (alone, parted, again)), strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(one, read)
+    assert lies_on_the_mesh(parted.params) and lies_on_the_mesh(again.params)
+    tokens = jnp.array([[3, 1, 4], [1, 5, 9]])
+    with jax.set_mesh(parted.mesh):
+        logits = jax.jit(parted.model.forward)(parted.params, tokens)
+    np.testing.assert_allclose(logits, alone.model.forward(alone.params, tokens), atol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Squares(Statistic):
+    def of(self, x: jax.Array, gradient: jax.Array) -> jax.Array:
+        return (x**2).sum(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighed(Format):
+    """A format that goes by data."""
+
+    @property
+    def statistic(self) -> Statistic:
+        return Squares()
+
+    def pack(self, kernel: jax.Array, seen: Any = None) -> Packed:
+        return Int8().pack(kernel * seen[:, None])
+
+
+def test_data_is_looked_at_on_a_mesh(whole: Path) -> None:
+    made = [dx.quantize(dx.load(whole, mesh=m), Weighed(), [[1, 2, 3], [4, 5]]) for m in (None, mesh())]
+    assert lies_on_the_mesh(made[1].params)
+    for one, other in zip(*(jax.tree.leaves(lm.params) for lm in made), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-4, atol=1)
