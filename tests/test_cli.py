@@ -231,3 +231,23 @@ def test_an_interrupt_is_code_130(tiny_model: Path) -> None:
     assert process.returncode == 130
     assert b"interrupted" in err
     assert b"Traceback" not in err
+
+
+def test_a_model_is_packed_and_written(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "packed"
+    quantize = ["quantize", str(tiny_model), str(out), "--weights"]
+    assert main([*quantize, "int4:group=8"]) == 0
+    assert re.search(r"packed: [\d.]+ MB in int4:group=8, [\d.]+ MB before\n$", capsys.readouterr().out)
+    assert main(["generate", "--model", str(out), "--max-new-tokens", "3", "--quiet", "def f("]) == 0
+    assert capsys.readouterr().out
+    assert main([*quantize, "int8"]) == 2
+    assert "is not empty; --force writes into it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("weights", "message"), [
+    ("int9", "--weights: got 'int9', takes 'int8'"), ("int4:groups=8", "--weights: int4 takes no option groups; takes "),
+    ("int4:group=1", "--weights: group: got 1, takes 2 or more"), ("int4:8", "--weights: got 'int4:8', takes NAME:OPT")])
+def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                       weights: str, message: str) -> None:
+    assert main(["quantize", str(tiny_model), str(tmp_path / "out"), "-w", weights]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from decodax import __version__
-from decodax.cli import score
+from decodax.cli import quantize, score
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -143,6 +143,7 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
     p.set_defaults(command=info)
 
     score.add(commands, common, EXIT_CODES)
+    quantize.add(commands, common, EXIT_CODES)
     return top
 
 

@@ -1,0 +1,115 @@
+"""`decodax quantize`: a model with its weights packed, as a directory. Imports JAX only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from decodax.cli.common import UsageError
+
+EXAMPLES = """\
+examples:
+  decodax quantize pycode pycode-int8 --weights int8
+  decodax quantize path/to/model out --weights int4:group=32
+  decodax generate --model out "def area(r):"
+
+Texts that a format is to go by are of the kind that the model will see; one file is one text.
+"""
+
+
+def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
+    """Adds the command to the parsers `commands`; `common` holds the arguments that all of them share."""
+    p = commands.add_parser("quantize", parents=[common], help="write a model with weights in fewer bits",
+                            formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
+                            description="Packs the kernels of a model and writes it for decodax.load, with tokenizer.")
+    p.set_defaults(command=run)
+    p.add_argument("model", metavar="NAME_OR_DIR", help="a shipped model or a local Hugging Face directory")
+    p.add_argument("out", metavar="OUT", help="the directory to write")
+    p.add_argument("-w", "--weights", required=True, metavar="FORMAT[:OPTION=VALUE,...]",
+                   help="a format of decodax.models.formats.FORMATS, such as int8 or int4:group=32")
+    p.add_argument("--data", nargs="+", metavar="FILE", help="UTF-8 texts, for formats that go by them")
+    p.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence of them (default: 512)")
+    p.add_argument("--sequences", type=int, default=128, metavar="N", help="sequences at most (default: 128)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
+                   help="of the weights that are not packed (default: as the model's files)")
+    p.add_argument("--force", action="store_true", help="write into a directory that is not empty")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the directory and prints what it took."""
+    out = Path(args.out)
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not args.force)):
+        raise UsageError(f"OUT: {out} is {'not empty' if out.is_dir() else 'no directory'}"
+                         + ("; --force writes into it" if out.is_dir() else ""))
+    try:
+        data = None if args.data is None else [Path(file).read_text(encoding="utf-8") for file in args.data]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--data: not UTF-8 text ({error})") from error
+    import decodax as dx
+
+    try:
+        own = _format(args.weights)
+        lm = dx.load(args.model, dtype="float32")
+        made = dx.quantize(lm, own, data, length=args.length, sequences=args.sequences, progress=sys.stderr.isatty())
+    except ValueError as error:
+        if str(error).split(":")[0] in ("weights", "data", "length", "sequences", "lm"):
+            raise UsageError(f"{'NAME_OR_DIR' if str(error).startswith('lm:') else '--' + str(error).split(':')[0]}:"
+                             f"{str(error).partition(':')[2]}") from error
+        raise
+    dx.save(dataclasses.replace(made, params=_cast(made.params, args.dtype or _dtype(lm.directory))), out)
+    size = lambda path: sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    figures = {"out": str(out), "weights": args.weights, "bytes": size(out),
+               "before": size(lm.directory) if lm.directory else None}
+    if args.json:
+        print(json.dumps(figures))
+        return
+    print(f"{out}: {figures['bytes'] / 1e6:,.1f} MB in {args.weights}, {figures['before'] / 1e6:,.1f} MB before")
+
+
+def _dtype(directory: Path | None) -> str:
+    """The dtype of most of a model's files."""
+    from decodax.io.checkpoint import DTYPES
+    from decodax.io.files import Files
+
+    if directory is None:
+        return "float32"
+    files = Files(directory)
+    kinds = [files.slice(name).get_dtype() for name in files.home]
+    return DTYPES.get(max(set(kinds), key=kinds.count), "float32")
+
+
+def _cast(params: Any, dtype: str) -> Any:
+    """Weights with those that are not packed in a dtype."""
+    import jax
+
+    from decodax.models.packed import Packed
+
+    packed = lambda x: isinstance(x, Packed)
+    return jax.tree.map(lambda x: x if packed(x) else x.astype(dtype), params, is_leaf=packed)
+
+
+def _format(text: str) -> Any:
+    """A format of `NAME[:OPTION=VALUE,...]`."""
+    from decodax.models.formats import read_format
+
+    name, _, given = text.partition(":")
+    own: Any = read_format(name)
+    try:
+        call: Any = ast.parse(f"dict({given})", mode="eval").body
+        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or None in options:
+            raise ValueError("a value without a name")
+    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"weights: got {text!r}, takes NAME:OPTION=VALUE,... with numbers, texts or tuples") from error
+    known = {field.name for field in dataclasses.fields(own)}
+    if unknown := sorted(options.keys() - known):
+        raise ValueError(f"weights: {name} takes no option {unknown[0]}; takes {', '.join(sorted(known)) or 'none'}")
+    try:
+        return dataclasses.replace(own, **options)
+    except ValueError as error:
+        raise ValueError(f"weights: {error}") from error
