@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -245,8 +246,8 @@ def test_a_model_is_packed_and_written(tiny_model: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(("weights", "message"), [
-    ("int9", "--weights: got 'int9', takes 'int8'"), ("int4:groups=8", "--weights: int4 takes no option groups; takes "),
-    ("int4:group=1", "--weights: group: got 1, takes 2 or more"), ("int4:8", "--weights: got 'int4:8', takes NAME:OPT")])
+    ("int9", "--weights: got 'int9', takes 'int8'"), ("int4:groups=8", "--weights: int4 takes no option groups"),
+    ("int4:group=1", "--weights: group: got 1, takes 2 or more"), ("int4:8", "--weights: got 'int4:8', takes NAME")])
 def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                        weights: str, message: str) -> None:
     assert main(["quantize", str(tiny_model), str(tmp_path / "out"), "-w", weights]) == 2
