@@ -105,7 +105,7 @@ def sides(form: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[Arra
         p = jax.nn.softmax(s, -1).astype(q.dtype)
         return jnp.einsum("bgrws,bgsd->bwgrd", p, values).reshape(q.shape)
 
-    names = ["xla", *(["mosaic_tpu"] if jax.default_backend() == "tpu" else [])]
+    names = ["xla", *({"tpu": ["mosaic_tpu"], "gpu": ["triton"]}.get(jax.default_backend(), []))]
     fns = {"einsum": einsum, **{name: functools.partial(ours, implementation=name) for name in names}}
     return fns, q, (own, cache, length, given), rows * args.live * entry
 

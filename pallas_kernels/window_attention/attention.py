@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from decodax.axes import DATA, MODEL, platform, shardwise
 from decodax.pallas_kernels.window_attention import reference
 from decodax.pallas_kernels.window_attention.reference import MASKED
 
-Implementation = Literal["xla", "mosaic_tpu"]
+Implementation = Literal["xla", "mosaic_tpu", "triton"]
 
 Bias = Callable[[Array, Array], Array]
 """What is added to the scores, from positions alone: those of the queries `i32[B, 1, W, 1]` and of the keys
@@ -53,8 +54,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
             `quantized` makes.
         table: `i32[B, N]`, the pages that hold a row's slots, of a cache `f[P, G, page, d + e]` of pages for all rows,
             and of scales `f[P, G, 2, page]`; `S` is `N * page`. What it says of pages behind `length` does not matter.
-        implementation: how the cache is read: "xla", or the kernel "mosaic_tpu", which runs interpreted on a CPU; None:
-            the fastest that can be had (see `choose`).
+        implementation: how the cache is read: "xla", or by a kernel, "mosaic_tpu" for TPUs or "triton" for GPUs, which
+            run interpreted on a CPU; None: the fastest that can be had (see `choose`).
 
     Returns:
         `f[B, W, H, e]` in the dtype of `q`. Scores and sums are float32.
@@ -89,8 +90,8 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
     """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
     score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
     _check(implementation, cache, scales)
-    if bias is not None and implementation == "mosaic_tpu":
-        raise ValueError("implementation: got 'mosaic_tpu', which takes no bias")
+    if bias is not None and implementation not in (None, "xla"):
+        raise ValueError(f"implementation: got {implementation!r}, which takes no bias")
     arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks, scales, table
     if bias is not None:        # it closes over weights: no static value, and made for all heads
         return _attention(*arrays, scale=scale, sliding=sliding, softcap=softcap, bias=bias, implementation="xla")
@@ -166,8 +167,8 @@ def quantized(cache: Array, width: int) -> tuple[Array, Array]:
 
 
 def _check(implementation: str | None, cache: Array | None, scales: Array | None) -> None:
-    if implementation not in (None, "xla", "mosaic_tpu"):
-        raise ValueError(f"implementation: got {implementation!r}, takes 'xla' or 'mosaic_tpu'")
+    if implementation not in (None, *get_args(Implementation)):
+        raise ValueError(f"implementation: got {implementation!r}, takes 'xla', 'mosaic_tpu' or 'triton'")
     if cache is not None and jnp.issubdtype(cache.dtype, jnp.integer) != (scales is not None):
         raise ValueError(f"scales: got {'none' if scales is None else 'some'} for a cache of {cache.dtype}, takes them "
                          "where it is of integers")
@@ -177,7 +178,8 @@ def choose(cache: Array | None) -> Implementation | None:
     """The implementation for a cache `f[B, G, S, D]`, or its pages: "xla", or None for the TPU's kernel wherever the
     program is lowered for a TPU.
 
-    The kernel wants slots in blocks of 128, and to know the mesh: the compiler cannot divide it over devices by itself.
+    That wants slots in blocks of 128, and to know the mesh: the compiler cannot divide it over devices by itself. The
+    kernel for GPUs has not been timed on one, so "triton" has to be asked for.
     """
     if platform() != "tpu" or cache is None:
         return "xla"
@@ -321,9 +323,10 @@ def _read(name: str, implementation: Implementation | None, given: tuple[Array |
     walk: Callable[..., Any] = functools.partial(getattr(reference, name), **options, **plain)
     if implementation == "xla":
         return walk(*given)
-    from decodax.pallas_kernels.window_attention import tpu  # imports what the others do without
-
-    kernel: Callable[..., Any] = functools.partial(getattr(tpu, name), **options)
+    # imports what the others do without
+    module = importlib.import_module("decodax.pallas_kernels.window_attention."
+                                     + ("gpu" if implementation == "triton" else "tpu"))
+    kernel: Callable[..., Any] = functools.partial(getattr(module, name), **options)
     if implementation is None:
         return lax.platform_dependent(*given, tpu=kernel, default=walk)
     return kernel(*given, interpret=platform() == "cpu")

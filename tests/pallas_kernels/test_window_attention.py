@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ import pytest
 from jax import Array
 
 from decodax.pallas_kernels.window_attention import (
+    Implementation,
+    gpu,
     merge,
     prefix_attention,
     quantized,
@@ -70,9 +72,11 @@ def exact_weights(q: Any, lse: Any, cache: Any, *given: Any, **options: Any) -> 
 
 
 IMPLEMENTATIONS = {"xla": reference.cache_attention,
-                   "mosaic_tpu": functools.partial(tpu.cache_attention, block=128, interpret=True)}
+                   "mosaic_tpu": functools.partial(tpu.cache_attention, block=128, interpret=True),
+                   "triton": functools.partial(gpu.cache_attention, interpret=True)}
 WEIGHTS = {"xla": reference.slot_weights,
-           "mosaic_tpu": functools.partial(tpu.slot_weights, block=128, interpret=True)}
+           "mosaic_tpu": functools.partial(tpu.slot_weights, block=128, interpret=True),
+           "triton": functools.partial(gpu.slot_weights, interpret=True)}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -179,7 +183,7 @@ def test_the_attention_that_slots_receive_and_that_of_the_window_is_all_there_is
     mask, positions = np.eye(W, dtype=bool)[None], LENGTHS[:, None] + np.arange(W, dtype=np.int32)
     _, lse = window_attention_lse(q, k, v, mask, positions, cache, LENGTHS, scale=0.2, sliding=400)
     own = np.exp(0.2 * np.einsum("bwgrd,bwgd->bwgr", q.reshape(B, W, G, 2, d), k) - lse.reshape(B, W, G, 2))
-    for implementation in ("xla", "mosaic_tpu"):
+    for implementation in IMPLEMENTATIONS:
         weights = slot_weights(q, lse, positions, cache, LENGTHS, scale=0.2, sliding=400,
                                implementation=implementation)       # type: ignore[arg-type]
         np.testing.assert_allclose(weights.sum(-1) + own.sum((1, 3)), 2 * W, rtol=1e-5)
@@ -217,6 +221,7 @@ def no_races(kernel: Any, *args: Any, **options: Any) -> Any:
     return out
 
 
+@pytest.mark.matrix     # by default in the form that has all
 def test_the_kernel_has_no_races() -> None:
     q, cache, length, positions, held = arrays(64, 64, "some of each head")
     out, lse = no_races(tpu.cache_attention, q, cache, length, positions, held, scale=0.3, value_width=64, block=128)
@@ -245,7 +250,7 @@ def test_a_nan_stays_one(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_window_attention_is_the_same_by_either_implementation(tree: bool) -> None:
+def test_window_attention_is_the_same_by_each_implementation(tree: bool) -> None:
     r = np.random.default_rng(3)
     W, d = 4, 64
     q, k, v = (r.normal(size=(B, W, heads, d)).astype(np.float32) for heads in (2 * G, G, G))
@@ -254,12 +259,13 @@ def test_window_attention_is_the_same_by_either_implementation(tree: bool) -> No
     if tree:
         mask[:, 2, 1] = mask[:, 3, 2] = False
     positions = (LENGTHS[:, None] + np.arange(W)).astype(np.int32)
-    one, other = (window_attention(q, k, v, mask, positions, cache, LENGTHS, scale=0.2, implementation=name)
-                  for name in ("xla", "mosaic_tpu"))
-    np.testing.assert_allclose(one, other, atol=2e-6)
+    one, *others = (window_attention(q, k, v, mask, positions, cache, LENGTHS, scale=0.2, implementation=name)
+                    for name in get_args(Implementation))
+    for other in others:
+        np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic_tpu"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_sink_is_a_key_whose_value_is_zero(implementation: Any) -> None:
     """GPT-OSS: it adds to the sum of a softmax, with a cache and without one."""
     r = np.random.default_rng(5)
@@ -301,6 +307,7 @@ def test_the_reference_walks_pages_of_any_size(page: int) -> None:
             np.testing.assert_allclose(got, want[..., :got.shape[-1]], rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.matrix
 def test_a_table_too_large_for_scalar_memory_is_read_by_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache, length, positions, held = arrays(64, 64, "some")
     kept, given, _ = stored(cache, 64, "pages of 128")
@@ -315,7 +322,7 @@ def test_a_table_too_large_for_scalar_memory_is_read_by_several_launches(monkeyp
     np.testing.assert_array_equal(tpu.slot_weights(q, lse, kept, length, positions, held, **options), weights)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic_tpu"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("form", often(["int8 pages of 256"], FORMS))
 def test_a_window_attends_to_each_form(form: str, implementation: Any) -> None:
     """With some of the entries hidden, as diffusion does, and inside a loop."""
@@ -338,7 +345,7 @@ def test_a_window_attends_to_each_form(form: str, implementation: Any) -> None:
                                atol=3e-6)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic_tpu"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("prefixes", "sliding", "form"), often([(1, 200, "dense"), (2, None, "int8 pages of 128")],
                          itertools.product((1, 2), (None, 200), ("dense", "int8 pages of 128"))))
 def test_a_prefix_in_common_is_as_one_of_each_row(prefixes: int, sliding: int | None, form: str,
@@ -404,8 +411,44 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
     q, cache, length, positions, _ = arrays(64, 64, "all")
     with pytest.raises(ValueError, match="cache: got 200 slots, takes a multiple of the block of 128"):
         tpu.cache_attention(q, cache[:, :, :200], length, positions, scale=1.0, value_width=64)
-    with pytest.raises(ValueError, match="implementation: got 'triton', takes 'xla' or 'mosaic_tpu'"):
+    with pytest.raises(ValueError, match="implementation: got 'cudnn', takes 'xla', 'mosaic_tpu' or 'triton'"):
         window_attention(q.swapaxes(1, 2), cache[..., :64], cache[..., 64:], cache, positions, scale=1.0,
-                         implementation="triton")       # type: ignore[arg-type]
+                         implementation="cudnn")       # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scales: got none for a cache of int8, takes them where it is of integers"):
         slot_weights(q.swapaxes(1, 2), q[..., 0].swapaxes(1, 2), positions, cache.astype(np.int8), length, scale=1.0)
+
+
+@pytest.mark.parametrize(("form", "width", "rows"), often([("int8 pages of 256", 96, 40)], itertools.product(
+    ("dense", *FORMS), (64, 96, 128, 256), (1, 40, 300))))
+def test_the_kernel_for_gpus_is_lowered_for_cuda(form: str, width: int, rows: int) -> None:
+    """In bfloat16, with slots that are not positions, inside a loop."""
+    page = int(form.split()[-1]) if "pages" in form else 512
+    shaped = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
+    q, held = shaped(B, G, rows, width), shaped(B, G, 512, dtype="int32")
+    cache = shaped(9 if "pages" in form else B, G, page, 2 * width, dtype="int8" if "int8" in form else "bfloat16")
+    scales = shaped(*cache.shape[:2], 2, page, dtype="float32") if "int8" in form else None
+    table = shaped(B, 512 // page, dtype="int32") if "pages" in form else None
+    where = shaped(B, dtype="int32"), shaped(B, rows, dtype="int32")
+
+    def both(q: Any, cache: Any, length: Any, positions: Any, held: Any, scales: Any, table: Any) -> Any:
+        options: dict[str, Any] = dict(scale=0.3, sliding=70, softcap=5.0)
+        given = length, positions, held, scales, table
+        def body(q: Any) -> Any:
+            out, lse = gpu.cache_attention(q, cache, *given, **options, value_width=width)
+            return (out + gpu.slot_weights(q, lse, cache, *given, **options, causal=True).sum()).astype(q.dtype)
+
+        return jax.lax.fori_loop(0, 2, lambda _, q: body(q), q)
+
+    text = jax.jit(both).trace(q, cache, *where, held, scales, table).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 2
+
+
+def test_shares_of_slots_lie_side_by_side() -> None:
+    """However many there are: also more than there is to share, and with rows that hold nothing."""
+    q, cache, length, positions, held = arrays(64, 32, "some")
+    options = dict(scale=0.3, value_width=32)
+    want, sums = exact(q, cache, length, positions, held, **options)
+    for shares in (1, 3, 12):
+        out, lse = gpu.cache_attention(q, cache, length, positions, held, **options, shares=shares, interpret=True)
+        np.testing.assert_allclose(out, want, atol=2e-5)
+        np.testing.assert_allclose(lse, sums, atol=2e-5, rtol=1e-6)
