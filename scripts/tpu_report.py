@@ -187,7 +187,10 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     fused = {x.attribute("calls") for x in program.all() if x.opcode == "fusion"}
     written = [b for name, operations in program.computations.items() if name not in fused
                for x in operations.values() if x.opcode in ("fusion", "convert", "multiply", "broadcast", "copy")
-               for b in x.result if b.type in ("bf16", "f32") and math.prod(b.dims) in facts["kernel_elements"]]
+               for b in x.result if b.type in ("bf16", "f32") and math.prod(b.dims) in facts["kernel_elements"]
+               # what is as large and of the same type before is the cache, which may have as many elements
+               and not any(b.type == own.type and math.prod(own.dims) == math.prod(b.dims)
+                           for name in x.operands if name in operations for own in operations[name].result)]
     largest = max((sum(b.bytes for b in x.result) for x, _ in waits), default=0)
     return {
         "versions": {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},

@@ -46,11 +46,27 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     length = s.length + count
     works = s.running & ((count > 0) | (status == Status.RUNNING))
     keep = works[:, None] & ("rewrites" in alg.cache_needs or d.slots < length[:, None])
-    slots = jnp.where(keep, d.slots, -1)
+    entries, slots = out.entries, jnp.where(keep, d.slots, -1)
+    if not window.certain and "rewrites" not in alg.cache_needs and d.tokens.shape[1] < slots.shape[1]:
+        entries, slots = _kept(entries, slots, d.tokens.shape[1])
     return s.replace(
-        tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(out.entries, slots),
+        tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(entries, slots),
         algo=d.algo, policy=_where(count > 0, moved, s.policy), stop=stop, status=status,
         record=_record(s, d, dist, count), stats=_count(s, d))
+
+
+def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
+    """The entries that are kept, `most` of a row at most, and their slots, of a window that has more nodes.
+
+    A round whose window is not `certain` commits no more entries than it appends tokens. A TPU scatters those of 6
+    nodes where they lie; for those of a tree of 33 it moves layers of the cache to fast memory and back.
+    """
+    keep = slots >= 0
+    rank = jnp.cumsum(keep, 1) - 1
+    hit = keep[:, None] & (rank[:, None] == jnp.arange(most, dtype=rank.dtype)[:, None])
+    which = jnp.argmax(hit, -1).astype(jnp.int32)
+    return (jax.tree.map(lambda x: x if x.shape[1] == 1 else take(x, which), entries),
+            jnp.where(hit.any(-1), take(slots, which), -1))
 
 
 def _if(condition: Array, then: Callable[[State], State], s: State) -> State:
