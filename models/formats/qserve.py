@@ -1,0 +1,263 @@
+"""QoQ, the quantisation of QServe: 4-bit weights and 8-bit activations (W4A8; Lin, Tang, Yang, Zhang, Xiao, Gan and
+Han, 2024, "QServe: W4A8KV4 Quantization and System Co-design for Efficient LLM Serving").
+
+Weights are quantised progressively. A scale of each output takes them to 8-bit integers; then each group of 128 inputs
+has a 4-bit code a weight, and an integer step and an integer zero that take its codes back to 8 bits. The first range
+is -119 to 119, so that what comes back fits 8 bits although it has been rounded (the protective range). In the other
+form of the paper an output's weights have 4-bit codes with one scale and one zero, and no groups.
+
+The rows that are multiplied are quantised too, when they are multiplied: to -127 to 127, by the largest of each row.
+So the product is one of integers, which is exact, and is scaled afterwards.
+
+Scales and codes are those of the authors' quantiser, deepcompressor, where it rounds to nearest: between the two steps
+it does not round. `read` takes the tensors of their checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from decodax.axes import platform
+from decodax.models.formats.format import Format
+from decodax.models.packed import Packed, dot
+from decodax.pallas_kernels.packed_matmul.reference import scaled
+from decodax.struct import struct
+
+PROTECTED = 119
+"""The largest 8-bit weight of the first step: with steps of up to 16 a code is off by 8 at most."""
+
+EXACT = 1024
+"""Inputs whose products of 8-bit integers add up exactly in float32: 1024 * 127 * 128 < 2 ** 24."""
+
+
+@struct
+class Nibbles(Packed):
+    """A kernel of 8-bit integers in 4 bits: each is its code, or its code times the step of its group plus the zero.
+
+    Its products are of rows of integers from -127 to 127, and exact.
+
+    Attributes:
+        codes: `u8[..., N, K // 2]`, a code of the first half of the inputs in the low bits and one of the second half
+            in the high bits.
+        steps: `i8[..., N, groups]`, 1 or more, each of `K // groups` inputs that follow one another; None: 1.
+        zeros: `i8[..., N, groups]`, what is added after the step: minus the zero point; None: 0.
+    """
+
+    codes: Array
+    steps: Array | None = None
+    zeros: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *above, half = self.codes.shape
+        return *above, 2 * half
+
+    def values(self, dtype: Any) -> Array:
+        return jnp.concatenate(self._halves(dtype), -1)
+
+    def product(self, x: Array, dtype: Any) -> Array:
+        """`[R, N]` from `f[R, K]`; `dtype` may be int32."""
+        own = jnp.float32 if platform() == "cpu" else jnp.int8      # XLA's CPU has no fast products of integers
+        half, parts = self.codes.shape[-1], []
+        for i, kernel in enumerate(self._halves(own)):
+            rows = x[:, i * half:(i + 1) * half].astype(own)
+            if platform() != "cpu":
+                parts.append(jnp.matmul(rows, kernel.T, preferred_element_type=jnp.int32))
+                continue
+            parts += [dot(rows[:, k:k + EXACT], kernel[:, k:k + EXACT], jnp.float32) for k in range(0, half, EXACT)]
+        first, *others = lax.optimization_barrier(parts)        # not fused, see `Packed.times`
+        return sum((part.astype(jnp.int32) for part in others), first.astype(jnp.int32)).astype(dtype)
+
+    def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
+        # groups lie whole on a device
+        groups = 0 if self.steps is None else self.steps.shape[-1] // 2
+        return super().specs(outputs, None if inputs is None or groups % sizes[inputs] else inputs, sizes)
+
+    def _halves(self, dtype: Any) -> tuple[Array, Array]:
+        """The 8-bit integers of the first and of the second half of the inputs. In int8 a code times its step wraps
+        around, and the sum with the zero wraps back."""
+        low, high = ((codes.astype(jnp.int32)).astype(dtype) for codes in (self.codes & 15, self.codes >> 4))
+        if self.steps is None or self.zeros is None:
+            return low, high
+        steps, zeros = (jnp.split(a, 2, -1) for a in (self.steps, self.zeros))
+        made = (_shifted(scaled(codes, s), z) for codes, s, z in zip((low, high), steps, zeros, strict=True))
+        first, second = made
+        return first, second
+
+
+def _shifted(codes: Array, zeros: Array) -> Array:
+    """`[..., N, K]` plus the zeros `[..., N, groups]` of the groups."""
+    groups = codes.reshape(*zeros.shape, -1)
+    return (groups + zeros[..., None].astype(codes.dtype)).reshape(codes.shape)
+
+
+@struct
+class W4A8(Packed):
+    """A kernel of integers with a scale an output, whose rows are quantised to 8 bits as they are multiplied.
+
+    Attributes:
+        kernel: the integers.
+        scales: `f32[..., N, 1]`, numbers of float16.
+        zeros: `f32[..., N, 1]`, what is taken off after scaling, numbers of float16; None: nothing.
+    """
+
+    kernel: Nibbles
+    scales: Array
+    zeros: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+    def values(self, dtype: Any) -> Array:
+        whole = self.kernel.values(jnp.float32) * self.scales
+        return (whole if self.zeros is None else whole - self.zeros).astype(dtype)
+
+    def product(self, x: Array, dtype: Any) -> Array:
+        return self._scaled(x, dtype, self.kernel.product)
+
+    def times(self, x: Array, dtype: Any) -> Array:
+        return self._scaled(x, dtype, self.kernel.times)
+
+    def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
+        own = lambda a: None if a is None else PartitionSpec(*[None] * (a.ndim - 2), outputs, None)
+        return W4A8(kernel=self.kernel.specs(outputs, inputs, sizes), scales=own(self.scales), zeros=own(self.zeros))
+
+    def _scaled(self, x: Array, dtype: Any, multiply: Any) -> Array:
+        x = x.astype(jnp.float32)
+        rows, scales = quantised(x)
+        y = multiply(rows, jnp.int32).astype(jnp.float32) * (self.scales[:, 0] * scales)
+        # as the authors' kernel has it: of the row itself, not of its codes
+        return (y if self.zeros is None else y - self.zeros[:, 0] * x.sum(-1, keepdims=True)).astype(dtype)
+
+
+def quantised(x: Array) -> tuple[Array, Array]:
+    """Rows as 8-bit integers: integers from -127 to 127, `f32[R, K]`, and their scales, `f32[R, 1]`.
+
+    The authors' kernel rounds the scales to float16; here they stay float32.
+
+    >>> rows, scales = quantised(jnp.array([[0.5, -2.0, 0.26]]))
+    >>> rows.tolist(), round(float(scales[0, 0]) * 127, 4)
+    ([[32.0, -127.0, 17.0]], 2.0)
+    """
+    most = jnp.abs(x).max(-1, keepdims=True)
+    most = jnp.where(most < 1e-30, 1, most)     # nothing to quantise; a NaN stays one
+    return jnp.round(x * (127 / most)), most / 127
+
+
+@dataclasses.dataclass(frozen=True)
+class QServe(Format):
+    """4-bit weights and 8-bit activations, rounded to nearest; embeddings and head stay as they are.
+
+    Attributes:
+        group: inputs of a group, where they divide the inputs, else the largest common divisor; -1: no groups, a scale
+            and a zero an output. The authors have 128 and -1.
+    """
+
+    group: int = 128
+
+    def __post_init__(self) -> None:
+        if self.group != -1 and (self.group < 2 or self.group % 2):
+            raise ValueError(f"group: got {self.group}, takes an even number from 2, or -1 for none")
+
+    def packs(self, path: str) -> bool:
+        return path.startswith("layers.")
+
+    def pack(self, kernel: Array, seen: Any = None) -> W4A8:
+        """
+        Raises:
+            ValueError: an odd number of inputs.
+        """
+        w = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
+        K = w.shape[-1]
+        if K % 2:
+            raise ValueError(f"kernel: got {K} inputs, {self} takes an even number: two codes lie in a byte")
+        if self.group == -1:
+            low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
+            scales, zeros = _half((high - low) / 15), _half(-low, zero=0)
+            return W4A8(kernel=Nibbles(codes=_packed(_code((w + zeros) / scales))), scales=scales, zeros=zeros)
+        scales = _half(jnp.abs(w).max(-1, keepdims=True) / PROTECTED)
+        group = math.gcd(self.group, K)
+        integers = jnp.clip(w / scales, -PROTECTED, PROTECTED).reshape(*w.shape[:-1], K // group, group)
+        low, high = integers.min(-1), integers.max(-1)
+        steps, zeros = jnp.maximum(jnp.round((high - low) / 15), 1), jnp.round(-low)
+        codes = _code((integers + zeros[..., None]) / steps[..., None]).reshape(w.shape)
+        return W4A8(kernel=_grouped(codes, steps, -zeros), scales=scales)
+
+
+def _half(scales: Array, zero: float = 1) -> Array:
+    """Rounded to float16, and `zero` where that is 0."""
+    made = scales.astype(jnp.float16).astype(jnp.float32)
+    return jnp.where(made == 0, zero, made)
+
+
+def _code(x: Array) -> Array:
+    return jnp.clip(jnp.round(x), 0, 15).astype(jnp.uint8)
+
+
+def _packed(codes: Array) -> Array:
+    """`u8[..., N, K // 2]` from codes `u8[..., N, K]`."""
+    low, high = jnp.split(codes, 2, -1)
+    return low | (high << 4)
+
+
+def _grouped(codes: Array, steps: Array, zeros: Array) -> Nibbles:
+    """From codes `u8[..., N, K]`, and steps and what is added, integers `[..., N, groups]`."""
+    if steps.shape[-1] % 2:      # a group lies within the half whose codes share a byte's low or high bits
+        steps, zeros = (jnp.repeat(a, 2, -1) for a in (steps, zeros))
+    return Nibbles(codes=_packed(codes), steps=steps.astype(jnp.int8), zeros=zeros.astype(jnp.int8))
+
+
+def read(qweight: np.ndarray, s1_scales: np.ndarray, *, s2_scales: np.ndarray | None = None,
+         s2_zeros: np.ndarray | None = None, s1_szeros: np.ndarray | None = None) -> W4A8:
+    """A kernel from the tensors of the authors' checkpoints (OmniServe, `W4A8OF16LinearDynamicInputScale`).
+
+    Args:
+        qweight: `i8[N, K // 2]`, codes in the order in which a warp of their kernel reads them: tiles of 32 outputs and
+            32 inputs, whose bytes have outputs 0 to 15 in the low bits and 16 to 31 in the high ones.
+        s1_scales: `f16[N]`.
+        s2_scales: `i8[groups, N]`, steps, the outputs of each 32 as 0, 8, 16, 24, 1, 9, ...
+        s2_zeros: `i8[groups, N]` in the same order, what is added after the step.
+        s1_szeros: `f16[N]`, of the form without groups, in place of the last two.
+
+    Raises:
+        ValueError: shapes that do not belong together, tensors of both forms or of none, or integers beyond 8 bits.
+    """
+    N, half = qweight.shape
+    K = 2 * half
+    if N % 32 or K % 32:
+        raise ValueError(f"qweight: got a kernel of {N} outputs and {K} inputs, takes multiples of 32")
+    if s1_scales.shape != (N,):
+        raise ValueError(f"s1_scales: got shape {s1_scales.shape}, takes {(N,)}")
+    scales = jnp.asarray(s1_scales, jnp.float32)[:, None]
+    # tiles of outputs and inputs, 8 outputs, 4 inputs, 2 inputs, 2 outputs, 4 inputs; then the halves of a byte
+    tiles = qweight.view(np.uint8).reshape(N // 32, K // 32, 8, 4, 2, 2, 4)
+    both = np.stack([tiles & 15, tiles >> 4], -1)
+    codes = both.transpose(0, 7, 5, 2, 1, 4, 3, 6).reshape(N, K)
+    if s1_szeros is not None:
+        if s2_scales is not None or s2_zeros is not None:
+            raise ValueError("s1_szeros: got some beside s2_scales or s2_zeros, takes one form or the other")
+        if s1_szeros.shape != (N,):
+            raise ValueError(f"s1_szeros: got shape {s1_szeros.shape}, takes {(N,)}")
+        return W4A8(kernel=Nibbles(codes=_packed(jnp.asarray(codes))), scales=scales,
+                    zeros=jnp.asarray(s1_szeros, jnp.float32)[:, None])
+    if s2_scales is None or s2_zeros is None:
+        raise ValueError("s2_scales, s2_zeros: got none or one of them without s1_szeros, takes both")
+    for name, given in (("s2_scales", s2_scales), ("s2_zeros", s2_zeros)):
+        if given.ndim != 2 or given.shape[1] != N or not len(given) or K % len(given):
+            raise ValueError(f"{name}: got shape {given.shape}, takes (groups, {N}) whose groups divide {K} inputs")
+    if s2_scales.shape != s2_zeros.shape:
+        raise ValueError(f"s2_zeros: got shape {s2_zeros.shape}, takes that of s2_scales, {s2_scales.shape}")
+    steps, zeros = (a.reshape(-1, N // 32, 8, 4).swapaxes(2, 3).reshape(-1, N).T for a in (s2_scales, s2_zeros))
+    groups = codes.reshape(*steps.shape, -1).astype(np.int32)
+    integers = groups * steps[..., None] + zeros[..., None].astype(np.int32)
+    if integers.min() < -128 or integers.max() > 127:
+        raise ValueError(f"s2_scales, s2_zeros: make integers from {integers.min()} to {integers.max()}, take 8 bits")
+    return W4A8(kernel=_grouped(jnp.asarray(codes), jnp.asarray(steps), jnp.asarray(zeros)), scales=scales)
