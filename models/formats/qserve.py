@@ -4,7 +4,7 @@ Han, 2024, "QServe: W4A8KV4 Quantization and System Co-design for Efficient LLM 
 Weights are quantised progressively. A scale of each output takes them to 8-bit integers; then each group of 128 inputs
 has a 4-bit code a weight, and an integer step and an integer zero that take its codes back to 8 bits. The first range
 is -119 to 119, so that what comes back fits 8 bits although it has been rounded (the protective range). In the other
-form of the paper an output's weights have 4-bit codes with one scale and one zero, and no groups.
+form an output's weights have 4-bit codes with one scale and one zero, and no groups.
 
 The rows that are multiplied are quantised too, when they are multiplied: to -127 to 127, by the largest of each row.
 So the product is one of integers, which is exact, and is scaled afterwards.
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,8 +31,8 @@ from decodax.models.packed import Packed, dot
 from decodax.pallas_kernels.packed_matmul.reference import scaled
 from decodax.struct import struct
 
-PROTECTED = 119
-"""The largest 8-bit weight of the first step: with steps of up to 16 a code is off by 8 at most."""
+PROTECTED = {"pre-scale": 119, "post-scale": 120}
+"""The largest 8-bit weight of the first step, by kind of zero. Steps are 16 at most, so what comes back is off by 8."""
 
 EXACT = 1024
 """Inputs whose products of 8-bit integers add up exactly in float32: 1024 * 127 * 128 < 2 ** 24."""
@@ -130,7 +131,7 @@ class W4A8(Packed):
         own = lambda a: None if a is None else PartitionSpec(*[None] * (a.ndim - 2), outputs, None)
         return W4A8(kernel=self.kernel.specs(outputs, inputs, sizes), scales=own(self.scales), zeros=own(self.zeros))
 
-    def _scaled(self, x: Array, dtype: Any, multiply: Any) -> Array:
+    def _scaled(self, x: Array, dtype: Any, multiply: Callable[[Array, Any], Array]) -> Array:
         x = x.astype(jnp.float32)
         rows, scales = quantised(x)
         y = multiply(rows, jnp.int32).astype(jnp.float32) * (self.scales[:, 0] * scales)
@@ -159,11 +160,17 @@ class QServe(Format):
     Attributes:
         group: inputs of a group, where they divide the inputs, else the largest common divisor; -1: no groups, a scale
             and a zero an output. The authors have 128 and -1.
+        zero: "pre-scale", as in the paper: the zero is a code from 0 to 15, taken off before scaling, and the range of
+            a group includes 0. "post-scale", of the authors' later configurations: it is taken off after scaling, an
+            8-bit integer, or a float16 where there are no groups, and ranges begin anywhere.
     """
 
     group: int = 128
+    zero: Literal["pre-scale", "post-scale"] = "pre-scale"
 
     def __post_init__(self) -> None:
+        if self.zero not in PROTECTED:
+            raise ValueError(f"zero: got {self.zero!r}, takes {' or '.join(map(repr, PROTECTED))}")
         if self.group != -1 and (self.group < 2 or self.group % 2):
             raise ValueError(f"group: got {self.group}, takes an even number from 2, or -1 for none")
 
@@ -180,22 +187,39 @@ class QServe(Format):
         if K % 2:
             raise ValueError(f"kernel: got {K} inputs, {self} takes an even number: two codes lie in a byte")
         if self.group == -1:
-            low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
-            scales, zeros = _half((high - low) / 15), _half(-low, zero=0)
-            return W4A8(kernel=Nibbles(codes=_packed(_code((w + zeros) / scales))), scales=scales, zeros=zeros)
-        scales = _half(jnp.abs(w).max(-1, keepdims=True) / PROTECTED)
-        group = math.gcd(self.group, K)
-        integers = jnp.clip(w / scales, -PROTECTED, PROTECTED).reshape(*w.shape[:-1], K // group, group)
-        low, high = integers.min(-1), integers.max(-1)
-        steps, zeros = jnp.maximum(jnp.round((high - low) / 15), 1), jnp.round(-low)
-        codes = _code((integers + zeros[..., None]) / steps[..., None]).reshape(w.shape)
-        return W4A8(kernel=_grouped(codes, steps, -zeros), scales=scales)
+            low, high = self._range(w)
+            scales = _or_one(_half((high - low) / 15))
+            codes, zeros = self._codes(w, low, scales, _half)
+            return W4A8(kernel=Nibbles(codes=_packed(codes)), scales=scales, zeros=zeros)
+        most, group = PROTECTED[self.zero], math.gcd(self.group, K)
+        scales = _or_one(_half(jnp.abs(w).max(-1, keepdims=True) / most))
+        integers = jnp.clip(w / scales, -most, most).reshape(*w.shape[:-1], K // group, group)
+        low, high = self._range(integers)
+        steps = _or_one(jnp.round((high - low) / 15))
+        codes, zeros = self._codes(integers, low, steps, jnp.round)
+        return W4A8(kernel=_grouped(codes.reshape(w.shape), steps[..., 0], -zeros[..., 0]), scales=scales)
+
+    def _range(self, w: Array) -> tuple[Array, Array]:
+        """The smallest and the largest along the last axis, which is kept."""
+        low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
+        return (jnp.minimum(low, 0), jnp.maximum(high, 0)) if self.zero == "pre-scale" else (low, high)
+
+    def _codes(self, w: Array, low: Array, scales: Array, number: Callable[[Array], Array]) -> tuple[Array, Array]:
+        """Codes `u8` of a range from `low`, and what is to be taken off after scaling, rounded to a `number`."""
+        if self.zero == "post-scale":
+            zeros = number(-low)
+            return _code((w + zeros) / scales), zeros
+        zeros = jnp.clip(jnp.round(-low / scales), 0, 15)
+        return _code(w / scales + zeros), number(zeros * scales)
 
 
-def _half(scales: Array, zero: float = 1) -> Array:
-    """Rounded to float16, and `zero` where that is 0."""
-    made = scales.astype(jnp.float16).astype(jnp.float32)
-    return jnp.where(made == 0, zero, made)
+def _half(x: Array) -> Array:
+    return x.astype(jnp.float16).astype(jnp.float32)
+
+
+def _or_one(scales: Array) -> Array:
+    """Scales of ranges that are nothing but 0 are 1."""
+    return jnp.where(scales == 0, 1, scales)
 
 
 def _code(x: Array) -> Array:
