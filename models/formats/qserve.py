@@ -16,6 +16,7 @@ it does not round. `read` takes the tensors of their checkpoints.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -28,14 +29,13 @@ from jax.sharding import PartitionSpec
 from decodax.axes import platform
 from decodax.models.formats.format import Format
 from decodax.models.packed import Packed, dot
-from decodax.pallas_kernels.packed_matmul.reference import scaled
 from decodax.struct import struct
 
 PROTECTED = {"pre-scale": 119, "post-scale": 120}
 """The largest 8-bit weight of the first step, by kind of zero. Steps are 16 at most, so what comes back is off by 8."""
 
 EXACT = 1024
-"""Inputs whose products of 8-bit integers add up exactly in float32: 1024 * 127 * 128 < 2 ** 24."""
+"""Inputs that are multiplied at a time on CPU: their products add up exactly in float32, 1024 * 127 * 128 < 2 ** 24."""
 
 
 @struct
@@ -60,43 +60,47 @@ class Nibbles(Packed):
         *above, half = self.codes.shape
         return *above, 2 * half
 
+    @property
+    def group(self) -> int:
+        """Inputs of a group."""
+        return 1 if self.steps is None else self.shape[-1] // self.steps.shape[-1]
+
     def values(self, dtype: Any) -> Array:
-        return jnp.concatenate(self._halves(dtype), -1)
+        half = self.codes.shape[-1]
+        return jnp.concatenate([self._integers(0, half, high, dtype) for high in (False, True)], -1)
 
     def product(self, x: Array, dtype: Any) -> Array:
         """`[R, N]` from `f[R, K]`; `dtype` may be int32."""
-        own = jnp.float32 if platform() == "cpu" else jnp.int8      # XLA's CPU has no fast products of integers
-        half, parts = self.codes.shape[-1], []
-        for i, kernel in enumerate(self._halves(own)):
-            rows = x[:, i * half:(i + 1) * half].astype(own)
-            if platform() != "cpu":
-                parts.append(jnp.matmul(rows, kernel.T, preferred_element_type=jnp.int32))
-                continue
-            parts += [dot(rows[:, k:k + EXACT], kernel[:, k:k + EXACT], jnp.float32) for k in range(0, half, EXACT)]
-        first, *others = lax.optimization_barrier(parts)        # not fused, see `Packed.times`
-        return sum((part.astype(jnp.int32) for part in others), first.astype(jnp.int32)).astype(dtype)
+        half = size = self.codes.shape[-1]
+        own, sums = jnp.int8, jnp.int32
+        if platform() == "cpu":     # XLA has no fast products of integers there
+            size = min(EXACT // self.group * self.group, half)
+            own = sums = jnp.float32
+        parts = []
+        for start in range(0, half, size):
+            stop = min(start + size, half)
+            for high in (False, True):
+                rows = x[:, high * half + start:high * half + stop].astype(own)
+                parts.append(dot(rows, self._integers(start, stop, high, own), sums))
+        parts = lax.optimization_barrier(parts)     # not fused, see `Packed.times`
+        return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
         # groups lie whole on a device
         groups = 0 if self.steps is None else self.steps.shape[-1] // 2
         return super().specs(outputs, None if inputs is None or groups % sizes[inputs] else inputs, sizes)
 
-    def _halves(self, dtype: Any) -> tuple[Array, Array]:
-        """The 8-bit integers of the first and of the second half of the inputs. In int8 a code times its step wraps
-        around, and the sum with the zero wraps back."""
-        low, high = ((codes.astype(jnp.int32)).astype(dtype) for codes in (self.codes & 15, self.codes >> 4))
+    def _integers(self, start: int, stop: int, high: bool, dtype: Any) -> Array:
+        """The integers `[..., N, stop - start]` of bytes from `start` to `stop`, which begin and end with a group."""
+        half, codes = self.codes.shape[-1], self.codes[..., start:stop]
+        # by way of int32, which XLA's CPU converts in vectors
+        codes = (codes >> 4 if high else codes & 15).astype(jnp.int32).astype(dtype)
         if self.steps is None or self.zeros is None:
-            return low, high
-        steps, zeros = (jnp.split(a, 2, -1) for a in (self.steps, self.zeros))
-        made = (_shifted(scaled(codes, s), z) for codes, s, z in zip((low, high), steps, zeros, strict=True))
-        first, second = made
-        return first, second
-
-
-def _shifted(codes: Array, zeros: Array) -> Array:
-    """`[..., N, K]` plus the zeros `[..., N, groups]` of the groups."""
-    groups = codes.reshape(*zeros.shape, -1)
-    return (groups + zeros[..., None].astype(codes.dtype)).reshape(codes.shape)
+            return codes
+        first, last = ((i + high * half) // self.group for i in (start, stop))
+        steps, zeros = (a[..., first:last, None].astype(dtype) for a in (self.steps, self.zeros))
+        # in int8 a code times its step wraps around, and with the zero back again
+        return (codes.reshape(*steps.shape[:-1], -1) * steps + zeros).reshape(codes.shape)
 
 
 @struct
@@ -128,7 +132,9 @@ class W4A8(Packed):
         return self._scaled(x, dtype, self.kernel.times)
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
-        own = lambda a: None if a is None else PartitionSpec(*[None] * (a.ndim - 2), outputs, None)
+        def own(a: Array | None) -> Any:
+            return None if a is None else PartitionSpec(*[None] * (a.ndim - 2), outputs, None)
+
         return W4A8(kernel=self.kernel.specs(outputs, inputs, sizes), scales=own(self.scales), zeros=own(self.zeros))
 
     def _scaled(self, x: Array, dtype: Any, multiply: Callable[[Array, Any], Array]) -> Array:
@@ -171,8 +177,8 @@ class QServe(Format):
     def __post_init__(self) -> None:
         if self.zero not in PROTECTED:
             raise ValueError(f"zero: got {self.zero!r}, takes {' or '.join(map(repr, PROTECTED))}")
-        if self.group != -1 and (self.group < 2 or self.group % 2):
-            raise ValueError(f"group: got {self.group}, takes an even number from 2, or -1 for none")
+        if self.group != -1 and (not 2 <= self.group <= EXACT or self.group % 2):
+            raise ValueError(f"group: got {self.group}, takes an even number from 2 to {EXACT}, or -1 for none")
 
     def packs(self, path: str) -> bool:
         return path.startswith("layers.")
