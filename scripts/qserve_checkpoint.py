@@ -46,7 +46,7 @@ def weights(config: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> tuple[
     for path, source in sources(text_part(config)["model_type"], decoder, shapes, tensors.keys()).items():
         name, *others = source.tensors
         if others or source.part is not None:
-            raise ValueError(f"config: {path} is a part of {name}, or made of several tensors; takes a Llama or Mistral")
+            raise ValueError(f"config: {path} is a part of {name} or made of several tensors; takes a Llama or Mistral")
         stem = name.removesuffix(".weight")
         if f"{stem}.qweight" in tensors:
             fields = {field: tensors[f"{stem}.{field}"] for field in FIELDS if f"{stem}.{field}" in tensors}

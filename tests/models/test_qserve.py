@@ -32,7 +32,7 @@ from tests.matrix import often
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 FORMATS = [QServe(), QServe(zero="post-scale"), QServe(group=-1), QServe(group=-1, zero="post-scale")]
-TEXT = "def mean(values):\n    \"\"\"The mean.\"\"\"\n    return sum(values) / len(values)\n\n\nclass Shape:\n    pass\n"
+TEXT = "def mean(values):\n    \"\"\"The mean.\"\"\"\n    return sum(values) / len(values)\n\n\nclass A:\n    pass\n"
 
 
 def kernel(K: int, N: int, *experts: int) -> jax.Array:
@@ -69,8 +69,8 @@ DEEPCOMPRESSOR = [
     ("7fe8c94082dfea07", 87239, "6973083b6ac6fe89", None, "2a3cbda0dbd3687f"),
     ("a1a06bf7da343ab8", 86762, "d84efec8f7bd5874", None, "836239b09d169ad2"),
 ]
-"""What mit-han-lab/deepcompressor (69f3473f5e1c1504bae35cc50c7858ef900a9b17), `QuantizerImpl.quantize` with the weights'
-settings of qoq-g128.yaml and qoq-gchn.yaml and rounding to nearest, makes of `given()` for each of `FORMATS`: digests
+"""What mit-han-lab/deepcompressor (69f3473f5e1c1504bae35cc50c7858ef900a9b17), `QuantizerImpl.quantize` with the settings
+of weights in qoq-g128.yaml and qoq-gchn.yaml and rounding to nearest, makes of `given()` for each of `FORMATS`: digests
 of the codes (and their sum), of the scales, of the steps, and of the zeros as they are stored."""
 
 OMNISERVE = [{"qweight": "d03bc9b6d5aaa1a6", "s1_scales": "46d095f08f8e5c3b", "s2_scales": "e47b3dbfeca28dcf",
