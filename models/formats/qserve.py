@@ -87,8 +87,8 @@ class Nibbles(Packed):
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
         # groups lie whole on a device
-        groups = 0 if self.steps is None else self.steps.shape[-1] // 2
-        return super().specs(outputs, None if inputs is None or groups % sizes[inputs] else inputs, sizes)
+        divides = inputs is not None and (self.steps is None or self.steps.shape[-1] // 2 % sizes[inputs] == 0)
+        return super().specs(outputs, inputs if divides else None, sizes)
 
     def _integers(self, start: int, stop: int, high: bool, dtype: Any) -> Array:
         """The integers `[..., N, stop - start]` of bytes from `start` to `stop`, which begin and end with a group."""

@@ -69,9 +69,9 @@ DEEPCOMPRESSOR = [
     ("7fe8c94082dfea07", 87239, "6973083b6ac6fe89", None, "2a3cbda0dbd3687f"),
     ("a1a06bf7da343ab8", 86762, "d84efec8f7bd5874", None, "836239b09d169ad2"),
 ]
-"""What mit-han-lab/deepcompressor (69f3473f5e1c1504bae35cc50c7858ef900a9b17), `QuantizerImpl.quantize` with the settings
-of weights in qoq-g128.yaml and qoq-gchn.yaml and rounding to nearest, makes of `given()` for each of `FORMATS`: digests
-of the codes (and their sum), of the scales, of the steps, and of the zeros as they are stored."""
+"""What `QuantizerImpl.quantize` of mit-han-lab/deepcompressor (69f3473f5e1c1504bae35cc50c7858ef900a9b17), with the
+settings of weights in qoq-g128.yaml and qoq-gchn.yaml and rounding to nearest, makes of `given()` for each of
+`FORMATS`: digests of the codes (and their sum), of the scales, of the steps, and of the zeros as they are stored."""
 
 OMNISERVE = [{"qweight": "d03bc9b6d5aaa1a6", "s1_scales": "46d095f08f8e5c3b", "s2_scales": "e47b3dbfeca28dcf",
               "s2_zeros": "7146b6f7ff946cef"}, None,
@@ -324,6 +324,12 @@ def test_a_checkpoint_of_theirs_becomes_a_model(tmp_path: Path) -> None:
         qserve_checkpoint.weights(json.loads((source / "config.json").read_text()), short)
 
 
+def test_groups_lie_whole_on_a_device() -> None:
+    four, two = (QServe(group=g).pack(kernel(512, 4)).specs(None, "model", {"model": 2}).kernel for g in (128, 256))
+    assert tuple(four.codes) == tuple(four.steps) == tuple(four.zeros) == (None, "model")
+    assert tuple(two.codes) == tuple(two.steps) == tuple(two.zeros) == (None, None)
+
+
 @pytest.mark.mesh
 @pytest.mark.parametrize("fmt", often([FORMATS[0]], FORMATS))
 def test_packed_weights_lie_on_a_mesh(fmt: QServe, tmp_path: Path) -> None:
@@ -336,7 +342,6 @@ def test_packed_weights_lie_on_a_mesh(fmt: QServe, tmp_path: Path) -> None:
         np.testing.assert_array_equal(one, other)
     mlp = parted.params["layers"]["0"]["mlp"]
     up, down = (mlp[name]["kernel"].kernel.codes.sharding.spec for name in ("up", "down"))
-    # groups of "down", 4 of them, lie whole on a device; without groups inputs are not divided
-    assert up[0] == "model" and tuple(down) == ((None, "model") if fmt.group > 0 else (None, None))
+    assert up[0] == "model" and tuple(down) == (None, "model")
     out = [dx.generate(lm, [[3, 1, 4], [1, 5, 9]], max_new_tokens=6) for lm in (alone, parted)]
     np.testing.assert_array_equal(*(o.tokens for o in out))

@@ -27,8 +27,8 @@ from tests.matrix import often
 from tests.models.tiny import saved
 
 STEPS = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 2**-3, "bfloat16": 2**-7, "float16": 2**-10, "float32": 1e-9}
-"""The distance of two neighbouring codes, over the largest weight that has the same scale, in formats that round weights
-to the nearest code and leave activations as they are."""
+"""Formats that round weights to the nearest code and leave activations as they are: the distance of two neighbouring
+codes, over the largest weight that has the same scale."""
 
 
 def kernel(K: int, N: int, *experts: int) -> jax.Array:
