@@ -10,7 +10,8 @@ The rows that are multiplied are quantised too, when they are multiplied: to -12
 So the product is one of integers, which is exact, and is scaled afterwards.
 
 Scales and codes are those of the authors' quantiser, deepcompressor, where it rounds to nearest: between the two steps
-it does not round. `read` takes the tensors of their checkpoints.
+it does not round. `read` takes the tensors of their checkpoints. `rotated` spreads what stands out in a few of the
+inputs over all of them, before weights are packed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -28,7 +30,9 @@ from jax.sharding import PartitionSpec
 
 from decodax.axes import platform
 from decodax.models.formats.format import Format
+from decodax.models.names import flatten
 from decodax.models.packed import Packed, dot
+from decodax.models.transformer import Transformer, Weights
 from decodax.struct import struct
 
 PROTECTED = {"pre-scale": 119, "post-scale": 120}
@@ -291,3 +295,94 @@ def read(qweight: np.ndarray, s1_scales: np.ndarray, *, s2_scales: np.ndarray | 
     if integers.min() < -128 or integers.max() > 127:
         raise ValueError(f"s2_scales, s2_zeros: make integers from {integers.min()} to {integers.max()}, take 8 bits")
     return W4A8(kernel=_grouped(jnp.asarray(codes), jnp.asarray(steps), jnp.asarray(zeros)), scales=scales)
+
+
+def rotated(model: Transformer, params: Weights) -> tuple[Transformer, Weights]:
+    """The same network with its residual stream rotated by a Hadamard matrix, and the values of each head by another.
+
+    The scales of norms go into the kernels after them, so that norms and rotation can be exchanged; each kernel is
+    rotated on the side of the stream (QuaRot: Ashkboos et al., 2024). Logits are the same but for rounding. A head that
+    is the embedding table becomes one of its own, since the last norm's scale goes into it.
+
+    Raises:
+        ValueError: packed weights, a network with other norms than RMS norms in front of attention and MLP, or a width
+            without a Hadamard matrix, see `hadamard`.
+    """
+    c, found = model.config, flatten(params)
+    if any(isinstance(leaf, Packed) for leaf in found.values()):
+        raise ValueError("params: got packed weights, takes arrays")
+    if c.norm.kind != "rms" or c.norm.bias or c.block not in ("pre", "parallel"):
+        raise ValueError(f"model: got {c.block} blocks with {c.norm.kind} norms, takes RMS norms in front of attention "
+                         "and MLP alone")
+    stream, head = hadamard(c.width), hadamard(c.head_dim)
+    leaves = {path: np.asarray(jax.device_get(leaf), np.float64) for path, leaf in found.items()}
+    if c.tied:
+        leaves["lm_head.kernel"] = leaves["embed"].T
+    made = {}
+    for path, leaf in leaves.items():
+        *above, part, kind = ["", *path.split(".")]
+        norm = {"q": "attn_in", "k": "attn_in", "v": "attn_in", "gate": "mlp_in", "up": "mlp_in", "router": "mlp_in",
+                "lm_head": "norm"}.get(part)
+        if kind == "scale" and part in ("attn_in", "mlp_in", "norm"):
+            leaf = np.full_like(leaf, 0 if c.norm.unit_offset else 1)
+        if kind == "kernel" and norm is not None:
+            place = "norm" if norm == "norm" else f"layers.{above[2]}.{'attn_in' if c.block == 'parallel' else norm}"
+            scale = leaves[f"{place}.scale"] + c.norm.unit_offset
+            leaf = stream.T @ (scale[:, None] * leaf)
+        if part == "v":
+            leaf = (leaf.reshape(*leaf.shape[:-1], -1, c.head_dim) @ head).reshape(leaf.shape)
+        if part == "o" and kind == "kernel":
+            leaf = (head.T @ leaf.reshape(-1, c.head_dim, c.width)).reshape(leaf.shape)
+        if kind in ("embed", "positions") or part in ("o", "down"):
+            leaf = leaf @ stream
+        like = found.get(path, found["embed"])
+        made[path] = jnp.asarray(leaf, like.dtype) if path not in found else jax.device_put(
+            leaf.astype(like.dtype), like.sharding)
+    untied = dataclasses.replace(model, config=dataclasses.replace(c, tied=False))
+    shapes = untied.abstract_params()
+    return untied, jax.tree.unflatten(jax.tree.structure(shapes), [made[path] for path in flatten(shapes)])
+
+
+def hadamard(n: int) -> np.ndarray:
+    """An orthogonal matrix `f64[n, n]` of entries of one size: a Hadamard matrix, by Sylvester and Paley.
+
+    Raises:
+        ValueError: `n` is no power of 2, and not one times `q + 1` (or `2 (q + 1)`) of a prime `q` that is 3 (or 1)
+            modulo 4. Most models' widths are.
+
+    >>> (hadamard(2) * 2 ** 0.5).round().tolist()
+    [[1.0, 1.0], [1.0, -1.0]]
+    """
+    m = n
+    while True:
+        if m <= 2:
+            core = np.ones((m, m))
+            core[1:, 1:] = -1
+            break
+        if m % 4 == 0 and _prime(q := m - 1):
+            core = np.eye(m) + _paley(q, -1)
+            break
+        if m % 4 == 0 and (q := m // 2 - 1) % 4 == 1 and _prime(q):
+            core = np.kron(_paley(q, 1), [[1, 1], [1, -1]]) + np.kron(np.eye(q + 1), [[1, -1], [-1, -1]])
+            break
+        if m % 2:
+            raise ValueError(f"width: got {n}, which has no Hadamard matrix here")
+        m //= 2
+    while len(core) < n:
+        core = np.kron([[1, 1], [1, -1]], core)
+    return core / n ** 0.5
+
+
+def _paley(q: int, sign: int) -> np.ndarray:
+    """`[q + 1, q + 1]`: 0 on the diagonal, and 1 or -1 where the difference of two indices is a square modulo `q` or
+    not; the first column is `sign` times the first row."""
+    squares = {i * i % q for i in range(1, q)}
+    residue = np.array([0] + [1 if i in squares else -1 for i in range(1, q)])
+    made = np.zeros((q + 1, q + 1))
+    made[0, 1:], made[1:, 0] = 1, sign
+    made[1:, 1:] = residue[(np.arange(q)[:, None] - np.arange(q)) % q]
+    return made
+
+
+def _prime(q: int) -> bool:
+    return q > 2 and all(q % i for i in range(2, math.isqrt(q) + 1))

@@ -21,10 +21,10 @@ from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.checkpoint import save_model
 from decodax.models import Transformer, llama
-from decodax.models.config import Experts
+from decodax.models.config import Experts, Layer, NormConfig
 from decodax.models.experts import mix
 from decodax.models.formats import Int4, QServe, pack
-from decodax.models.formats.qserve import W4A8, quantised, read
+from decodax.models.formats.qserve import W4A8, hadamard, quantised, read, rotated
 from decodax.models.packed import multiply
 from decodax.policy import build
 from tests.matrix import often
@@ -290,6 +290,56 @@ def test_a_saved_model_is_the_same(fmt: QServe, tmp_path: Path) -> None:
     again = dx.load(tmp_path)
     assert jax.tree.structure(again.params) == jax.tree.structure(lm.params)
     jax.tree.map(np.testing.assert_array_equal, again.params, lm.params)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 12, 20, 36, 64, 84, 224, 768])
+def test_a_hadamard_matrix_is_orthogonal_and_of_one_size(n: int) -> None:
+    h = hadamard(n)
+    np.testing.assert_allclose(h @ h.T, np.eye(n), atol=1e-12)
+    np.testing.assert_allclose(np.abs(h), n ** -0.5)
+
+
+ROTATED: dict[str, dict[str, Any]] = {
+    "llama": {}, "tied": {"tied": True, "norm": NormConfig(unit_offset=True)},
+    "bias": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "block": "parallel", "learned_positions": 64},
+    "experts": {"layers": (Layer(experts=Experts(count=3, chosen=2, width=32)),) * 2}}
+
+
+@pytest.mark.parametrize("options", ROTATED.values(), ids=ROTATED)
+def test_a_rotated_model_has_the_same_logits(options: dict[str, Any]) -> None:
+    config = llama(vocab=96, width=48, layers=2, heads=4, kv_heads=2, mlp=64)
+    model = Transformer(dataclasses.replace(config, **options))
+    params = model.init_params(jax.random.key(0))
+    # norms and biases are not what they begin as
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    params = structure.unflatten(a + 0.2 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True))
+    own, turned = rotated(model, params)
+    tokens = jnp.arange(24).reshape(2, 12)
+    expected = model.forward(params, tokens)
+    np.testing.assert_allclose(own.forward(turned, tokens), expected, atol=1e-4 * np.abs(expected).max())
+    assert not own.config.tied and np.ptp(turned["layers"]["0"]["attn_in"]["scale"]) == 0
+
+
+def test_rotation_spreads_what_stands_out() -> None:
+    """So rows lose less by 8 bits."""
+    model = Transformer(SMALL)
+    params = model.init_params(jax.random.key(0))
+    params["embed"] = params["embed"].at[:, 5].mul(100)
+    off = lambda x: float(jnp.abs(jnp.multiply(*quantised(x)) - x).mean())
+    assert off(rotated(model, params)[1]["embed"]) < 0.3 * off(params["embed"])
+
+
+def test_networks_that_cannot_be_rotated_are_refused() -> None:
+    for expected, options in ((r"^model: got post blocks", {"block": "post"}),
+                              (r"^model: got pre blocks with layer norms", {"norm": NormConfig(kind="layer")}),
+                              (r"^width: got 18", {"width": 18})):
+        model = Transformer(dataclasses.replace(SMALL, **options))
+        with pytest.raises(ValueError, match=expected):
+            rotated(model, model.init_params(jax.random.key(0)))
+    model = Transformer(SMALL)
+    with pytest.raises(ValueError, match=r"^params: got packed weights"):
+        rotated(model, pack(model.init_params(jax.random.key(0)), "qserve"))
 
 
 def test_a_checkpoint_of_theirs_becomes_a_model(tmp_path: Path) -> None:
