@@ -353,7 +353,8 @@ def hadamard(n: int) -> np.ndarray:
     >>> (hadamard(2) * 2 ** 0.5).round().tolist()
     [[1.0, 1.0], [1.0, -1.0]]
     """
-    m = n
+    m: int = n
+    core: Any
     while True:
         if m <= 2:
             core = np.ones((m, m))
