@@ -15,11 +15,13 @@ import decodax as dx
 from decodax.io.checkpoint import save_model
 from decodax.models import Transformer, llama
 from decodax.models.calibration import Statistic
-from decodax.models.formats import FORMATS, Format, Int8, Scaled
+from decodax.models.formats import FORMATS, Float8, Floats, Format, Int4, Int8, Scaled
 from decodax.models.packed import Packed
 from tests.matrix import often
 
 pytestmark = pytest.mark.mesh
+
+SCALED = [name for name, own in FORMATS.items() if isinstance(own, (Int8, Int4, Float8, Floats))]
 
 
 def mesh() -> jax.sharding.Mesh:
@@ -40,7 +42,7 @@ def lies_on_the_mesh(params: Any) -> bool:
         and up.codes.addressable_shards[0].data.shape[0] * 2 == 48
 
 
-@pytest.mark.parametrize("weights", often(["int4"], [name for name, f in FORMATS.items() if f.statistic is None]))
+@pytest.mark.parametrize("weights", often(["int4"], SCALED))
 def test_packed_weights_lie_on_a_mesh(weights: str, whole: Path) -> None:
     alone, parted = dx.load(whole, weights=weights), dx.load(whole, weights=weights, mesh=mesh())
     dx.save(alone, whole.parent / "packed")
