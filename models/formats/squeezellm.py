@@ -260,7 +260,12 @@ class SqueezeLLM(Format):
         whole = np.stack([self.whole(*one) for one in zip(w.reshape(-1, N, K), fisher.reshape(-1, N, K), strict=True)])
         dense, weight = (np.where(whole, 0, a.reshape(whole.shape)).reshape(-1, K) for a in (w, fisher))
         table = means(dense, np.where(weight.any(-1, keepdims=True), weight, ~whole.reshape(-1, K)), 2**self.bits)
-        codes = nearest(dense, table)
+        # 16 bits a value, as the paper counts, unless numbers are too small or too large for them
+        with np.errstate(over="ignore"):
+            half = table.astype(np.float16)
+        if (np.abs(half - table) <= 2**-11 * np.abs(table).max(-1, keepdims=True)).all():
+            table = half
+        codes = nearest(dense, table.astype(np.float32))
         rest = w.reshape(-1, K) - np.take_along_axis(table, codes, -1)
         return assembled(codes.reshape(w.shape), table.reshape(*above, N, -1), whole.reshape(w.shape),
                          rest.reshape(w.shape))

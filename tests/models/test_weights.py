@@ -38,7 +38,7 @@ def whole(packed: Packed) -> np.ndarray:
     return np.asarray(packed.values(jnp.float32), np.float64)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("K", [30, 33, 256])
 def test_a_weight_is_rounded_to_the_nearest_code(name: str, K: int) -> None:
     w = kernel(K, 7)
@@ -47,7 +47,7 @@ def test_a_weight_is_rounded_to_the_nearest_code(name: str, K: int) -> None:
     assert (error.max() > 0) == (name != "float32")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", STEPS)
 def test_the_largest_weight_of_a_scale_is_kept_and_zeros_stay(name: str) -> None:
     w = jnp.zeros((256, 3)).at[5, 0].set(-3.5).at[200, 1].set(1.75)
     np.testing.assert_allclose(whole(FORMATS[name].pack(w)), np.asarray(w).T, rtol=1e-6)
@@ -67,7 +67,7 @@ def test_each_code_of_8_bit_floats_is_its_value() -> None:
     assert np.isnan(whole(Scaled(codes=codes[None]))[0]).sum() == 2
 
 
-CASES = [(name, rows, *sizes) for name in FORMATS for rows in (1, 2, 8, 9, 40)
+CASES = [(name, rows, *sizes) for name in STEPS for rows in (1, 2, 8, 9, 40)
          for sizes in ((96, 50), (33, 7), (4500, 3), (768, 800), (64, 1))]
 
 
@@ -85,7 +85,7 @@ def test_a_product_is_that_of_the_values(name: str, rows: int, K: int, N: int) -
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=2e-2 * K**0.5 * np.abs(whole(packed)).max())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", STEPS)
 def test_a_broken_weight_or_activation_makes_no_number(name: str) -> None:
     x = jnp.ones((3, 96)).at[1, 4].set(jnp.nan)
     found = np.asarray(multiply(x, FORMATS[name].pack(kernel(96, 5))))
@@ -105,7 +105,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 @pytest.mark.parametrize("name", often(["llama", "mixtral"], ["llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral"]))
-@pytest.mark.parametrize("weights", often(["int8"], FORMATS))
+@pytest.mark.parametrize("weights", often(["int8"], STEPS))
 def test_a_model_loads_packed(name: str, weights: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     model, params = load_model(tmp_path, dtype="float32")
@@ -142,7 +142,7 @@ def test_a_t5_loads_packed(tmp_path: Path) -> None:
     assert 0 < np.abs(one - other).max() < 0.05 * np.abs(one).max()
 
 
-@pytest.mark.parametrize("weights", often(["int8"], FORMATS))
+@pytest.mark.parametrize("weights", often(["int8"], STEPS))
 def test_speculation_with_packed_weights_equals_plain_sampling(weights: str) -> None:
     lm = dx.load("pycode-draft", weights=weights)
     options: dict[str, Any] = dict(max_new_tokens=24, temperature=0.8, seed=1)
@@ -152,7 +152,7 @@ def test_speculation_with_packed_weights_equals_plain_sampling(weights: str) -> 
     assert drafted.text == plain.text and drafted.stats.tokens_per_forward > 1
 
 
-@pytest.mark.parametrize("weights", often(["int8"], [name for name in FORMATS if name != "float32"]))
+@pytest.mark.parametrize("weights", often(["int8"], [name for name in STEPS if name != "float32"]))
 def test_no_kernel_is_converted_in_front_of_the_loop(weights: str) -> None:
     """Else the loop reads whole weights, which take the memory that packed ones were to save."""
     model = Transformer(llama(vocab=640, width=96, layers=1, heads=4, kv_heads=2, mlp=320, tied=True))
@@ -206,7 +206,7 @@ def test_the_page_on_weights_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("weights", often(["int4"], FORMATS))
+@pytest.mark.parametrize("weights", often(["int4"], STEPS))
 def test_packed_weights_lie_on_a_mesh(weights: str, tmp_path: Path) -> None:
     saved("llama", tmp_path)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
