@@ -67,7 +67,11 @@ class Packed(Struct, abc.ABC):
             return self._one_by_one(_made(x), dtype)
         if N < 2 or not self.converts:
             return self.product(x, dtype)
-        block = min(BLOCK // K + 1, N // 2)         # two at least: XLA takes a loop of one apart
+        return self._by_blocks(x, dtype, BLOCK // K + 1)
+
+    def _by_blocks(self, x: Array, dtype: Any, block: int) -> Array:
+        N = self.shape[0]
+        block = min(block, N // 2)          # two blocks at least: XLA takes a loop of one apart
         count = N // block
 
         def one(i: Array) -> Array:

@@ -15,7 +15,7 @@ import decodax as dx
 from decodax.io.checkpoint import save_model
 from decodax.models import Transformer, llama
 from decodax.models.calibration import Statistic
-from decodax.models.formats import FORMATS, Float8, Floats, Format, Int4, Int8, Scaled
+from decodax.models.formats import FORMATS, Float8, Floats, Format, Int4, Int8, QServe, Scaled, SqueezeLLM
 from decodax.models.packed import Packed
 from tests.matrix import often
 
@@ -51,10 +51,7 @@ def test_packed_weights_lie_on_a_mesh(weights: str, whole: Path) -> None:
         np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(one, read)
     assert lies_on_the_mesh(parted.params) and lies_on_the_mesh(again.params)
-    tokens = jnp.array([[3, 1, 4], [1, 5, 9]])
-    with jax.set_mesh(parted.mesh):
-        logits = jax.jit(parted.model.forward)(parted.params, tokens)
-    np.testing.assert_allclose(logits, alone.model.forward(alone.params, tokens), atol=1e-5)
+    agrees(alone, parted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,3 +77,32 @@ def test_data_is_looked_at_on_a_mesh(whole: Path) -> None:
     assert lies_on_the_mesh(made[1].params)
     for one, other in zip(*(jax.tree.leaves(lm.params) for lm in made), strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-4, atol=1)
+
+
+def agrees(alone: dx.LM, parted: dx.LM) -> None:
+    """The same arrays and, but for rounding, the same logits."""
+    for one, other in zip(*(jax.tree.leaves(lm.params) for lm in (alone, parted)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    tokens = jnp.array([[3, 1, 4], [1, 5, 9]])
+    with jax.set_mesh(parted.mesh):
+        logits = jax.jit(parted.model.forward)(parted.params, tokens)
+    np.testing.assert_allclose(logits, alone.model.forward(alone.params, tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize("own", often([QServe(8)], [QServe(8), QServe(8, "post-scale"), QServe(-1)]), ids=str)
+def test_integers_of_groups_lie_on_a_mesh(own: QServe, whole: Path) -> None:
+    parted = dx.load(whole, weights=own, mesh=mesh())
+    mlp = parted.params["layers"]["0"]["mlp"]
+    up, down = (mlp[name]["kernel"].kernel.codes.sharding.spec for name in ("up", "down"))
+    assert up[0] == "model" and down[0] is None
+    agrees(dx.load(whole, weights=own), parted)
+
+
+def test_tables_and_lists_lie_on_a_mesh(whole: Path) -> None:
+    packed = whole.parent / "packed"
+    dx.save(dx.quantize(dx.load(whole), SqueezeLLM(outliers=0.02), [list(range(40))], length=20), packed)
+    parted = dx.load(packed, mesh=mesh())
+    for name in ("up", "down"):         # the second would be cut along its inputs
+        for a in jax.tree.leaves(parted.params["layers"]["0"]["mlp"][name]["kernel"]):
+            assert a.sharding.spec[0] == "model" and 2 * a.addressable_shards[0].data.shape[0] == a.shape[0]
+    agrees(dx.load(packed), parted)

@@ -381,20 +381,3 @@ def test_groups_lie_whole_on_a_device() -> None:
                  for g in (128, 256))
     assert tuple(four.codes) == tuple(four.steps) == tuple(four.zeros) == (None, "model")
     assert tuple(two.codes) == tuple(two.steps) == tuple(two.zeros) == (None, None)
-
-
-@pytest.mark.mesh
-@pytest.mark.parametrize("fmt", often([FORMATS[0]], FORMATS))
-def test_packed_weights_lie_on_a_mesh(fmt: QServe, tmp_path: Path) -> None:
-    model = Transformer(llama(vocab=96, width=128, layers=2, heads=4, kv_heads=2, mlp=512))
-    save_model(tmp_path, model, model.init_params(jax.random.key(0)))
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
-                         devices=jax.devices()[:4])
-    alone, parted = dx.load(tmp_path, weights=fmt), dx.load(tmp_path, weights=fmt, mesh=mesh)
-    for one, other in zip(*(jax.tree.leaves(lm.params) for lm in (alone, parted)), strict=True):
-        np.testing.assert_array_equal(one, other)
-    mlp = parted.params["layers"]["0"]["mlp"]
-    up, down = (mlp[name]["kernel"].kernel.codes.sharding.spec for name in ("up", "down"))
-    assert up[0] == "model" and tuple(down) == (None, "model")
-    out = [dx.generate(lm, [[3, 1, 4], [1, 5, 9]], max_new_tokens=6) for lm in (alone, parted)]
-    np.testing.assert_array_equal(*(o.tokens for o in out))

@@ -89,10 +89,10 @@ ALIKE = {"glm", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3
 """Cases that differ little from another one."""
 
 
-def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:
     """The case's transformers model with random weights, norms and biases included."""
     kind, options, _ = CASES[name]
-    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **options})
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **options, **more})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
