@@ -73,7 +73,7 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
                    help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
-    p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32"],
+    p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
                    help="how the weights are kept and read (default: as --dtype)")
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the model's chat template")
     p.add_argument("--system", metavar="TEXT", help="a system message for --chat")

@@ -33,7 +33,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
                    help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
-    p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32"],
+    p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
                    help="how the weights are kept and read (default: as --dtype)")
     p.add_argument("--lines", action="store_true", help="each line that is not blank is a text")
     p.add_argument("--window", type=int, metavar="N",
