@@ -50,14 +50,14 @@ class RankSparse(Packed):
     Attributes:
         kernel: `f[..., K, N]`. An input's weights lie together, since they are read or skipped together.
         limits: `f32[..., K]`. An input is large where its magnitude is above; NaNs are.
-        down: `f[..., r, K]`, `up`: `f[..., N, r]`. `up @ down` is the transposed kernel's best approximation of rank
-            `r`, which may be 0.
+        down, up: `f[..., r, K]` and `f[..., N, r]`. `up @ down` is the transposed kernel's best approximation of rank
+            `r`. None: small inputs are left out.
     """
 
     kernel: Array
     limits: Array
-    down: Array
-    up: Array
+    down: Array | None = None
+    up: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class RankSparse(Packed):
             y = skipping(x[0], large[0], self.kernel)[None]
         else:
             y = jnp.matmul(jnp.where(large, x, 0), self.kernel.astype(own), preferred_element_type=wide)
-        if self.down.shape[-2]:
+        if self.down is not None and self.up is not None:
             few = dot(jnp.where(large, 0, x), self.down.astype(own), own)
             y = y + dot(few, self.up.astype(own), wide)
         return y.astype(dtype)
@@ -91,8 +91,8 @@ class RankSparse(Packed):
         return ~(jnp.abs(x.astype(jnp.float32)) <= self.limits)
 
     def part(self, start: Array | int, size: int) -> Self:
-        return self.replace(kernel=lax.dynamic_slice_in_dim(self.kernel, start, size, -1),
-                            up=lax.dynamic_slice_in_dim(self.up, start, size, -2))
+        up = None if self.up is None else lax.dynamic_slice_in_dim(self.up, start, size, -2)
+        return self.replace(kernel=lax.dynamic_slice_in_dim(self.kernel, start, size, -1), up=up)
 
     def rows(self, which: Array, dtype: Any) -> Array:
         return self.kernel.T[which].astype(dtype)
@@ -102,8 +102,10 @@ class RankSparse(Packed):
         above = [None] * len(experts)
         n = outputs if outputs is not None and N % sizes[outputs] == 0 else None
         k = inputs if inputs is not None and K % sizes[inputs] == 0 else None
-        return self.replace(kernel=PartitionSpec(*above, k, n), limits=PartitionSpec(*above, k),
-                            down=PartitionSpec(*above, None, k), up=PartitionSpec(*above, n, None))
+        made = self.replace(kernel=PartitionSpec(*above, k, n), limits=PartitionSpec(*above, k))
+        if self.down is None:
+            return made
+        return made.replace(down=PartitionSpec(*above, None, k), up=PartitionSpec(*above, n, None))
 
 
 def skipping(x: Array, large: Array, kernel: Array) -> Array:
@@ -195,10 +197,11 @@ class RSparse(Format):
                                * small_squares(counts, weighed[ratio])).sum()
         ratio = min(ratios, key=error)
         rank = self.rank(K, N, ratio)
-        return RankSparse(kernel=kernel,
-                          limits=jnp.asarray(weighed[ratio], jnp.float32).reshape(kernel.shape[:-1]),
-                          down=jnp.swapaxes(left[..., :rank], -1, -2).astype(kernel.dtype),
-                          up=jnp.swapaxes(right[..., :rank, :], -1, -2).astype(kernel.dtype))
+        made = RankSparse(kernel, jnp.asarray(weighed[ratio], jnp.float32).reshape(kernel.shape[:-1]))
+        if not rank:
+            return made
+        down, up = (jnp.swapaxes(a, -1, -2).astype(kernel.dtype) for a in (left[..., :rank], right[..., :rank, :]))
+        return made.replace(down=down, up=up)
 
 
 def _components(kernel: Array) -> tuple[Array, Array]:
