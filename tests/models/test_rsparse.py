@@ -23,6 +23,7 @@ from decodax.models.formats import RankSparse, RSparse
 from decodax.models.formats.rsparse import RATIOS, Magnitudes
 from decodax.models.names import flatten
 from decodax.models.packed import multiply
+from tests.matrix import often
 from tests.models.tiny import saved
 
 
@@ -199,6 +200,7 @@ def test_speculation_gives_the_tokens_of_plain_decoding(draft: dx.LM, temperatur
     assert drafted.text == plain.text and drafted.stats.tokens_per_forward > 1
 
 
+@pytest.mark.matrix
 def test_a_row_of_a_batch_is_what_it_is_alone(draft: dx.LM) -> None:
     together = dx.generate(draft, PROMPTS, max_new_tokens=24)
     alone = [dx.generate(draft, prompt, max_new_tokens=24).text[0] for prompt in PROMPTS]
@@ -238,7 +240,7 @@ def test_half_of_the_kernels_is_not_read_at_little_cost() -> None:
     assert plain < own < large and own < 1.1 * plain
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", often(["mixtral"], ["llama", "mixtral"]))
 def test_a_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path / "plain")
     lm = dx.load(tmp_path / "plain", dtype="float32")
@@ -251,8 +253,6 @@ def test_a_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     tokens = np.arange(3, 27).reshape(2, 12)
     logits = [each.model.forward(each.params, tokens) for each in (lm, packed)]
     assert 0 < np.abs(logits[0] - logits[1]).mean() < 0.2 * np.abs(logits[0]).mean()
-    outs = [dx.generate(each, [[3, 1, 4], [1, 5, 9]], max_new_tokens=6).tokens for each in (packed, again)]
-    np.testing.assert_array_equal(*outs)
 
 
 @pytest.mark.mesh
@@ -267,7 +267,7 @@ def test_it_lies_on_a_mesh(tmp_path: Path) -> None:
     made = dx.quantize(dx.load(tmp_path / "plain", mesh=mesh), RSparse(ratio=0.6), data, length=32)
     jax.tree.map(np.testing.assert_array_equal, alone.params, read.params)
     up, down = (read.params["layers"]["0"]["mlp"][name]["kernel"] for name in ("up", "down"))
-    assert up.kernel.sharding.spec == (None, "model") and up.up.sharding.spec[0] == "model"
+    assert tuple(up.kernel.sharding.spec) == (None, "model") and up.up.sharding.spec[0] == "model"
     assert down.kernel.sharding.spec[0] == down.limits.sharding.spec[0] == down.down.sharding.spec[1] == "model"
     assert up.kernel.sharding == made.params["layers"]["0"]["mlp"]["up"]["kernel"].kernel.sharding
     out = [dx.generate(lm, [[3, 1, 4], [1, 5, 9]], max_new_tokens=6).tokens for lm in (alone, read, made)]
