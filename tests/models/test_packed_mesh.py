@@ -15,7 +15,7 @@ import decodax as dx
 from decodax.io.checkpoint import save_model
 from decodax.models import Transformer, llama
 from decodax.models.calibration import Statistic
-from decodax.models.formats import FORMATS, Float8, Floats, Format, Int4, Int8, QServe, Scaled, SqueezeLLM
+from decodax.models.formats import FORMATS, Float8, Floats, Format, Int4, Int8, QServe, RSparse, Scaled, SqueezeLLM
 from decodax.models.packed import Packed
 from tests.matrix import often
 
@@ -106,3 +106,16 @@ def test_tables_and_lists_lie_on_a_mesh(whole: Path) -> None:
         for a in jax.tree.leaves(parted.params["layers"]["0"]["mlp"][name]["kernel"]):
             assert a.sharding.spec[0] == "model" and 2 * a.addressable_shards[0].data.shape[0] == a.shape[0]
     agrees(dx.load(packed), parted)
+
+
+def test_large_inputs_are_found_on_a_mesh(whole: Path) -> None:
+    data, own = [np.random.default_rng(0).integers(3, 90, 400).tolist()], RSparse(ratio=0.6)
+    alone = dx.quantize(dx.load(whole), own, data, length=32)
+    dx.save(alone, whole.parent / "packed")
+    read = dx.load(whole.parent / "packed", mesh=mesh())
+    up, down = (read.params["layers"]["0"]["mlp"][name]["kernel"] for name in ("up", "down"))
+    assert tuple(up.kernel.sharding.spec) == (None, "model") and up.up.sharding.spec[0] == "model"
+    assert down.kernel.sharding.spec[0] == down.limits.sharding.spec[0] == down.down.sharding.spec[1] == "model"
+    agrees(alone, read)
+    made = dx.quantize(dx.load(whole, mesh=mesh()), own, data, length=32)
+    assert up.kernel.sharding == made.params["layers"]["0"]["mlp"]["up"]["kernel"].kernel.sharding
