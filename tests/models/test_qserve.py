@@ -276,6 +276,7 @@ class Symmetric(Int4):
         return path.startswith("layers.")
 
 
+@pytest.mark.matrix
 def test_a_model_in_it_is_nearer_the_original_than_one_in_int4() -> None:
     lm = dx.load("pycode")
     bits = lambda lm: float(dx.score(lm, [TEXT]).bits_per_byte[0])
