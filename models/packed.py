@@ -62,11 +62,13 @@ class Packed(Struct, abc.ABC):
         """`f[R, N]` in `dtype` from `x`, `f[R, K]`."""
         if platform() != "cpu" or free_axes():
             return self.product(x, dtype)
-        N, K = self.shape
         if len(x) <= (ROWS if self.converts else 1):
             return self._one_by_one(_made(x), dtype)
-        if N < 2 or not self.converts:
-            return self.product(x, dtype)
+        return self.by_blocks(x, dtype) if self.shape[0] > 1 and self.converts else self.product(x, dtype)
+
+    def by_blocks(self, x: Array, dtype: Any) -> Array:
+        """As `times`, with no more than `BLOCK` weights converted at a time. `N` is 2 or more."""
+        N, K = self.shape
         block = min(BLOCK // K + 1, N // 2)         # two at least: XLA takes a loop of one apart
         count = N // block
 

@@ -8,18 +8,21 @@ from typing import Any
 import jax
 
 from decodax.models.formats.format import Format, kernels
+from decodax.models.formats.glvq import GLVQ, Lattice
 from decodax.models.formats.scaled import Float8, Floats, Int4, Int8, Scaled
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
 
-__all__ = ["FORMATS", "KINDS", "Float8", "Floats", "Format", "Int4", "Int8", "Scaled", "kernels", "pack", "read_format"]
+__all__ = ["FORMATS", "GLVQ", "KINDS", "Float8", "Floats", "Format", "Int4", "Int8", "Lattice", "Scaled", "kernels",
+           "pack", "read_format"]
 
 FORMATS: dict[str, Format] = {"int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"),
-                              "float16": Floats("float16"), "float32": Floats("float32")}
+                              "float16": Floats("float16"), "float32": Floats("float32"),
+                              "glvq": GLVQ()}
 """By the names that `decodax.load` and `decodax.quantize` take."""
 
 
-KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (Scaled,)}
+KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (Scaled, Lattice)}
 """What `decodax.save` writes and `decodax.load` reads of packed kernels, by the names in files."""
 
 
