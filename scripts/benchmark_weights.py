@@ -40,6 +40,9 @@ from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.policy.draw import first_argmax
 
+PLAIN = [name for name, one in FORMATS.items() if one.statistic is None]
+"""Formats that take no data."""
+
 MODEL = Transformer(llama(vocab=32000, width=768, layers=12, heads=12, kv_heads=4, mlp=2048, context=8192))
 PEERS = {"arrays": "F32", "float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 """llama.cpp's own format of as many bits."""
@@ -178,8 +181,8 @@ def peer(path: Path, new: int, threads: int, found: dict[str, Any]) -> Callable[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS), metavar="FORMAT",
-                        help=f"of {', '.join(FORMATS)} (default: all)")
+    parser.add_argument("--formats", nargs="+", choices=PLAIN, default=PLAIN, metavar="FORMAT",
+                        help=f"of {', '.join(PLAIN)} (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each side (default: 5)")
     parser.add_argument("--new", type=int, default=128, help="new tokens a run (default: 128)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp (default: all)")

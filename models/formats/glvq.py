@@ -204,7 +204,8 @@ class GLVQ(Format):
         dimension: of the lattices, `d`.
         spread: bits by which salient groups have more and others less, 1 or 0: 0 gives all groups the same ("GLVQ-u").
         steps: of learning at most; 0 keeps the lattices that it starts with.
-        rate: of Adam, for `G` over its largest singular value and for `ln mu`.
+        rate: of Adam's first step, over `2^(bits - 2)`, for `G` over its largest singular value and for `ln mu`. It
+            falls to 0 as a cosine does.
         penalty: on leaving the lattice that learning starts with, lambda.
         tolerance: learning ends when the loss changes by a smaller share.
     """
@@ -214,7 +215,7 @@ class GLVQ(Format):
     dimension: int = 8
     spread: int = 1
     steps: int = 100
-    rate: float = 0.01
+    rate: float = 0.03
     penalty: float = 1e-4
     tolerance: float = 1e-6
 
@@ -250,7 +251,8 @@ class GLVQ(Format):
         w = jnp.moveaxis(own, -2, -3).reshape(-1, own.shape[-2], N, size)       # [E or 1, groups, N, size]
         moments = _damped(jnp.asarray(seen, jnp.float32).reshape(len(w), -1, size, size))
         bits = self._allocated(w, moments)
-        codes, lattices, curvatures = learn(w, moments, jnp.asarray(bits, jnp.float32), self)
+        codes, lattices, curvatures = learn(w, moments, jnp.asarray(bits, jnp.float32), self.dimension, self.steps,
+                                            self.rate, self.penalty, self.tolerance)
         made = Lattice(codes=_planes(codes, bits), lattices=lattices, curvatures=curvatures, bits=bits, inputs=K)
         return jax.tree.map(lambda a: a if above else a[0], made)
 
@@ -260,7 +262,8 @@ class GLVQ(Format):
         if not self.spread or groups < 2:
             return (self.bits,) * groups
         rank = np.argsort(np.asarray(salience(w, moments).sum(0)))      # the least salient first
-        fewer, same, more = (np.asarray(start_errors(w, moments, self.bits + i, self).sum(0)) for i in (-1, 0, 1))
+        fewer, same, more = (np.asarray(start_errors(w, moments, self.bits + i, self.dimension).sum(0))
+                             for i in (-1, 0, 1))
         totals = [fewer[rank[:n]].sum() + same[rank[n:groups - n]].sum() + more[rank[groups - n:]].sum()
                   for n in range(groups // 2 + 1)]
         count, bits = int(np.argmin(totals)), np.full(groups, self.bits)
@@ -295,20 +298,21 @@ def salience(w: Array, moments: Array) -> Array:
     return (w ** 2 / u[..., None, :] ** 2).sum((-2, -1))
 
 
-@functools.partial(jax.jit, static_argnames="how")
-def start_errors(w: Array, moments: Array, bits: Array | int, how: GLVQ) -> Array:
+@functools.partial(jax.jit, static_argnames="dimension")
+def start_errors(w: Array, moments: Array, bits: Array | int, dimension: int) -> Array:
     """The squared error of the outputs by the lattices that learning starts with, `f32[E, groups]`."""
     flat = (w.reshape(-1, *w.shape[2:]), moments.reshape(-1, *moments.shape[2:]))
-    return lax.map(lambda one: _error(*one, *_start(*one, bits, how.dimension), bits)[0], flat).reshape(w.shape[:2])
+    return lax.map(lambda one: _error(*one, *_start(*one, bits, dimension), bits)[0], flat).reshape(w.shape[:2])
 
 
-@functools.partial(jax.jit, static_argnames="how")
-def learn(w: Array, moments: Array, bits: Array, how: GLVQ) -> tuple[Array, Array, Array]:
+@functools.partial(jax.jit, static_argnames="dimension")
+def learn(w: Array, moments: Array, bits: Array, dimension: int, steps: Array | int, rate: Array | float,
+          penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array, Array]:
     """The lattices of groups and the codes of their weights.
 
     Args:
         w: `f32[E, groups, N, size]`. moments: `f32[E, groups, size, size]`, `X X^T` of their inputs.
-        bits: `f32[groups]`.
+        bits: `f32[groups]`. The others: see `GLVQ`.
 
     Returns:
         `u8[E, groups, N, size]`, `f16[E, groups, d, d]` and `f16[E, groups]`: codes, lattices and curvatures.
@@ -319,53 +323,61 @@ def learn(w: Array, moments: Array, bits: Array, how: GLVQ) -> tuple[Array, Arra
 
     def one(group: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         own, moment, b = group
-        lattice, mu = _learned(own, moment, b, how)
+        lattice, mu = _learned(own, moment, b, dimension, steps, rate, penalty, tolerance)
         codes = _error(own, moment, lattice, mu, b)[1]
         return codes.astype(jnp.uint8), lattice.astype(jnp.float16), mu.astype(jnp.float16)
 
     return jax.tree.map(lambda a: a.reshape(E, groups, *a.shape[1:]), lax.map(one, flat))
 
 
-def _learned(w: Array, moment: Array, bits: Array, how: GLVQ) -> tuple[Array, Array]:
+def _learned(w: Array, moment: Array, bits: Array, d: int, steps: Array | int, rate: Array | float,
+             penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array]:
     """`G` and `mu` of one group, as float16 has them."""
     import optax  # only for those who convert
 
-    lattice, mu = _start(w, moment, bits, how.dimension)
+    lattice, mu = _start(w, moment, bits, d)
     singular = jnp.linalg.svd(lattice, compute_uv=False)
-    unit, least, most = singular[0], singular[-1] / WIDER, singular[0] * WIDER
+    least, most = singular[-1] / WIDER, singular[0] * WIDER
+    # a step moves the outermost points as far over the distance of neighbours, whatever the bits
+    fine = 4 / 2 ** bits
+    unit = singular[0] * fine
     whole = ((w @ moment) * w).sum()
     whole = jnp.where(whole > 0, whole, 1)
-    adam = optax.adam(how.rate)
+    adam = optax.scale_by_adam()
+
+    def parts(params: tuple[Array, Array]) -> tuple[Array, Array]:
+        moved, curved = params
+        return lattice + unit * moved, mu * jnp.exp(fine * curved)
 
     def loss(params: tuple[Array, Array]) -> Array:
-        moved, curvature = params
-        error = _error(w, moment, _half(lattice + unit * moved), _half(jnp.exp(curvature)), bits)[0]
-        return error / whole + how.penalty * (moved ** 2).sum() * unit ** 2 / (lattice ** 2).sum()
+        own, curvature = parts(params)
+        away = ((own - lattice) ** 2).sum() / (lattice ** 2).sum()
+        return _error(w, moment, _half(own), _half(curvature), bits)[0] / whole + penalty * away
 
     def projected(params: tuple[Array, Array]) -> tuple[Array, Array]:
-        moved, curvature = params
-        u, s, v = jnp.linalg.svd(lattice + unit * moved)
-        return (u * jnp.clip(s, least, most) @ v - lattice) / unit, jnp.clip(curvature, *map(math.log, CURVATURE))
+        own, curvature = parts(params)
+        u, s, v = jnp.linalg.svd(own)
+        return (u * jnp.clip(s, least, most) @ v - lattice) / unit, jnp.log(
+            jnp.clip(curvature, *CURVATURE) / mu) / fine
 
     def going(carry: Any) -> Array:
         step, _, _, _, (last, before) = carry
-        return (step < how.steps) & ~(jnp.abs(last - before) < how.tolerance * before)
+        return (step < steps) & ~(jnp.abs(last - before) < tolerance * before)
 
     def body(carry: Any) -> Any:
         step, params, state, (best, kept), (last, _) = carry
         now, gradient = jax.value_and_grad(loss)(params)
-        better = now < best
-        kept = jax.tree.map(lambda new, old: jnp.where(better, new, old), params, kept)
-        updates, state = adam.update(gradient, state, params)
-        return step + 1, projected(optax.apply_updates(params, updates)), state, (jnp.minimum(now, best), kept), (
-            now, last)
+        kept = jax.tree.map(lambda new, old: jnp.where(now < best, new, old), params, kept)
+        updates, state = adam.update(gradient, state)
+        own = rate * (1 + jnp.cos(jnp.pi * step / steps)) / 2
+        params = projected(jax.tree.map(lambda p, u: p - own * u, params, updates))
+        return step + 1, params, state, (jnp.minimum(now, best), kept), (now, last)
 
-    params = (jnp.zeros_like(lattice), jnp.log(mu))
-    first = loss(params)
-    endless = jnp.asarray(jnp.inf, first.dtype)
-    *_, (_, kept), _ = lax.while_loop(going, body, (jnp.int32(0), params, adam.init(params), (first, params),
-                                                       (endless, endless)))
-    return _half(lattice + unit * kept[0]), _half(jnp.exp(kept[1]))
+    params = (jnp.zeros_like(lattice), jnp.zeros_like(mu))
+    endless = jnp.full((), jnp.inf, w.dtype)
+    *_, (_, kept), _ = lax.while_loop(going, body, (jnp.int32(0), params, adam.init(params), (endless, params),
+                                                    (endless, endless)))
+    return jax.tree.map(_half, parts(kept))
 
 
 def _start(w: Array, moment: Array, bits: Array | int, d: int) -> tuple[Array, Array]:

@@ -19,12 +19,15 @@ from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.checkpoint import load_model, load_t5, save_model
 from decodax.models import Transformer, formats, llama
-from decodax.models.formats import FORMATS, Float8, Int4, Int8, Scaled, pack
+from decodax.models.formats import Float8, Int4, Int8, Scaled, pack
 from decodax.models.packed import Packed, multiply
 from decodax.policy import build
 from tests.extending.pages import DOCS, run_file
 from tests.matrix import often
 from tests.models.tiny import saved
+
+FORMATS = {name: one for name, one in formats.FORMATS.items() if one.statistic is None}
+"""Those that take no data."""
 
 STEPS = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 2**-3, "bfloat16": 2**-7, "float16": 2**-10, "float32": 1e-9}
 """The distance of two neighbouring codes, over the largest weight that has the same scale."""
