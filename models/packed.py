@@ -62,14 +62,13 @@ class Packed(Struct, abc.ABC):
         """`f[R, N]` in `dtype` from `x`, `f[R, K]`."""
         if platform() != "cpu" or free_axes():
             return self.product(x, dtype)
-        N, K = self.shape
         if len(x) <= (ROWS if self.converts else 1):
             return self._one_by_one(_made(x), dtype)
-        if N < 2 or not self.converts:
-            return self.product(x, dtype)
-        return self._by_blocks(x, dtype, BLOCK // K + 1)
+        N, K = self.shape
+        return self.by_blocks(x, dtype, BLOCK // K + 1) if N > 1 and self.converts else self.product(x, dtype)
 
-    def _by_blocks(self, x: Array, dtype: Any, block: int) -> Array:
+    def by_blocks(self, x: Array, dtype: Any, block: int) -> Array:
+        """As `times`, with the weights of `block` outputs converted at a time. `N` is 2 or more."""
         N = self.shape[0]
         block = min(block, N // 2)          # two blocks at least: XLA takes a loop of one apart
         count = N // block

@@ -189,8 +189,8 @@ def packed(weights: Any, name: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name for name, one in FORMATS.items() if one.statistic is None]
-    parser.add_argument("--formats", nargs="+", choices=names, default=names, metavar="FORMAT",
-                        help=f"of {', '.join(names)} (default: all)")
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=names, metavar="FORMAT",
+                        help=f"of {', '.join(FORMATS)} (default: those that take no data)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each side (default: 5)")
     parser.add_argument("--new", type=int, default=128, help="new tokens a run (default: 128)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp (default: all)")

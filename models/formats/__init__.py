@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from decodax.models.formats.format import Format, kernels
+from decodax.models.formats.glvq import GLVQ, Lattice
 from decodax.models.formats.qserve import W4A8, Nibbles, QServe
 from decodax.models.formats.rsparse import RankSparse, RSparse
 from decodax.models.formats.scaled import Float8, Floats, Int4, Int8, Scaled
@@ -15,17 +16,16 @@ from decodax.models.formats.squeezellm import DenseSparse, Lookup, SqueezeLLM
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
 
-__all__ = ["FORMATS", "KINDS", "Float8", "Floats", "Format", "Int4", "Int8", "QServe", "RSparse", "Scaled",
+__all__ = ["FORMATS", "GLVQ", "KINDS", "Float8", "Floats", "Format", "Int4", "Int8", "QServe", "RSparse", "Scaled",
            "SqueezeLLM", "kernels", "pack", "read_format"]
 
 FORMATS: dict[str, Format] = {
     "int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"), "float16": Floats("float16"),
-    "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(), "r-sparse": RSparse()}
+    "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(), "glvq": GLVQ(), "r-sparse": RSparse()}
 """By the names that `decodax.load` and `decodax.quantize` take."""
 
-
 KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
-    Scaled, W4A8, Nibbles, Lookup, DenseSparse, RankSparse)}
+    Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse)}
 """What `decodax.save` writes and `decodax.load` reads of packed kernels, by the names in files."""
 
 

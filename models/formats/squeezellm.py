@@ -86,7 +86,7 @@ class Lookup(Packed):
             return super().times(x, dtype)
         # choosing takes longer than multiplying: once for all rows, and a slice of the inputs at a time
         block = BLOCK // self._width
-        return self.product(x, dtype) if self.shape[0] <= block else self._by_blocks(x, dtype, block)
+        return self.product(x, dtype) if self.shape[0] <= block else self.by_blocks(x, dtype, block)
 
     def product(self, x: Array, dtype: Any) -> Array:
         if platform() != "cpu":

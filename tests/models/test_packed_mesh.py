@@ -15,7 +15,19 @@ import decodax as dx
 from decodax.io.checkpoint import save_model
 from decodax.models import Transformer, llama
 from decodax.models.calibration import Statistic
-from decodax.models.formats import FORMATS, Float8, Floats, Format, Int4, Int8, QServe, RSparse, Scaled, SqueezeLLM
+from decodax.models.formats import (
+    FORMATS,
+    GLVQ,
+    Float8,
+    Floats,
+    Format,
+    Int4,
+    Int8,
+    QServe,
+    RSparse,
+    Scaled,
+    SqueezeLLM,
+)
 from decodax.models.packed import Packed
 from tests.matrix import often
 
@@ -119,3 +131,13 @@ def test_large_inputs_are_found_on_a_mesh(whole: Path) -> None:
     agrees(alone, read)
     made = dx.quantize(dx.load(whole, mesh=mesh()), own, data, length=32)
     assert up.kernel.sharding == made.params["layers"]["0"]["mlp"]["up"]["kernel"].kernel.sharding
+
+
+def test_lattices_lie_on_a_mesh(whole: Path) -> None:
+    own, data = GLVQ(group=16, steps=2, bits=4), [[int(i) for i in np.arange(200) * 7 % 90]]
+    alone = dx.quantize(dx.load(whole), own, data, length=50)
+    dx.save(alone, whole.parent / "packed")
+    parted = dx.load(whole.parent / "packed", mesh=mesh())
+    q = parted.params["layers"]["0"]["attn"]["q"]["kernel"].codes
+    assert q.sharding.spec[1] == "model" and q.addressable_shards[0].data.shape[1] * 2 == q.shape[1]
+    agrees(alone, parted)

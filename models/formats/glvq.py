@@ -1,0 +1,416 @@
+"""Grouped lattice vector quantisation (Zhang, Wu, Wang and Lin, 2025; arXiv:2510.20984).
+
+The inputs of a kernel are divided into groups. Each group has a lattice of its own, a generation matrix `G` of `d x d`,
+and a curvature `mu`. `d` weights of an output that follow one another are a vector `w`, kept as `d` integers `z`:
+
+    z = clip(round(G^-1 F(w))),   w' = F^-1(G z),   F(w) = sign(w) ln(1 + mu |w|) / ln(1 + mu)
+
+which is Babai's rounding (1986) behind a companding function. `G` starts as the Cholesky factor of the covariance of
+the group's companded vectors. Then the codes are rounded and a step of gradient descent for `G` and `mu` is taken in
+turn, on the squared error `|W X - W' X|^2` of the group's outputs on calibration data. The bits of a code, the same
+throughout a group, go by the group's salience ("SDBA", from SliM-LLM: Huang et al., 2024).
+
+The authors have published no code. What the paper leaves open is decided here as follows.
+
+- Codes of `b` bits are the half-integers from `-(2^b - 1) / 2` to `(2^b - 1) / 2`, so that the points lie
+  symmetrically about zero with 1 and 2 bits too: the lattice is shifted by half the sum of its basis.
+- The Cholesky factor is scaled for the code's range: by that of `SCALES` with the least error.
+- The error is divided by `|W X|^2`, and the penalty on `G - G0` by `|G0|^2`, so that one rate and one penalty suit all
+  kernels. Steps are Adam's, of `ln mu` in place of `mu`. Singular values of `G` stay within those of `G0` widened by
+  `WIDER`. The iterate with the least loss is kept.
+- Salience is `w^2 / u^2` as in SliM-LLM's code, `u` the diagonal of the Cholesky factor of the inverse of `X X^T`. How
+  many groups have a bit more and as many a bit less is decided by the error of the lattices that learning starts with,
+  in place of the divergence of the outputs, for which `X X^T` is not enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from decodax.axes import free_axes, platform
+from decodax.models.calibration import Statistic
+from decodax.models.formats.format import Format
+from decodax.models.packed import BLOCK, Packed
+from decodax.struct import static, struct
+
+CURVATURE = (10.0, 255.0)
+"""The least and the largest `mu`, from the paper."""
+
+SCALES = tuple(float(2 ** (i / 4)) for i in range(-6, 7))
+"""Steps of the starting lattice that are tried, over `4 / 2^b` standard deviations."""
+
+WIDER = 4.0
+"""How far the singular values of `G` may leave those of `G0`: the least over this to the largest times this."""
+
+DAMPING = 0.01
+"""Of the mean of the diagonal of `X X^T`, added to it, as GPTQ does (Frantar et al., 2022)."""
+
+
+def compand(w: Array, mu: Array) -> Array:
+    """`F(w)`."""
+    return jnp.sign(w) * jnp.log1p(mu * jnp.abs(w)) / jnp.log1p(mu)
+
+
+def expand(y: Array, mu: Array) -> Array:
+    """`F^-1(y)`."""
+    return jnp.sign(y) * jnp.expm1(jnp.abs(y) * jnp.log1p(mu)) / mu
+
+
+def babai(lattice: Array, y: Array, bits: Array | int) -> Array:
+    """The codes of vectors by Babai's rounding.
+
+    Args:
+        lattice: `f[d, d]`, whose columns are the basis.
+        y: `f[..., d]`. bits: of a code, int or `f[]`.
+
+    Returns:
+        `f[..., d]`, integers from 0 to `2^bits - 1`. The point of codes `u` is `lattice @ (u - (2^bits - 1) / 2)`.
+    """
+    half = 2.0 ** (jnp.asarray(bits) - 1)
+    return jnp.clip(jnp.floor(y @ jnp.linalg.inv(lattice).T + half), 0, 2 * half - 1)
+
+
+@struct
+class Lattice(Packed):
+    """A kernel as codes of the points of lattices.
+
+    Attributes:
+        codes: `u8[..., planes, N, size // 8]`, a plane for each bit of a group's codes. First come the lowest bits of
+            all groups, those with more bits first, then the next bits of the groups that have them. Bit `j` of byte `i`
+            belongs to input `j * size // 8 + i` of the group.
+        lattices: `f16[..., groups, d, d]`, of the groups in their order. curvatures: `f16[..., groups]`.
+        bits: of each group's codes. inputs: `K`; those that the last group lacks are zeros.
+    """
+
+    codes: Array
+    lattices: Array
+    curvatures: Array
+    bits: tuple[int, ...] = static()
+    inputs: int = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *above, _, N, _ = self.codes.shape
+        return *above, N, self.inputs
+
+    def values(self, dtype: Any) -> Array:
+        groups = self._groups(jnp.promote_types(jnp.float32, dtype))
+        own = jnp.moveaxis(groups[..., np.argsort(_order(self.bits)), :, :], -3, -2)        # [..., N, groups, size]
+        return own.reshape(*own.shape[:-2], -1)[..., :self.inputs].astype(dtype)
+
+    def product(self, x: Array, dtype: Any) -> Array:
+        # XLA's CPU has no fast products of half precision
+        own = jnp.dtype(jnp.float32) if platform() == "cpu" else x.dtype
+        kernel = self._groups(jnp.float32).astype(own)
+        size = kernel.shape[-1]
+        split = _divided(x.astype(own), size)[:, np.array(_order(self.bits))]
+        parts = jnp.einsum("rgk,gnk->grn", split, kernel, preferred_element_type=jnp.promote_types(jnp.float32, dtype))
+        return parts.sum(0).astype(dtype)
+
+    def times(self, x: Array, dtype: Any) -> Array:
+        # a weight takes longer to decode than to multiply: all rows at once, and no more weights than a cache holds
+        if free_axes() or self.shape[0] < 2:
+            return self.product(x, dtype)
+        return self.by_blocks(x, dtype, BLOCK // self.inputs + 1)
+
+    def part(self, start: Array | int, size: int) -> Self:
+        return self.replace(codes=lax.dynamic_slice_in_dim(self.codes, start, size, axis=-2))
+
+    def rows(self, which: Array, dtype: Any) -> Array:
+        made = self.replace(codes=self.codes[..., which.reshape(-1), :]).values(dtype)
+        return made.reshape(*which.shape, -1)
+
+    def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
+        above = [None] * (self.codes.ndim - 3)
+        return self.replace(codes=PartitionSpec(*above, None, outputs, None), lattices=PartitionSpec(),
+                            curvatures=PartitionSpec())
+
+    def _groups(self, dtype: Any) -> Array:
+        """The weights `f[..., groups, N, size]`, groups with more bits first."""
+        order = np.array(_order(self.bits))
+        bits = np.array(self.bits)[order]
+        *above, _, _, eighth = self.codes.shape
+        shifts = jnp.arange(8, dtype=jnp.uint8)[:, None]
+        codes: Array | None = None
+        start = 0
+        for level in range(int(bits[0])):
+            count = int((bits > level).sum())
+            plane = self.codes[..., start:start + count, :, :]
+            own = (((plane[..., None, :] >> shifts) & 1) << level).reshape(*plane.shape[:-1], 8 * eighth)
+            start += count
+            codes = own if codes is None else codes | jnp.pad(
+                own, [(0, 0)] * len(above) + [(0, len(bits) - count), (0, 0), (0, 0)])
+        assert codes is not None
+        middle = (2.0 ** bits - 1) / 2
+        vectors = codes.astype(dtype) - jnp.asarray(middle, dtype)[:, None, None]
+        d = self.lattices.shape[-1]
+        points = jnp.einsum("...gvj,...gij->...gvi", vectors.reshape(*above, len(bits), -1, d),
+                            self.lattices[..., order, :, :].astype(dtype), preferred_element_type=dtype)
+        return expand(points.reshape(vectors.shape), self.curvatures[..., order, None, None].astype(dtype))
+
+
+def _order(bits: tuple[int, ...]) -> list[int]:
+    """The groups, those with more bits first."""
+    return sorted(range(len(bits)), key=lambda g: -bits[g])
+
+
+def _divided(x: Array, size: int) -> Array:
+    """Inputs `f[..., K]` as groups `f[..., groups, size]`, the last one filled up with zeros."""
+    groups = -(-x.shape[-1] // size)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * size - x.shape[-1])])
+    return padded.reshape(*x.shape[:-1], groups, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupInputs(Statistic):
+    """`X X^T` of the inputs of each group by themselves, `f32[groups, size, size]`.
+
+    Attributes:
+        group, multiple: see `group_size`.
+    """
+
+    group: int
+    multiple: int
+
+    def of(self, x: Array, gradient: Array) -> Array:
+        own = _divided(jnp.where((gradient != 0).any(-1, keepdims=True), x, 0),
+                       group_size(x.shape[-1], self.group, self.multiple))
+        return jnp.einsum("rgi,rgj->gij", own, own)
+
+
+def group_size(K: int, group: int, multiple: int) -> int:
+    """Inputs of a group: all groups are as large, `group` at most, and multiples of `multiple`.
+
+    >>> group_size(768, 128, 8), group_size(320, 128, 8), group_size(33, 128, 8)
+    (128, 112, 40)
+    """
+    return -(-K // (-(-K // group) * multiple)) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class GLVQ(Format):
+    """Codes of points of lattices that are learned for each group of inputs.
+
+    Attributes:
+        bits: of a weight's code on the average, 1 to 7.
+        group: inputs of a group at most, a multiple of 8 and of `dimension`. Groups of a kernel are equally large.
+        dimension: of the lattices, `d`.
+        spread: bits by which salient groups have more and others less, 1 or 0: 0 gives all groups the same ("GLVQ-u").
+        steps: of learning at most; 0 keeps the lattices that it starts with.
+        rate: of Adam's first step, over `2^(bits - 2)`, for `G` over its largest singular value and for `ln mu`. It
+            falls to 0 as a cosine does.
+        penalty: on leaving the lattice that learning starts with, lambda.
+        tolerance: learning ends when the loss changes by a smaller share.
+    """
+
+    bits: int = 2
+    group: int = 128
+    dimension: int = 8
+    spread: int = 1
+    steps: int = 100
+    rate: float = 0.03
+    penalty: float = 1e-4
+    tolerance: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("bits", 1, 7), ("dimension", 1, 64), ("spread", 0, 1), ("steps", 0, None)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least or (most is not None and value > most):
+                raise ValueError(f"{name}: got {value!r}, takes an int from {least}" + (f" to {most}" if most else ""))
+        if self.bits <= self.spread:
+            raise ValueError(f"spread: got {self.spread} with {self.bits} bits, takes 0: a code has one bit at least")
+        if self.group < 1 or self.group % self._multiple:
+            raise ValueError(f"group: got {self.group}, takes a multiple of {self._multiple}, which is one of 8 and of "
+                             f"dimension {self.dimension}")
+        for name in ("rate", "penalty", "tolerance"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes 0 or more")
+
+    @property
+    def _multiple(self) -> int:
+        return math.lcm(8, self.dimension)
+
+    @property
+    def statistic(self) -> GroupInputs:
+        return GroupInputs(self.group, self._multiple)
+
+    def packs(self, path: str) -> bool:
+        return path.startswith("layers.")
+
+    def pack(self, kernel: Array, seen: Any = None) -> Lattice:
+        *above, K, N = kernel.shape
+        size = group_size(K, self.group, self._multiple)
+        own = _divided(jnp.swapaxes(kernel, -1, -2).astype(jnp.float32), size)
+        w = jnp.moveaxis(own, -2, -3).reshape(-1, own.shape[-2], N, size)       # [E or 1, groups, N, size]
+        moments = _damped(jnp.asarray(seen, jnp.float32).reshape(len(w), -1, size, size))
+        bits = self._allocated(w, moments)
+        codes, lattices, curvatures = learn(w, moments, jnp.asarray(bits, jnp.float32), self.dimension, self.steps,
+                                            self.rate, self.penalty, self.tolerance)
+        made = Lattice(codes=_planes(codes, bits), lattices=lattices, curvatures=curvatures, bits=bits, inputs=K)
+        return jax.tree.map(lambda a: a if above else a[0], made)
+
+    def _allocated(self, w: Array, moments: Array) -> tuple[int, ...]:
+        """Bits of each group's codes; experts share them, for their codes lie in one array."""
+        groups = w.shape[1]
+        if not self.spread or groups < 2:
+            return (self.bits,) * groups
+        rank = np.argsort(np.asarray(salience(w, moments).sum(0)))      # the least salient first
+        fewer, same, more = (np.asarray(start_errors(w, moments, self.bits + i, self.dimension).sum(0))
+                             for i in (-1, 0, 1))
+        totals = [fewer[rank[:n]].sum() + same[rank[n:groups - n]].sum() + more[rank[groups - n:]].sum()
+                  for n in range(groups // 2 + 1)]
+        count, bits = int(np.argmin(totals)), np.full(groups, self.bits)
+        bits[rank[:count]] -= 1
+        bits[rank[groups - count:]] += 1
+        return tuple(int(b) for b in bits)
+
+
+def _damped(moments: Array) -> Array:
+    """`X X^T` with something on its diagonal, also where a kernel has seen nothing."""
+    mean = jnp.trace(moments, axis1=-2, axis2=-1)[..., None, None] / moments.shape[-1]
+    return moments + jnp.where(mean > 0, DAMPING * mean, 1) * jnp.eye(moments.shape[-1])
+
+
+def _planes(codes: Array, bits: tuple[int, ...]) -> Array:
+    """Codes `u8[E, groups, N, size]` as `Lattice` has them."""
+    order = np.array(_order(bits))
+    shifts = jnp.arange(8, dtype=jnp.uint8)[:, None]
+    found = []
+    for level in range(max(bits)):
+        own = codes[:, order[np.array(bits)[order] > level]]
+        ones = ((own >> level) & 1).reshape(*own.shape[:-1], 8, -1)
+        found.append((ones << shifts).sum(-2, dtype=jnp.uint8))
+    return jnp.concatenate(found, 1)
+
+
+@jax.jit
+def salience(w: Array, moments: Array) -> Array:
+    """`f32[E, groups]` from weights `f32[E, groups, N, size]` and `X X^T` of their inputs."""
+    factor = jnp.linalg.cholesky(jnp.linalg.inv(moments))
+    u = jnp.diagonal(factor, axis1=-2, axis2=-1)
+    return (w ** 2 / u[..., None, :] ** 2).sum((-2, -1))
+
+
+@functools.partial(jax.jit, static_argnames="dimension")
+def start_errors(w: Array, moments: Array, bits: Array | int, dimension: int) -> Array:
+    """The squared error of the outputs by the lattices that learning starts with, `f32[E, groups]`."""
+    flat = (w.reshape(-1, *w.shape[2:]), moments.reshape(-1, *moments.shape[2:]))
+
+    def one(group: tuple[Array, Array]) -> Array:
+        lattice, mu = _start(*group, bits, dimension)
+        return _error(*group, lattice, mu, bits)[0]
+
+    return lax.map(one, flat).reshape(w.shape[:2])
+
+
+@functools.partial(jax.jit, static_argnames="dimension")
+def learn(w: Array, moments: Array, bits: Array, dimension: int, steps: Array | int, rate: Array | float,
+          penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array, Array]:
+    """The lattices of groups and the codes of their weights.
+
+    Args:
+        w: `f32[E, groups, N, size]`. moments: `f32[E, groups, size, size]`, `X X^T` of their inputs.
+        bits: `f32[groups]`. The others: see `GLVQ`.
+
+    Returns:
+        `u8[E, groups, N, size]`, `f16[E, groups, d, d]` and `f16[E, groups]`: codes, lattices and curvatures.
+    """
+    E, groups = w.shape[:2]
+    flat = jax.tree.map(lambda a: a.reshape(E * groups, *a.shape[2:]),
+                        (w, moments, jnp.broadcast_to(bits, (E, groups))))
+
+    def one(group: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        own, moment, b = group
+        lattice, mu = _learned(own, moment, b, dimension, steps, rate, penalty, tolerance)
+        codes = _error(own, moment, lattice, mu, b)[1]
+        return codes.astype(jnp.uint8), lattice.astype(jnp.float16), mu.astype(jnp.float16)
+
+    return jax.tree.map(lambda a: a.reshape(E, groups, *a.shape[1:]), lax.map(one, flat))
+
+
+def _learned(w: Array, moment: Array, bits: Array, d: int, steps: Array | int, rate: Array | float,
+             penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array]:
+    """`G` and `mu` of one group, as float16 has them."""
+    import optax  # only for those who convert
+
+    lattice, mu = _start(w, moment, bits, d)
+    singular = jnp.linalg.svd(lattice, compute_uv=False)
+    least, most = singular[-1] / WIDER, singular[0] * WIDER
+    # a step moves the outermost points as far over the distance of neighbours, whatever the bits
+    fine = 4 / 2 ** bits
+    unit = singular[0] * fine
+    whole = ((w @ moment) * w).sum()
+    whole = jnp.where(whole > 0, whole, 1)
+    adam = optax.scale_by_adam()
+
+    def parts(params: tuple[Array, Array]) -> tuple[Array, Array]:
+        moved, curved = params
+        return lattice + unit * moved, mu * jnp.exp(fine * curved)
+
+    def loss(params: tuple[Array, Array]) -> Array:
+        own, curvature = parts(params)
+        away = ((own - lattice) ** 2).sum() / (lattice ** 2).sum()
+        return _error(w, moment, _half(own), _half(curvature), bits)[0] / whole + penalty * away
+
+    def projected(params: tuple[Array, Array]) -> tuple[Array, Array]:
+        own, curvature = parts(params)
+        u, s, v = jnp.linalg.svd(own)
+        return (u * jnp.clip(s, least, most) @ v - lattice) / unit, jnp.log(
+            jnp.clip(curvature, *CURVATURE) / mu) / fine
+
+    def going(carry: Any) -> Array:
+        step, _, _, _, (last, before) = carry
+        return (step < steps) & ~(jnp.abs(last - before) < tolerance * before)
+
+    def body(carry: Any) -> Any:
+        step, params, state, (best, kept), (last, _) = carry
+        now, gradient = jax.value_and_grad(loss)(params)
+        kept = jax.tree.map(lambda new, old: jnp.where(now < best, new, old), params, kept)
+        updates, state = adam.update(gradient, state)
+        own = rate * (1 + jnp.cos(jnp.pi * step / steps)) / 2
+        params = projected(jax.tree.map(lambda p, u: p - own * u, params, updates))
+        return step + 1, params, state, (jnp.minimum(now, best), kept), (now, last)
+
+    params = (jnp.zeros_like(lattice), jnp.zeros_like(mu))
+    endless = jnp.full((), jnp.inf, w.dtype)
+    *_, (_, kept), _ = lax.while_loop(going, body, (jnp.int32(0), params, adam.init(params), (endless, params),
+                                                    (endless, endless)))
+    return jax.tree.map(_half, parts(kept))
+
+
+def _start(w: Array, moment: Array, bits: Array | int, d: int) -> tuple[Array, Array]:
+    """The lattice and the curvature that learning starts with."""
+    deviations = w - w.mean()
+    kurtosis = (deviations ** 4).mean() / jnp.maximum((deviations ** 2).mean() ** 2, 1e-30)
+    mu = _half(jnp.clip(100 * jnp.tanh(kurtosis / 10), *CURVATURE))
+    vectors = compand(w, mu).reshape(-1, d)
+    covariance = jnp.cov(vectors, rowvar=False).reshape(d, d) if len(vectors) > 1 else jnp.zeros((d, d))
+    mean = jnp.maximum(jnp.trace(covariance) / d, 1e-8)
+    factor = jnp.linalg.cholesky(covariance + 1e-3 * mean * jnp.eye(d)) * 4 / 2.0 ** jnp.asarray(bits)
+    tried = _half(jnp.asarray(SCALES)[:, None, None] * factor)
+    errors = lax.map(lambda lattice: _error(w, moment, lattice, mu, bits)[0], tried)
+    return tried[jnp.argmin(errors)], mu
+
+
+def _error(w: Array, moment: Array, lattice: Array, mu: Array, bits: Array | int) -> tuple[Array, Array]:
+    """`|W X - W' X|^2` and the codes. The codes have no gradient."""
+    d = len(lattice)
+    codes = lax.stop_gradient(babai(lattice, compand(w, mu).reshape(-1, d), bits))
+    points = (codes - (2.0 ** jnp.asarray(bits) - 1) / 2) @ lattice.T
+    off = w - expand(points.reshape(w.shape), mu)
+    weighted = lax.stop_gradient(off @ moment)      # the gradient is twice this: no second product
+    return 2 * (weighted * off).sum() - lax.stop_gradient((weighted * off).sum()), codes.reshape(w.shape)
+
+
+def _half(x: Array) -> Array:
+    """As float16 has it, with the gradient of `x`."""
+    return x + lax.stop_gradient(x.astype(jnp.float16).astype(x.dtype) - x)
