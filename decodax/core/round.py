@@ -47,8 +47,8 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     works = s.running & ((count > 0) | (status == Status.RUNNING))
     keep = works[:, None] & ("rewrites" in alg.cache_needs or d.slots < length[:, None])
     entries, slots = out.entries, jnp.where(keep, d.slots, -1)
-    if not window.certain and "rewrites" not in alg.cache_needs and d.tokens.shape[1] < slots.shape[1]:
-        entries, slots = _kept(entries, slots, d.tokens.shape[1])
+    if (most := alg.commits) is not None and most < slots.shape[1]:
+        entries, slots = _kept(entries, slots, most)
     return s.replace(
         tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(entries, slots),
         algo=d.algo, policy=_where(count > 0, moved, s.policy), stop=stop, status=status,
@@ -58,8 +58,8 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
     """The entries that are kept, `most` of a row at most, and their slots, of a window that has more nodes.
 
-    A round whose window is not `certain` commits no more entries than it appends tokens. A TPU scatters those of 6
-    nodes where they lie; for those of a tree of 33 it moves layers of the cache to fast memory and back.
+    A TPU scatters those of 6 nodes where they lie; for those of a tree of 33 it moves layers of the cache to fast memory
+    and back.
     """
     keep = slots >= 0
     rank = jnp.cumsum(keep, 1) - 1

@@ -294,6 +294,12 @@ class Algorithm(abc.ABC):
         """`M`, the most tokens that a round can append."""
 
     @property
+    def commits(self) -> int | None:
+        """The most entries of a row that a round keeps, where these are fewer than its window has nodes, as of a tree
+        whose longest path is accepted. None: any number."""
+        return None
+
+    @property
     def name(self) -> str:
         """What errors call it."""
         return type(self).__name__

@@ -181,6 +181,10 @@ class _Arm(Algorithm):
     def emits(self) -> int:
         return self.adaptive.emits
 
+    @property
+    def commits(self) -> int:
+        return self.arm.commits
+
     def init(self, params: Params, s: State) -> Any:
         return self.adaptive.init(params, s)
 

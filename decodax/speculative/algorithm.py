@@ -60,6 +60,10 @@ class Speculative(Algorithm):
         return self.drafter.length + 1
 
     @property
+    def commits(self) -> int:
+        return self.emits       # the newest token, and the drafts that hold
+
+    @property
     def name(self) -> str:
         return f"Speculative({type(self.draft).__name__})"
 
