@@ -58,8 +58,8 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
     """The entries that are kept, `most` of a row at most, and their slots, of a window that has more nodes.
 
-    A TPU scatters those of 6 nodes where they lie; for those of a tree of 33 it moves layers of the cache to fast memory
-    and back.
+    A TPU scatters those of 6 nodes where they lie. For those of a tree of 33 it moves layers of the cache to fast
+    memory and back.
     """
     keep = slots >= 0
     rank = jnp.cumsum(keep, 1) - 1

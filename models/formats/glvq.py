@@ -88,12 +88,14 @@ class Lattice(Packed):
             all groups, those with more bits first, then the next bits of the groups that have them. Bit `j` of byte `i`
             belongs to input `j * size // 8 + i` of the group.
         lattices: `f16[..., groups, d, d]`, of the groups in their order. curvatures: `f16[..., groups]`.
+        scales: `f16[..., N]`, of the outputs; None: all are 1.
         bits: of each group's codes. inputs: `K`; those that the last group lacks are zeros.
     """
 
     codes: Array
     lattices: Array
     curvatures: Array
+    scales: Array | None
     bits: tuple[int, ...] = static()
     inputs: int = static()
 
@@ -105,7 +107,8 @@ class Lattice(Packed):
     def values(self, dtype: Any) -> Array:
         groups = self._groups(jnp.promote_types(jnp.float32, dtype))
         own = jnp.moveaxis(groups[..., np.argsort(_order(self.bits)), :, :], -3, -2)        # [..., N, groups, size]
-        return own.reshape(*own.shape[:-2], -1)[..., :self.inputs].astype(dtype)
+        whole = own.reshape(*own.shape[:-2], -1)[..., :self.inputs]
+        return (whole if self.scales is None else whole * self.scales[..., None].astype(whole.dtype)).astype(dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
         # XLA's CPU has no fast products of half precision
@@ -114,7 +117,8 @@ class Lattice(Packed):
         size = kernel.shape[-1]
         split = _divided(x.astype(own), size)[:, np.array(_order(self.bits))]
         parts = jnp.einsum("rgk,gnk->grn", split, kernel, preferred_element_type=jnp.promote_types(jnp.float32, dtype))
-        return parts.sum(0).astype(dtype)
+        y = parts.sum(0)
+        return (y if self.scales is None else y * self.scales.astype(y.dtype)).astype(dtype)
 
     def times(self, x: Array, dtype: Any) -> Array:
         # a weight takes longer to decode than to multiply: all rows at once, and no more weights than a cache holds
@@ -123,16 +127,19 @@ class Lattice(Packed):
         return self.by_blocks(x, dtype, BLOCK // self.inputs + 1)
 
     def part(self, start: Array | int, size: int) -> Self:
-        return self.replace(codes=lax.dynamic_slice_in_dim(self.codes, start, size, axis=-2))
+        scales = None if self.scales is None else lax.dynamic_slice_in_dim(self.scales, start, size)
+        return self.replace(codes=lax.dynamic_slice_in_dim(self.codes, start, size, axis=-2), scales=scales)
 
     def rows(self, which: Array, dtype: Any) -> Array:
-        made = self.replace(codes=self.codes[..., which.reshape(-1), :]).values(dtype)
-        return made.reshape(*which.shape, -1)
+        flat = which.reshape(-1)
+        own = self.replace(codes=self.codes[:, flat], scales=None if self.scales is None else self.scales[flat])
+        return own.values(dtype).reshape(*which.shape, -1)
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
         above = [None] * (self.codes.ndim - 3)
         return self.replace(codes=PartitionSpec(*above, None, outputs, None), lattices=PartitionSpec(),
-                            curvatures=PartitionSpec())
+                            curvatures=PartitionSpec(),
+                            scales=None if self.scales is None else PartitionSpec(*above, outputs))
 
     def _groups(self, dtype: Any) -> Array:
         """The weights `f[..., groups, N, size]`, groups with more bits first."""
@@ -205,6 +212,8 @@ class GLVQ(Format):
         group: inputs of a group at most, a multiple of 8 and of `dimension`. Groups of a kernel are equally large.
         dimension: of the lattices, `d`.
         spread: bits by which salient groups have more and others less, 1 or 0: 0 gives all groups the same ("GLVQ-u").
+        scales: divide each output's weights by their root mean square, over that of the kernel, and keep this as
+            float16. It is not the paper's, and helps where some outputs are much louder than others.
         steps: of learning at most; 0 keeps the lattices that it starts with.
         rate: of Adam's first step, over `2^(bits - 2)`, for `G` over its largest singular value and for `ln mu`. It
             falls to 0 as a cosine does.
@@ -216,6 +225,7 @@ class GLVQ(Format):
     group: int = 128
     dimension: int = 8
     spread: int = 1
+    scales: bool = False
     steps: int = 100
     rate: float = 0.03
     penalty: float = 1e-4
@@ -249,14 +259,21 @@ class GLVQ(Format):
     def pack(self, kernel: Array, seen: Any = None) -> Lattice:
         *above, K, N = kernel.shape
         size = group_size(K, self.group, self._multiple)
-        own = _divided(jnp.swapaxes(kernel, -1, -2).astype(jnp.float32), size)
+        rows, scales = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32), None
+        if self.scales:
+            squares = (rows ** 2).mean(-1)
+            relative = jnp.sqrt(squares / jnp.maximum(squares.mean(-1, keepdims=True), 1e-30))
+            scales = jnp.where(relative < 1e-3, 1, relative).astype(jnp.float16)
+            rows = rows / scales[..., None].astype(jnp.float32)
+        own = _divided(rows, size)
         w = jnp.moveaxis(own, -2, -3).reshape(-1, own.shape[-2], N, size)       # [E or 1, groups, N, size]
         moments = _damped(jnp.asarray(seen, jnp.float32).reshape(len(w), -1, size, size))
         bits = self._allocated(w, moments)
         codes, lattices, curvatures = learn(w, moments, jnp.asarray(bits, jnp.float32), self.dimension, self.steps,
                                             self.rate, self.penalty, self.tolerance)
-        made = Lattice(codes=_planes(codes, bits), lattices=lattices, curvatures=curvatures, bits=bits, inputs=K)
-        return jax.tree.map(lambda a: a if above else a[0], made)
+        found = (_planes(codes, bits), lattices, curvatures)
+        codes, lattices, curvatures = found if above else (a[0] for a in found)
+        return Lattice(codes=codes, lattices=lattices, curvatures=curvatures, scales=scales, bits=bits, inputs=K)
 
     def _allocated(self, w: Array, moments: Array) -> tuple[int, ...]:
         """Bits of each group's codes; experts share them, for their codes lie in one array."""
