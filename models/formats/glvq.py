@@ -14,7 +14,7 @@ The authors have published no code. What the paper leaves open is decided here a
 
 - Codes of `b` bits are the half-integers from `-(2^b - 1) / 2` to `(2^b - 1) / 2`, so that the points lie
   symmetrically about zero with 1 and 2 bits too: the lattice is shifted by half the sum of its basis.
-- The Cholesky factor is scaled for the code's range: by that of `SCALES` with the least error.
+- The Cholesky factor is scaled for the code's range: by that of `WIDTHS` with the least error.
 - The error is divided by `|W X|^2`, and the penalty on `G - G0` by `|G0|^2`, so that one rate and one penalty suit all
   kernels. Steps are Adam's, of `ln mu` in place of `mu`. Singular values of `G` stay within those of `G0` widened by
   `WIDER`. The iterate with the least loss is kept.
@@ -45,7 +45,7 @@ from decodax.struct import static, struct
 CURVATURE = (10.0, 255.0)
 """The least and the largest `mu`, from the paper."""
 
-SCALES = tuple(float(2 ** (i / 4)) for i in range(-6, 7))
+WIDTHS = tuple(float(2 ** (i / 4)) for i in range(-6, 7))
 """Steps of the starting lattice that are tried, over `4 / 2^b` standard deviations."""
 
 WIDER = 4.0
@@ -413,7 +413,7 @@ def _start(w: Array, moment: Array, bits: Array | int, d: int) -> tuple[Array, A
     covariance = jnp.cov(vectors, rowvar=False).reshape(d, d) if len(vectors) > 1 else jnp.zeros((d, d))
     mean = jnp.maximum(jnp.trace(covariance) / d, 1e-8)
     factor = jnp.linalg.cholesky(covariance + 1e-3 * mean * jnp.eye(d)) * 4 / 2.0 ** jnp.asarray(bits)
-    tried = _half(jnp.asarray(SCALES)[:, None, None] * factor)
+    tried = _half(jnp.asarray(WIDTHS)[:, None, None] * factor)
     errors = lax.map(lambda lattice: _error(w, moment, lattice, mu, bits)[0], tried)
     return tried[jnp.argmin(errors)], mu
 
