@@ -41,7 +41,7 @@ def shares_of(programs: int, steps: int, cores: int = CORES) -> int:
         programs: those of one share. steps: blocks of slots there are to share.
 
     >>> shares_of(8, 32), shares_of(64, 32), shares_of(128, 256), shares_of(1, 2)
-    (16, 2, 1, 2)
+    (14, 2, 1, 2)
     """
     def busy(shares: int) -> float:
         waves = programs * shares / cores
