@@ -250,6 +250,7 @@ def test_a_larger_model_loses_less_than_by_rounding(bits: int, scales: bool, sha
     loses_less_than_by_rounding(lm, own, made, share)
 
 
+@pytest.mark.matrix
 def test_generation_from_a_saved_model_is_that_of_its_values(draft: dx.LM, tmp_path: Path) -> None:
     dx.save(draft, tmp_path)
     same = dx.load(tmp_path)

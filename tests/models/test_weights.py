@@ -196,6 +196,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         Int4(group=1)
 
 
+@pytest.mark.matrix
 def test_the_page_on_weights_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_file(DOCS / "weights.md")
     assert isinstance(names["lm"].params["embed"], Packed)      # pycode's head is its embedding table
