@@ -53,7 +53,7 @@ def rest_by_hand(documents: list[list[int]], context: list[int], longest: int, m
     return sorted(count, key=lambda path: (-count[path], len(path)))[:nodes]
 
 
-@pytest.mark.parametrize(("matches", "nodes", "cut"), often([(3, 6, True)], [(16, 40, False), (3, 6, True)]))
+@pytest.mark.parametrize(("matches", "nodes", "cut"), often([], [(16, 40, False), (3, 6, True)]))
 def test_rest_drafts_the_tree_of_a_search_by_hand(page: dict[str, Any], matches: int, nodes: int, cut: bool) -> None:
     draw = np.random.default_rng(0)
     documents = [draw.integers(0, 4, size).tolist() for size in (60, 1, 25, 2)]

@@ -236,6 +236,7 @@ def loses_less_than_by_rounding(lm: dx.LM, own: GLVQ, made: dx.LM, share: float)
     assert whole < lattices < whole + share * (nearest - whole)
 
 
+@pytest.mark.matrix
 def test_a_model_loses_less_than_by_rounding(draft: dx.LM) -> None:
     """Which takes more bits: a scale of 32 of them for 128 weights."""
     loses_less_than_by_rounding(dx.load("pycode-draft"), OWN, draft, 0.6)
