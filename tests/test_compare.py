@@ -54,6 +54,7 @@ def test_a_task_that_does_not_fit_the_model_says_what_does(pycode: dx.LM) -> Non
         tasks.completion(dataclasses.replace(pycode, tokenizer=None), 1, 64, 0)
 
 
+@pytest.mark.matrix
 def test_a_copy_edit_is_copied_and_prompt_lookup_drafts_it(pycode: dx.LM) -> None:
     lookup = dx.Speculative(dx.drafts.PromptLookup(length=5))
     found = compare.compare(pycode, {"lookup": lookup}, tasks=["copy-edit"], batch=[2], prompts=2, new_tokens=32,

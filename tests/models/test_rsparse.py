@@ -139,7 +139,7 @@ def test_rows_without_gradient_are_not_counted() -> None:
     assert Magnitudes().of(x, jnp.array([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0]])).sum() == 8
 
 
-@pytest.mark.parametrize("components", often([64], [4, 64]))
+@pytest.mark.parametrize("components", often([], [4, 64]))
 def test_each_kernel_has_about_the_ratio_of_the_least_error(components: int) -> None:
     """The first kernel has four components that count, the other has 64 of one size."""
     r = np.random.default_rng(1)
