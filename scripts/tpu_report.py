@@ -183,7 +183,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     inner = [x for x in program.inside(body) if x.opcode == "while"]
     waits = collectives(program, body)
     sampling = [x for loop in inner if not walks(loop) for x, _ in collectives(program, loop.attribute("body"))]
-    around = [x for n in facts["cache_elements"] for x in copies(program, n)]
+    # of the cache's type: a kernel of integers may have as many elements, and is transposed within its product
+    around = [x for n in facts["cache_elements"] for x in copies(program, n) if x.result[0].type == "bf16"]
     fused = {x.attribute("calls") for x in program.all() if x.opcode == "fusion"}
     written = [b for name, operations in program.computations.items() if name not in fused
                for x in operations.values() if x.opcode in ("fusion", "convert", "multiply", "broadcast", "copy")
