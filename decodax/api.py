@@ -15,6 +15,7 @@ from decodax.io.load import LM
 from decodax.io.prompts import Prompt
 from decodax.job import Job
 from decodax.policy.arguments import flag
+from decodax.progress import bar
 from decodax.request import CHUNK, Request
 from decodax.result import Result, Statistics
 
@@ -97,7 +98,7 @@ def run(request: Request, clock: float, progress: bool = False) -> Result:
     order = sorted(range(count), key=lambda i: len(request.prompts[i])) if size else list(range(count))
     end = None if request.max_time is None else clock + request.max_time
     parts: list[Result] = []
-    with _bar(progress, count * request.samples) as report:
+    with bar(progress, "generating", count * request.samples) as report:
         for start in range(0, count, size or count):
             job = Job.begin(request.select(order[start:start + size]) if size else request, request)
             while job.running:
@@ -197,23 +198,3 @@ def _merge(parts: list[Result], order: list[int], samples: int, pad: int) -> Res
                   logprobs=noted, findings={n: rows(lambda p, n=n: p.findings[n]) for n in parts[0].findings},
                   stats=Statistics(histogram=rows(lambda p: p.stats.histogram, 0, widest), **counts, **{
                       n: total(n) for n in ("forwards", "prefill_forwards", "seconds", "prefill_seconds")}))
-
-
-class _bar:
-    """A progress bar of finished rows, or nothing."""
-
-    def __init__(self, show: bool, total: int):
-        self.show, self.total = show, total
-
-    def __enter__(self) -> Any:
-        if not self.show:
-            return lambda done: None
-        from rich.progress import Progress
-        self.progress = Progress()
-        self.progress.start()
-        task = self.progress.add_task("generating", total=self.total)
-        return lambda done: self.progress.update(task, completed=done)
-
-    def __exit__(self, *exc: Any) -> None:
-        if self.show:
-            self.progress.stop()

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 from decodax.core.types import Algorithm
@@ -223,15 +223,23 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     >>> parse("prompt-lookup:length=5,max_ngram=2")
     ('prompt-lookup', {'length': 5, 'max_ngram': 2})
     """
-    name, _, given = text.partition(":")
-    found = find(name)
+    name = text.partition(":")[0]
+    return name, options(text, find(name).options)
+
+
+def options(text: str, known: Collection[str]) -> dict[str, Any]:
+    """The options of `NAME[:OPTION=VALUE,...]`.
+
+    Raises:
+        ValueError: an option that is not among those `known`, or a value that is no number, text, or tuple of them.
+    """
     try:
-        call: Any = ast.parse(f"dict({given})", mode="eval").body
-        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        if call.args or None in options:
+        call: Any = ast.parse(f"dict({text.partition(':')[2]})", mode="eval").body
+        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or None in given:
             raise ValueError("a value without a name")
     except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text}: takes NAME:OPTION=VALUE,... with numbers or tuples of them") from error
-    if unknown := sorted(options.keys() - found.options.keys()):
-        raise ValueError(f"{text}: takes no option {unknown[0]}; takes {', '.join(found.options) or 'none'}")
-    return name, options
+    if unknown := sorted(given.keys() - set(known)):
+        raise ValueError(f"{text}: takes no option {unknown[0]}; takes {', '.join(known) or 'none'}")
+    return given

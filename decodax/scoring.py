@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from decodax.core.types import Model, Out
 from decodax.io.load import LM
 from decodax.io.spans import Span, Text, spans
 from decodax.pallas_kernels.vocabulary import top_k
+from decodax.progress import bar
 from decodax.sharding import DATA, place
 
 ROWS = 8
@@ -152,7 +153,8 @@ def score(lm: LM, texts: Text | Iterable[Text], *, top_logprobs: int | None = No
     rows = -(-rows // replicas) * replicas
     slots = max(_power(max(len(s.ids) for _, s in pieces)), LONG)
     done: dict[int, list[np.ndarray]] = {}      # by piece
-    with contextlib.nullcontext() if lm.mesh is None else jax.set_mesh(lm.mesh), _bar(progress, len(pieces)) as report:
+    with contextlib.nullcontext() if lm.mesh is None else jax.set_mesh(lm.mesh), \
+            bar(progress, "scoring", len(pieces)) as report:
         for width, several, batch in _batches([s for _, s in pieces], rows, int(chunk)):
             figures = _scored(lm, [pieces[i][1] for i in batch], rows, width, slots if several else 0, top)
             done |= {i: _row(*pieces[i], [x[row] for x in figures]) for row, i in enumerate(batch)}
@@ -296,20 +298,6 @@ def _figures(out: Out, targets: Array, wanted: Array, top: int) -> tuple[Array, 
 
     parts = lax.map(part, jnp.arange(W // size))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, W, *x.shape[3:]), parts)
-
-
-@contextlib.contextmanager
-def _bar(show: bool, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of scored texts, or nothing."""
-    if not show:
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("scoring", total=total)
-        yield lambda done: progress.update(task, completed=done)
 
 
 def _power(n: int) -> int:

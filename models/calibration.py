@@ -1,8 +1,9 @@
 """What text shows of a model's kernels, for formats of weights that go by it.
 
-A kernel that is watched multiplies as it does else. The gradient of the loss with respect to what it has `seen`, zeros,
-is made to be the statistic of its inputs and of the gradients at its outputs. So any network shows them that calls
-`multiply`, within loops and conditionals, on any mesh.
+An observed kernel multiplies as any other. It also has an argument `seen`, which is zeros and changes no product. The
+derivative of the loss with respect to it is defined to be the statistic of the kernel's inputs and of the gradients at
+its outputs, so one backward pass collects the statistics of all kernels: in every network that calls `multiply`, within
+loops and conditionals, on any mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from decodax.models.diffusion import Diffusion
-from decodax.models.names import flatten
+from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 from decodax.models.transformer import Transformer, Weights
 from decodax.struct import static, struct
@@ -43,8 +44,8 @@ class Statistic(abc.ABC):
 
 
 @struct
-class Watched(Packed):
-    """A kernel that is watched."""
+class Observed(Packed):
+    """A kernel whose inputs and gradients are observed."""
 
     kernel: Array
     seen: Any
@@ -62,14 +63,14 @@ class Watched(Packed):
         return self.kernel.T[which].astype(dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
-        return _watched(self.what, x, self.kernel, self.seen).astype(dtype)
+        return _multiplied(self.what, x, self.kernel, self.seen).astype(dtype)
 
     def times(self, x: Array, dtype: Any) -> Array:
         return self.product(x, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(what: Statistic, x: Array, kernel: Array, seen: Any) -> Array:
+def _multiplied(what: Statistic, x: Array, kernel: Array, seen: Any) -> Array:
     return x @ kernel
 
 
@@ -82,15 +83,14 @@ def _backward(what: Statistic, kept: tuple[Array, Array], gradient: Array) -> tu
     return gradient @ kernel.T, jnp.zeros_like(kernel), what.of(x.astype(jnp.float32), gradient.astype(jnp.float32))
 
 
-_watched.defvjp(_forward, _backward)
+_multiplied.defvjp(_forward, _backward)
 
 
-def watched(kernel: Array, what: Statistic) -> Watched:
-    """The kernel `f[K, N]`, or `f[E, K, N]`, with nothing seen yet."""
-    *experts, K, N = kernel.shape
+def nothing(shape: tuple[int, ...], what: Statistic) -> Any:
+    """The statistic, zeros, of a kernel of the shape `[K, N]`, or `[E, K, N]`, that has seen nothing yet."""
+    *experts, K, N = shape
     shapes = jax.eval_shape(what.of, *(jax.ShapeDtypeStruct((1, n), jnp.float32) for n in (K, N)))
-    return Watched(kernel=kernel, seen=jax.tree.map(lambda s: jnp.zeros((*experts, *s.shape), s.dtype), shapes),
-                   what=what)
+    return jax.tree.map(lambda s: jnp.zeros((*experts, *s.shape), s.dtype), shapes)
 
 
 def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Statistic, paths: Collection[str],
@@ -113,8 +113,7 @@ def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Stati
         raise ValueError(f"lm: has {diffusion.attention} attention, data is taken for models with full or block-causal "
                          "attention, and for autoregressive ones")
     leaves, structure = flatten(params), jax.tree.structure(params, is_leaf=lambda x: isinstance(x, Packed))
-    start = {path: watched(leaves[path].T if path == "embed" else leaves[path], what) for path in paths}
-    zeros = {path: one.seen for path, one in start.items()}
+    zeros = {path: nothing(kernel_of(path, leaves[path]).shape, what) for path in paths}
     total = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype),
                          jax.eval_shape(lambda: {path: what.each(seen) for path, seen in zeros.items()}))
 
@@ -122,8 +121,8 @@ def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Stati
     def one(leaves: dict[str, Any], zeros: dict[str, Any], total: dict[str, Any], row: Array,
             key: Array) -> dict[str, Any]:
         def loss(seen: dict[str, Any]) -> Array:
-            own = {path: Watched(kernel=leaf.T if path == "embed" else leaf, seen=seen[path], what=what)
-                   if path in seen else leaf for path, leaf in leaves.items()}
+            own = {path: Observed(kernel=kernel_of(path, leaf), seen=seen[path], what=what) if path in seen else leaf
+                   for path, leaf in leaves.items()}
             return _loss(model, jax.tree.unflatten(structure, own.values()), row, diffusion, key)
 
         added = jax.grad(loss)(zeros)

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+from jax import Array
 
 from decodax.models.config import DecoderConfig
 from decodax.models.packed import Packed
@@ -165,6 +166,11 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> Weigh
         if "{head}" in name:
             return WeightSource(tuple(name.format(head=h) for h in range(shape[0])), False, None, shape[1:])
     return WeightSource((name,), transpose, part, shape[::-1] if transpose else shape)
+
+
+def kernel_of(path: str, weight: Array) -> Array:
+    """The kernel `f[..., K, N]` that a weight is: an embedding table lies the other way round."""
+    return weight.T if path == "embed" else weight
 
 
 def flatten(tree: Weights) -> dict[str, Any]:

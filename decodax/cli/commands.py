@@ -7,7 +7,6 @@ JAX is imported only by the commands that need it, so that help and usage errors
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
@@ -15,13 +14,13 @@ import reprlib
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decodax import __version__
 from decodax.cli.arguments import SAMPLING, TASKS, flag, parser
-from decodax.cli.common import UsageError, keep_programs, table
+from decodax.cli.common import UsageError, keep_programs, naming_the_argument, table
 
 if TYPE_CHECKING:
     from decodax.bench.compare import Comparison, Contender
@@ -60,13 +59,13 @@ def generate(args: argparse.Namespace) -> None:
     keep_programs()
     import decodax as dx
 
-    with _naming_the_argument():
+    with naming_the_argument():
         named = dx.systems.parse(args.algorithm) if args.algorithm else None
     lm = dx.load(args.model, dtype=args.dtype, weights=args.weights)
     if named:
         name, choices = named
         draft = dx.load(args.draft) if dx.systems.SYSTEMS[name].drafts else None
-        with _naming_the_argument():
+        with naming_the_argument():
             options["algorithm"] = dx.system(name, lm, draft, **choices)
     given: Any = prompt
     if args.chat:
@@ -76,7 +75,7 @@ def generate(args: argparse.Namespace) -> None:
                 "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs, "max_time": args.max_time,
                 "include_stop": args.include_stop, "skip_special_tokens": not args.special_tokens}
     samples = lm.generation_config.get("num_return_sequences") or 1 if args.num_samples is None else args.num_samples
-    with _naming_the_argument():
+    with naming_the_argument():
         if args.json or samples != 1:
             result = dx.generate(lm, given, num_samples=args.num_samples, **options)
         else:
@@ -128,14 +127,14 @@ def compare(args: argparse.Namespace) -> None:
     from decodax.bench.tasks import sampled
     from decodax.systems import SYSTEMS
 
-    with _naming_the_argument():
+    with naming_the_argument():
         chosen = _systems(args.names)
     lm = dx.load(args.model)
     needed = any(SYSTEMS[name].drafts for name, _ in chosen.values())
     draft = dx.load(args.draft) if needed else None
     shown = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _naming_the_argument():
+    with naming_the_argument():
         contenders = {given: _contender(name, options, lm, draft) for given, (name, options) in chosen.items()}
         with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
             runs = bar.add_task("", total=None)
@@ -247,15 +246,6 @@ def _held_out(model: Mapping[str, Any]) -> str:
     if "bits_per_byte" in each:
         return f"at most {each['bits_per_byte']:.2f} bits/byte"
     return f"{sum(each.values()) / len(each):.0%} right" if each else ""
-
-
-@contextlib.contextmanager
-def _naming_the_argument() -> Iterator[None]:
-    """Turns errors about values into usage errors: their text names the argument."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise UsageError(error) from error
 
 
 def _prompt(args: argparse.Namespace) -> str:

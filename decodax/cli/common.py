@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 
 class UsageError(Exception):
@@ -33,3 +34,12 @@ def keep_programs() -> str:
         return cache_programs()
     except OSError as error:
         return f"nowhere: {error}"
+
+
+@contextlib.contextmanager
+def naming_the_argument() -> Iterator[None]:
+    """Turns errors about values into usage errors: their text names the argument."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise UsageError(error) from error

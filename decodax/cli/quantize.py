@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from decodax.cli.common import UsageError
+from decodax.cli.common import UsageError, naming_the_argument
 
 EXAMPLES = """\
 examples:
@@ -52,16 +51,12 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--data: not UTF-8 text ({error})") from error
     import decodax as dx
 
-    try:
+    with naming_the_argument():
         own = _format(args.weights)
-        lm = dx.load(args.model, dtype="float32")
+    lm = dx.load(args.model, dtype="float32")
+    with naming_the_argument():
         made = dx.quantize(lm, own, data, length=args.length, sequences=args.sequences, progress=sys.stderr.isatty())
-    except ValueError as error:
-        if str(error).split(":")[0] in ("weights", "data", "length", "sequences", "lm"):
-            raise UsageError(f"{'NAME_OR_DIR' if str(error).startswith('lm:') else '--' + str(error).split(':')[0]}:"
-                             f"{str(error).partition(':')[2]}") from error
-        raise
-    dx.save(dataclasses.replace(made, params=_cast(made.params, args.dtype or _dtype(lm.directory))), out)
+    dx.save(made, out, dtype=args.dtype or _dtype(lm.directory))
     size = lambda path: sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     figures = {"out": str(out), "weights": args.weights, "bytes": size(out),
                "before": size(lm.directory) if lm.directory else None}
@@ -83,33 +78,10 @@ def _dtype(directory: Path | None) -> str:
     return DTYPES.get(max(set(kinds), key=kinds.count), "float32")
 
 
-def _cast(params: Any, dtype: str) -> Any:
-    """Weights with those that are not packed in a dtype."""
-    import jax
-
-    from decodax.models.packed import Packed
-
-    packed = lambda x: isinstance(x, Packed)
-    return jax.tree.map(lambda x: x if packed(x) else x.astype(dtype), params, is_leaf=packed)
-
-
 def _format(text: str) -> Any:
     """A format of `NAME[:OPTION=VALUE,...]`."""
     from decodax.models.formats import read_format
+    from decodax.registry import options
 
-    name, _, given = text.partition(":")
-    own: Any = read_format(name)
-    try:
-        call: Any = ast.parse(f"dict({given})", mode="eval").body
-        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        if call.args or None in options:
-            raise ValueError("a value without a name")
-    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
-        raise ValueError(f"weights: got {text!r}, takes NAME:OPTION=VALUE,... with numbers, texts or tuples") from error
-    known = {field.name for field in dataclasses.fields(own)}
-    if unknown := sorted(options.keys() - known):
-        raise ValueError(f"weights: {name} takes no option {unknown[0]}; takes {', '.join(sorted(known)) or 'none'}")
-    try:
-        return dataclasses.replace(own, **options)
-    except ValueError as error:
-        raise ValueError(f"weights: {error}") from error
+    own: Any = read_format(text.partition(":")[0])
+    return dataclasses.replace(own, **options(text, [field.name for field in dataclasses.fields(own)]))

@@ -229,24 +229,14 @@ def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str,
     return whole if packing is None else _packer(packing, table, shape, dtype, place)(whole)
 
 
-def place_packed(kernel: Packed, table: bool, place: jax.sharding.Sharding) -> Packed:
-    """A packed kernel where the array would go."""
-    if not isinstance(place, NamedSharding):
-        return kernel
-    *_, inputs, outputs = place.spec[::-1] if table else place.spec
-    own = kernel.placed(outputs, inputs)
-    return jax.device_put(own, packed_files.place_all(own, inputs, outputs, place))
-
-
 @functools.lru_cache(maxsize=64)
 def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
     pack = lambda kernel: packing.pack(kernel.T if table else kernel)
     if not isinstance(place, NamedSharding):
         return jax.jit(pack)
-    *_, inputs, outputs = place.spec[::-1] if table else place.spec
-    placed = lambda kernel: pack(kernel).placed(outputs, inputs)
+    placed = lambda kernel: pack(kernel).placed(*packed_files.axes(place, table))
     shapes = jax.eval_shape(placed, jax.ShapeDtypeStruct(shape, dtype))
-    return jax.jit(placed, out_shardings=packed_files.place_all(shapes, inputs, outputs, place))
+    return jax.jit(placed, out_shardings=packed_files.shardings(shapes, table, place))
 
 
 def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
@@ -272,7 +262,7 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
         config: entries for `config.json`. With a `model_type` it is that family's whole configuration (such as the one
             the model was loaded from; of one that also sees images the language model's is written). Without one the
             model is written as a Llama and the entries, such as `eos_token_id`, are added.
-        dtype: of the stored weights ("float32", "bfloat16", "float16"); None: as they are.
+        dtype: of the stored weights that are not packed ("float32", "bfloat16", "float16"); None: as they are.
 
     Raises:
         ValueError: `config` does not describe this model, or the model is no Llama and no `config` says what it is.
@@ -285,10 +275,10 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
                          f"{model.config}")
     leaves = flatten(params)
     if any(isinstance(leaf, Packed) for leaf in leaves.values()):
-        if dtype is not None:
-            raise ValueError(f"dtype: got {dtype!r} for packed weights, takes None: these are written as they are")
         whole = next(leaf for leaf in leaves.values() if not isinstance(leaf, Packed))
-        packed_files.write(Path(directory), leaves, entries | {"dtype": dtype_name(whole.dtype)})
+        name = dtype_name(dtype or whole.dtype)
+        own = {path: leaf if isinstance(leaf, Packed) else leaf.astype(name) for path, leaf in leaves.items()}
+        packed_files.write(Path(directory), own, entries | {"dtype": name})
         return
     name = dtype_name(dtype or leaves["embed"].dtype)
     entries |= {"dtype": name, "torch_dtype": name}

@@ -25,7 +25,7 @@ from decodax.models.packed import Packed
 from decodax.struct import fields
 
 ENTRY = "packed_weights"
-"""In config.json: for each packed weight its kind and its fields; for an array its dtype."""
+"""In config.json: for each packed weight its kind and its fields; for an array its dtype and shape."""
 
 STORED = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 """Dtypes that numpy lacks, and those whose bits are stored instead."""
@@ -91,17 +91,24 @@ def _describe(leaf: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
     own = np.asarray(jax.device_get(leaf))
     dtype = own.dtype.name
     tensors[name] = np.ascontiguousarray(own).view(STORED.get(dtype, dtype))
-    return dtype
+    return {"dtype": dtype, "shape": own.shape}
 
 
 def _skeleton(entry: Any, name: str, files: Files) -> Any:
     """The weight as shapes."""
     if entry is None:
         return None
-    if isinstance(entry, str):
+    if "dtype" in entry:
+        wanted = jax.ShapeDtypeStruct(tuple(entry["shape"]), jnp.dtype(entry["dtype"]))
         if name not in files.home:
             raise ValueError(f"{files.name} lacks tensor {name}")
-        return jax.ShapeDtypeStruct(tuple(files.slice(name).get_shape()), jnp.dtype(entry))
+        shape, stored = tuple(files.slice(name).get_shape()), files.slice(name).get_dtype()
+        kept = np.dtype(STORED.get(wanted.dtype.name, wanted.dtype))
+        form = "BOOL" if kept.kind == "b" else f"{kept.kind}{8 * kept.itemsize}".upper()
+        if (stored, shape) != (form, wanted.shape):
+            raise ValueError(f"{files.home[name]}: tensor {name} is {stored} of shape {shape}, takes {form} of shape "
+                             f"{wanted.shape}")
+        return wanted
     kind = KINDS.get(entry["kind"])
     if kind is None:
         raise ValueError(f"kind: got {entry['kind']!r}, takes {', '.join(KINDS)}")
@@ -118,29 +125,36 @@ def _placed(skeleton: Any, path: str, place: Sharding, files: Files, dtype: str 
     """The weight, each device's part of an array read by itself."""
     if not isinstance(skeleton, Packed):
         return _read(skeleton, path, place, files, dtype)
-    *_, inputs, outputs = _axes(place, path) if isinstance(place, NamedSharding) else (None, None)
-    specs = place_all(skeleton, inputs, outputs, place)
-    names = _names(skeleton, path)
+    table, names = path == "embed", _names(skeleton, path)
     leaves, structure = jax.tree.flatten(skeleton)
     made = [_read(leaf, name, where, files) for leaf, name, where in
-            zip(leaves, names, jax.tree.leaves(specs), strict=True)]
+            zip(leaves, names, jax.tree.leaves(shardings(skeleton, table, place)), strict=True)]
     own = jax.tree.unflatten(structure, made)
     if not isinstance(place, NamedSharding):
         return jax.jit(lambda p: p.here())(own)
-    finish = lambda p: p.here().placed(outputs, inputs)
-    return jax.jit(finish, out_shardings=place_all(jax.eval_shape(finish, skeleton), inputs, outputs, place))(own)
+    finish = lambda p: p.here().placed(*axes(place, table))
+    return jax.jit(finish, out_shardings=shardings(jax.eval_shape(finish, skeleton), table, place))(own)
 
 
-def _axes(place: NamedSharding, path: str) -> tuple[Any, ...]:
-    """Of the inputs and of the outputs."""
-    return tuple(place.spec[::-1] if path == "embed" else place.spec)
+def place_packed(packed: Packed, table: bool, place: Sharding) -> Packed:
+    """A packed kernel where the array would go; `table`: that is a table of embeddings."""
+    if not isinstance(place, NamedSharding):
+        return packed
+    own = packed.placed(*axes(place, table))
+    return jax.device_put(own, shardings(own, table, place))
 
 
-def place_all(packed: Packed, inputs: str | None, outputs: str | None, place: Sharding) -> Any:
+def axes(place: NamedSharding, table: bool) -> tuple[Any, Any]:
+    """The mesh axes of a kernel's outputs and of its inputs, where the array goes to `place`."""
+    *_, inputs, outputs = place.spec[::-1] if table else place.spec
+    return outputs, inputs
+
+
+def shardings(packed: Packed, table: bool, place: Sharding) -> Any:
     """The sharding of each of its arrays."""
     if not isinstance(place, NamedSharding):
         return jax.tree.map(lambda _: place, packed)
-    specs = packed.specs(outputs, inputs, dict(place.mesh.shape))
+    specs = packed.specs(*axes(place, table), dict(place.mesh.shape))
     return jax.tree.map(lambda spec: NamedSharding(place.mesh, spec), specs,
                         is_leaf=lambda x: isinstance(x, PartitionSpec))
 

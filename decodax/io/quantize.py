@@ -5,31 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from decodax.io.checkpoint import place_packed, save_model
+from decodax.io.checkpoint import save_model
 from decodax.io.files import read_json
 from decodax.io.load import LM
-from decodax.io.packed import ENTRY
-from decodax.models.calibration import observe, watched
+from decodax.io.packed import ENTRY, place_packed
+from decodax.models.calibration import nothing, observe
 from decodax.models.formats import Format, kernels, read_format
-from decodax.models.names import flatten
+from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 from decodax.models.transformer import Transformer
+from decodax.progress import bar
 
-BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-          "generation_config.json")
-"""Files that `save` copies from where a model came from."""
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that `save` copies from where a tokenizer came from."""
 
 
 def quantize(lm: LM, weights: str | Format, data: Sequence[str | Sequence[int]] | None = None, *, length: int = 512,
@@ -68,7 +68,7 @@ def quantize(lm: LM, weights: str | Format, data: Sequence[str | Sequence[int]] 
     pack = jax.jit(own.pack) if own.statistic is None else own.pack
     tokens = None if own.statistic is None else _tokens(lm, weights, data, length, sequences)
     with contextlib.nullcontext() if lm.mesh is None else jax.set_mesh(lm.mesh), \
-            _bar(progress, len(chosen)) as report:
+            bar(progress, "packing", len(chosen)) as report:
         for group in _groups(leaves, chosen, own, memory):
             seen: dict[str, Any] = {}
             if tokens is not None and own.statistic is not None:
@@ -76,35 +76,41 @@ def quantize(lm: LM, weights: str | Format, data: Sequence[str | Sequence[int]] 
                 shown = functools.partial(lambda rows, share, done: report(done + share * rows), share=share, done=done)
                 seen = observe(lm.model, lm.params, tokens, own.statistic, group, lm.diffusion, shown)
             for path in group:
-                table = path == "embed"
-                kernel = leaves[path].T if table else leaves[path]
-                made = pack(kernel) if tokens is None else pack(kernel, seen.pop(path))
-                place = SingleDeviceSharding(jax.devices()[0]) if places is None else places[path]
-                leaves[path] = place_packed(made, table, place)
+                made = pack(kernel_of(path, leaves[path]), *([] if tokens is None else [seen.pop(path)]))
+                leaves[path] = made if places is None else place_packed(made, path == "embed", places[path])
         report(len(chosen))
     params = jax.tree.unflatten(jax.tree.structure(lm.params), leaves.values())
     return dataclasses.replace(lm, params=params)
 
 
-def save(lm: LM, directory: str | os.PathLike[str]) -> None:
-    """Writes a model that `decodax.load` reads: weights, configuration and tokenizer.
+def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None) -> None:
+    """Writes a model that `decodax.load` reads: weights, configuration, generation config and tokenizer.
 
     Weights that are arrays are written as transformers reads them; packed ones are for `decodax.load` alone.
 
+    Args:
+        dtype: of the weights that are not packed ("float32", "bfloat16", "float16"); None: as they are.
+
     Raises:
-        ValueError: a model that is no decoder, or one without the configuration that it needs.
+        ValueError: a model that is no decoder, one without the configuration that it needs, a tokenizer that was made
+            in memory, or a dtype that weights may not have.
     """
     if not isinstance(lm.model, Transformer):
         raise ValueError(f"lm: got {lm.name!r}, a {type(lm.model).__name__}; takes a decoder")
-    root = Path(directory)
-    config: dict[str, Any] = {key: lm.generation_config[key] for key in ("bos_token_id", "eos_token_id",
-                                                                         "pad_token_id") if key in lm.generation_config}
+    if lm.tokenizer is not None and lm.tokenizer.directory is None:
+        raise ValueError(f"lm: got {lm.name!r} with a tokenizer that was made in memory; takes one that was read from "
+                         "a directory, or None")
+    root, config = Path(directory), dict[str, Any]()
     if lm.directory is not None:
         config = {key: value for key, value in read_json(lm.directory / "config.json").items() if key != ENTRY}
-    save_model(root, lm.model, lm.params, config)
-    for name in BESIDE:
-        if lm.directory is not None and (lm.directory / name).is_file() and lm.directory.resolve() != root.resolve():
-            shutil.copyfile(lm.directory / name, root / name)
+    if lm.diffusion is not None:
+        config["diffusion"] = dataclasses.asdict(lm.diffusion)
+    save_model(root, lm.model, lm.params, config, dtype)
+    (root / "generation_config.json").write_text(json.dumps(lm.generation_config, indent=2) + "\n")
+    source = None if lm.tokenizer is None else lm.tokenizer.directory
+    for name in TOKENIZER:
+        if source is not None and (source / name).is_file() and source.resolve() != root.resolve():
+            shutil.copyfile(source / name, root / name)
 
 
 def _tokens(lm: LM, weights: str | Format, data: Sequence[str | Sequence[int]] | None, length: int,
@@ -143,8 +149,7 @@ def _groups(leaves: dict[str, Any], chosen: list[str], own: Format, memory: int)
     for path in chosen:
         one = 0
         if what is not None:
-            kernel = jax.eval_shape(lambda x, path=path: x.T if path == "embed" else x, leaves[path])
-            seen = jax.eval_shape(lambda k: watched(k, what).seen, kernel)
+            seen = jax.eval_shape(functools.partial(nothing, kernel_of(path, leaves[path]).shape, what))
             one = 2 * sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(seen))
         if group and size + one > memory:
             yield group
@@ -153,17 +158,3 @@ def _groups(leaves: dict[str, Any], chosen: list[str], own: Format, memory: int)
         size += one
     if group:
         yield group
-
-
-@contextlib.contextmanager
-def _bar(show: bool, total: int) -> Iterator[Callable[[float], None]]:
-    """A progress bar of packed kernels, or nothing."""
-    if not show:
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("packing", total=total)
-        yield lambda done: progress.update(task, completed=done)

@@ -32,17 +32,19 @@ class Tokenizer:
         special_tokens: "bos_token", "eos_token", ... as text, for chat templates.
         chat_templates: Jinja source by name; "default" is the usual one.
         template_files: the file that each of them was read from, for errors.
+        directory: where its files are; None for one that was made in memory.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, bos_id: int | None = None, eos_ids: Sequence[int] = (),
                  pad_id: int | None = None, special_tokens: Mapping[str, str] | None = None,
-                 chat_templates: Mapping[str, str] | None = None, template_files: Mapping[str, str] | None = None):
+                 chat_templates: Mapping[str, str] | None = None, template_files: Mapping[str, str] | None = None,
+                 directory: Path | None = None):
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.bos_id, self.eos_ids, self.pad_id = bos_id, tuple(eos_ids), pad_id
         self.special_tokens, self.chat_templates = dict(special_tokens or {}), dict(chat_templates or {})
-        self.template_files = dict(template_files or {})
+        self.template_files, self.directory = dict(template_files or {}), directory
         self._pieces: dict[bool, TokenBytes] = {}
 
     @classmethod
@@ -86,7 +88,7 @@ class Tokenizer:
         templates = _chat_templates(path, config)
         return cls(backend, bos_id=one("bos"), eos_ids=find("eos"), pad_id=one("pad"), special_tokens=special,
                    chat_templates={name: source for name, (source, _) in templates.items()},
-                   template_files={name: str(file) for name, (_, file) in templates.items()})
+                   template_files={name: str(file) for name, (_, file) in templates.items()}, directory=path)
 
     def __len__(self) -> int:
         """Entries of the vocabulary, added tokens included; a model's may be padded beyond it."""

@@ -13,7 +13,7 @@ from decodax.models.formats.qserve import W4A8, Nibbles, QServe
 from decodax.models.formats.rsparse import RankSparse, RSparse
 from decodax.models.formats.scaled import Float8, Floats, Int4, Int8, Scaled
 from decodax.models.formats.squeezellm import DenseSparse, Lookup, SqueezeLLM
-from decodax.models.names import flatten
+from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 
 __all__ = ["FORMATS", "GLVQ", "KINDS", "Float8", "Floats", "Format", "Int4", "Int8", "QServe", "RSparse", "Scaled",
@@ -71,5 +71,5 @@ def pack(params: Any, weights: str | Format) -> Any:
     assert own is not None
     packed = jax.jit(own.pack)
     chosen, leaves = {path for path in kernels(params) if own.packs(path)}, flatten(params)
-    made = [packed(leaf.T if path == "embed" else leaf) if path in chosen else leaf for path, leaf in leaves.items()]
+    made = [packed(kernel_of(path, leaf)) if path in chosen else leaf for path, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(params), made)

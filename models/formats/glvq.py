@@ -14,10 +14,10 @@ The authors have published no code. What the paper leaves open is decided here a
 
 - Codes of `b` bits are the half-integers from `-(2^b - 1) / 2` to `(2^b - 1) / 2`, so that the points lie
   symmetrically about zero with 1 and 2 bits too: the lattice is shifted by half the sum of its basis.
-- The Cholesky factor is scaled for the code's range: by that of `WIDTHS` with the least error.
+- The Cholesky factor is scaled for the code's range: by that of `lattices.WIDTHS` with the least error.
 - The error is divided by `|W X|^2`, and the penalty on `G - G0` by `|G0|^2`, so that one rate and one penalty suit all
   kernels. Steps are Adam's, of `ln mu` in place of `mu`. Singular values of `G` stay within those of `G0` widened by
-  `WIDER`. The iterate with the least loss is kept.
+  `lattices.WIDER`. The iterate with the least loss is kept.
 - Salience is `w^2 / u^2` as in SliM-LLM's code, `u` the diagonal of the Cholesky factor of the inverse of `X X^T`. How
   many groups have a bit more and as many a bit less is decided by the error of the lattices that learning starts with,
   in place of the divergence of the outputs, for which `X X^T` is not enough.
@@ -26,11 +26,9 @@ The authors have published no code. What the paper leaves open is decided here a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -39,44 +37,12 @@ from jax.sharding import PartitionSpec
 from decodax.axes import free_axes, platform
 from decodax.models.calibration import Statistic
 from decodax.models.formats.format import Format
+from decodax.models.formats.lattices import expand, learn, salience, start_errors
 from decodax.models.packed import BLOCK, Packed
 from decodax.struct import static, struct
 
-CURVATURE = (10.0, 255.0)
-"""The least and the largest `mu`, from the paper."""
-
-WIDTHS = tuple(float(2 ** (i / 4)) for i in range(-6, 7))
-"""Steps of the starting lattice that are tried, over `4 / 2^b` standard deviations."""
-
-WIDER = 4.0
-"""How far the singular values of `G` may leave those of `G0`: the least over this to the largest times this."""
-
 DAMPING = 0.01
 """Of the mean of the diagonal of `X X^T`, added to it, as GPTQ does (Frantar et al., 2022)."""
-
-
-def compand(w: Array, mu: Array) -> Array:
-    """`F(w)`."""
-    return jnp.sign(w) * jnp.log1p(mu * jnp.abs(w)) / jnp.log1p(mu)
-
-
-def expand(y: Array, mu: Array) -> Array:
-    """`F^-1(y)`."""
-    return jnp.sign(y) * jnp.expm1(jnp.abs(y) * jnp.log1p(mu)) / mu
-
-
-def babai(lattice: Array, y: Array, bits: Array | int) -> Array:
-    """The codes of vectors by Babai's rounding.
-
-    Args:
-        lattice: `f[d, d]`, whose columns are the basis.
-        y: `f[..., d]`. bits: of a code, int or `f[]`.
-
-    Returns:
-        `f[..., d]`, integers from 0 to `2^bits - 1`. The point of codes `u` is `lattice @ (u - (2^bits - 1) / 2)`.
-    """
-    half = 2.0 ** (jnp.asarray(bits) - 1)
-    return jnp.clip(jnp.floor(y @ jnp.linalg.inv(lattice).T + half), 0, 2 * half - 1)
 
 
 @struct
@@ -307,127 +273,3 @@ def _planes(codes: Array, bits: tuple[int, ...]) -> Array:
         ones = ((own >> level) & 1).reshape(*own.shape[:-1], 8, -1)
         found.append((ones << shifts).sum(-2, dtype=jnp.uint8))
     return jnp.concatenate(found, 1)
-
-
-@jax.jit
-def salience(w: Array, moments: Array) -> Array:
-    """`f32[E, groups]` from weights `f32[E, groups, N, size]` and `X X^T` of their inputs."""
-    factor = jnp.linalg.cholesky(jnp.linalg.inv(moments))
-    u = jnp.diagonal(factor, axis1=-2, axis2=-1)
-    return (w ** 2 / u[..., None, :] ** 2).sum((-2, -1))
-
-
-@functools.partial(jax.jit, static_argnames="dimension")
-def start_errors(w: Array, moments: Array, bits: Array | int, dimension: int) -> Array:
-    """The squared error of the outputs by the lattices that learning starts with, `f32[E, groups]`."""
-    flat = (w.reshape(-1, *w.shape[2:]), moments.reshape(-1, *moments.shape[2:]))
-
-    def one(group: tuple[Array, Array]) -> Array:
-        lattice, mu = _start(*group, bits, dimension)
-        return _error(*group, lattice, mu, bits)[0]
-
-    return lax.map(one, flat).reshape(w.shape[:2])
-
-
-@functools.partial(jax.jit, static_argnames="dimension")
-def learn(w: Array, moments: Array, bits: Array, dimension: int, steps: Array | int, rate: Array | float,
-          penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array, Array]:
-    """The lattices of groups and the codes of their weights.
-
-    Args:
-        w: `f32[E, groups, N, size]`. moments: `f32[E, groups, size, size]`, `X X^T` of their inputs.
-        bits: `f32[groups]`. The others: see `GLVQ`.
-
-    Returns:
-        `u8[E, groups, N, size]`, `f16[E, groups, d, d]` and `f16[E, groups]`: codes, lattices and curvatures.
-    """
-    E, groups = w.shape[:2]
-    flat = jax.tree.map(lambda a: a.reshape(E * groups, *a.shape[2:]),
-                        (w, moments, jnp.broadcast_to(bits, (E, groups))))
-
-    def one(group: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        own, moment, b = group
-        lattice, mu = _learned(own, moment, b, dimension, steps, rate, penalty, tolerance)
-        codes = _error(own, moment, lattice, mu, b)[1]
-        return codes.astype(jnp.uint8), lattice.astype(jnp.float16), mu.astype(jnp.float16)
-
-    return jax.tree.map(lambda a: a.reshape(E, groups, *a.shape[1:]), lax.map(one, flat))
-
-
-def _learned(w: Array, moment: Array, bits: Array, d: int, steps: Array | int, rate: Array | float,
-             penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array]:
-    """`G` and `mu` of one group, as float16 has them."""
-    import optax  # only for those who convert
-
-    lattice, mu = _start(w, moment, bits, d)
-    singular = jnp.linalg.svd(lattice, compute_uv=False)
-    least, most = singular[-1] / WIDER, singular[0] * WIDER
-    # a step moves the outermost points as far over the distance of neighbours, whatever the bits
-    fine = 4 / 2 ** bits
-    unit = singular[0] * fine
-    whole = ((w @ moment) * w).sum()
-    whole = jnp.where(whole > 0, whole, 1)
-    adam = optax.scale_by_adam()
-
-    def parts(params: tuple[Array, Array]) -> tuple[Array, Array]:
-        moved, curved = params
-        return lattice + unit * moved, mu * jnp.exp(fine * curved)
-
-    def loss(params: tuple[Array, Array]) -> Array:
-        own, curvature = parts(params)
-        away = ((own - lattice) ** 2).sum() / (lattice ** 2).sum()
-        return _error(w, moment, _half(own), _half(curvature), bits)[0] / whole + penalty * away
-
-    def projected(params: tuple[Array, Array]) -> tuple[Array, Array]:
-        own, curvature = parts(params)
-        u, s, v = jnp.linalg.svd(own)
-        return (u * jnp.clip(s, least, most) @ v - lattice) / unit, jnp.log(
-            jnp.clip(curvature, *CURVATURE) / mu) / fine
-
-    def going(carry: Any) -> Array:
-        step, _, _, _, (last, before) = carry
-        return (step < steps) & ~(jnp.abs(last - before) < tolerance * before)
-
-    def body(carry: Any) -> Any:
-        step, params, state, (best, kept), (last, _) = carry
-        now, gradient = jax.value_and_grad(loss)(params)
-        kept = jax.tree.map(lambda new, old: jnp.where(now < best, new, old), params, kept)
-        updates, state = adam.update(gradient, state)
-        own = rate * (1 + jnp.cos(jnp.pi * step / steps)) / 2
-        params = projected(jax.tree.map(lambda p, u: p - own * u, params, updates))
-        return step + 1, params, state, (jnp.minimum(now, best), kept), (now, last)
-
-    params = (jnp.zeros_like(lattice), jnp.zeros_like(mu))
-    endless = jnp.full((), jnp.inf, w.dtype)
-    *_, (_, kept), _ = lax.while_loop(going, body, (jnp.int32(0), params, adam.init(params), (endless, params),
-                                                    (endless, endless)))
-    return jax.tree.map(_half, parts(kept))
-
-
-def _start(w: Array, moment: Array, bits: Array | int, d: int) -> tuple[Array, Array]:
-    """The lattice and the curvature that learning starts with."""
-    deviations = w - w.mean()
-    kurtosis = (deviations ** 4).mean() / jnp.maximum((deviations ** 2).mean() ** 2, 1e-30)
-    mu = _half(jnp.clip(100 * jnp.tanh(kurtosis / 10), *CURVATURE))
-    vectors = compand(w, mu).reshape(-1, d)
-    covariance = jnp.cov(vectors, rowvar=False).reshape(d, d) if len(vectors) > 1 else jnp.zeros((d, d))
-    mean = jnp.maximum(jnp.trace(covariance) / d, 1e-8)
-    factor = jnp.linalg.cholesky(covariance + 1e-3 * mean * jnp.eye(d)) * 4 / 2.0 ** jnp.asarray(bits)
-    tried = _half(jnp.asarray(WIDTHS)[:, None, None] * factor)
-    errors = lax.map(lambda lattice: _error(w, moment, lattice, mu, bits)[0], tried)
-    return tried[jnp.argmin(errors)], mu
-
-
-def _error(w: Array, moment: Array, lattice: Array, mu: Array, bits: Array | int) -> tuple[Array, Array]:
-    """`|W X - W' X|^2` and the codes. The codes have no gradient."""
-    d = len(lattice)
-    codes = lax.stop_gradient(babai(lattice, compand(w, mu).reshape(-1, d), bits))
-    points = (codes - (2.0 ** jnp.asarray(bits) - 1) / 2) @ lattice.T
-    off = w - expand(points.reshape(w.shape), mu)
-    weighted = lax.stop_gradient(off @ moment)      # the gradient is twice this: no second product
-    return 2 * (weighted * off).sum() - lax.stop_gradient((weighted * off).sum()), codes.reshape(w.shape)
-
-
-def _half(x: Array) -> Array:
-    """As float16 has it, with the gradient of `x`."""
-    return x + lax.stop_gradient(x.astype(jnp.float16).astype(x.dtype) - x)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -249,21 +249,21 @@ def _grouped(codes: Array, steps: Array, zeros: Array) -> Nibbles:
     return Nibbles(codes=_packed(codes), steps=steps.astype(jnp.int8), zeros=zeros.astype(jnp.int8))
 
 
-def read(qweight: np.ndarray, s1_scales: np.ndarray, *, s2_scales: np.ndarray | None = None,
-         s2_zeros: np.ndarray | None = None, s1_szeros: np.ndarray | None = None) -> W4A8:
+def read_tensors(tensors: Mapping[str, np.ndarray]) -> W4A8:
     """A kernel from the tensors of the authors' checkpoints (OmniServe, `W4A8OF16LinearDynamicInputScale`).
 
     Args:
-        qweight: `i8[N, K // 2]`, codes in the order in which a warp of their kernel reads them: tiles of 32 outputs and
-            32 inputs, whose bytes have outputs 0 to 15 in the low bits and 16 to 31 in the high ones.
-        s1_scales: `f16[N]`.
-        s2_scales: `i8[groups, N]`, steps, the outputs of each 32 as 0, 8, 16, 24, 1, 9, ...
-        s2_zeros: `i8[groups, N]` in the same order, what is added after the step.
-        s1_szeros: `f16[N]`, of the form without groups, in place of the last two.
+        tensors: by their names there. "qweight", `i8[N, K // 2]`: codes in the order in which a warp of their kernel
+            reads them, tiles of 32 outputs and 32 inputs, whose bytes have outputs 0 to 15 in the low bits and 16 to 31
+            in the high ones. "s1_scales", `f16[N]`. "s2_scales", `i8[groups, N]`: steps, the outputs of each 32 as 0,
+            8, 16, 24, 1, 9, ... "s2_zeros", `i8[groups, N]` in the same order: what is added after the step. Of the
+            form without groups, in place of the last two, "s1_szeros", `f16[N]`.
 
     Raises:
         ValueError: shapes that do not belong together, tensors of both forms or of none, or integers beyond 8 bits.
     """
+    qweight, s1_scales = tensors["qweight"], tensors["s1_scales"]
+    s2_scales, s2_zeros, s1_szeros = (tensors.get(name) for name in ("s2_scales", "s2_zeros", "s1_szeros"))
     N, half = qweight.shape
     K = 2 * half
     if N % 32 or K % 32:
