@@ -67,6 +67,7 @@ def test_the_prompt_comes_from_an_argument_a_file_or_standard_input(
         assert as_json(generate, *args)["tokens"] == want["tokens"]
 
 
+@pytest.mark.matrix
 def test_prompt_lookup_gives_the_tokens_of_plain_decoding(generate: Run) -> None:
     warm = ["a b a b a b", "--temperature", "0.9", "--top-k", "20", "--seed", "3"]
     plain = as_json(generate, *warm)
@@ -246,8 +247,8 @@ def test_a_model_is_packed_and_written(tiny_model: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(("weights", "message"), [
-    ("int9", "--weights: got 'int9', takes 'int8'"), ("int4:groups=8", "--weights: int4 takes no option groups"),
-    ("int4:group=1", "--weights: group: got 1, takes 2 or more"), ("int4:8", "--weights: got 'int4:8', takes NAME")])
+    ("int9", "weights: got 'int9', takes 'int8'"), ("int4:groups=8", "int4:groups=8: takes no option groups"),
+    ("int4:group=1", "group: got 1, takes 2 or more"), ("int4:8", "int4:8: takes NAME:OPTION=VALUE")])
 def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                        weights: str, message: str) -> None:
     assert main(["quantize", str(tiny_model), str(tmp_path / "out"), "-w", weights]) == 2

@@ -91,6 +91,7 @@ def credit(memory, x, open, lp):
     return fused - np.log(np.exp(fused).sum(-1, keepdims=True))
 
 
+@pytest.mark.matrix
 def test_credit_of_few_tokens_is_the_whole_matrix():
     choose = lambda open, confidence, step, lp: confidence >= math.log(0.5)
     rounds = agrees(made("dinfer-credit", threshold=0.5, block=8, kept=6),
@@ -327,6 +328,7 @@ def view_of(rows, width, seed=0):
                   prompt_length=zero, min_new=zero, key=key, eos=jnp.zeros((rows, 0), jnp.int32))
 
 
+@pytest.mark.matrix
 def test_ancestral_sampling_takes_as_many_forwards_as_its_chain_has_changes():
     rows, n, steps = 20_000, 6, 4
     rule, view = d.Ancestral(steps), view_of(rows, n)

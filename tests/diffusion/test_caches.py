@@ -350,6 +350,7 @@ def test_targets_are_recaps():
     assert made(alg)[0] != made(dataclasses.replace(alg, caching=d.NoCache()))[0]
 
 
+@pytest.mark.matrix
 def test_guided_and_frozen_is_flashdlm():
     network, weights = model("llama")
     lm = LM(network, weights, VOCABULARY)
@@ -404,6 +405,7 @@ def test_similarity_is_dllm_cache():
     assert wanted != [dllm_cache(p, 5, 5, 3, 0.5) for p in IDS]
 
 
+@pytest.mark.matrix
 def test_rounds_compute_no_more_than_the_published_loop():
     alg = MaskedDiffusion(A, **QUOTA, caching=d.DelayedTokens(1, 4, (20,)))
     wide, *_, narrow = alg.kinds

@@ -41,6 +41,7 @@ def test_guidance_is_lladas():
     assert run(LLADA, 8, guidance_scale=0.0)[0] == masked          # no prompt at all
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("speaks", often(["canvas"], ["blocks", "canvas"]))
 def test_a_guided_cache_is_exact(speaks):
     cached = SYSTEMS["llada"].make(lm(speaks), **({} if speaks == "blocks" else {"block": 4}))

@@ -216,6 +216,7 @@ AGREE = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", often(["fused"], AGREE))
 def test_two_ways_of_saying_the_same_agree(case):
     left, right = (d.MaskedDiffusion(**rules) for rules in AGREE[case])

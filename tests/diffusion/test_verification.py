@@ -66,6 +66,7 @@ def outcome(name, seed, plain):
     return decode(d.MaskedDiffusion(**rules), weights(seed), [0.0, 0.0, 0.2])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", often(OFTEN, RULES))
 def test_several_steps_a_forward_are_those_steps(name):
     taken = 0

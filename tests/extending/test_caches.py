@@ -160,7 +160,7 @@ def test_a_cache_is_its_rule_run_token_by_token(kind, rule):
 
 
 # sinks and h2o with a lookup are assertions of the page
-@pytest.mark.parametrize(("kind", "algorithm"), often([("sinks", "own layers"), ("h2o", "tree"), ("paged", "tree")], [
+@pytest.mark.parametrize(("kind", "algorithm"), often([("h2o", "tree")], [
     ("sinks", "lookup"), ("sinks", "tree"), ("sinks", "own layers"), ("h2o", "lookup"), ("h2o", "tree"),
     ("h2o", "own layers"), ("paged", "lookup"), ("paged", "tree")]))
 def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(kind, algorithm):
@@ -170,7 +170,7 @@ def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(kind, algo
     assert (drafted.stats.accepted > 0).all()
 
 
-@pytest.mark.parametrize("kind", often(["wide h2o"], ["wide sinks", "wide h2o"]))
+@pytest.mark.parametrize("kind", often(["wide sinks"], ["wide sinks", "wide h2o"]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(kind):
     assert texts(run(kind)) == texts(run("dense"))
     assert np.allclose(chosen(run(kind)), chosen(run("dense")), atol=1e-5)
@@ -196,7 +196,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(kind):
     assert np.allclose(chosen(alone), chosen(run(kind))[2:], atol=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", often(["lookup"], ["plain", "lookup"]))
+@pytest.mark.parametrize("algorithm", often(["plain"], ["plain", "lookup"]))
 def test_a_pool_that_is_too_small_ends_rows_and_writes_nowhere_else(algorithm):
     out, whole = run("tight", algorithm), run("dense")
     assert {status.name for status in out.status} == {"CAPACITY"}

@@ -132,6 +132,7 @@ class CachebackByHand:
         return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sizes", [
     dict(leader=1, follower=2, leaders=5, followers=2, levels=2),
     pytest.param(dict(leader=2, follower=1, leaders=9, followers=1, levels=3), marks=pytest.mark.matrix)])

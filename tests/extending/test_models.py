@@ -161,6 +161,7 @@ def test_a_recurrent_model_scores_each_path_of_a_tree_as_a_text(recurrent: Any) 
     np.testing.assert_allclose(logits[0, 0], loop(recurrent, [3, 1, 4, 5, 6, 7])[-1], atol=1e-4)
 
 
+@pytest.mark.matrix
 def test_drafts_leave_the_tokens_of_a_recurrent_model_as_they_are(recurrent: Any) -> None:
     plain = tokens_of(recurrent, **POLICY)
     assert tokens_of(recurrent, algorithm=LOOKUP, **POLICY) == plain
@@ -464,6 +465,7 @@ def embeddings(values: list[np.ndarray]) -> Embeddings:
     return Embeddings(values=padded, given=np.arange(most) < np.array([[len(row)] for row in values]))
 
 
+@pytest.mark.matrix
 def test_the_models_own_embeddings_give_the_results_of_their_ids() -> None:
     """In samples, batches, prompt chunks, behind drafts and in trees."""
     lm = attention()

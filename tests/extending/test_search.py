@@ -154,6 +154,7 @@ class Tilt:
         return jnp.asarray(self.log)[text[jnp.arange(text.shape[0]), length - 1]]
 
 
+@pytest.mark.matrix
 def test_particles_go_on_as_a_filter_by_hand_says(page: dict[str, Any]) -> None:
     size, least, prompts = 8, 0.7, PROMPTS
     tilt = tuple(np.random.default_rng(0).normal(0, 0.8, VOCABULARY).tolist())

@@ -155,9 +155,11 @@ def in_one_process(default):
 
 
 ELSEWHERE = {"adablock", "apd", "d3llm", "dimple", "dinfer-credit", "dkv-cache", "dllm-cache", "elastic-cache",
-             "fast-dllm-2", "flashdlm", "freecache", "freedave", "localleap", "recap", "remdm", "sdar", "ssd"}
-"""What default tests compare with its published loop under `tests/diffusion` or with its authors' outcomes under
-`tests/conformance`."""
+             "fast-dllm-2", "flashdlm", "freecache", "freedave", "freedave++", "llada2", "llada2.1", "localleap",
+             "recap", "remdm", "sbd", "sdar", "ssd"}
+"""What is decoded here only with `--all`: in default tests, a comparison with its published loop under
+`tests/diffusion`, with its authors' outcomes under `tests/conformance`, or an entry with the same parts stands for
+it."""
 
 
 @pytest.fixture(scope="module", params=in_one_process(set(SAMPLERS) - ELSEWHERE))
@@ -282,7 +284,7 @@ SAME = {
     "freedave-cached": (MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache(), verify=d.BranchExact(3)),
                         MaskedDiffusion(BLOCKS, ALIGNED, caching=d.BlockCache())),
 }
-OFTEN = ("shifted-blocks-cached", "joined-fused")       # for the dual cache, Fast-dLLM's loop decides below
+OFTEN = ("shifted-blocks-cached",)       # for the dual cache, Fast-dLLM's loop decides below
 
 
 @functools.cache
@@ -391,6 +393,7 @@ def dream(prompt, new, steps, order):
     return x[len(prompt):].tolist()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("order", "steps"), often([("entropy", 16), ("margin", 5)], [
     ("entropy", 16), ("margin", 5), ("confidence", 5)]))
 def test_the_sampler_is_dreams(order, steps):
@@ -426,6 +429,7 @@ def fast_dllm(prompt, new, block, threshold, cache):
     return x[len(prompt):].tolist(), forwards
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cache", often(["dual"], ["dual", "prefix"]))
 def test_the_sampler_is_fast_dllms(cache):
     ids = prompts(2, longest=9)

@@ -131,7 +131,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 # what is left to the matrix follows from other laws: seed-exact rows are plain decoding's, rules for trees are
 # rejection on a chain, and tests/speculative/test_verify.py enumerates drafts with replacement and certain ones
 OFTEN = [("plain", "truncated"),
-         *((c, "floored") for c in ("chain-rejection", "chain-block", "tree-multi-round"))]
+         *((c, "floored") for c in ("chain-rejection", "tree-multi-round"))]
 
 
 @pytest.mark.parametrize(("case", "policy"), often(OFTEN, [

@@ -28,11 +28,12 @@ LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd")
 NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of]
 # by default what reads a node's own text and what truncates; together: also a banned word, a bias and XTC
 ELSEWHERE = {
-    "block-verification", "clasp", "confidence-threshold", "del", "dyspec", "exp3spec", "hgj", "improved-mcsd",
-    "knn-ssd", "mcsd", "pgj", "prompt-lookup", "rsd-s", "sam-decoding", "seed-exact", "sequoia", "sjd",
-    "specinfer", "spectr", "speculative-decoding", "staged", "stand", "tli", "uag"}
-"""What default tests compare with plain decoding under `tests/speculative`, `tests/conformance` or, of the same drafts,
-shape and verifier, as another entry."""
+    "aded", "block-verification", "blockwise-top-k", "clasp", "confidence-threshold", "confidence-tree", "del", "disco",
+    "dyspec", "exp3spec", "greedy-verification", "hgj", "improved-mcsd", "knn-ssd", "mcsd", "pgj", "prompt-lookup",
+    "rsd-s", "sam-decoding", "seed-exact", "self-speculative", "sequoia", "sjd", "specdec++", "specinfer", "spectr",
+    "speculative-decoding", "staged", "stand", "tetris", "tli", "uag", "ucbspec"}
+"""What is decoded here only with `--all`: in default tests, tests of its own under `tests/speculative` or
+`tests/conformance` stand for it, or another entry with the same kinds of drafts, shape and verifier."""
 POLICY = {"few": dict(repetition_penalty=1.3, min_p=0.05), "together": POLICIES["together"]}
 
 
@@ -160,6 +161,7 @@ def test_several_samples_of_a_prompt_with_arms():
     assert arms.stats.drafted.sum() > 0
 
 
+@pytest.mark.matrix
 def test_arms_of_any_drafts_equal_plain_decoding():
     """A table of the target's distributions, probes, a draft model's tree: each draft is told of every round."""
     tree = dx.Speculative(dx.drafts.DraftModel(lm("toy-draft")), shape=dx.shapes.Fixed.balanced(2, 2))

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import decodax as dx
-from decodax.io.files import CheckpointError
+from decodax.io.files import CheckpointError, Files
 from decodax.io.load import LM
+from decodax.io.text import Tokenizer
 from decodax.models import Transformer, llama
 from decodax.models.calibration import Statistic, _loss, observe
 from decodax.models.config import Experts
@@ -102,6 +104,7 @@ def test_a_tied_head_sees_hidden_states() -> None:
     np.testing.assert_allclose(seen, np.square(hidden).sum(0), rtol=1e-5)
 
 
+@pytest.mark.matrix
 def test_memory_changes_how_often_the_data_is_read_and_nothing_else() -> None:
     own, data = lm(), TOKENS.tolist()
     made = [dx.quantize(own, Loudest(), data, length=9, memory=memory).params for memory in (700, 1 << 30)]
@@ -172,6 +175,24 @@ def test_arrays_are_saved_for_transformers_too(tmp_path: Path) -> None:
     assert "packed_weights" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
+def test_what_is_saved_is_the_whole_model(tmp_path: Path) -> None:
+    """With another tokenizer than that of its directory, defaults that were changed, and how it fills masks."""
+    own = dx.load("pycode-draft")
+    defaults = {"temperature": 0.3, "eos_token_id": [5, 7]}
+    changed = dataclasses.replace(own, tokenizer=dx.load("tasks-diffusion").tokenizer, generation_config=defaults,
+                                  diffusion=Diffusion(mask=3, attention="block-causal", block=4))
+    dx.save(changed, tmp_path, dtype="bfloat16")
+    again = dx.load(tmp_path)
+    assert again.tokenizer is not None and changed.tokenizer is not None
+    assert again.tokenizer.encode("sort 1") == changed.tokenizer.encode("sort 1")
+    assert again.diffusion == changed.diffusion and again.eos == [5, 7]
+    assert again.generation_config["temperature"] == 0.3
+    assert Files(tmp_path).slice("model.norm.weight").get_dtype() == "BF16"
+    with pytest.raises(ValueError, match=r"^lm: got 'pycode-draft' with a tokenizer that was made in memory"):
+        dx.save(dataclasses.replace(own, tokenizer=Tokenizer(own.tokenizer.backend)), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 def test_broken_packed_weights_are_named(tmp_path: Path) -> None:
     saved("qwen2", tmp_path / "whole")
     dx.save(dx.load(tmp_path / "whole", weights="int8"), tmp_path)
@@ -190,7 +211,14 @@ def test_broken_packed_weights_are_named(tmp_path: Path) -> None:
     fails(r"config.json: packed_weights: other weights than the network's: " + path, **{path: "gone"})
     fails(path + r": kind: got 'Other', takes Scaled", **{path: {"kind": "Other", "fields": {}}})
     fails(path + r": 'codes'", **{path: {"kind": "Scaled", "fields": {}}})
-    fails(path + r": .*model.safetensors lacks tensor " + path, **{path: "float32"})
+    array = {"dtype": "float32", "shape": [32, 48]}
+    fails(path + r": .*model.safetensors lacks tensor " + path, **{path: array})
+    fails(path + r": 'shape'", **{path: {"dtype": "float32"}})
+    file = tmp_path / "model.safetensors"
+    tensors, name = load_file(file), path + ".codes"
+    for broken in (tensors[name][:-1], tensors[name].astype(np.int16)):
+        save_file(tensors | {name: broken}, file)
+        fails(rf"{path}: .*model.safetensors: tensor {name} is \w+ of shape .*, takes I8 of shape \(48, 32\)")
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     with pytest.raises(CheckpointError, match=r"weight layers.0.mlp.down.kernel has shape \(32, 48\), .* \(32, 40\)"):
         dx.load(tmp_path)

@@ -192,6 +192,7 @@ def draft() -> dx.LM:
 PROMPTS = ["def f(x):\n    return x\n\ndef g(x):", "import os"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("temperature", often([0.8], [0.0, 0.8]))
 def test_speculation_gives_the_tokens_of_plain_decoding(draft: dx.LM, temperature: float) -> None:
     options = dict(max_new_tokens=24, temperature=temperature, seed=1)

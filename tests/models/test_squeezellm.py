@@ -24,7 +24,8 @@ from decodax.io.load import LM
 from decodax.models import Transformer, llama
 from decodax.models.calibration import observe
 from decodax.models.formats import Format, Scaled, SqueezeLLM, kernels, squeezellm
-from decodax.models.formats.squeezellm import DenseSparse, Fisher, Lookup, means, nearest, read_tensors
+from decodax.models.formats.clusters import means, nearest
+from decodax.models.formats.squeezellm import DenseSparse, Fisher, Lookup, read_tensors
 from decodax.models.names import flatten
 from decodax.models.packed import Packed, multiply
 from decodax.policy import build
@@ -173,6 +174,7 @@ def test_a_product_is_that_of_the_values(bits: int, rows: int, K: int, N: int) -
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=2e-2 * K**0.5 * most)
 
 
+@pytest.mark.matrix
 def test_large_kernels_are_multiplied_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squeezellm, "BLOCK", 100)
     packed, x = pack(96, 50)[0], jax.random.normal(jax.random.key(1), (5, 96))
@@ -213,6 +215,7 @@ def test_an_output_of_outliers_alone_loses_none() -> None:
     np.testing.assert_allclose(multiply(x, packed), whole(packed).T[:9], rtol=1e-6)
 
 
+@pytest.mark.matrix
 def test_each_expert_is_packed_by_itself() -> None:
     packed, w = pack(40, 24, 3)
     fisher, x = heavy(3, 24, 40)[1], jax.random.normal(jax.random.key(1), (2, 40))
@@ -330,7 +333,7 @@ def test_a_checkpoint_of_the_authors_is_converted(tmp_path: Path, monkeypatch: p
     import torch
 
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    from convert_squeezellm import convert
+    from convert_packed import convert
 
     from tests.models.tiny import build as tiny
 

@@ -33,6 +33,7 @@ def tokens(key: jax.Array, logits: jax.Array, positions: int, first: int = 0) ->
     return draw(jnp.broadcast_to(logits, (*place.shape, logits.shape[-1])), keys.addresses(key, place, Purpose.TOKEN))
 
 
+@pytest.mark.matrix
 def test_two_million_draws_from_sixteen_tokens_have_the_right_frequencies() -> None:
     logits = np.random.default_rng(0).normal(size=16).astype(np.float32) * 1.5
     p = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()

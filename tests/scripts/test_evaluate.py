@@ -99,6 +99,7 @@ def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path
     assert "--task: got nope" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 def test_outputs_are_compared_with_those_of_the_first_point(model):
     lm = dx.load(model)
     grid = evaluate.points(["llada:block=16", "freedave:block=16,branches=4", "llada:block=16,steps=1"], lm)

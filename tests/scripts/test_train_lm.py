@@ -189,6 +189,7 @@ def test_a_mesh_trains_as_one_device_does(run, options, tmp_path):
         np.testing.assert_allclose(x, y, atol=2e-3)
 
 
+@pytest.mark.matrix
 def test_distillation_brings_the_student_nearer_to_the_teacher(run, options, tmp_path):
     teacher = options.output / "model"
     model, weights = lm_export.load(teacher)

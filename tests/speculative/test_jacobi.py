@@ -132,6 +132,7 @@ class Wrong(SJD):
         return proposal.replace(log_q=jax.nn.log_softmax(proposal.log_q / 1.33, -1)), state
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [SJD, Wrong])
 def test_sjd_with_rejection_draws_from_the_target_and_a_wrong_q_shows(kind):
     """False-alarm rate 1e-3, with a fixed seed; the laws' 50,000 rows see smaller errors."""

@@ -65,6 +65,7 @@ def test_skipping_halves_equals_plain_decoding() -> None:
     assert texts(decode(alg, "llama", prompts(5), MIXED, eos=[1])) == plain()
 
 
+@pytest.mark.matrix
 # in a tree each sees its own ancestors
 @pytest.mark.parametrize("shape", often([TREE], [Chain(3), TREE]), ids=["chain", "tree"])
 def test_a_draft_that_skips_nothing_is_accepted_whole(shape: Fixed) -> None:
@@ -96,6 +97,7 @@ def plain_deep() -> list[list[int]]:
     return texts(decode(Autoregressive(), "deep", prompts(5), POLICY, eos=[1]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", often([TREE], [Chain(3), TREE]), ids=["chain", "tree"])
 def test_the_verification_goes_on_from_what_drafting_has_computed(deep: Any, shape: Fixed) -> None:
     """After an exit behind two of three layers these are not run again. Another network begins anew, and so does the
@@ -263,6 +265,7 @@ def test_a_row_drafts_the_same_among_any_batch_mates(deep: Any) -> None:
         assert getattr(together.stats, name)[2] == getattr(other.stats, name)[2]
 
 
+@pytest.mark.matrix
 def test_the_nearest_anchor_decides_for_each_row() -> None:
     ids = prompts(5)
     padded = np.array([np.resize(row, 24) for row in ids])

@@ -38,6 +38,7 @@ def test_nodes_of_one_prefix_are_one_with_the_children_of_both():
     assert first.tolist() == [[0, 1, 2, 3, 1, 5, 6], [0, 1, 2, 3, 1, 5, 3]]
 
 
+@pytest.mark.matrix
 def test_two_draft_models_make_specinfers_tree():
     """A greedy row has one result, and one of two models may be the target itself: then nothing of it is rejected."""
     alg = system("specinfer", draft=(lm("sliding"), lm("llama")), branching=(2, 1))

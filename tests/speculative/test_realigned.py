@@ -202,6 +202,7 @@ def decoded(lm, draft, length=4, steps=None, **options):
 WRITERS = [("</s> h g f e d c b a ab cd ef efg ha", 6), (LETTERS, 9)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("words", "steps"), often(WRITERS[1:], WRITERS))
 def test_two_models_that_write_the_same_text_agree_in_all_drafts(words, steps):
     stats = decoded(WRITER(), writer(words), 4, steps)
@@ -224,6 +225,7 @@ def test_bytes_that_one_vocabulary_lacks():
     assert found[:int(count)].tolist() == [3, 2]       # "ab", "c", and no further
 
 
+@pytest.mark.matrix
 def test_a_row_without_room_goes_on_without_drafts():
     lm, draft = WRITER(), writer(LETTERS)
     for alg in (Speculative(dataclasses.replace(Realigned.of(lm, draft, 4, 9), room=1)),
@@ -260,6 +262,7 @@ def test_a_model_under_other_names_drafts_for_itself():
     assert out.stats.accepted.sum() >= 0.9 * out.stats.drafted.sum() and out.stats.mean_accepted_length >= 4.5
 
 
+@pytest.mark.matrix
 def test_common_tokens_of_a_model_under_other_names_are_all_it_has():
     """Ids are mapped one to one: greedy and drawn tokens, all are accepted."""
     alg = Speculative(Intersection.of(target(), renamed(target())), shape=Chain(3))

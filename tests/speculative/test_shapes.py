@@ -285,6 +285,7 @@ class ByEntropy:
         return jnp.exp(-self.scale * draft.entropy) * jnp.where(draft.place < 2, 1.0, 0.5)
 
 
+@pytest.mark.matrix
 def test_a_threshold_ends_the_chain_after_the_first_doubtful_draft():
     whole, _ = grow(Chain(6), temperature=1.0)
     stops = [(ConfidenceChain(6, 0.2), lambda f, h, i: f[i] < 0.2),
@@ -475,7 +476,7 @@ DRAWN = [(DySpec(nodes=5, length=2, fanout=3), MultiRound(), True), (StochasticB
          (Sliced(Fixed.balanced(2, 2), 0.4), MultiRound(), True)]
 
 
-@pytest.mark.parametrize(("shape", "verify", "exact"), often(DRAWN[1:3], DRAWN), ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(("shape", "verify", "exact"), often(DRAWN[2:3], DRAWN), ids=lambda x: type(x).__name__)
 def test_sampled_trees_keep_the_targets_distribution(shape, verify, exact):
     """And a tree that prunes draws by their own probability does not: the test sees it, in the first two tokens."""
     alg = Speculative(Table(), verify, shape)

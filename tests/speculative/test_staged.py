@@ -51,6 +51,7 @@ def test_the_trunk_is_the_draft_models_chain_in_fewer_forwards():
     assert fewer < forwards
 
 
+@pytest.mark.matrix
 def test_what_stands_beside_the_trunk_is_accepted_too():
     rounds = lambda nodes, branches: sum(run(
         Speculative(Staged(DraftModel(TOY), NGram(4, 3), 6, nodes, branches=branches)), (NEAR, None))[0]["rounds"])

@@ -346,6 +346,7 @@ READS_Q = (MultiRound, KSeq, Rejection, Block)
 EXACT = [SeedExact(), MultiRound(), KSeq()]
 
 
+@pytest.mark.matrix
 def test_greedy_rows_have_one_result_by_every_rule():
     draw = np.random.default_rng(9)
     for shape, rules in ((TREE, [SeedExact(), MultiRound(), KSeq(), Greedy()]),
