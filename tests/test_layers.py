@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 FLOORS = (
-    "struct", "axes", "pallas_kernels", "cache", "core", "registry", "policy", "autoregressive", "speculative",
-    "diffusion", "models", "sharding", "io", "systems", "result", "memory", "programs", "request", "job", "api",
-    "scoring", "canvas", "bench", "cli", "__main__",
+    "struct", "progress", "axes", "pallas_kernels", "cache", "core", "registry", "policy", "autoregressive",
+    "speculative", "diffusion", "models", "sharding", "io", "systems", "result", "memory", "programs",
+    "request", "job", "api", "scoring", "canvas", "bench", "cli", "__main__",
 )
 """Lowest first."""
 
