@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import diffusion, policy, systems
+    from decodax import diffusion, kvcache, policy, systems
     from decodax.api import Stream, generate, stream
     from decodax.autoregressive import Autoregressive
     from decodax.cache import Cache, Window
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from decodax.diffusion import MaskedDiffusion
     from decodax.io.load import LM, load, zoo
     from decodax.io.quantize import quantize, save
+    from decodax.kvcache.table import kv
     from decodax.policy import Policy
     from decodax.programs import cache_programs
     from decodax.result import LogProbs, Result, Statistics
@@ -50,7 +51,7 @@ __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["diffusion", "policy", "systems"],
+    "decodax": ["diffusion", "kvcache", "policy", "systems"],
     "decodax.api": ["Stream", "generate", "stream"],
     "decodax.autoregressive": ["Autoregressive"],
     "decodax.cache": ["Cache", "Window"],
@@ -62,6 +63,7 @@ _HOMES = {
     "decodax.diffusion": ["MaskedDiffusion"],
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.io.quantize": ["quantize", "save"],
+    "decodax.kvcache": ["kv"],
     "decodax.policy": ["Policy"],
     "decodax.programs": ["cache_programs"],
     "decodax.result": ["LogProbs", "Result", "Statistics"],
@@ -79,8 +81,8 @@ __all__ = [
     "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
     "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance", "Watch", "Window",
     "automatic", "cache_programs", "diffusion", "drafts", "entry", "fit_layers", "fit_predictor", "fit_tree",
-    "generate", "infill", "init_state", "lanes", "load", "policy", "python_loop", "quantize", "run", "save", "score",
-    "shapes", "step", "stream", "system", "systems", "watch", "zoo",
+    "generate", "infill", "init_state", "kv", "kvcache", "lanes", "load", "policy", "python_loop", "quantize", "run",
+    "save", "score", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
 ]
 
 

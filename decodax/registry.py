@@ -181,10 +181,14 @@ def find(name: str) -> System:
         missing = _WAITING[name]
         raise ValueError(f"system: {name!r}, {missing.owner}, is another name for {missing.of!r}, which is not "
                          "registered")
-    near = difflib.get_close_matches(name, SYSTEMS, n=4, cutoff=0.5)
-    near += [n for n in SYSTEMS if name.lower() in n and n not in near]
-    raise ValueError(f"system: unknown name {name!r}; " + (f"near ones: {', '.join(near)}" if near else
-                                                           f"takes one of {', '.join(SYSTEMS)}"))
+    raise ValueError(f"system: unknown name {name!r}; {near(name, SYSTEMS)}")
+
+
+def near(name: str, known: Collection[str]) -> str:
+    """What to say to a name that is not `known`: the near ones, or all."""
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+    close += [n for n in known if name.lower() in n and n not in close]
+    return f"near ones: {', '.join(close)}" if close else f"takes one of {', '.join(known)}"
 
 
 def system(name: str, lm: Any = None, draft: Any = None, **options: Any) -> Algorithm:

@@ -24,7 +24,8 @@ from decodax.core.types import Algorithm
 from decodax.diffusion.systems.entries import default as fills
 from decodax.io.load import LM, find, load
 from decodax.io.prompts import read_prompts
-from decodax.memory import afford
+from decodax.kvcache.table import read as read_kind
+from decodax.memory import afford, power
 from decodax.policy import Policy
 from decodax.policy.arguments import (
     flag,
@@ -119,12 +120,15 @@ class Request:
         if batch_size is not None:
             batch_size = min(whole("batch_size", batch_size, 1), count)
         if cache is not None:
-            lm = dataclasses.replace(lm, model=lm.model.with_cache(cache))
+            kind = read_kind(cache) if isinstance(cache, str) else cache
+            lm = dataclasses.replace(lm, model=lm.model.with_cache(kind))
         method = chosen(lm, algorithm, (batch_size or count) * (wanted or 1))
         samples = _samples(method, wanted, where)
         at_once = (batch_size or count) * samples
         lengths = np.array([len(row) for row in ids], np.int64)
         budget, counted = _budget(lengths, max_new_tokens, max_length, said)
+        if cache is not None:
+            lm = dataclasses.replace(lm, model=lm.model.fit(power(int(np.max(budget)))))
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
         _room(lm, int((lengths + budget).max()), counted)
 

@@ -19,10 +19,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decodax.axes import MODEL
-from decodax.cache import Cache, Window, dense, take
+from decodax.cache import Cache, Kind, KVLayer, Window, dense, take
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
+from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
 from decodax.struct import Struct, struct
@@ -85,13 +86,18 @@ class Transformer(LayeredModel):
     def with_cache(self, kind: CacheKind) -> Transformer:
         return dataclasses.replace(self, cache=kind)
 
+    def fit(self, new: int) -> Transformer:
+        return dataclasses.replace(self, cache=self.cache.fit(new)) if isinstance(self.cache, Kind) else self
+
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c = self.config
         if inputs is not None and not isinstance(inputs, Embeddings):
             raise ValueError(f"inputs: got {named(inputs)}, a Transformer takes Embeddings")
         if inputs is not None and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
-        return self.cache([(c.kv_heads, c.head_dim)] * len(c.layers), batch, capacity, jnp.dtype(self.dtype), inputs)
+        layers = [KVLayer(c.kv_heads, c.head_dim, queries=c.heads, rope=layer.rope, context=self.context,
+                          sliding=layer.sliding) for layer in c.layers]
+        return self.cache(layers, batch, capacity, jnp.dtype(self.dtype), inputs)
 
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
         """As `Model.apply`; goes on from a hint that is its own `PartialForward`. `keep` leaves layers out, or
@@ -109,6 +115,11 @@ class Transformer(LayeredModel):
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
         run = lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
         return _embedded(network, window, cache), run
+
+    def outputs(self, params: Weights, layer: int) -> Array:
+        kernel = params["layers"][str(layer)]["attn"]["o"]["kernel"]
+        whole = kernel.values(jnp.float32).T if isinstance(kernel, Packed) else kernel.astype(jnp.float32)
+        return whole.reshape(self.config.heads, -1, self.config.width)
 
     def pieces(self, params: Weights) -> Pieces:
         return Pieces(_network(self.config, params), self.context)

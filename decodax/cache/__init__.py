@@ -1,8 +1,8 @@
 """Caches and windows: what has been verified, and what is being scored."""
 
-from decodax.cache.base import ALL, Cache, Draftable, Entries, Feature, require
+from decodax.cache.base import ALL, Cache, Draftable, Entries, Feature, Kind, ReadPrompt, require
 from decodax.cache.dense import Dense, dense
-from decodax.cache.key_values import KeyValues, empty_kv
+from decodax.cache.key_values import KeyValues, KVLayer, empty_kv
 from decodax.cache.recurrent import Recurrent
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
@@ -17,7 +17,10 @@ __all__ = [
            "Draftable",
            "Entries",
            "Feature",
+           "KVLayer",
            "KeyValues",
+           "Kind",
+           "ReadPrompt",
            "Recurrent",
            "Scratch",
            "Slotted",

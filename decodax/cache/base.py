@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -107,10 +108,47 @@ class Cache(Struct, abc.ABC):
         see, so that speculation stays exact."""
         return None
 
+    def for_prompt(self) -> Cache:
+        """The empty cache that a prompt is read into, where that is another one than what the rounds go on with: a
+        policy that chooses among the tokens of a prompt sees all of them first."""
+        return self
+
+    def settled(self, prompt: ReadPrompt) -> Cache:
+        """What the rounds go on with, once the prompt is in what `for_prompt` gave."""
+        return self
+
     def scratch(self, entries: Entries, room: int) -> Draftable:
         """Room for so many nodes that are scored and not committed yet, beside this cache: for draft models. `entries`
         are those of any window, for the shapes. `Scratch.empty` makes one for keys and values."""
         raise NotImplementedError(f"{type(self).__name__} has no scratch, so its model cannot draft")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPrompt:
+    """What a prompt was read with, for `Cache.settled`.
+
+    Attributes:
+        model, params: the network and its weights. tokens: `i32[B, N]`, of which a row's cache holds the first
+            `Cache.length`.
+    """
+
+    model: Any
+    params: PyTree
+    tokens: Array
+
+
+class Kind(abc.ABC):
+    """A kind of cache with options of its own: derive a frozen dataclass from this. It is compared by value, and static
+    under jit. Any function of the same arguments is a kind, too."""
+
+    @abc.abstractmethod
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        """An empty cache; see `decodax.core.types.CacheKind`."""
+
+    def fit(self, new: int) -> Kind:
+        """This kind for texts with at most `new` tokens behind their prompts, where it left a size open."""
+        return self
 
 
 class Draftable(Struct, abc.ABC):

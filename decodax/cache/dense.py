@@ -62,7 +62,7 @@ class Dense(KeyValues):
         return self.replace(length=jnp.minimum(self.length, length))
 
 
-def dense(layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+def dense(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
           inputs: PyTree = None) -> Dense:
     """An empty cache; `layers` gives (key/value heads `G`, width `d` of keys) of each layer, and the width of values as
     a third number where it is another one. Capacity 0 holds nothing."""

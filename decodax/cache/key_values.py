@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,30 @@ from jax import Array
 
 from decodax.cache.base import Cache, Draftable, Entries, PyTree
 from decodax.cache.scratch import Scratch
+
+
+class KVLayer(NamedTuple):
+    """The shape of a layer's keys and values, as a model says it to a kind of cache.
+
+    Attributes:
+        heads: key/value heads `G`. width: of keys, `d`. value_width: of values, `e`; None: `d`.
+        queries: query heads `H`; None: not known.
+        rope: the `Rope` that queries and keys were rotated by, or None. context: the length that its scaling is for.
+        sliding: a query sees so many positions, its own included; None: all.
+    """
+
+    heads: int
+    width: int
+    value_width: int | None = None
+    queries: int | None = None
+    rope: Any = None
+    context: int | None = None
+    sliding: int | None = None
+
+    @property
+    def both(self) -> int:
+        """The width of a key and its value, side by side."""
+        return self.width + (self.width if self.value_width is None else self.value_width)
 
 
 class KeyValues(Cache):
@@ -44,12 +68,13 @@ class KeyValues(Cache):
         return Scratch.empty(self, entries, room)
 
 
-def empty_kv(layers: Sequence[tuple[int, ...]], rows: int, slots: int,
+def empty_kv(layers: Sequence[tuple[Any, ...]], rows: int, slots: int,
              dtype: jax.typing.DTypeLike) -> tuple[Array, ...]:
     """A tuple of one `f[rows, G, slots, d + e]` of zeros a layer; `layers` as in `dense`."""
-    return tuple(jnp.zeros((rows, heads, slots, widths[0] + widths[-1]), dtype) for heads, *widths in layers)
+    shapes = [KVLayer(*layer) for layer in layers]
+    return tuple(jnp.zeros((rows, shape.heads, slots, shape.both), dtype) for shape in shapes)
 
 
-def key_widths(layers: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def key_widths(layers: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
     """The width of each layer's keys; `layers` as in `dense`."""
     return tuple(layer[1] for layer in layers)

@@ -75,7 +75,7 @@ class Slotted(KeyValues):
         return put(kv, both, to), put(held, wide, to)
 
 
-def empty_slots(layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+def empty_slots(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                 inputs: PyTree = None, *, slots: int) -> dict[str, Any]:
     """The fields of an empty `Slotted` cache with so many slots for each head, or a few more: a walk takes whole
     blocks. The other arguments as in `dense`."""

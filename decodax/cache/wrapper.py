@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 from jax import Array
 
-from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree
+from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree, ReadPrompt
 from decodax.cache.scratch import Scratch
 
 
@@ -49,6 +49,12 @@ class Wrapper(Cache):
 
     def truncate(self, length: Array) -> Self:
         return self.replace(base=self.base.truncate(length))
+
+    def for_prompt(self) -> Self:
+        return self.replace(base=self.base.for_prompt())
+
+    def settled(self, prompt: ReadPrompt) -> Self:
+        return self.replace(base=self.base.settled(prompt))
 
     def scratch(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache
+from decodax.cache import Cache, ReadPrompt
 from decodax.core import keys
 from decodax.core.prefill import Prefill, Silent, prefill_rounds
 from decodax.core.round import run
@@ -82,11 +82,11 @@ def commit_prompts(observer: Observer | None, model: Model, params: Params, held
 
     def commit(s: State, held: tuple[Cache, Any]) -> tuple[tuple[Cache, Any], Array]:
         chunks, none = Prefill(observer, width), jnp.zeros(s.batch, jnp.int32)
-        s = s.replace(cache=held[0], algo=held[1],
+        s = s.replace(cache=held[0].for_prompt(), algo=held[1],
                       stats=Stats(none, none, none, jnp.zeros((s.batch, 2), jnp.int32), none))
         done = run(chunks, model, params, Silent(jnp.zeros((s.batch, 0), jnp.int32)),
                    s.replace(algo=chunks.init(params, s)), prefill_rounds(s.prompt_length, width))
-        return (done.cache, done.algo[0]), done.status
+        return (done.cache.settled(ReadPrompt(model, params.target, s.tokens)), done.algo[0]), done.status
 
     def group(i: Array, done: tuple[Any, Array]) -> tuple[Any, Array]:
         some = lambda x: lax.dynamic_slice_in_dim(x, i * rows, rows)

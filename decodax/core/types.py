@@ -82,6 +82,10 @@ class Model(abc.ABC):
         """
         raise ValueError(f"cache: got {kind}, but {type(self).__name__} has a cache of its own")
 
+    def fit(self, new: int) -> Model:
+        """This model with caches for texts with at most `new` tokens behind their prompts (`Kind.fit`)."""
+        return self
+
     @abc.abstractmethod
     def init_cache(self, batch: int, capacity: int, *, params: PyTree = None, inputs: PyTree = None) -> Cache:
         """An empty cache for `batch` rows of `capacity` positions.
@@ -133,6 +137,10 @@ class LayeredModel(Model):
         residual stream `f[B, W, D]` at the window's places to the stream after that layer."""
 
     @abc.abstractmethod
+    def outputs(self, params: PyTree, layer: int) -> Array:
+        """`f32[H, e, D]`: how the heads of a layer's attention are projected to the residual stream."""
+
+    @abc.abstractmethod
     def pieces(self, params: PyTree) -> Any:
         """The network in pieces, for callers that decide what of it runs for which nodes."""
 
@@ -140,9 +148,10 @@ class LayeredModel(Model):
 class CacheKind(Protocol):
     """A kind of cache of keys and values, compared by value and static under jit."""
 
-    def __call__(self, layers: Sequence[tuple[int, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
-        """An empty cache; `layers` gives (key/value heads `G`, width of keys, width of values if it is another one)."""
+        """An empty cache; `layers` gives the shape of each layer, a `KVLayer` or a tuple of its first numbers
+        (key/value heads `G`, width of keys, width of values if it is another one)."""
 
 
 @dataclasses.dataclass(frozen=True)

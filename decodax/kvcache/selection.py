@@ -1,0 +1,296 @@
+"""Which tokens stay: how many each layer and head may keep, and in what units they go.
+
+A selection turns scores into masks of the same number of tokens, or of numbers that differ from layer to layer, from
+head to head, or with the text. How many a text of each length keeps is a table, so that shares are rounded as in Python
+and rows of any length are served by one program.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.kvcache.held import Held
+from decodax.kvcache.scores import Critical, Score, WindowAttention
+
+Budget = int | float
+"""Tokens of a layer's head, or (below 1) their share of the text so far."""
+
+
+def kept(budget: Budget, longest: int) -> np.ndarray:
+    """`i32[longest + 1]`: how many tokens a text of each length keeps."""
+    lengths = np.arange(longest + 1)
+    if isinstance(budget, int):
+        return np.minimum(lengths, budget).astype(np.int32)
+    return np.array([int(n * budget) for n in range(longest + 1)], np.int32)
+
+
+def best(worth: Array, valid: Array, count: Array) -> Array:
+    """`bool[G, S]`: the `count` (`i32[G]` or `i32[]`) best slots of each head, the newer ones where they tie."""
+    slots = worth.shape[-1]
+    newer = jnp.arange(slots - 1, -1, -1, dtype=jnp.int32)
+    order = jnp.lexsort((jnp.broadcast_to(newer, worth.shape), jnp.where(valid, -worth, jnp.inf), ~valid), axis=-1)
+    rank = jnp.argsort(order, axis=-1)
+    return valid & (rank < jnp.asarray(count)[..., None])
+
+
+def whole(count: Array, share: float) -> Array:
+    """A share of a number of tokens, rounded down."""
+    return (count * share + 1e-4).astype(jnp.int32)
+
+
+class Selection(abc.ABC):
+    """Derive a frozen dataclass with a field `score` from this."""
+
+    score: Score
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all heads of a layer keep as many tokens."""
+        return True
+
+    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
+        """`i32[longest + 1]`: how many tokens a head of a layer keeps of a text of each length, on the average of the
+        layer's heads."""
+        return kept(budget, longest)
+
+    def slots(self, table: np.ndarray, heads: int) -> int:
+        """The most tokens that one head of a layer keeps, by the layer's table."""
+        return int(table.max())
+
+    @abc.abstractmethod
+    def choose(self, held: Held, count: Array) -> Array:
+        """`bool[G, S]`: what stays of a layer, `count` tokens (`i32[]`) of each head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Top(Selection):
+    """The best tokens of each head."""
+
+    score: Score
+
+    def choose(self, held: Held, count: Array) -> Array:
+        return best(self.score(held), held.valid, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pyramid(Selection):
+    """More tokens for the first layers and fewer for the last ("PyramidKV: Dynamic KV Cache Compression based on
+    Pyramidal Information Funneling", Cai et al., 2024).
+
+    With `n` tokens a layer beyond the window on the average, the last layer keeps `n / beta` and the first as many more
+    as it keeps fewer; between them the numbers fall evenly. Where a text has fewer tokens than the first layer is to
+    keep, that keeps all of them. The numbers are rounded as kvpress does.
+    """
+
+    score: WindowAttention = WindowAttention()
+    beta: int = 20
+
+    def __post_init__(self) -> None:
+        if self.beta < 1:
+            raise ValueError(f"beta: got {self.beta}, takes 1 or more")
+
+    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
+        window = self.score.window
+
+        def one(length: int) -> int:
+            mean = min(length, budget) if isinstance(budget, int) else length * budget
+            # kvpress counts a share without the window, the authors a number of tokens with it
+            apart = window if isinstance(budget, int) else 0
+            beyond = mean - apart
+            least = beyond / self.beta
+            most = beyond * 2 - least
+            if most >= length - window:
+                most = length - window
+                least = beyond * 2 - most
+            if depth < 2 or not length >= most >= least >= (0 if apart else window):
+                return min(round(mean), length)
+            return min(round(most - layer * (most - least) / (depth - 1)) + apart, length)
+
+        return np.array([one(n) for n in range(longest + 1)], np.int32)
+
+    def choose(self, held: Held, count: Array) -> Array:
+        return best(self.score(held), held.valid, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks(Selection):
+    """Whole chunks of tokens, the same ones in every head ("ChunkKV: Semantic-Preserving KV Cache Compression for
+    Efficient Long-Context LLM Inference", Liu et al., 2025).
+
+    A chunk's score is the mean over its tokens of the scores, added up over heads; the last chunk may be shorter. So
+    many chunks stay as go into the budget, at least one: of a share of the text, that share of the chunks.
+
+    Attributes:
+        chunk: tokens of a chunk.
+    """
+
+    score: Score
+    chunk: int = 10
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk: got {self.chunk}, takes 1 or more")
+
+    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
+        """In chunks, not in tokens."""
+        chunks = -(-np.arange(longest + 1) // self.chunk)
+        if isinstance(budget, int):
+            return np.minimum(chunks, max(budget // self.chunk, 1)).astype(np.int32)
+        return np.array([max(1, int(n * budget)) if n else 0 for n in chunks.tolist()], np.int32)
+
+    def slots(self, table: np.ndarray, heads: int) -> int:
+        return int(table.max()) * self.chunk
+
+    def choose(self, held: Held, count: Array) -> Array:
+        several = -(-held.slots // self.chunk)
+        pad = ((0, 0), (0, several * self.chunk - held.slots))
+        valid = jnp.pad(held.valid[0], pad[1]).reshape(several, self.chunk)
+        worth = jnp.pad(jnp.where(held.valid, self.score(held), 0), pad).sum(0).reshape(several, self.chunk)
+        mean = worth.sum(1) / jnp.maximum(valid.sum(1), 1)
+        chosen = best(mean[None], valid.any(1)[None], count)[0]
+        return jnp.broadcast_to(jnp.repeat(chosen, self.chunk)[:held.slots], held.valid.shape) & held.valid
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveHeads(Selection):
+    """The heads of a layer share their tokens: the best of all of them stay ("Ada-KV: Optimizing KV Cache Eviction by
+    Adaptive Budget Allocation for Efficient LLM Inference", Feng et al., 2024).
+
+    Attributes:
+        floor: the share of an even budget that each head keeps in any case.
+        most: a head keeps at most so many times an even budget, which bounds what memory it takes; None: any number.
+    """
+
+    score: Score
+    floor: float = 0.2
+    most: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor: got {self.floor}, takes 0 to 1")
+        if self.most is not None and self.most < 1:
+            raise ValueError(f"most: got {self.most}, takes 1 or more, or None")
+
+    @property
+    def uniform(self) -> bool:
+        return False
+
+    def slots(self, table: np.ndarray, heads: int) -> int:
+        even = int(table.max())
+        own = even * heads - (heads - 1) * int(even * self.floor)
+        return min(len(table) - 1, own if self.most is None else min(own, int(even * self.most)))
+
+    def choose(self, held: Held, count: Array) -> Array:
+        return self.shared(self.score(held), held.valid, count)
+
+    def shared(self, worth: Array, valid: Array, count: Array) -> Array:
+        """`bool[G, S]`: the best of all heads, `count` of each on the average."""
+        safe = best(worth, valid, whole(count, self.floor))
+        worth = jnp.where(safe, jnp.inf, worth)
+        if self.most is not None:
+            valid = best(worth, valid, jnp.floor(count * self.most).astype(jnp.int32))
+        total = jnp.minimum(count * worth.shape[0], valid.sum())
+        return best(worth.reshape(1, -1), valid.reshape(1, -1), total).reshape(valid.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStages(Selection):
+    """A share of the tokens by one score, the others by what their values change in the output (CriticalKV: Feng et
+    al., 2025).
+
+    Attributes:
+        first: the share.
+        floor: the heads of a layer share their tokens as in `AdaptiveHeads`, which says how many each keeps; None: all
+            keep as many.
+        most: as there.
+    """
+
+    score: Critical
+    first: float = 0.5
+    floor: float | None = None
+    most: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= 1:
+            raise ValueError(f"first: got {self.first}, takes 0 to 1")
+
+    @property
+    def uniform(self) -> bool:
+        return self.floor is None
+
+    def slots(self, table: np.ndarray, heads: int) -> int:
+        return int(table.max()) if self.floor is None else AdaptiveHeads(
+            self.score, self.floor, self.most).slots(table, heads)
+
+    def choose(self, held: Held, count: Array) -> Array:
+        worth, valid = self.score.score(held), held.valid
+        own: Array = jnp.broadcast_to(count, held.count.shape)
+        first = whole(own, self.first)
+        if self.floor is not None:
+            own = AdaptiveHeads(self.score, self.floor, self.most).shared(worth, valid, count).sum(-1)
+            first = jnp.maximum(whole(own, self.first), whole(count, self.floor))
+        chosen = best(worth, valid, first)
+        return best(jnp.where(chosen, jnp.inf, self.score.weighted(held, worth)), valid, own)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShares(Selection):
+    """Each head keeps a share of the text of its own, which a table says, whatever the budget (LU-KV, as kvpress has
+    it). A layer's memory is that of its largest head.
+
+    Attributes:
+        shares: `[L][G]`, from 0 to 1.
+        sinks, window: the first and the latest tokens, which stay in any case.
+    """
+
+    score: Score
+    shares: tuple[tuple[float, ...], ...]
+    sinks: int = 4
+    window: int = 1
+
+    @property
+    def uniform(self) -> bool:
+        return False
+
+    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
+        """What the largest head keeps."""
+        if len(self.shares) != depth:
+            raise ValueError(f"shares: got those of {len(self.shares)} layers, the model has {depth}")
+        lengths = np.arange(longest + 1)
+        return np.minimum(lengths, np.ceil(lengths * max(self.shares[layer])) + 1).astype(np.int32)
+
+    def choose(self, held: Held, count: Array) -> Array:
+        own = np.asarray(self.shares[held.layer], np.float32)
+        if own.shape != (held.keys.shape[0],):
+            raise ValueError(f"shares: got those of {len(own)} heads for layer {held.layer}, the model has "
+                             f"{held.keys.shape[0]}")
+        ideal = own * held.length.astype(jnp.float32)
+        whole = jnp.floor(ideal)
+        left = jnp.round(ideal.sum()) - whole.sum()       # to the heads with the largest remainders
+        rank = jnp.argsort(jnp.argsort(whole - ideal, stable=True), stable=True)
+        number = jnp.clip(whole + (rank < left), 1, held.length).astype(jnp.int32)
+        worth = self.score(held)
+        protect = (held.index < self.sinks) | (held.index >= (held.count - self.window)[:, None])
+        return best(jnp.where(protect, jnp.inf, worth), held.valid, number)
+
+
+def layers_of(selection: Selection, budget: Budget | tuple[Budget, ...], longest: int,
+              depth: int) -> Sequence[np.ndarray]:
+    """The table of each layer; layers with equal tables share one.
+
+    Raises:
+        ValueError: budgets of another number of layers.
+    """
+    if isinstance(budget, tuple) and len(budget) != depth:
+        raise ValueError(f"budget: got one for each of {len(budget)} layers, the model has {depth}")
+    tables: list[np.ndarray] = []
+    for layer in range(depth):
+        own = selection.table(budget[layer] if isinstance(budget, tuple) else budget, longest, layer, depth)
+        tables.append(next((t for t in tables if np.array_equal(t, own)), own))
+    return tables
