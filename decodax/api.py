@@ -31,7 +31,7 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
              guidance_scale: float | Sequence[float] | None = None,
              negative_prompts: Prompt | Sequence[Prompt] | None = None, skip_special_tokens: bool = True,
              max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None, progress: bool = False,
-             inputs: Any = None, cache: CacheKind | None = None, **sampling: Any) -> Result:
+             inputs: Any = None, cache: str | CacheKind | None = None, **sampling: Any) -> Result:
     """Continues prompts.
 
     Numbers are one for all or one for each prompt. What is left out comes from the model's generation config, if it
@@ -68,7 +68,8 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         progress: shows a progress bar.
         inputs: what the model takes for each prompt beside its tokens, a pytree of arrays with one entry a prompt
             first: what an encoder reads, a soft prompt (`decodax.models.Embeddings`), an adapter.
-        cache: the kind of cache, such as a class of one that evicts; default the model's own.
+        cache: what the cache keeps: a policy by name, such as "snapkv" or "snapkv:budget=512", what `decodax.kv` made
+            of one, or a kind of cache of your own; default everything.
         sampling: what the policy is built from, by the names of Hugging Face's GenerationConfig: temperature, top_k,
             top_p, min_p, repetition_penalty, bad_words_ids, ... See `decodax.policy.build`. They override the model's
             generation config; without any the decoding is greedy. Each is one for all, one for each prompt, or one for

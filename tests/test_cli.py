@@ -77,6 +77,21 @@ def test_prompt_lookup_gives_the_tokens_of_plain_decoding(generate: Run) -> None
     assert as_json(generate, *warm, "--algorithm", "ngram")["text"] == fast["text"]
 
 
+def test_a_cache_policy_is_chosen_by_name(generate: Run) -> None:
+    args = ["a b a b a b a b a b a b a b a b", "--max-new-tokens", "12"]
+    everything = as_json(generate, *args)
+    assert as_json(generate, *args, "--cache", "sink-window:budget=400")["tokens"] == everything["tokens"]
+    assert as_json(generate, *args, "--cache", "sink-window:budget=6")["tokens"] != everything["tokens"]
+
+
+def test_cache_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["caches"]) == 0
+    assert "SnapKV: LLM Knows What You are Looking for" in capsys.readouterr().out
+    assert main(["caches", "--json"]) == 0
+    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert listed["h2o"]["options"]["budget"] == "1024" and listed["h2o"]["effect"] == "approximate"
+
+
 def test_samples_are_told_apart(generate: Run) -> None:
     args = ["x", "--temperature", "1", "--num-samples", "3"]
     texts = as_json(generate, *args)["text"]
@@ -136,6 +151,8 @@ def test_a_chat_goes_through_the_template(generate: Run) -> None:
     (["x", "--logprobs", "1"], "--logprobs goes with --json"),
     (["x", "--algorithm", "prompt-lookup:width=3"], "takes no option width; takes length, max_ngram, min_ngram"),
     (["x", "--algorithm", "prompt-lookup:length=0"], "length: got 0"),
+    (["x", "--cache", "snapvk"], "cache: unknown name 'snapvk'; near ones: snapkv"),
+    (["x", "--cache", "snapkv:budget=8"], "budget: got 8, takes more than the 32 tokens"),
     (["x", "--algorithm", "prompt-lokup"], "unknown name 'prompt-lokup'; near ones: prompt-lookup"),
     (["x", "--set", "top_k"], "takes NAME=VALUE"),
     (["x", "--set", "top_k=many"], "takes a JSON value"),

@@ -52,7 +52,8 @@ SAMPLING: list[tuple[str, type, str]] = [
 TASKS = ("copy-edit", "completion", "sampled")
 
 
-def parser(generate: Command, systems: Command, compare: Command, info: Command) -> argparse.ArgumentParser:
+def parser(generate: Command, systems: Command, caches: Command, compare: Command,
+           info: Command) -> argparse.ArgumentParser:
     """The parser of the command line, given the function that runs each command."""
     debug = argparse.ArgumentParser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -107,11 +108,18 @@ def parser(generate: Command, systems: Command, compare: Command, info: Command)
                         "position a round where the model fills masks")
     g.add_argument("--draft", default="pycode-draft", metavar="MODEL",
                    help="the draft model, for systems that need one (default: pycode-draft)")
+    g.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]",
+                   help="what the cache keeps, a policy of `decodax caches` such as snapkv:budget=512; default: "
+                        "everything")
 
     p = commands.add_parser("systems", parents=[common], help="the published decoding systems here", epilog=EXIT_CODES,
                             description="Lists the decoding systems, their guarantee and what they need.")
     p.set_defaults(command=systems)
     p.add_argument("--family", metavar="NAME", help="those of one family, such as speculative-tree")
+
+    p = commands.add_parser("caches", parents=[common], help="the published cache policies here", epilog=EXIT_CODES,
+                            description="Lists the cache policies and what they keep; their options are in its --json.")
+    p.set_defaults(command=caches)
 
     p = commands.add_parser("compare", parents=[debug], help="systems against plain decoding, side by side",
                             formatter_class=argparse.RawDescriptionHelpFormatter,

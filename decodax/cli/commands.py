@@ -32,7 +32,7 @@ FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code; see `decodax.cli.arguments.EXIT_CODES`."""
-    args = parser(generate, systems, compare, info).parse_args(argv)
+    args = parser(generate, systems, caches, compare, info).parse_args(argv)
     args.line = sys.argv[1:] if argv is None else list(argv)
     try:
         args.command(args)
@@ -71,6 +71,8 @@ def generate(args: argparse.Namespace) -> None:
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         given = [*system, {"role": "user", "content": prompt}]
+    if args.cache is not None:
+        options["cache"] = args.cache
     options |= {"seed": args.seed, "stop": args.stop, "max_new_tokens": args.max_new_tokens,
                 "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs, "max_time": args.max_time,
                 "include_stop": args.include_stop, "skip_special_tokens": not args.special_tokens}
@@ -106,6 +108,20 @@ def systems(args: argparse.Namespace) -> None:
     paper = lambda e: (f"{e.title} ({e.authors})" if e.authors else e.title) + (
         f"; another name for {e.alias_of}" if e.alias_of else "")
     table(("name", "paper", "guarantee", "needs"), [(e.name, paper(e), e.guarantee, e.needs) for e in chosen])
+
+
+def caches(args: argparse.Namespace) -> None:
+    """Prints the table of the cache policies."""
+    from decodax.kvcache import POLICIES
+
+    if args.json:
+        fields = ("name", "title", "authors", "summary", "effect")
+        print(json.dumps([{**{field: getattr(entry, field) for field in fields},
+                           "options": {name: repr(value) for name, value in entry.options.items()}}
+                          for entry in POLICIES.values()], indent=2))
+        return
+    table(("name", "paper", "keeps", "effect"), [(e.name, f"{e.title} ({e.authors})", e.summary, e.effect)
+                                                 for e in POLICIES.values()])
 
 
 def compare(args: argparse.Namespace) -> None:

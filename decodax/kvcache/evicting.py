@@ -89,11 +89,17 @@ class Evicting(KeyValues):
             options["slot_positions"] = self.positions[layer]
         own = lambda x: x[:, k.shape[1] - q.shape[1]:]
         score = self.kind.selection.score
-        if score.reads == "attention":
+        if self.whole and score.reads == "attention":
             out, sums = window_attention_lse(*given, **options)
             return out, (own(k), own(v), q * scale, sums)
         out = window_attention(*given, **options)
-        return out, (own(k), own(v), *([q * scale] if score.latest or score.reads == "queries" else []))
+        return out, (own(k), own(v), *([q * scale] if self._chooses and (score.latest or score.reads == "queries")
+                                       else []))
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether there is another choice to come."""
+        return self.whole or self.kind.every is not None
 
     def commit(self, entries: Entries, slots: Array) -> Evicting:
         if not self.kv:
@@ -127,12 +133,12 @@ class Evicting(KeyValues):
         place = jax.vmap(jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop")))
         held = place(held, jnp.broadcast_to(slots[:, None], to.shape), jnp.where(to < 0, S, to))
         queries, gathered = self.queries[layer], self.gathered[layer]
-        if (w := score.latest) and len(entry) > 2:
+        if (w := queries.shape[2]):
             newest = jnp.maximum(slots.max(1), self.length - 1)[:, None]
             at = jnp.where(wanted & (slots > newest - w), slots % w, w)
             queries = jax.vmap(lambda ring, new, at: ring.at[:, at].set(new.astype(ring.dtype), mode="drop"))(
                 queries, entry[2].swapaxes(1, 2), at)
-        if score.reads != "nothing":
+        if (self.whole and score.reads == "attention") or (self._chooses and score.reads == "queries"):
             sums = entry[3] if score.reads == "attention" else jnp.zeros(entry[2].shape[:3], jnp.float32)
             gathered = score.gather(self.shapes[layer], gathered, Taken(
                 queries=entry[2], sums=sums, positions=slots, kv=kv, held=held))
@@ -149,6 +155,7 @@ class Evicting(KeyValues):
     def _kept(self, into: Evicting, rows: Array, prompt: ReadPrompt | None) -> Evicting:
         """`into`, an empty cache or this one, with what the rule keeps of this one in those `rows`."""
         depth, made = len(self.kv), []
+        since = self.length if self.whole else self.due - self._every
         for layer, table in enumerate(self.kind.tables(self.size, depth, self.shapes)):
             outputs = None
             if self.kind.selection.score.projects:
@@ -158,11 +165,13 @@ class Evicting(KeyValues):
                                     outputs)
             own = (self.kv[layer], self.positions[layer], self.count[layer], self.queries[layer], self.gathered[layer])
             number = jnp.asarray(table)[jnp.minimum(self.length, self.size)]
-            made.append(lax.map(one, (own, self.length, number, rows)))     # row by row: scores are large
+            made.append(lax.map(one, (own, self.length, since, number, rows)))      # row by row: scores are large
         kv, positions, count, slots = zip(*made, strict=True)
+        into = into.replace(kv=kv, positions=positions, count=count, length=self.length)
+        if not into._chooses:
+            return into
         gathered = tuple(own.replace(slots=new) for own, new in zip(self.gathered, slots, strict=True))
-        return into.replace(kv=kv, positions=positions, count=count, queries=self.queries, gathered=gathered,
-                            length=self.length)
+        return into.replace(queries=self.queries, gathered=gathered)
 
     def for_prompt(self) -> Evicting:
         return self.kind.empty(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given,
@@ -181,13 +190,14 @@ class Evicting(KeyValues):
 def _layer(kind: Eviction, layer: int, depth: int, shape: KVLayer, slots: int, outputs: Array | None,
            row: tuple[Any, ...]) -> tuple[Array, Array, Array, Any]:
     """A layer of one row with what stays, in so many slots."""
-    (kv, positions, count, ring, gathered), length, number, choose = row
+    (kv, positions, count, ring, gathered), length, since, number, choose = row
     w = ring.shape[1]
     order = (length + jnp.arange(w, dtype=jnp.int32)) % max(w, 1)       # the oldest first
     f32 = lambda x: x.astype(jnp.float32)
     held = Held(keys=f32(kv[..., :shape.width]), values=f32(kv[..., shape.width:]), positions=positions, count=count,
-                length=length, queries=f32(ring[:, order].swapaxes(0, 1)), gathered=gathered,
+                length=length, since=since, queries=f32(ring[:, order].swapaxes(0, 1)), gathered=gathered,
                 outputs=outputs, layer=layer, depth=depth, shape=shape)
+    held = held.replace(gathered=gathered.replace(slots=kind.selection.score.renew(held)))
     stays = jnp.where(choose, kind.selection.choose(held, number), held.valid)
     first = jnp.argsort(~stays, axis=-1, stable=True)
     first = first[:, :slots] if slots <= first.shape[1] else jnp.pad(first, ((0, 0), (0, slots - first.shape[1])))
@@ -201,7 +211,7 @@ def _layer(kind: Eviction, layer: int, depth: int, shape: KVLayer, slots: int, o
         keys = jax.vmap(functools.partial(turned, shape))(kv[:, :, None, :shape.width], by)[:, :, 0]
         kv = jnp.concatenate([keys, kv[..., shape.width:]], -1)
     return (kv, jnp.where(filled, move(positions), -1), number,
-            jax.tree.map(lambda x: jnp.where(filled, move(x), 0), gathered.slots))
+            jax.tree.map(lambda x: jnp.where(filled, move(x), 0), held.gathered.slots))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +264,7 @@ class Eviction(Kind):
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
               whole: bool = False) -> Evicting:
         """An empty cache; `whole`: one for a prompt."""
-        score, depth = self.selection.score, len(shapes)
+        score, depth, chooses = self.selection.score, len(shapes), whole or self.every is not None
         later = min(size, self.every or size if self.new is None else self.every or self.new)
         slots = [size if whole else min(size, self.selection.slots(table, shape.heads) + later)
                  for table, shape in zip(self.tables(size, depth, shapes), shapes, strict=True)]
@@ -264,9 +274,10 @@ class Eviction(Kind):
             kv=tuple(empty_kv([shape], batch, n, dtype)[0] for shape, n in zip(shapes, slots, strict=True)),
             positions=tuple(jnp.full((*h, n), -1, jnp.int32) for h, n in zip(heads, slots, strict=True)),
             count=tuple(jnp.zeros(h, jnp.int32) for h in heads),
-            queries=tuple(jnp.zeros((batch, shape.queries or shape.heads, score.latest, shape.width), dtype)
-                          for shape in shapes),
-            gathered=tuple(score.start(shape, batch, n) for shape, n in zip(shapes, slots, strict=True)),
+            queries=tuple(jnp.zeros((batch, shape.queries or shape.heads, score.latest if chooses else 0, shape.width),
+                                    dtype) for shape in shapes),
+            gathered=tuple(score.start(shape, batch, n) if chooses else Gathered()
+                           for shape, n in zip(shapes, slots, strict=True)),
             length=jnp.zeros(batch, jnp.int32), due=jnp.full(batch, self.every or size, jnp.int32), given=inputs,
             widths=key_widths(shapes), size=size, shapes=shapes, kind=self, whole=whole)
 

@@ -20,6 +20,7 @@ class Held(Struct):
         keys, values: `f32[G, S, d]` and `f32[G, S, e]`; keys are rotated to their positions.
         positions: `i32[G, S]`. count: `i32[G]`, how many of the `S` slots each head holds.
         length: `i32[]`, tokens of the text so far.
+        since: `i32[]`, the length when something went last; the length itself when a prompt has just been read.
         queries: `f32[w, H, d]`, those of the latest `w` tokens, the newest last, rotated and scaled as attention takes
             them; the first ones are zeros where the text is shorter.
         gathered: what the score has gathered on the way (`Score.gather`), of this row.
@@ -32,6 +33,7 @@ class Held(Struct):
     positions: Array
     count: Array
     length: Array
+    since: Array
     queries: Array
     gathered: Any
     outputs: Array | None

@@ -12,6 +12,8 @@ from decodax.cache.base import Kind
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.scores import (
     Accumulated,
+    Capacity,
+    Critical,
     ExpectedAttention,
     KeyDifference,
     KeyNorm,
@@ -20,7 +22,7 @@ from decodax.kvcache.scores import (
     Position,
     WindowAttention,
 )
-from decodax.kvcache.selection import AdaptiveHeads, Budget, Chunks, Pyramid, Top
+from decodax.kvcache.selection import AdaptiveHeads, Budget, Chunks, Pyramid, Top, TwoStages
 from decodax.kvcache.table import policy
 
 Every = int | None
@@ -49,13 +51,13 @@ def _tova(budget: Budget = 512, every: Every = 1) -> Kind:
         "Zhang et al. 2023", "the tokens that have received the most attention, and the latest ones")
 def _h2o(budget: Budget = 1024, recent: int | None = None, every: Every = 32) -> Kind:
     half = budget // 2 if isinstance(budget, int) else 0
-    return Eviction(Top(Accumulated(half if recent is None else recent)), budget, every, name="h2o")
+    return Eviction(Top(Accumulated(half if recent is None else recent, every=every)), budget, every, name="h2o")
 
 
 @policy("observed-attention", "Observed attention", "kvpress 2024",
         "the tokens that have received the most attention on the average of the queries that could see them")
 def _observed(budget: Budget = 0.5, every: Every = None) -> Kind:
-    return Eviction(Top(Accumulated(mean=True)), budget, every, name="observed-attention")
+    return Eviction(Top(Accumulated(mean=True, every=every)), budget, every, name="observed-attention")
 
 
 @policy("sink-window", "Efficient Streaming Language Models with Attention Sinks", "Xiao et al. 2023",
@@ -120,3 +122,18 @@ def _adaptive_expected(budget: Budget = 0.5, every: Every = None, sinks: int = 4
                        epsilon: float = 0.01, floor: float = 0.2, most: float | None = 2.0) -> Kind:
     return Eviction(AdaptiveHeads(ExpectedAttention(sinks, future, epsilon=epsilon), floor, most), budget, every,
                     name="adaptive-expected-attention")
+
+
+@policy("criticalkv", "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
+        "Feng et al. 2025", "half by SnapKV, half by what the value changes in the output too; for prompts alone")
+def _criticalkv(budget: Budget = 1024, window: int = 32, kernel: int = 7, pool: Literal["mean", "max"] = "max",
+                first: float = 0.5, floor: float | None = None, most: float | None = 2.0) -> Kind:
+    score = Critical(WindowAttention(window, kernel, pool))
+    return Eviction(TwoStages(score, first, floor, most), budget, name="criticalkv")
+
+
+@policy("capkv", "CapKV", "kvpress 2026",
+        "the tokens whose values add most to what is kept, by how their keys lie to the mean query")
+def _capkv(budget: Budget = 0.5, every: Every = None, sinks: int = 4, future: int = 512,
+           sharpness: float = 5.0) -> Kind:
+    return Eviction(Top(Capacity(sinks, future, sharpness)), budget, every, name="capkv")

@@ -54,8 +54,8 @@ class Score(abc.ABC):
     """Derive a frozen dataclass from this. It is compared by value, and static under jit.
 
     Attributes:
-        reads: what of attention it is told: "nothing" but the latest queries, all "queries" as they come, or all
-            "attention" (the queries with their softmax sums).
+        reads: what it gathers from: "nothing", all "queries" as they come, or the "attention" of a prompt (its queries
+            with their softmax sums; those of later tokens are among the latest).
     """
 
     reads: ClassVar[Literal["nothing", "queries", "attention"]] = "nothing"
@@ -82,6 +82,10 @@ class Score(abc.ABC):
     def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
         """With tokens that were committed."""
         return gathered
+
+    def renew(self, held: Held) -> Any:
+        """`Gathered.slots`, with what the queries since `Held.since` add, when something is to go."""
+        return held.gathered.slots
 
     @abc.abstractmethod
     def __call__(self, held: Held) -> Array:
@@ -262,12 +266,18 @@ class Accumulated(Score):
         mean: over the queries that could see it, so that early tokens have no advantage ("Observed attention" of
             kvpress, 2024; ZipCache's normalisation); else the sum ("H2O: Heavy-Hitter Oracle for Efficient Generative
             Inference of Large Language Models", Zhang et al., 2023).
+        every: tokens between two choices; theirs are counted when it comes to that. None: there is one choice.
     """
 
     recent: int = 0
     mean: bool = False
+    every: int | None = None
 
     reads = "attention"
+
+    @property
+    def latest(self) -> int:
+        return self.every or 0
 
     @property
     def always(self) -> int:
@@ -280,6 +290,10 @@ class Accumulated(Score):
         paid = slot_weights(new.queries, new.sums, new.positions, new.kv, slot_positions=new.held, scale=1.0,
                             causal=True)
         return gathered.replace(slots=gathered.slots + paid)
+
+    def renew(self, held: Held) -> Any:
+        weights = jnp.where((held.asked_at >= held.since)[:, None], held.attention(), 0)
+        return held.gathered.slots + weights.sum((1, 2))
 
     def __call__(self, held: Held) -> Array:
         paid = held.gathered.slots
@@ -441,6 +455,9 @@ class Critical(Score):
 
     def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
         return self.score.gather(shape, gathered, new)
+
+    def renew(self, held: Held) -> Any:
+        return self.score.renew(held)
 
     def __call__(self, held: Held) -> Array:
         return self.weighted(held, self.score(held))

@@ -1,0 +1,164 @@
+"""Laws that every cache policy of the table keeps, on the smallest model that can break them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.io.load import LM
+from decodax.kvcache import POLICIES, Evicting, kv, policy
+from decodax.kvcache.evicting import Eviction
+from decodax.kvcache.scores import KeyNorm, LagRelative, WindowAttention
+from decodax.kvcache.selection import AdaptiveHeads, Top
+from decodax.models import Transformer, llama
+from decodax.speculative.shapes import Fixed
+from tests.extending.pages import DOCS, run_file
+from tests.matrix import often
+
+MODEL = Transformer(llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256))
+PARAMS = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, MODEL.init_params(jax.random.key(5)))
+SMALL = LM(model=MODEL, params=PARAMS, vocab_size=16)
+# one ends in the middle of what the rules look at, and one is shorter than any budget
+PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
+# in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
+OPTIONS: dict[str, dict[str, Any]] = {
+    "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
+    "h2o": dict(budget=14, every=5), "observed-attention": dict(budget=0.4), "sink-window": dict(budget=14, every=2),
+    "lagkv": dict(budget=0.6, every=7, lag=6), "keydiff": dict(budget=14, every=8), "cur": dict(budget=0.4),
+    "expected-attention": dict(budget=14, every=9), "pyramidkv": dict(budget=14, window=4),
+    "chunkkv": dict(budget=14, window=4, chunk=4, every=8), "adakv": dict(budget=14, window=4, every=6),
+    "adaptive-expected-attention": dict(budget=0.4), "criticalkv": dict(budget=14, window=4, floor=0.2),
+    "capkv": dict(budget=0.4, every=10)}
+LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
+TREE = dx.Speculative(dx.drafts.DraftModel(LM(model=MODEL, params=jax.tree.map(lambda x: 0.9 * x, PARAMS),
+                                              vocab_size=16)), shape=Fixed.balanced(2, 2, 1))
+
+
+def test_every_policy_of_the_table_is_here() -> None:
+    assert OPTIONS.keys() == POLICIES.keys()
+
+
+@functools.cache
+def run(name: str, algorithm: Any = None, rows: tuple[int, ...] = (0, 1, 2), chunk: int = 512, **more: Any) -> Any:
+    cache = None if name == "dense" else kv(name, **{**OPTIONS[name], **more})
+    return dx.generate(SMALL, [PROMPTS[i] for i in rows], cache=cache, request_ids=rows, algorithm=algorithm, seed=5,
+                       max_new_tokens=20, temperature=[[0.0, 0.9, 0.0][i] for i in rows], logprobs=0, chunk=chunk)
+
+
+def same(one: Any, other: Any) -> bool:
+    return one.tokens.tolist() == other.tokens.tolist() and np.allclose(one.logprobs.raw, other.logprobs.raw, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(name: str) -> None:
+    drafted = run(name, LOOKUP)
+    assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
+    assert drafted.tokens[:2].tolist() != run("dense", LOOKUP).tokens[:2].tolist()        # something was forgotten
+
+
+@pytest.mark.parametrize("name", often(["adakv", "h2o"], OPTIONS))
+def test_so_do_trees(name: str) -> None:
+    drafted = run(name, TREE)
+    assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
+
+
+# one of each way to choose, and of each way to gather
+@pytest.mark.parametrize("name", often(["snapkv", "h2o", "expected-attention", "pyramidkv", "chunkkv", "adakv",
+                                        "criticalkv"], OPTIONS))
+def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
+    everything = kv(name, **{**OPTIONS[name], "budget": 200})
+    out = dx.generate(SMALL, PROMPTS, cache=everything, algorithm=LOOKUP, seed=5, temperature=[0.0, 0.9, 0.0],
+                      max_new_tokens=20, logprobs=0)
+    assert same(out, run("dense", LOOKUP))
+
+
+@pytest.mark.parametrize("name", often(["adakv", "snapkv", "lagkv"], OPTIONS))
+def test_a_row_does_not_depend_on_its_batch_mates_or_on_chunks(name: str) -> None:
+    alone, all_of_them = run(name, rows=(1,), chunk=7), run(name)
+    assert alone.tokens.tolist() == all_of_them.tokens[1:2].tolist()
+    np.testing.assert_allclose(alone.logprobs.raw, all_of_them.logprobs.raw[1:2], atol=1e-4)
+
+
+def arrays(kind: Eviction, new: int = 20) -> Evicting:
+    made = MODEL.with_cache(kind).fit(new).init_cache(3, 256)
+    assert isinstance(made, Evicting)
+    return made
+
+
+@pytest.mark.parametrize("name", [name for name, given in OPTIONS.items() if isinstance(given["budget"], int)])
+def test_memory_is_that_of_the_budget(name: str) -> None:
+    """And of the tokens to come, or of those between two choices; whatever the length of the prompt."""
+    kind = kv(name, **OPTIONS[name])
+    assert isinstance(kind, Eviction)
+    slots = [x.shape[2] for i, x in enumerate(arrays(kind).kv) if i not in kind.skip]
+    heads = 2 if name in ("adakv", "criticalkv") else 1
+    more = 10 if name == "pyramidkv" else 4 if name == "chunkkv" else 0
+    assert max(slots) <= heads * 14 + more + (kind.every or 20)
+    assert np.mean(slots) <= heads * 14 + (kind.every or 20) + (4 if name == "chunkkv" else 0)
+
+
+def test_long_texts_stay_within_the_budget() -> None:
+    out = dx.generate(SMALL, PROMPTS[:2], cache=kv("h2o", budget=20, every=10), max_new_tokens=180)
+    assert out.lengths.tolist() == [180, 180]
+
+
+def test_samples_and_a_mixed_batch_go_their_own_ways() -> None:
+    out = dx.generate(SMALL, PROMPTS, cache="snapkv:budget=14,window=4", num_samples=2, temperature=1.0,
+                      max_new_tokens=12, seed=3)
+    alone = dx.generate(SMALL, PROMPTS[1:2], cache="snapkv:budget=14,window=4", num_samples=2, temperature=1.0,
+                        max_new_tokens=12, seed=3, request_ids=[1])
+    assert out.tokens[2:4].tolist() == alone.tokens.tolist() != [out.tokens[2].tolist()] * 2
+
+
+def test_what_cannot_be_had_is_refused_by_name() -> None:
+    for expected, wrong in (
+            (r"^cache: unknown name 'snapvk'; near ones: snapkv", lambda: run_with("snapvk")),
+            (r"^kv: 'snapkv' takes no option 'windw'; takes budget=2048", lambda: kv("snapkv", windw=3)),
+            (r"^snapkv:windw=3: takes no option windw", lambda: run_with("snapkv:windw=3")),
+            (r"^budget: got 0, takes a number of tokens from 1, or a share", lambda: kv("snapkv", budget=0)),
+            (r"^budget: got 1.0, takes", lambda: kv("knorm", budget=1.0)),
+            (r"^budget: got 32, takes more than the 32 tokens that snapkv keeps", lambda: kv("snapkv", budget=32)),
+            (r"^every: got 0, takes 1 or more", lambda: kv("h2o", every=0)),
+            (r"^every: got 4; eviction chooses once", lambda: Eviction(Top(KeyNorm()), 8, 4, close_up=True)),
+            (r"^budget: got one for each of 3 layers, the model has 2", lambda: arrays(
+                Eviction(Top(KeyNorm()), (8, 8, 8)))),
+            (r"^window: got 0", lambda: WindowAttention(0)), (r"^kernel: got 4", lambda: WindowAttention(8, 4)),
+            (r"^floor: got 2", lambda: AdaptiveHeads(KeyNorm(), 2)),
+            (r"^sinks, lag: got 4 and 1", lambda: LagRelative(4, 1)),
+            (r"^policy: the name 'h2o' is taken by decodax.kvcache.policies", lambda: policy("h2o")(kv)),
+            (r"^policy 'x': effect: got 'none'", lambda: policy("x", effect="none"))):      # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=expected):
+            wrong()
+
+
+def run_with(cache: str) -> Any:
+    return dx.generate(SMALL, PROMPTS[:1], cache=cache, max_new_tokens=2)
+
+
+@pytest.mark.matrix
+def test_the_guide_to_caches_runs_and_names_every_policy() -> None:
+    run_file(DOCS / "caches.md")
+    listed = {line.split("`")[1] for line in (DOCS / "caches.md").read_text().splitlines()
+              if line.startswith("| `") and ":" not in line.split("`")[1]}
+    assert listed == POLICIES.keys()
+
+
+@pytest.mark.matrix
+def test_the_benchmark_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts import benchmark_caches
+
+    monkeypatch.setattr("sys.argv", ["benchmark_caches.py", "--layers", "1", "--prompt", "64", "--held", "48", "--new",
+                                     "8", "--batch", "2", "--repeats", "1", "--policies", "snapkv:budget=40"])
+    benchmark_caches.main()
+    assert "snapkv:budget=40" in capsys.readouterr().out
+
+
+def test_a_method_that_needs_more_of_a_cache_is_refused() -> None:
+    model = dx.load("tasks-diffusion")
+    with pytest.raises(ValueError, match=r"needs one that supports .*subsets.*, which Evicting does not"):
+        dx.generate(model, "sort 3 1 2", cache="snapkv", algorithm=dx.system("fast-dllm", model), max_new_tokens=8)

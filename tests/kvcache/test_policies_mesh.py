@@ -1,0 +1,27 @@
+"""Cache policies over a mesh: rows over one axis, heads over the other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+import decodax as dx
+from decodax.kvcache import kv
+from tests.kvcache.test_policies import LOOKUP, MODEL, OPTIONS, PROMPTS, SMALL
+from tests.matrix import often
+
+pytestmark = pytest.mark.mesh
+
+
+@pytest.mark.parametrize("kind", often([AxisType.Auto], list(AxisType)[:2]))
+@pytest.mark.parametrize("name", often(["adakv"], OPTIONS))
+def test_a_mesh_gives_the_tokens_of_one_device(name: str, kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    spread = dataclasses.replace(SMALL, params=jax.device_put(SMALL.params, MODEL.shardings(mesh)), mesh=mesh)
+    prompts = [*PROMPTS, PROMPTS[0][:30]]
+    out, alone = (dx.generate(lm, prompts, cache=kv(name, **OPTIONS[name]), max_new_tokens=16, algorithm=LOOKUP)
+                  for lm in (spread, SMALL))
+    assert out.tokens.tolist() == alone.tokens.tolist()
