@@ -136,9 +136,10 @@ class LayeredModel(Model):
         """The network layer by layer: the embeddings `f[B, W, D]` of a window, and what maps a layer's index and any
         residual stream `f[B, W, D]` at the window's places to the stream after that layer."""
 
-    @abc.abstractmethod
     def outputs(self, params: PyTree, layer: int) -> Array:
-        """`f32[H, e, D]`: how the heads of a layer's attention are projected to the residual stream."""
+        """`f32[H, e, D]`: how the heads of a layer's attention are projected to the residual stream. Some cache
+        policies weigh values by it."""
+        raise ValueError(f"cache: takes a model that gives its output projections; {type(self).__name__} does not")
 
     @abc.abstractmethod
     def pieces(self, params: PyTree) -> Any:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from decodax.cache.base import Kind
 from decodax.kvcache.evicting import Eviction
+from decodax.kvcache.quantized import KIVI
 from decodax.kvcache.scores import (
     Accumulated,
     Capacity,
@@ -23,6 +24,7 @@ from decodax.kvcache.scores import (
     WindowAttention,
 )
 from decodax.kvcache.selection import AdaptiveHeads, Budget, Chunks, Pyramid, Top, TwoStages
+from decodax.kvcache.sinks import Sinks
 from decodax.kvcache.table import policy
 
 Every = int | None
@@ -64,6 +66,12 @@ def _observed(budget: Budget = 0.5, every: Every = None) -> Kind:
         "the first tokens and the latest ones, at their own positions; kvpress calls it StreamingLLM")
 def _sink_window(budget: Budget = 516, sinks: int = 4, every: Every = 1) -> Kind:
     return Eviction(Top(Position(sinks)), budget, every, name="sink-window")
+
+
+@policy("streaming-llm", "Efficient Streaming Language Models with Attention Sinks", "Xiao et al. 2023",
+        "the first tokens and a ring of the latest, at positions counted in the cache; prompts too")
+def _streaming(sinks: int = 4, recent: int = 512) -> Kind:
+    return Sinks(sinks, recent)
 
 
 @policy("lagkv", "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
@@ -137,3 +145,15 @@ def _criticalkv(budget: Budget = 1024, window: int = 32, kernel: int = 7, pool: 
 def _capkv(budget: Budget = 0.5, every: Every = None, sinks: int = 4, future: int = 512,
            sharpness: float = 5.0) -> Kind:
     return Eviction(Top(Capacity(sinks, future, sharpness)), budget, every, name="capkv")
+
+
+@policy("kivi", "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", "Liu et al. 2024",
+        "everything, in 2 bits but for the latest tokens: keys by channel, values by token")
+def _kivi(bits: int = 2, group: int = 32, residual: int = 128) -> Kind:
+    return KIVI(bits, bits, group, residual)
+
+
+@policy("kv-adaquant", "More for Keys, Less for Values: Adaptive KV Cache Quantization", "Hariri et al. 2025",
+        "everything, keys in 4 bits and values in 2, but for the latest tokens")
+def _kv_adaquant(key_bits: int = 4, value_bits: int = 2, group: int = 32, residual: int = 128) -> Kind:
+    return KIVI(key_bits, value_bits, group, residual)

@@ -29,11 +29,13 @@ PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enum
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
     "h2o": dict(budget=14, every=5), "observed-attention": dict(budget=0.4), "sink-window": dict(budget=14, every=2),
-    "lagkv": dict(budget=0.6, every=7, lag=6), "keydiff": dict(budget=14, every=8), "cur": dict(budget=0.4),
+    "streaming-llm": dict(sinks=2, recent=12), "lagkv": dict(budget=0.6, every=7, lag=6),
+    "keydiff": dict(budget=14, every=8), "cur": dict(budget=0.4),
     "expected-attention": dict(budget=14, every=9), "pyramidkv": dict(budget=14, window=4),
     "chunkkv": dict(budget=14, window=4, chunk=4, every=8), "adakv": dict(budget=14, window=4, every=6),
     "adaptive-expected-attention": dict(budget=0.4), "criticalkv": dict(budget=14, window=4, floor=0.2),
-    "capkv": dict(budget=0.4, every=10)}
+    "capkv": dict(budget=0.4, every=10), "kivi": dict(bits=2, group=4, residual=8),
+    "kv-adaquant": dict(key_bits=4, value_bits=2, group=4, residual=8)}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 TREE = dx.Speculative(dx.drafts.DraftModel(LM(model=MODEL, params=jax.tree.map(lambda x: 0.9 * x, PARAMS),
                                               vocab_size=16)), shape=Fixed.balanced(2, 2, 1))
@@ -69,9 +71,11 @@ def test_so_do_trees(name: str) -> None:
 
 # one of each way to choose, and of each way to gather
 @pytest.mark.parametrize("name", often(["snapkv", "h2o", "expected-attention", "pyramidkv", "chunkkv", "adakv",
-                                        "criticalkv"], OPTIONS))
+                                        "criticalkv", "streaming-llm", "kivi"], OPTIONS))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
-    everything = kv(name, **{**OPTIONS[name], "budget": 200})
+    wide = {"streaming-llm": {"recent": 200}, "kivi": {"residual": 200}, "kv-adaquant": {"residual": 200}}.get(
+        name, {"budget": 200})
+    everything = kv(name, **{**OPTIONS[name], **wide})
     out = dx.generate(SMALL, PROMPTS, cache=everything, algorithm=LOOKUP, seed=5, temperature=[0.0, 0.9, 0.0],
                       max_new_tokens=20, logprobs=0)
     assert same(out, run("dense", LOOKUP))
@@ -90,7 +94,7 @@ def arrays(kind: Eviction, new: int = 20) -> Evicting:
     return made
 
 
-@pytest.mark.parametrize("name", [name for name, given in OPTIONS.items() if isinstance(given["budget"], int)])
+@pytest.mark.parametrize("name", [name for name, given in OPTIONS.items() if isinstance(given.get("budget"), int)])
 def test_memory_is_that_of_the_budget(name: str) -> None:
     """And of the tokens to come, or of those between two choices; whatever the length of the prompt."""
     kind = kv(name, **OPTIONS[name])
@@ -99,7 +103,7 @@ def test_memory_is_that_of_the_budget(name: str) -> None:
     heads = 2 if name in ("adakv", "criticalkv") else 1
     more = 10 if name == "pyramidkv" else 4 if name == "chunkkv" else 0
     assert max(slots) <= heads * 14 + more + (kind.every or 20)
-    assert np.mean(slots) <= heads * 14 + (kind.every or 20) + (4 if name == "chunkkv" else 0)
+    assert np.mean(slots) <= heads * 14 + (5 if name == "pyramidkv" else more) + (kind.every or 20)
 
 
 def test_long_texts_stay_within_the_budget() -> None:

@@ -1,0 +1,124 @@
+"""Keys and values in few bits."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.cache import causal
+from decodax.kvcache.quantized import KIVI, Quantized, keys_of, of_keys, of_values, pack, unpack, values_of
+from decodax.models import Transformer, llama
+from tests.kvcache.test_policies import MODEL, PROMPTS, SMALL
+from tests.matrix import often
+
+CODED = {2: ("685e1f328727a27f", "d629196490100a75"), 4: ("74d50877a2aa6c80", "692145b60557ade9"),
+         8: ("524509063b31058d", "accbd40c0132748b")}
+"""Digests of the codes of keys and values of `given()`, by `quant_and_pack_kcache` and `quant_and_pack_vcache` of
+jy-yuan/KIVI at 876b4d2 with groups of 32, in float32, unpacked."""
+
+
+def given() -> np.ndarray:
+    """`f32[3, 64, 96]`, with a channel that is large."""
+    x = np.random.RandomState(0).standard_normal((3, 64, 96)).astype(np.float32)
+    x[:, :, 5] *= 20
+    return x
+
+
+def digest(codes: Any) -> str:
+    return hashlib.sha256(np.asarray(codes).astype(np.uint8).tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("bits", CODED)
+def test_codes_are_those_of_kivi(bits: int) -> None:
+    x = jnp.asarray(given())
+    keys, values = of_keys(x, bits, 32), of_values(x, bits, 32)
+    assert (digest(unpack(keys.codes, bits)), digest(unpack(values.codes, bits))) == CODED[bits]
+    for back in (keys_of(keys, bits, 32, jnp.float32), values_of(values, bits, 32, jnp.float32)):
+        assert back.shape == x.shape
+    step = jnp.repeat(keys.steps, 32, 1)
+    assert (jnp.abs(keys_of(keys, bits, 32, jnp.float32) - x) <= 0.501 * step + 1e-6).all()
+    step = jnp.repeat(values.steps, 32, 2)
+    assert (jnp.abs(values_of(values, bits, 32, jnp.float32) - x) <= 0.501 * step + 1e-6).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_bits_are_packed_without_loss(bits: int) -> None:
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, (2, 3, 16)).astype(np.uint8)
+    packed = pack(jnp.asarray(codes), bits)
+    assert packed.shape == (2, 3, 2 * bits) and packed.dtype == jnp.uint8
+    np.testing.assert_array_equal(unpack(packed, bits), codes)
+
+
+def test_what_is_constant_over_a_group_stays_as_it_is() -> None:
+    x = jnp.full((1, 8, 4), 3.5)
+    np.testing.assert_array_equal(keys_of(of_keys(x, 2, 8), 2, 8, jnp.float32), x)
+    np.testing.assert_array_equal(values_of(of_values(x, 2, 4), 2, 4, jnp.float32), x)
+
+
+def test_attention_is_that_to_what_the_codes_stand_for() -> None:
+    """Behind a prompt, and behind the flush of a full rest, in rows of different lengths."""
+    network = Transformer(llama(vocab=16, width=32, layers=1, heads=4, kv_heads=2, mlp=24, context=256))
+    params = network.init_params(jax.random.key(0))
+    kind = KIVI(4, 2, group=4, residual=8)
+    model = network.with_cache(kind)
+    cache, whole = model.init_cache(2, 64), network.init_cache(2, 64)
+    tokens = jax.random.randint(jax.random.key(1), (2, 41), 0, 16)
+    assert isinstance(cache, Quantized)
+    for i in range(41):
+        # the second row stands still now and then
+        live = jnp.array([[True], [i % 3 != 0]])
+        window = causal(tokens[:, i:i + 1], jnp.stack([cache.length[0], cache.length[1]]), live)
+        slots = jnp.where(live, cache.length[:, None], -1)
+        shown = _shown(cache, whole)
+        out, want = model.apply(params, window, cache), network.apply(params, window, shown)
+        np.testing.assert_allclose(np.asarray(out.hidden)[np.asarray(live)[:, 0]],
+                                   np.asarray(want.hidden)[np.asarray(live)[:, 0]], atol=1e-4)
+        cache, whole = cache.commit(out.entries, slots), whole.commit(out.entries, slots)
+    assert cache.length.tolist() == [41, 27] and cache.whole.tolist() == [1, 3]
+
+
+def _shown(cache: Quantized, whole: Any) -> Any:
+    """The dense cache with what the codes stand for in place of what is in codes."""
+    kind, coded = cache.kind, cache.length - cache.whole
+    keys = jax.vmap(lambda own: keys_of(own, kind.key_bits, kind.group, jnp.float32))(cache.keys[0])
+    values = jax.vmap(lambda own: values_of(own, kind.value_bits, kind.group, jnp.float32))(cache.values[0])
+    both = jnp.concatenate([keys, values], -1)[:, :, :whole.kv[0].shape[2]]
+    at = jnp.arange(both.shape[2]) < coded[:, None]
+    return whole.replace(kv=(jnp.where(at[:, None, :, None], both, whole.kv[0]),))
+
+
+def test_more_bits_are_nearer_to_the_dense_cache() -> None:
+    """8 bits of small groups give its tokens."""
+    options: dict[str, Any] = dict(max_new_tokens=20, logprobs=0)
+    dense = dx.generate(SMALL, PROMPTS, **options)
+    exact = dx.generate(SMALL, PROMPTS, cache="kivi:bits=8,group=4,residual=4", **options)
+    assert exact.tokens.tolist() == dense.tokens.tolist()
+    np.testing.assert_allclose(exact.logprobs.raw, dense.logprobs.raw, atol=0.1)
+
+
+def size(cache: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize(("bits", "group", "share"), often([(4, 64, 0.30)], [(4, 64, 0.30), (2, 32, 0.22)]))
+def test_bytes_are_those_of_the_bits(bits: int, group: int, share: float) -> None:
+    """Codes, steps, lows and the latest tokens, over float16's 16 bits, at 8192 tokens and heads of 128."""
+    shapes = ((8, 128),) * 2
+    coded = jax.eval_shape(lambda: KIVI(bits, bits, group)(shapes, 2, 8192, jnp.float16))
+    assert size(coded) <= share * 2 * 2 * 8 * 8192 * 256 * 2
+
+
+def test_parameters_out_of_range_are_refused() -> None:
+    for expected, wrong in ((r"^key_bits: got 3", lambda: KIVI(3)), (r"^value_bits: got 1", lambda: KIVI(2, 1)),
+                            (r"^residual: got 100, takes a multiple of the group of 32", lambda: KIVI(residual=100)),
+                            (r"^width: got heads of 6, takes a multiple of 4", lambda: KIVI()(
+                                [(2, 6)], 1, 64, "float32"))):
+        with pytest.raises(ValueError, match=expected):
+            wrong()
+    assert MODEL.with_cache(KIVI(8, 8, 4, 8)).init_cache(1, 0).capacity == 0
