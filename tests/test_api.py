@@ -20,6 +20,7 @@ def lm():
     return dx.load("pycode-draft")
 
 
+@pytest.mark.matrix
 def test_speculation_gives_the_text_of_plain_decoding(lm):
     given = dict(max_new_tokens=24, temperature=[0.0, 0.8, 0.8], top_p=0.95, repetition_penalty=1.1)
     plain, drafted = dx.generate(lm, PROMPTS, **given), dx.generate(lm, PROMPTS, algorithm=LOOKUP, **given)

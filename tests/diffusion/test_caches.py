@@ -324,6 +324,7 @@ def test_delayed_is_dkv_cache_decode(packed):
     assert made(alg)[0] != made(EXACT)[0]
 
 
+@pytest.mark.matrix
 def test_greedy_is_dkv_cache_greedy():
     order = dict(windows=d.Blocks(BLOCK), score=d.Random(once=True), unmask=d.Quota(5))
     alg = MaskedDiffusion(A, **order, caching=d.DKVCacheGreedy(d.Quota(5), window=2, refresh=3, packed=(8,)))
@@ -343,6 +344,7 @@ def test_frozen_is_freecache():
     assert made(MaskedDiffusion(A, **QUOTA, caching=d.Frozen(NEW)))[0] == [freecache(p, 5) for p in IDS]
 
 
+@pytest.mark.matrix
 def test_targets_are_recaps():
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK))
     alg = SYSTEMS["recap"].make(lm, steps=8, every=3, lead=1, choice_temperature=0.0, size=NEW)

@@ -169,6 +169,7 @@ def test_drafts_leave_the_tokens_of_a_recurrent_model_as_they_are(recurrent: Any
     assert tokens_of(recurrent, algorithm=tree, chunk=4, **POLICY) == plain
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", [pytest.param(dx.shapes.Chain(3), marks=pytest.mark.matrix), TREE],
                          ids=["chain", "tree"])
 def test_a_recurrent_model_drafts(recurrent: Any, shape: Any) -> None:

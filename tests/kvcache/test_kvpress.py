@@ -78,8 +78,9 @@ KEPT: dict[str, tuple[Selection, float]] = {
     "q-filter": (Top(Direction(tuple(tuple(map(tuple, x)) for x in FILTERS.tolist()))), 1 - 0.4),
     "lu-kv": (HeadShares(ExpectedAttention(epsilon=2e-2), SHARES), 1 - 0.4)}
 VARIANTS = {"lagkv-cross", "expected-attention-mean", "expected-attention-eps", "chunkkv-knorm", "adakv-expected",
-            "adakv-knorm", "cur-key", "cur-average", "critical-knorm", "critical-adakv-knorm", "cap-short"}
-"""Presses with other options than in another case."""
+            "adakv-knorm", "cur-key", "cur-average", "critical", "critical-knorm", "critical-adakv-knorm", "cap-short",
+            "tova", "streaming-llm", "q-filter"}
+"""Presses with other options or fewer parts than in another case."""
 
 
 def test_every_case_of_kvpress_is_here() -> None:

@@ -153,6 +153,7 @@ def test_what_is_missing_is_named():
         system("prompt-lookup", k=3)
 
 
+@pytest.mark.matrix
 def test_several_samples_of_a_prompt_with_arms():
     ids, options = prompts(3), dict(num_samples=2, max_new_tokens=12, temperature=0.8, seed=3, eos_token_id=[1])
     plain = dx.generate(lm("toy"), ids, **options)

@@ -165,6 +165,7 @@ def test_the_skip_set_is_that_of_the_papers_recursion(skips: int) -> None:
 CLASP = Speculative(CLaSp(DEEP, skips=1, every=3), shape=Chain(3))
 
 
+@pytest.mark.matrix
 def test_clasp_equals_plain_decoding(deep: Any) -> None:
     assert texts(decode(CLASP, "deep", prompts(5), POLICY, eos=[1])) == plain_deep()
 
