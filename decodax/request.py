@@ -127,8 +127,8 @@ class Request:
         at_once = (batch_size or count) * samples
         lengths = np.array([len(row) for row in ids], np.int64)
         budget, counted = _budget(lengths, max_new_tokens, max_length, said)
-        if cache is not None:
-            lm = dataclasses.replace(lm, model=lm.model.fit(power(int(np.max(budget)))))
+        if (fitted := lm.model.fit(power(int(np.max(budget))))) is not lm.model:
+            lm = dataclasses.replace(lm, model=fitted)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
         _room(lm, int((lengths + budget).max()), counted)
 
