@@ -80,6 +80,10 @@ class Evicting(KeyValues):
         if window.certain and not self.whole:
             raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
                              "does; a draft model takes another cache")
+        score = self.kind.selection.score
+        if (softcap is not None or bias is not None) and (score.latest or score.reads != "nothing"):
+            raise ValueError(f"cache: {self.kind.name} scores tokens by queries and keys alone; takes a model without "
+                             "a soft cap or a bias of its attention scores, or a policy that looks at no queries")
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                        key_positions=window.key_positions)
         given = (q, k, v, window.visible(), window.positions, self.kv[layer])
@@ -88,7 +92,6 @@ class Evicting(KeyValues):
         else:
             options["slot_positions"] = self.positions[layer]
         own = lambda x: x[:, k.shape[1] - q.shape[1]:]
-        score = self.kind.selection.score
         if self.whole and score.reads == "attention":
             out, sums = window_attention_lse(*given, **options)
             return out, (own(k), own(v), q * scale, sums)
@@ -119,19 +122,18 @@ class Evicting(KeyValues):
         held, count, score = self.positions[layer], self.count[layer], self.kind.selection.score
         B, G, S = held.shape
         wanted = slots >= 0
+        put = jax.vmap(jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop")))
         rank = jnp.cumsum(wanted, 1, dtype=jnp.int32) - 1
         number = wanted.sum(1, dtype=jnp.int32)
         both = jnp.concatenate(entry[:2], -1)
         if self.kind.selection.uniform:
             to = jnp.where(wanted, count[:, :1] + rank, -1)
             kv = write(self.kv[layer], both, to)
-            to = jnp.broadcast_to(to[:, None], (B, G, to.shape[1]))
+            to = jnp.broadcast_to(jnp.where(to < 0, S, to)[:, None], (B, G, to.shape[1]))
         else:
-            to = jnp.where(wanted[:, None], count[:, :, None] + rank[:, None], -1)
-            put = jax.vmap(jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop")))
-            kv = put(self.kv[layer], both.swapaxes(1, 2).astype(self.kv[layer].dtype), jnp.where(to < 0, S, to))
-        place = jax.vmap(jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop")))
-        held = place(held, jnp.broadcast_to(slots[:, None], to.shape), jnp.where(to < 0, S, to))
+            to = jnp.where(wanted[:, None], count[:, :, None] + rank[:, None], S)
+            kv = put(self.kv[layer], both.swapaxes(1, 2), to)
+        held = put(held, jnp.broadcast_to(slots[:, None], to.shape), to)
         queries, gathered = self.queries[layer], self.gathered[layer]
         if (w := queries.shape[2]):
             newest = jnp.maximum(slots.max(1), self.length - 1)[:, None]
@@ -165,7 +167,8 @@ class Evicting(KeyValues):
                                     outputs)
             own = (self.kv[layer], self.positions[layer], self.count[layer], self.queries[layer], self.gathered[layer])
             number = jnp.asarray(table)[jnp.minimum(self.length, self.size)]
-            made.append(lax.map(one, (own, self.length, since, number, rows)))      # row by row: scores are large
+            choose = rows & (not self.kind.keeps_all(layer, self.shapes[layer]))
+            made.append(lax.map(one, (own, self.length, since, number, choose)))    # row by row: scores are large
         kv, positions, count, slots = zip(*made, strict=True)
         into = into.replace(kv=kv, positions=positions, count=count, length=self.length)
         if not into._chooses:
@@ -254,12 +257,15 @@ class Eviction(Kind):
     def fit(self, new: int) -> Eviction:
         return dataclasses.replace(self, new=new)
 
+    def keeps_all(self, layer: int, shape: KVLayer) -> bool:
+        """Whether a layer keeps everything: it was asked for, or the layer sees a sliding window alone."""
+        return layer in self.skip or shape.sliding is not None
+
     def tables(self, size: int, depth: int, shapes: Sequence[KVLayer]) -> Sequence[np.ndarray]:
         """How many tokens each layer keeps of a text of each length up to `size`."""
         everything = np.arange(size + 1, dtype=np.int32)
         found = _tables(self.selection, self.budget, size, depth)
-        return [everything if layer in self.skip or shapes[layer].sliding is not None else found[layer]
-                for layer in range(depth)]
+        return [everything if self.keeps_all(layer, shapes[layer]) else found[layer] for layer in range(depth)]
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
               whole: bool = False) -> Evicting:

@@ -91,7 +91,6 @@ def credit(memory, x, open, lp):
     return fused - np.log(np.exp(fused).sum(-1, keepdims=True))
 
 
-@pytest.mark.matrix
 def test_credit_of_few_tokens_is_the_whole_matrix():
     choose = lambda open, confidence, step, lp: confidence >= math.log(0.5)
     rounds = agrees(made("dinfer-credit", threshold=0.5, block=8, kept=6),

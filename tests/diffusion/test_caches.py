@@ -344,7 +344,6 @@ def test_frozen_is_freecache():
     assert made(MaskedDiffusion(A, **QUOTA, caching=d.Frozen(NEW)))[0] == [freecache(p, 5) for p in IDS]
 
 
-@pytest.mark.matrix
 def test_targets_are_recaps():
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK))
     alg = SYSTEMS["recap"].make(lm, steps=8, every=3, lead=1, choice_temperature=0.0, size=NEW)
@@ -352,7 +351,6 @@ def test_targets_are_recaps():
     assert made(alg)[0] != made(dataclasses.replace(alg, caching=d.NoCache()))[0]
 
 
-@pytest.mark.matrix
 def test_guided_and_frozen_is_flashdlm():
     network, weights = model("llama")
     lm = LM(network, weights, VOCABULARY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 import decodax as dx
 from decodax.io.load import LM
+from decodax.job import Job
 from decodax.kvcache import POLICIES, Evicting, kv, policy
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.scores import KeyNorm, LagRelative, WindowAttention
 from decodax.kvcache.selection import AdaptiveHeads, Top
 from decodax.models import Transformer, llama
+from decodax.request import Request
 from decodax.speculative.shapes import Fixed
 from tests.extending.pages import DOCS, run_file
 from tests.matrix import often
@@ -153,6 +156,26 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
 
 def run_with(cache: str) -> Any:
     return dx.generate(SMALL, PROMPTS[:1], cache=cache, max_new_tokens=2)
+
+
+def test_scores_of_queries_refuse_a_soft_cap() -> None:
+    """Else they would count other weights than attention has."""
+    capped = dataclasses.replace(MODEL.config, attention_softcap=5.0)
+    lm = dataclasses.replace(SMALL, model=Transformer(capped))
+    with pytest.raises(ValueError, match=r"^cache: h2o scores tokens by queries and keys alone; takes a model without"):
+        dx.generate(lm, PROMPTS[:1], cache=kv("h2o", budget=20), max_new_tokens=2)
+    assert dx.generate(lm, PROMPTS[:1], cache=kv("knorm", budget=20, skip=()), max_new_tokens=2).lengths.tolist() == [2]
+
+
+@pytest.mark.matrix
+def test_two_thousand_tokens_stay_within_the_budget() -> None:
+    long = dataclasses.replace(SMALL, model=Transformer(dataclasses.replace(MODEL.config, context=4096)))
+    job = Job.begin(Request.read(long, PROMPTS[:2], max_new_tokens=2000, cache="h2o:budget=64,every=32"))
+    held = [x.shape for x in jax.tree.leaves(job.state.cache.kv)]
+    job.advance(None)
+    assert [x.shape[2] for x in job.state.cache.kv] == [64 + 32] and held == [x.shape for x in job.state.cache.kv]
+    assert job.state.length.tolist() == [2041, 2026]
+    assert int(np.max(job.state.cache.count[0])) <= 64 + 32
 
 
 @pytest.mark.matrix
