@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache.base import Cache, Draftable, Entries, Kind, PyTree, ReadPrompt
+from decodax.cache.base import Cache, CacheConfig, Draftable, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.cache.scratch import Scratch
-from decodax.kvcache.held import Held
-from decodax.kvcache.scores import Gathered, Taken, turned
+from decodax.kvcache.held import HeldLayer
+from decodax.kvcache.query_scores import turned
+from decodax.kvcache.scores import Gathered, Taken
 from decodax.kvcache.selection import Budget, Selection, layers_of
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse
 from decodax.struct import static, struct
@@ -41,7 +42,8 @@ class Evicting(KeyValues):
         count: a tuple of one `i32[B, G]` a layer, how many slots are filled.
         queries: a tuple of one `f[B, H, w, d]` a layer, those of the latest tokens, that of position `p` at `p % w`.
         gathered: a tuple of what the score has gathered of each layer.
-        length: `i32[B]` tokens of the verified text. due: `i32[B]`, the length at which the rule chooses next.
+        length: `i32[B]` tokens of the verified text. settled_at: `i32[B]`, how many there were behind the prompt. due:
+            `i32[B]`, the length at which the rule chooses next.
         size: static; the most tokens of a text. kind: static. whole: static; whether it is a prompt's.
     """
 
@@ -51,6 +53,7 @@ class Evicting(KeyValues):
     queries: tuple[Array, ...]
     gathered: tuple[Gathered, ...]
     length: Array
+    settled_at: Array
     due: Array
     given: PyTree
     widths: tuple[int, ...] = static()
@@ -165,10 +168,12 @@ class Evicting(KeyValues):
                 outputs = prompt.model.outputs(prompt.params, layer)
             one = functools.partial(_layer, self.kind, layer, depth, self.shapes[layer], into.kv[layer].shape[2],
                                     outputs)
+            began = self.length if self.whole else self.settled_at
             own = (self.kv[layer], self.positions[layer], self.count[layer], self.queries[layer], self.gathered[layer])
             number = jnp.asarray(table)[jnp.minimum(self.length, self.size)]
             choose = rows & (not self.kind.keeps_all(layer, self.shapes[layer]))
-            made.append(lax.map(one, (own, self.length, since, number, choose)))    # row by row: scores are large
+            # row by row, since scores are large
+            made.append(lax.map(one, (own, self.length, began, since, number, choose)))
         kv, positions, count, slots = zip(*made, strict=True)
         into = into.replace(kv=kv, positions=positions, count=count, length=self.length)
         if not into._chooses:
@@ -184,7 +189,8 @@ class Evicting(KeyValues):
         if not self.kv:
             return self
         into = self.kind.empty(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
-        return self._kept(into, jnp.ones(self.length.shape, bool), prompt).replace(due=self.length + self._every)
+        return self._kept(into, jnp.ones(self.length.shape, bool), prompt).replace(
+            due=self.length + self._every, settled_at=self.length)
 
     def scratch(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
@@ -193,13 +199,14 @@ class Evicting(KeyValues):
 def _layer(kind: Eviction, layer: int, depth: int, shape: KVLayer, slots: int, outputs: Array | None,
            row: tuple[Any, ...]) -> tuple[Array, Array, Array, Any]:
     """A layer of one row with what stays, in so many slots."""
-    (kv, positions, count, ring, gathered), length, since, number, choose = row
+    (kv, positions, count, ring, gathered), length, began, since, number, choose = row
     w = ring.shape[1]
     order = (length + jnp.arange(w, dtype=jnp.int32)) % max(w, 1)       # the oldest first
     f32 = lambda x: x.astype(jnp.float32)
-    held = Held(keys=f32(kv[..., :shape.width]), values=f32(kv[..., shape.width:]), positions=positions, count=count,
-                length=length, since=since, queries=f32(ring[:, order].swapaxes(0, 1)), gathered=gathered,
-                outputs=outputs, layer=layer, depth=depth, shape=shape)
+    held = HeldLayer(keys=f32(kv[..., :shape.width]), values=f32(kv[..., shape.width:]), positions=positions,
+                     count=count, length=length, settled_at=began, since=since,
+                     queries=f32(ring[:, order].swapaxes(0, 1)),
+                     gathered=gathered, outputs=outputs, layer=layer, depth=depth, shape=shape)
     held = held.replace(gathered=gathered.replace(slots=kind.selection.score.renew(held)))
     stays = jnp.where(choose, kind.selection.choose(held, number), held.valid)
     first = jnp.argsort(~stays, axis=-1, stable=True)
@@ -218,7 +225,7 @@ def _layer(kind: Eviction, layer: int, depth: int, shape: KVLayer, slots: int, o
 
 
 @dataclasses.dataclass(frozen=True)
-class Eviction(Kind):
+class Eviction(CacheConfig):
     """A kind of cache that evicts.
 
     Attributes:
@@ -284,7 +291,8 @@ class Eviction(Kind):
                                     dtype) for shape in shapes),
             gathered=tuple(score.start(shape, batch, n) if chooses else Gathered()
                            for shape, n in zip(shapes, slots, strict=True)),
-            length=jnp.zeros(batch, jnp.int32), due=jnp.full(batch, self.every or size, jnp.int32), given=inputs,
+            length=jnp.zeros(batch, jnp.int32), settled_at=jnp.zeros(batch, jnp.int32),
+            due=jnp.full(batch, self.every or size, jnp.int32), given=inputs,
             widths=key_widths(shapes), size=size, shapes=shapes, kind=self, whole=whole)
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,

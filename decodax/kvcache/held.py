@@ -13,17 +13,18 @@ from decodax.struct import Struct, static, struct
 
 
 @struct
-class Held(Struct):
+class HeldLayer(Struct):
     """A layer's entries of one row, in the order of their positions and without gaps.
 
     Attributes:
         keys, values: `f32[G, S, d]` and `f32[G, S, e]`; keys are rotated to their positions.
         positions: `i32[G, S]`. count: `i32[G]`, how many of the `S` slots each head holds.
         length: `i32[]`, tokens of the text so far.
+        settled_at: `i32[]`, how many of them there were when the cache first chose, behind the prompt.
         since: `i32[]`, the length when something went last; the length itself when a prompt has just been read.
         queries: `f32[w, H, d]`, those of the latest `w` tokens, the newest last, rotated and scaled as attention takes
             them; the first ones are zeros where the text is shorter.
-        gathered: what the score has gathered on the way (`Score.gather`), of this row.
+        gathered: what the score has gathered on the way (`TokenScore.gather`), of this row.
         outputs: `f32[H, e, D]`, how heads are projected to the residual stream, for scores that read it; else None.
         layer, depth: the layer's number, and how many there are. shape: its shape.
     """
@@ -33,6 +34,7 @@ class Held(Struct):
     positions: Array
     count: Array
     length: Array
+    settled_at: Array
     since: Array
     queries: Array
     gathered: Any

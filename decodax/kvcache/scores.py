@@ -1,29 +1,24 @@
-"""Scores of cached tokens: how much each is worth keeping. One class is one published rule.
+"""The contract of a score: how much each cached token is worth keeping.
 
-A score is computed from one layer of one row (`Held`) when something has to go. The tokens with the highest scores
+A score is computed from one layer of one row (`HeldLayer`) when something has to go. The tokens with the highest scores
 stay, the newer one where two tie; those with an infinite score stay before all others.
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any, ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.key_values import KVLayer
-from decodax.kvcache.held import Held
-from decodax.models.rope import Rope, rotate
-from decodax.pallas_kernels.window_attention import slot_weights
+from decodax.kvcache.held import HeldLayer
 from decodax.struct import Struct, struct
 
 
 @struct
 class Taken(Struct):
-    """Tokens that a layer has taken in, for `Score.gather`.
+    """Tokens that a layer has taken in, for `TokenScore.gather`.
 
     Attributes:
         queries: `f[B, W, H, d]`, scaled as attention takes them. sums: `f32[B, W, H]`, the logarithm of the sum of each
@@ -50,7 +45,7 @@ class Gathered(Struct):
     rest: Any = None
 
 
-class Score(abc.ABC):
+class TokenScore(abc.ABC):
     """Derive a frozen dataclass from this. It is compared by value, and static under jit.
 
     Attributes:
@@ -62,12 +57,12 @@ class Score(abc.ABC):
 
     @property
     def projects(self) -> bool:
-        """Whether it reads `Held.outputs`, which is there when a prompt has been read, and not later."""
+        """Whether it reads `HeldLayer.outputs`, which is there when a prompt has been read, and not later."""
         return False
 
     @property
     def latest(self) -> int:
-        """How many of the latest queries it looks at (`Held.queries`)."""
+        """How many of the latest queries it looks at (`HeldLayer.queries`)."""
         return 0
 
     @property
@@ -83,414 +78,10 @@ class Score(abc.ABC):
         """With tokens that were committed."""
         return gathered
 
-    def renew(self, held: Held) -> Any:
-        """`Gathered.slots`, with what the queries since `Held.since` add, when something is to go."""
+    def renew(self, held: HeldLayer) -> Any:
+        """`Gathered.slots`, with what the queries since `HeldLayer.since` add, when something is to go."""
         return held.gathered.slots
 
     @abc.abstractmethod
-    def __call__(self, held: Held) -> Array:
+    def __call__(self, held: HeldLayer) -> Array:
         """`f32[G, S]`; slots that hold nothing do not count."""
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyNorm(Score):
-    """Keys of a small norm attract attention ("A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
-    Devoto et al., 2024)."""
-
-    def __call__(self, held: Held) -> Array:
-        return -jnp.linalg.norm(held.keys, axis=-1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Position(Score):
-    """The first `sinks` tokens and the latest ones (Xiao et al., 2023, "Efficient Streaming Language Models with
-    Attention Sinks"), at their own positions."""
-
-    sinks: int = 4
-
-    @property
-    def always(self) -> int:
-        return self.sinks
-
-    def __call__(self, held: Held) -> Array:
-        return jnp.where(held.positions < self.sinks, jnp.inf, held.positions.astype(jnp.float32))
-
-
-@dataclasses.dataclass(frozen=True)
-class WindowAttention(Score):
-    """The attention that the latest queries pay, pooled over neighbouring tokens; their own tokens stay ("SnapKV: LLM
-    Knows What You are Looking for Before Generation", Li et al., 2024).
-
-    Attributes:
-        window: the latest queries. kernel: neighbours that are pooled, an odd number.
-        pool: "mean" (the authors' and kvpress's default) or "max" (AdaKV's).
-        reduce: over the queries: "mean", or "max".
-        over: each "group" of heads has scores of its own, or all "heads" of a layer have the same (TOVA).
-    """
-
-    window: int = 64
-    kernel: int = 5
-    pool: Literal["mean", "max"] = "mean"
-    reduce: Literal["mean", "max"] = "mean"
-    over: Literal["group", "heads"] = "group"
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window: got {self.window}, takes 1 or more")
-        if self.kernel < 1 or not self.kernel % 2:
-            raise ValueError(f"kernel: got {self.kernel}, takes an odd number")
-
-    @property
-    def latest(self) -> int:
-        return self.window
-
-    @property
-    def always(self) -> int:
-        return self.window
-
-    def __call__(self, held: Held) -> Array:
-        weights = held.attention()
-        asked = jnp.maximum((held.asked_at >= 0).sum(), 1)
-        paid = weights.sum(2) / asked if self.reduce == "mean" else weights.max(2)
-        early = held.index < (held.count - self.window)[:, None]
-        paid = pooled(jnp.where(early[:, None], paid, 0), self.kernel, self.pool)
-        worth = paid.mean(1) if self.over == "group" else jnp.broadcast_to(paid.mean((0, 1)), early.shape)
-        return jnp.where(early, worth, jnp.inf)
-
-
-def pooled(x: Array, kernel: int, how: Literal["mean", "max"]) -> Array:
-    """Pools neighbours along the last axis, zeros beyond its ends."""
-    around = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(kernel // 2, kernel // 2)])
-    parts = jnp.stack([around[..., i:i + x.shape[-1]] for i in range(kernel)])
-    return parts.mean(0) if how == "mean" else parts.max(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyDifference(Score):
-    """Keys unlike the mean direction of all ("KeyDiff: Key Similarity-Based KV Cache Eviction", Park et al., 2025)."""
-
-    def __call__(self, held: Held) -> Array:
-        keys = jnp.where(held.valid[..., None], held.keys, 0)
-        anchor = unit(keys).sum(1, keepdims=True) / jnp.maximum(held.count, 1)[:, None, None]
-        return -(unit(keys) * unit(anchor)).sum(-1)
-
-
-@dataclasses.dataclass(frozen=True)
-class LagRelative(Score):
-    """How far the channels of a token lie apart, relative to the range of the tokens that follow ("LagKV: Lag-Relative
-    Information of the KV Cache Tells Which Tokens Are Important", Liang et al., 2025).
-
-    Behind the sinks the tokens are cut into lags. Each is measured by the smallest and largest value of every channel
-    in the next one; the standard deviations over channels go through a softmax over the lag, for keys and for values.
-    The last whole lag and what follows it stay, and so do the sinks. A text shorter than `sinks` and two lags keeps its
-    sinks and its latest tokens.
-
-    Attributes:
-        across: compare tokens of different lags; else each lag keeps the same share.
-    """
-
-    sinks: int = 4
-    lag: int = 128
-    across: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.lag < 2:
-            raise ValueError(f"sinks, lag: got {self.sinks} and {self.lag}, takes 0 and 2 or more")
-
-    @property
-    def always(self) -> int:
-        return self.sinks
-
-    def __call__(self, held: Held) -> Array:
-        lags = (held.count - self.sinks) // self.lag       # whole ones
-        most = (held.slots - self.sinks) // self.lag
-        late = held.index >= (self.sinks + (lags - 1) * self.lag)[:, None]
-        recency = held.index / jnp.maximum(held.count, 1)[:, None].astype(jnp.float32)
-        if most < 2:
-            return jnp.where(held.index < self.sinks, jnp.inf, recency)
-        worth = (self._spread(held.keys, most) + self._spread(held.values, most)) / 2       # [G, most - 1, lag]
-        if not self.across:
-            worth = jnp.argsort(jnp.argsort(worth, axis=-1), axis=-1) / self.lag
-        worth = worth.reshape(worth.shape[0], -1)
-        behind = held.slots - self.sinks - worth.shape[1]
-        worth = jnp.pad(worth, ((0, 0), (self.sinks, behind)))
-        worth = jnp.where(late, jnp.inf, worth)
-        worth = jnp.where((lags < 2)[:, None], recency, worth)
-        return jnp.where(held.index < self.sinks, jnp.inf, worth)
-
-    def _spread(self, x: Array, lags: int) -> Array:
-        parts = x[:, self.sinks:self.sinks + lags * self.lag].reshape(x.shape[0], lags, self.lag, -1)
-        own, after = parts[:, :-1], parts[:, 1:]
-        low, high = after.min(2, keepdims=True), after.max(2, keepdims=True)
-        relative = (own - low) / jnp.where(high > low, high - low, 1)
-        return jax.nn.softmax(relative.std(-1, ddof=1), axis=-1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Leverage(Score):
-    """Approximate leverage of keys and values, each relative to its neighbours ("CurDKV", Sengupta et al., 2025).
-
-    Attributes:
-        of: "key", "value", their "average" or their "product".
-        local: tokens within which norms are compared; 0: all.
-    """
-
-    sinks: int = 4
-    of: Literal["key", "value", "average", "product"] = "product"
-    local: int = 16
-
-    @property
-    def always(self) -> int:
-        return self.sinks
-
-    def __call__(self, held: Held) -> Array:
-        keys, values = (self._relative(jnp.where(held.valid, (x ** 2).sum(-1), 0)) for x in (held.keys, held.values))
-        worth = {"key": keys, "value": values, "average": (keys + values) / 2, "product": keys * values}[self.of]
-        worth = worth / jnp.where(held.valid, worth, 0).sum(-1, keepdims=True)
-        return jnp.where(held.index < self.sinks, jnp.inf, worth)
-
-    def _relative(self, x: Array) -> Array:
-        if not self.local:
-            return x
-        parts = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.local))).reshape(x.shape[0], -1, self.local)
-        total = parts.sum(-1, keepdims=True)
-        return (parts / jnp.where(total > 0, total, 1)).reshape(x.shape[0], -1)[:, :x.shape[1]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Accumulated(Score):
-    """The attention that a token has received from all queries so far, its own among them.
-
-    Attributes:
-        recent: the latest tokens, which stay.
-        mean: over the queries that could see it, so that early tokens have no advantage ("Observed attention" of
-            kvpress, 2024; ZipCache's normalisation); else the sum ("H2O: Heavy-Hitter Oracle for Efficient Generative
-            Inference of Large Language Models", Zhang et al., 2023).
-        every: tokens between two choices; theirs are counted when it comes to that. None: there is one choice.
-    """
-
-    recent: int = 0
-    mean: bool = False
-    every: int | None = None
-
-    reads = "attention"
-
-    @property
-    def latest(self) -> int:
-        return self.every or 0
-
-    @property
-    def always(self) -> int:
-        return self.recent
-
-    def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
-        return Gathered(slots=jnp.zeros((batch, shape.heads, slots), jnp.float32))
-
-    def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
-        paid = slot_weights(new.queries, new.sums, new.positions, new.kv, slot_positions=new.held, scale=1.0,
-                            causal=True)
-        return gathered.replace(slots=gathered.slots + paid)
-
-    def renew(self, held: Held) -> Any:
-        weights = jnp.where((held.asked_at >= held.since)[:, None], held.attention(), 0)
-        return held.gathered.slots + weights.sum((1, 2))
-
-    def __call__(self, held: Held) -> Array:
-        paid = held.gathered.slots
-        if self.mean:
-            paid = paid / jnp.maximum(held.length - held.positions, 1)
-        return jnp.where(held.index >= (held.count - self.recent)[:, None], jnp.inf, paid)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpectedAttention(Score):
-    """The attention that future queries are expected to pay, if they are distributed as the past ones ("Expected
-    Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution", Devoto et al., 2025).
-
-    Mean and covariance of the queries before their rotation, without the first `sinks`, are rotated by the mean
-    rotation of the next `future` positions; keys are scored by the mean of `exp(q k)` under that Gaussian, relative to
-    all keys, times the norm of the value.
-
-    Attributes:
-        covariance: else by the mean alone. norms: whether values' norms count.
-        epsilon: added before norms are multiplied.
-    """
-
-    sinks: int = 4
-    future: int = 512
-    covariance: bool = True
-    norms: bool = True
-    epsilon: float = 0.0
-
-    reads = "queries"
-
-    @property
-    def always(self) -> int:
-        return self.sinks
-
-    def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
-        zeros = lambda *rest: jnp.zeros((batch, *rest), jnp.float32)
-        more = (zeros(shape.queries, shape.width, shape.width),) if self.covariance else ()
-        return Gathered(rest=(zeros(), zeros(shape.queries, shape.width), *more))
-
-    def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
-        counts = (new.positions >= self.sinks).astype(jnp.float32)
-        q = turned(shape, new.queries.astype(jnp.float32), -new.positions) * counts[..., None, None]
-        number, total, *products = gathered.rest
-        products = [x + jnp.einsum("bwhi,bwhj->bhij", q, q) for x in products]
-        return gathered.replace(rest=(number + counts.sum(1), total + q.sum(1), *products))
-
-    def __call__(self, held: Held) -> Array:
-        number, total, *products = held.gathered.rest
-        number = jnp.maximum(number, 1)
-        ahead = held.length + jnp.arange(self.future, dtype=jnp.int32)
-        mean = total / number
-        own = mean_turn(held.shape, mean, ahead)
-        G, r = held.keys.shape[0], own.shape[0] // held.keys.shape[0]
-        score = jnp.einsum("grd,gsd->grs", own.reshape(G, r, -1), held.keys)
-        for product in products:
-            spread = product / number - mean[:, :, None] * mean[:, None]
-            spread = mean_turn(held.shape, mean_turn(held.shape, spread, ahead).swapaxes(1, 2), ahead)
-            score += jnp.einsum("gsi,grij,gsj->grs", held.keys, spread.reshape(G, r, *spread.shape[1:]), held.keys) / 2
-        counted = held.valid & (held.index >= self.sinks)
-        worth = jax.nn.softmax(score, axis=-1, where=counted[:, None]).mean(1)
-        if self.norms:
-            worth = (worth + self.epsilon) * jnp.linalg.norm(held.values, axis=-1)
-        return jnp.where(held.index < self.sinks, jnp.inf, worth)
-
-
-@dataclasses.dataclass(frozen=True)
-class Capacity(Score):
-    """How much a value adds to the capacity of those kept, weighted by how its key lies to the mean query ("CapKV", as
-    kvpress has it).
-
-    Queries are averaged before their rotation, without the first `sinks`, and rotated by the mean rotation of the next
-    `future` positions. A key's weight is `exp(sharpness * cosine)`, relative to the largest of its head.
-    """
-
-    sinks: int = 4
-    future: int = 512
-    sharpness: float = 5.0
-    epsilon: float = 1e-6
-
-    reads = "queries"
-
-    @property
-    def always(self) -> int:
-        return self.sinks
-
-    def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
-        return ExpectedAttention(self.sinks, covariance=False).start(shape, batch, slots)
-
-    def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
-        return ExpectedAttention(self.sinks, covariance=False).gather(shape, gathered, new)
-
-    def __call__(self, held: Held) -> Array:
-        number, total = held.gathered.rest
-        ahead = held.length + jnp.arange(self.future, dtype=jnp.int32)
-        anchor = mean_turn(held.shape, total / jnp.maximum(number, 1), ahead)
-        G = held.keys.shape[0]
-        cosine = jnp.einsum("grd,gsd->grs", unit(anchor).reshape(G, -1, anchor.shape[-1]), unit(held.keys))
-        counted = (held.valid & (held.index >= self.sinks))[:, None]
-        weights = jnp.exp(self.sharpness * (cosine - jnp.where(counted, cosine, -1).max(-1, keepdims=True)))
-        weights = jnp.where(counted, weights, 0)
-        scaled = jnp.where(counted, weights + self.epsilon, 0)
-        matrix = jnp.eye(held.values.shape[-1]) + jnp.einsum("grs,gsi,gsj->grij", scaled, held.values, held.values)
-        solved = jnp.linalg.solve(matrix, held.values.swapaxes(1, 2)[:, None])         # [G, r, e, S]
-        leverage = jnp.einsum("gsi,gris->grs", held.values, solved)
-        return jnp.where(held.index < self.sinks, jnp.inf, (weights * leverage).mean(1))
-
-
-@dataclasses.dataclass(frozen=True)
-class Direction(Score):
-    """How little a key lies in the direction in which keys are ignored ("Q-Filters: Leveraging QK Geometry for
-    Efficient KV Cache Compression", Godey et al., 2025).
-
-    Attributes:
-        filters: of each layer and head one direction of `d` numbers, `[L][G][d]`.
-    """
-
-    filters: tuple[tuple[tuple[float, ...], ...], ...]
-
-    def __call__(self, held: Held) -> Array:
-        if len(self.filters) != held.depth:
-            raise ValueError(f"filters: got those of {len(self.filters)} layers, the model has {held.depth}")
-        own = jnp.asarray(self.filters[held.layer], jnp.float32)
-        if own.shape != (held.keys.shape[0], held.keys.shape[2]):
-            raise ValueError(f"filters: got shape {own.shape} for layer {held.layer}, takes "
-                             f"{(held.keys.shape[0], held.keys.shape[2])}")
-        return -jnp.einsum("gd,gsd->gs", own, held.keys)
-
-
-@dataclasses.dataclass(frozen=True)
-class Critical(Score):
-    """Another score, times how much the value changes the output of attention ("Identify Critical KV Cache in LLM
-    Inference from an Output Perturbation Perspective", Feng et al., 2025).
-
-    Attributes:
-        score: the other one; its own norms of values should be off. epsilon: added to it.
-    """
-
-    score: Score
-    epsilon: float = 1e-4
-
-    @property
-    def reads(self) -> Literal["nothing", "queries", "attention"]:      # type: ignore[override]
-        return self.score.reads
-
-    @property
-    def projects(self) -> bool:
-        return True
-
-    @property
-    def latest(self) -> int:
-        return self.score.latest
-
-    @property
-    def always(self) -> int:
-        return self.score.always
-
-    def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
-        return self.score.start(shape, batch, slots)
-
-    def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
-        return self.score.gather(shape, gathered, new)
-
-    def renew(self, held: Held) -> Any:
-        return self.score.renew(held)
-
-    def __call__(self, held: Held) -> Array:
-        return self.weighted(held, self.score(held))
-
-    def weighted(self, held: Held, worth: Array) -> Array:
-        """`(worth + epsilon) * |W_o v|_1`, the norm averaged over the group's heads."""
-        assert held.outputs is not None
-        G = held.values.shape[0]
-        heads = held.outputs.reshape(G, -1, *held.outputs.shape[1:])
-        norm = lambda head: jnp.abs(jnp.einsum("gse,ged->gsd", held.values, head)).sum(-1)      # one head of each group
-        norms = sum(norm(heads[:, i]) for i in range(heads.shape[1])) / heads.shape[1]
-        return (worth + self.epsilon) * norms
-
-
-def unit(x: Array) -> Array:
-    """Vectors of length 1 in the directions of these."""
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-
-
-def turned(shape: KVLayer, x: Array, by: Array) -> Array:
-    """`f[B, W, H, d]` rotated by `i32[B, W]` positions; a factor of the rotation (YaRN) is taken off for each."""
-    if shape.rope is None:
-        return x
-    rope: Rope = shape.rope
-    cos, sin = rope.table(by, shape.context)
-    factor = (cos ** 2 + sin ** 2)      # the square of the factor
-    return rotate(x, cos / factor, sin / factor, rope.interleaved)
-
-
-def mean_turn(shape: KVLayer, x: Array, positions: Array) -> Array:
-    """`f[..., d]` under the mean of the rotations to `i32[n]` positions."""
-    if shape.rope is None:
-        return x
-    rope: Rope = shape.rope
-    cos, sin = (t[0, :, 0].mean(0) for t in rope.table(positions[None], shape.context))
-    return rotate(x, cos, sin, rope.interleaved)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.kvcache.held import Held
-from decodax.kvcache.scores import Critical, Score, WindowAttention
+from decodax.kvcache.held import HeldLayer
+from decodax.kvcache.query_scores import Critical, WindowAttention
+from decodax.kvcache.scores import TokenScore
 
 Budget = int | float
 """Tokens of a layer's head, or (below 1) their share of the text so far."""
@@ -47,7 +48,7 @@ def whole(count: Array, share: float) -> Array:
 class Selection(abc.ABC):
     """Derive a frozen dataclass with a field `score` from this."""
 
-    score: Score
+    score: TokenScore
 
     @property
     def uniform(self) -> bool:
@@ -64,7 +65,7 @@ class Selection(abc.ABC):
         return int(table.max())
 
     @abc.abstractmethod
-    def choose(self, held: Held, count: Array) -> Array:
+    def choose(self, held: HeldLayer, count: Array) -> Array:
         """`bool[G, S]`: what stays of a layer, `count` tokens (`i32[]`) of each head."""
 
 
@@ -72,9 +73,9 @@ class Selection(abc.ABC):
 class Top(Selection):
     """The best tokens of each head."""
 
-    score: Score
+    score: TokenScore
 
-    def choose(self, held: Held, count: Array) -> Array:
+    def choose(self, held: HeldLayer, count: Array) -> Array:
         return best(self.score(held), held.valid, count)
 
 
@@ -85,7 +86,9 @@ class Pyramid(Selection):
 
     With `n` tokens a layer beyond the window on the average, the last layer keeps `n / beta` and the first as many more
     as it keeps fewer; between them the numbers fall evenly. Where a text has fewer tokens than the first layer is to
-    keep, that keeps all of them. The numbers are rounded as kvpress does.
+    keep, that keeps all of them. A number of tokens is divided as the authors do, in whole numbers: a text shorter than
+    the budget stays whole, and one of less than `2 n` tokens keeps the budget in every layer. A share of the text is
+    divided and rounded as kvpress does.
     """
 
     score: WindowAttention = WindowAttention()
@@ -98,23 +101,31 @@ class Pyramid(Selection):
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
         window = self.score.window
 
-        def one(length: int) -> int:
-            mean = min(length, budget) if isinstance(budget, int) else length * budget
-            # kvpress counts a share without the window, the authors a number of tokens with it
-            apart = window if isinstance(budget, int) else 0
-            beyond = mean - apart
-            least = beyond / self.beta
-            most = beyond * 2 - least
+        def authors(length: int, budget: int) -> int:
+            beyond = budget - window
+            if length < budget or depth < 2:
+                return min(length, budget)
+            if length < 2 * beyond:
+                return budget
+            most = min(2 * beyond - beyond // self.beta, length - window)
+            least = beyond // self.beta if most < length - window else 2 * beyond - most
+            return most - layer * ((most - least) // (depth - 1)) + window
+
+        def kvpress(length: int, share: float) -> int:      # counts the window as part of the share
+            mean = length * share
+            least = mean / self.beta
+            most = mean * 2 - least
             if most >= length - window:
                 most = length - window
-                least = beyond * 2 - most
-            if depth < 2 or not length >= most >= least >= (0 if apart else window):
-                return min(round(mean), length)
-            return min(round(most - layer * (most - least) / (depth - 1)) + apart, length)
+                least = mean * 2 - most
+            if depth < 2 or not length >= most >= least >= window:
+                return round(mean)
+            return round(most - layer * (most - least) / (depth - 1))
 
-        return np.array([one(n) for n in range(longest + 1)], np.int32)
+        one = authors if isinstance(budget, int) else kvpress
+        return np.array([one(n, budget) for n in range(longest + 1)], np.int32)      # type: ignore[arg-type]
 
-    def choose(self, held: Held, count: Array) -> Array:
+    def choose(self, held: HeldLayer, count: Array) -> Array:
         return best(self.score(held), held.valid, count)
 
 
@@ -130,7 +141,7 @@ class Chunks(Selection):
         chunk: tokens of a chunk.
     """
 
-    score: Score
+    score: TokenScore
     chunk: int = 10
 
     def __post_init__(self) -> None:
@@ -147,7 +158,7 @@ class Chunks(Selection):
     def slots(self, table: np.ndarray, heads: int) -> int:
         return int(table.max()) * self.chunk
 
-    def choose(self, held: Held, count: Array) -> Array:
+    def choose(self, held: HeldLayer, count: Array) -> Array:
         several = -(-held.slots // self.chunk)
         pad = ((0, 0), (0, several * self.chunk - held.slots))
         valid = jnp.pad(held.valid[0], pad[1]).reshape(several, self.chunk)
@@ -167,7 +178,7 @@ class AdaptiveHeads(Selection):
         most: a head keeps at most so many times an even budget, which bounds what memory it takes; None: any number.
     """
 
-    score: Score
+    score: TokenScore
     floor: float = 0.2
     most: float | None = None
 
@@ -186,7 +197,7 @@ class AdaptiveHeads(Selection):
         own = even * heads - (heads - 1) * int(even * self.floor)
         return min(len(table) - 1, own if self.most is None else min(own, int(even * self.most)))
 
-    def choose(self, held: Held, count: Array) -> Array:
+    def choose(self, held: HeldLayer, count: Array) -> Array:
         return self.shared(self.score(held), held.valid, count)
 
     def shared(self, worth: Array, valid: Array, count: Array) -> Array:
@@ -228,7 +239,7 @@ class TwoStages(Selection):
         return int(table.max()) if self.floor is None else AdaptiveHeads(
             self.score, self.floor, self.most).slots(table, heads)
 
-    def choose(self, held: Held, count: Array) -> Array:
+    def choose(self, held: HeldLayer, count: Array) -> Array:
         worth, valid = self.score.score(held), held.valid
         own: Array = jnp.broadcast_to(count, held.count.shape)
         first = whole(own, self.first)
@@ -237,47 +248,6 @@ class TwoStages(Selection):
             first = jnp.maximum(whole(own, self.first), whole(count, self.floor))
         chosen = best(worth, valid, first)
         return best(jnp.where(chosen, jnp.inf, self.score.weighted(held, worth)), valid, own)
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadShares(Selection):
-    """Each head keeps a share of the text of its own, which a table says, whatever the budget (LU-KV, as kvpress has
-    it). A layer's memory is that of its largest head.
-
-    Attributes:
-        shares: `[L][G]`, from 0 to 1.
-        sinks, window: the first and the latest tokens, which stay in any case.
-    """
-
-    score: Score
-    shares: tuple[tuple[float, ...], ...]
-    sinks: int = 4
-    window: int = 1
-
-    @property
-    def uniform(self) -> bool:
-        return False
-
-    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
-        """What the largest head keeps."""
-        if len(self.shares) != depth:
-            raise ValueError(f"shares: got those of {len(self.shares)} layers, the model has {depth}")
-        lengths = np.arange(longest + 1)
-        return np.minimum(lengths, np.ceil(lengths * max(self.shares[layer])) + 1).astype(np.int32)
-
-    def choose(self, held: Held, count: Array) -> Array:
-        own = np.asarray(self.shares[held.layer], np.float32)
-        if own.shape != (held.keys.shape[0],):
-            raise ValueError(f"shares: got those of {len(own)} heads for layer {held.layer}, the model has "
-                             f"{held.keys.shape[0]}")
-        ideal = own * held.length.astype(jnp.float32)
-        whole = jnp.floor(ideal)
-        left = jnp.round(ideal.sum()) - whole.sum()       # to the heads with the largest remainders
-        rank = jnp.argsort(jnp.argsort(whole - ideal, stable=True), stable=True)
-        number = jnp.clip(whole + (rank < left), 1, held.length).astype(jnp.int32)
-        worth = self.score(held)
-        protect = (held.index < self.sinks) | (held.index >= (held.count - self.window)[:, None])
-        return best(jnp.where(protect, jnp.inf, worth), held.valid, number)
 
 
 def layers_of(selection: Selection, budget: Budget | tuple[Budget, ...], longest: int,

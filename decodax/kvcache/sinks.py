@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, Kind, KVLayer, Slotted, empty_slots
+from decodax.cache import Cache, CacheConfig, KVLayer, Slotted, empty_slots
 from decodax.cache.base import PyTree
-from decodax.kvcache.scores import turned
+from decodax.kvcache.query_scores import turned
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 from decodax.struct import static, struct
 
@@ -61,7 +61,7 @@ class SinkCache(Slotted):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sinks(Kind):
+class Sinks(CacheConfig):
     """The kind of `SinkCache`."""
 
     sinks: int = 4

@@ -21,20 +21,10 @@ from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.kvcache.evicting import Evicting, Eviction
-from decodax.kvcache.scores import (
-    Accumulated,
-    Capacity,
-    Critical,
-    Direction,
-    ExpectedAttention,
-    KeyDifference,
-    KeyNorm,
-    LagRelative,
-    Leverage,
-    Position,
-    WindowAttention,
-)
-from decodax.kvcache.selection import AdaptiveHeads, Chunks, HeadShares, Pyramid, Selection, Top, TwoStages
+from decodax.kvcache.key_scores import Direction, KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
+from decodax.kvcache.pools import HeadShares
+from decodax.kvcache.query_scores import Accumulated, Capacity, Critical, ExpectedAttention, WindowAttention
+from decodax.kvcache.selection import AdaptiveHeads, Chunks, Pyramid, Selection, Top, TwoStages
 from decodax.models import Transformer, llama
 from decodax.models.names import flatten
 from decodax.policy import build
@@ -61,7 +51,7 @@ SNAP = WindowAttention(16, 5)
 KEPT: dict[str, tuple[Selection, float]] = {
     "knorm": (Top(KeyNorm()), 1 - 0.4), "snapkv": (Top(SNAP), 1 - 0.4),
     "tova": (Top(WindowAttention(1, 1, over="heads")), 1 - 0.4),
-    "observed-attention": (Top(Accumulated(mean=True)), 1 - 0.4), "streaming-llm": (Top(Position(4)), 1 - 0.4),
+    "observed-attention": (Top(Accumulated(mean=True)), 1 - 0.4), "streaming-llm": (Top(SinksAndRecent(4)), 1 - 0.4),
     "lagkv": (Top(LagRelative(4, 32)), 1 - 0.4), "lagkv-cross": (Top(LagRelative(4, 32, across=True)), 1 - 0.4),
     "keydiff": (Top(KeyDifference()), 1 - 0.4), "expected-attention": (Top(ExpectedAttention()), 1 - 0.4),
     "expected-attention-mean": (Top(ExpectedAttention(covariance=False, norms=False)), 1 - 0.4),
@@ -118,7 +108,7 @@ WRITTEN = {
     "decoding": Eviction(Top(KeyNorm()), 60, 8), "decoding-keydiff": Eviction(Top(KeyDifference()), 60, 5),
     # KeyRerotationPress, and PerLayerCompressionPress
     "rerotation": Eviction(Top(KeyNorm()), 1 - 0.4, close_up=True),
-    "rerotation-streaming": Eviction(Top(Position(4)), 1 - 0.8, close_up=True),
+    "rerotation-streaming": Eviction(Top(SinksAndRecent(4)), 1 - 0.8, close_up=True),
     "per-layer": Eviction(Top(KeyNorm()), (1 - 0.2, 1 - 0.4, 1 - 0.6))}
 
 
@@ -129,3 +119,11 @@ def test_the_tokens_of_kvpress_are_written(name: str) -> None:
     prompts = [[*text, row[0]] for text, row in zip(TEXTS, wanted, strict=True)]
     out = dx.generate(lm, prompts, cache=WRITTEN[name], max_new_tokens=len(wanted[0]) - 1)
     assert out.tokens.tolist() == [row[1:] for row in wanted]
+
+
+def test_a_pyramid_of_tokens_has_the_authors_layers() -> None:
+    """Of PyramidKV, whose code with max pooling said how many tokens each layer keeps of texts of these lengths."""
+    for case in json.loads((Path(__file__).parent / "pyramidkv.json").read_text())["cases"]:
+        rule = Pyramid(WindowAttention(case["window"]), case["beta"])
+        tables = [rule.table(case["budget"], 500, layer, case["layers"]) for layer in range(case["layers"])]
+        assert {n: [int(t[int(n)]) for t in tables] for n in case["kept"]} == case["kept"]
