@@ -1,0 +1,240 @@
+"""A cache in few bytes: codes of the older tokens, and the latest ones as they are.
+
+The tokens since the last multiple of `residual` stay whole; when there are `residual` of them they are encoded together
+(`decodax.kvcache.codecs`). A round commits no token beyond that point, so that its nodes see what plain decoding would
+see. A prompt is read whole and then encoded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import Cache, CacheConfig, Dense, KVLayer, ReadPrompt, Scratch, Wrapper, dense
+from decodax.cache.base import Draftable, Entries, PyTree
+from decodax.cache.dense import write
+from decodax.kvcache.codecs import Codec, Nibbles
+from decodax.pallas_kernels.window_attention import BLOCK as WALK
+from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
+from decodax.struct import static, struct
+
+BLOCK = 512
+"""Tokens that are decoded at a time."""
+
+
+@struct
+class Coded(Cache):
+    """Codes of the tokens before the latest ones, and those.
+
+    Attributes:
+        codes: a tuple of what the codec makes of each layer, arrays `[B, G, S * c, ...]`.
+        rest: a tuple of one `f[B, G, R, d + e]` a layer, the token in place `p` in slot `p % residual`.
+        length: `i32[B]` tokens of the text. gone: `i32[B]`, how many of a prompt's were dropped: the token at position
+            `p` behind it is in place `p - gone`.
+        given: see `Cache.inputs`. size, most: static; tokens of a text, and of what is held of it, at most.
+    """
+
+    codes: tuple[PyTree, ...]
+    rest: tuple[Array, ...]
+    length: Array
+    gone: Array
+    given: PyTree
+    shapes: tuple[KVLayer, ...] = static()
+    size: int = static()
+    most: int = static()
+    kind: Coding = static()
+
+    supports = frozenset({"trees"})
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
+
+    @property
+    def slots(self) -> int:
+        """Tokens that there are codes for."""
+        return self.kind.slots(self.most)
+
+    @property
+    def whole(self) -> Array:
+        """`i32[B]`: how many tokens are not in codes."""
+        return self.held % self.kind.residual
+
+    @property
+    def held(self) -> Array:
+        """`i32[B]`: tokens that are held."""
+        return self.length - self.gone
+
+    def room(self, running: Array) -> Array | None:
+        return self.most - self.held if self.rest and self.most < self.size else None
+
+    def horizon(self) -> Array | None:
+        return self.kind.residual - self.whole if self.rest else None
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        if window.certain or bias is not None:
+            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
+                             "does, and takes no bias of the scores; give a draft model another cache")
+        kind, gone = self.kind, self.gone[:, None]
+        at = window.positions - gone
+        options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
+        coded = self.held - self.whole
+        slots, shape = self.slots, self.shapes[layer]
+        block = kind.block(slots)
+
+        def part(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+            def some(x: Array) -> Array:
+                size = block * x.shape[2] // slots
+                return lax.dynamic_slice_in_dim(x, i * size, size, 2)
+
+            both = jax.vmap(lambda codes: kind.codec.decode(shape, codes, q.dtype))(
+                jax.tree.map(some, self.codes[layer]))
+            both = jnp.pad(both, ((0, 0), (0, 0), (0, -block % WALK if block > WALK else 0), (0, 0)))
+            own = prefix_attention(q, at - i * block, both, jnp.clip(coded - i * block, 0, block), **options)
+            return merge(so_far, own)
+
+        own = k.shape[1] - q.shape[1]
+        held = coded[:, None] + jnp.arange(self.rest[layer].shape[2], dtype=jnp.int32)
+        held = jnp.where(held < self.held[:, None], held, -1)[:, None]
+        latest = window_attention_lse(q, k, v, window.visible(), at, self.rest[layer], slot_positions=held,
+                                      key_positions=window.key_positions - gone, **options)
+        out, _ = lax.fori_loop(0, (coded.max() + block - 1) // block, part, latest)
+        return out, (k[:, own:], v[:, own:])
+
+    def commit(self, entries: Entries, slots: Array) -> Coded:
+        if not self.rest:
+            return self
+        R = self.kind.residual
+        to = jnp.where(slots >= 0, (slots - self.gone[:, None]) % R, -1)
+        rest = tuple(write(held, jnp.concatenate(entry[:2], -1), to) for held, entry in
+                     zip(self.rest, entries, strict=True))
+        new = self.replace(rest=rest, length=jnp.maximum(self.length, slots.max(1) + 1))
+        full = (new.length > self.length) & (new.held % R == 0)
+        # a loop of one trip or none, since XLA copies what a conditional writes to
+        once = lambda c: (jnp.zeros((), bool), c[1]._flushed(full))
+        return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
+
+    def _flushed(self, rows: Array) -> Coded:
+        """With the latest tokens of those rows (`bool[B]`) in codes."""
+        R = self.kind.residual
+
+        def put(into: Array, new: Array, start: Array, choose: Array) -> Array:
+            at = start * new.shape[1] // R
+            old = lax.dynamic_slice_in_dim(into, at, new.shape[1], 1)
+            return lax.dynamic_update_slice_in_dim(into, jnp.where(choose, new, old), at, 1)
+
+        row = lambda into, own, start, choose: jax.tree.map(lambda x, y: put(x, y, start, choose), into, own)
+        made = []
+        for shape, rest, codes in zip(self.shapes, self.rest, self.codes, strict=True):
+            new = jax.vmap(functools.partial(self.kind.codec.encode, shape))(rest[:, :, :R])
+            made.append(jax.vmap(row)(codes, new, self.held - R, rows))
+        return self.replace(codes=tuple(made))
+
+    @property
+    def view(self) -> Coded:
+        """What drafts read: of codes in halves, the upper ones."""
+        codec = self.kind.codec
+        upper = dataclasses.replace(codec, lower=False) if isinstance(codec, Nibbles) else codec
+        return self.replace(kind=dataclasses.replace(self.kind, codec=upper))
+
+    def filled(self, kv: Sequence[Array], length: Array, held: Array) -> Coded:
+        """With the first `held` (`i32[B]`) of the tokens `f[B, G, S, d + e]` of each layer, which were kept of texts of
+        `length`."""
+        R, latest, made = self.kind.residual, self.rest[0].shape[2], []
+        for shape, whole in zip(self.shapes, kv, strict=True):
+            pad = max(self.slots - whole.shape[2], 0)
+
+            def one(row: tuple[Array, Array], shape: KVLayer = shape, pad: int = pad) -> Any:
+                kv, start = row
+                kv = jnp.pad(kv, ((0, 0), (0, pad + latest), (0, 0)))
+                return (self.kind.codec.encode(shape, kv[:, :self.slots]),
+                        lax.dynamic_slice_in_dim(kv, start, latest, 1))
+
+            made.append(lax.map(one, (whole, held - held % R)))
+        return self.replace(codes=tuple(codes for codes, _ in made), rest=tuple(rest for _, rest in made),
+                            length=length, gone=length - held)
+
+    def for_prompt(self) -> Cache:
+        if not self.rest:
+            return self
+        return PromptInFull(base=dense(self.shapes, self.length.shape[0], self.size, self.rest[0].dtype, self.given),
+                            shapes=self.shapes, kind=self.kind)
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return Scratch.empty(self, entries, room)
+
+
+@struct
+class PromptInFull(Wrapper):
+    """A prompt that will be quantised."""
+
+    base: Dense
+    shapes: tuple[KVLayer, ...] = static()
+    kind: Coding = static()
+
+    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        return self.kind.empty(self.shapes, self.length.shape[0], self.base.capacity, self.base.kv[0].dtype,
+                               self.inputs).filled(self.base.kv, self.base.length, self.base.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coding(CacheConfig):
+    """A `Coded` cache.
+
+    Attributes:
+        codec: how tokens are written.
+        residual: the most tokens that stay whole, a multiple of the codec's unit.
+        name: what errors call it.
+    """
+
+    codec: Codec
+    residual: int = 128
+    name: str = "coded"
+
+    def __post_init__(self) -> None:
+        if self.residual < 1 or self.residual % self.codec.unit:
+            raise ValueError(f"residual: got {self.residual}, takes a multiple of the group of {self.codec.unit}")
+
+    def block(self, slots: int) -> int:
+        """Tokens that are decoded at a time, whole units, of so many slots."""
+        return min(max(BLOCK // self.codec.unit, 1) * self.codec.unit, slots)
+
+    def slots(self, size: int) -> int:
+        """Tokens that there are codes for, of texts of so many: whole blocks."""
+        whole = -(-size // self.codec.unit) * self.codec.unit
+        return -(-whole // self.block(whole)) * self.block(whole) if size else 0
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
+              most: int | None = None) -> Coded:
+        """An empty cache; `most`: tokens that are held, where these are fewer than a text has."""
+        most = size if most is None else most
+        for shape in shapes:
+            self.codec.check(shape)
+        zeros = lambda shape, dtype: jnp.zeros((batch, *shape), dtype)
+        codes = []
+        for shape in shapes:
+            one = jax.eval_shape(functools.partial(self.codec.encode, shape), jax.ShapeDtypeStruct(
+                (shape.heads, self.slots(most), shape.both), dtype))
+            codes.append(jax.tree.map(lambda x: zeros(x.shape, x.dtype), one))
+        # a walk takes whole blocks
+        latest = self.residual if self.residual <= WALK else -(-self.residual // WALK) * WALK
+        rest = tuple(zeros((shape.heads, latest, shape.both), dtype) for shape in shapes)
+        return Coded(codes=tuple(codes), rest=rest, length=zeros((), jnp.int32), gone=zeros((), jnp.int32),
+                     given=inputs, shapes=shapes, size=size, most=most, kind=self)
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        return self.empty(shapes, batch, capacity, dtype, inputs)
