@@ -31,7 +31,8 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
              guidance_scale: float | Sequence[float] | None = None,
              negative_prompts: Prompt | Sequence[Prompt] | None = None, skip_special_tokens: bool = True,
              max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None, progress: bool = False,
-             inputs: Any = None, cache: str | CacheKind | None = None, **sampling: Any) -> Result:
+             inputs: Any = None, cache: str | CacheKind | None = None,
+             context: Prompt | Sequence[Prompt] | None = None, **sampling: Any) -> Result:
     """Continues prompts.
 
     Numbers are one for all or one for each prompt. What is left out comes from the model's generation config, if it
@@ -70,6 +71,9 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
             first: what an encoder reads, a soft prompt (`decodax.models.Embeddings`), an adapter.
         cache: what the cache keeps: a policy by name, such as "snapkv" or "snapkv:budget=512", what `decodax.kv` made
             of one, or a kind of cache of your own; default everything.
+        context: what stands in front of the prompts, one for all or one for each. A policy chooses from it what the
+            cache keeps before it sees the prompts, so that several questions are asked of one compressed text; contexts
+            that are the same are read once, with any cache.
         sampling: what the policy is built from, by the names of Hugging Face's GenerationConfig: temperature, top_k,
             top_p, min_p, repetition_penalty, bad_words_ids, ... See `decodax.policy.build`. They override the model's
             generation config; without any the decoding is greedy. Each is one for all, one for each prompt, or one for
@@ -89,7 +93,7 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         algorithm=algorithm, seed=seed, num_samples=num_samples, stop=stop, include_stop=include_stop,
         logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale, negative_prompts=negative_prompts,
         skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size,
-        inputs=inputs, cache=cache, **sampling)
+        inputs=inputs, cache=cache, context=context, **sampling)
     return run(request, clock, flag("progress", progress))
 
 

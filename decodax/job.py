@@ -19,14 +19,10 @@ from decodax.memory import batch, bucket, power
 from decodax.policy import Policy
 from decodax.policy.guidance import guide
 from decodax.programs import keep_room
+from decodax.reading import Reader
 from decodax.request import Request
 from decodax.result import Result, Statistics, log_probs, new_tokens
 from decodax.sharding import place
-
-NARROW, SHORT = 32, 128
-"""Prompt tokens a prefill round, where no prompt of the batch is longer than `SHORT`. On a CPU narrow rounds take about
-as long a token as wide ones (3.3 and 2.6 ms of a 125M shape, 32 and 128 tokens), and what the last one wastes is less.
-"""
 
 
 @dataclasses.dataclass
@@ -56,15 +52,11 @@ class Job:
         keep_room(drivers.compiled())
         of = of or request
         lm, algorithm, samples = request.lm, request.algorithm, request.samples
-        algorithm = algorithm.fit(int(of.max_new.max()))
+        algorithm = algorithm.fit(of.more)
         size, rows = bucket(of.longest), len(request) * samples
         fill = lambda most: batch(algorithm, lm.model, lm.mesh, most, size)
         most = min(of.batch_size or len(of), len(of))
-        each = request.fill(count := fill(most))
-        lengths = np.array([len(row) for row in each.prompts], np.int32)
-        tokens = np.zeros((count, size), np.int32)
-        for row, prompt, more in zip(tokens, each.prompts, each.behind or [[]] * count, strict=True):
-            row[:len(prompt) + len(more)] = [*prompt, *more]
+        each = request.fill(fill(most))
 
         clock = time.perf_counter()
         # a draft's weights travel as data; the programs are compiled for the method alone
@@ -73,23 +65,17 @@ class Job:
         on_device = lambda policy: place(lm.mesh, jax.tree.map(jnp.asarray, policy))
         with on_mesh(lm.mesh):
             policy = on_device(each.firsts)
-            s = drivers.begin(algorithm, model, params, policy, place(lm.mesh, tokens), lengths, size=size,
-                              seed=each.seeds, max_new=each.max_new, min_new=each.min_new, request=each.request_ids,
-                              sample=np.zeros(count, np.uint32), top_logprobs=_rounded(request),
-                              inputs=on_device(each.inputs))
-            forwards = 0
-            if algorithm.prefills and lengths.max() > 1:
-                # few widths, few programs
-                width = min(NARROW if lengths.max() <= SHORT else request.chunk, request.chunk, size)
-                forwards = -(-(int(lengths.max()) - 1) // width)
-                s = drivers.prefill(algorithm, model, params, s, width=width)
+            reader = Reader(each, algorithm, model, params, policy, lm.mesh, size, _rounded(request))
+            model, s, forwards = reader.read()
             if request.guidance is not None:
                 model, s = guide(algorithm, model, params, policy, s, each.guidance, each.negative)
             if samples > 1:
                 group = algorithm.samples or 1      # whole groups, of a method that works on rows together
-                live = np.arange(-(-fill(most * samples) // group) * group) < rows
+                live: Any = np.arange(-(-fill(most * samples) // group) * group) < rows
                 index: Any = np.minimum(np.arange(len(live)), rows - 1)
                 policy = on_device(request.policy.select(index))
+                prompt: Any
+                sample: Any
                 prompt, sample = np.divmod(index.astype(np.int32), np.int32(samples))
                 s = drivers.fan_out(s, policy, prompt, live, each.seeds[prompt], each.request_ids[prompt],
                                     sample.astype(np.uint32))

@@ -56,7 +56,8 @@ class Request:
 
     Attributes:
         lm, algorithm: with what.
-        prompts: ids of each prompt. behind: ids that stand behind them in the buffer, for canvases that read it.
+        prompts: ids of each prompt. context: `i32[B]`, how many of them the cache settles behind (see
+            `decodax.generate`), or None. behind: ids that stand behind them in the buffer, for canvases that read it.
         max_new, min_new: `i32[B]`. seeds: `u32[B, 2]`, high and low word. request_ids: `u32[B]`.
         inputs: what the model is given for each prompt beside its tokens, arrays `[B, ...]`, or None.
         guidance: `f32[B]` scales, or None. negative: ids of each negative prompt, or None.
@@ -69,6 +70,7 @@ class Request:
     lm: LM
     algorithm: Algorithm
     prompts: list[list[int]]
+    context: np.ndarray | None
     behind: list[list[int]] | None
     max_new: np.ndarray
     min_new: np.ndarray
@@ -93,7 +95,7 @@ class Request:
              seed: Any = 0, num_samples: Any = None, stop: Any = None, include_stop: Any = False, logprobs: Any = None,
              request_ids: Any = None, guidance_scale: Any = None, negative_prompts: Any = None,
              skip_special_tokens: Any = True, max_time: Any = None, chunk: Any = CHUNK, batch_size: Any = None,
-             inputs: Any = None, cache: Any = None, **sampling: Any) -> Self:
+             inputs: Any = None, cache: Any = None, context: Any = None, **sampling: Any) -> Self:
         """Reads the arguments of `decodax.generate`, and of the front ends that share them.
 
         Args:
@@ -113,6 +115,13 @@ class Request:
             raise ValueError(f"{said.origin}: pad_token_id: got {shown(lm.pad)}, takes a token id")
         ids = prompts if behind is not None else read_prompts(lm, prompts)
         count = len(ids)
+        settle = None
+        if context is not None:
+            before = _contexts(lm, context, count)
+            # a tokenizer that begins texts with a token of its own has begun the context with it
+            again = lambda a, b: b[0] == lm.bos == a[0] and len(b) > 1
+            ids = [a + (b[1:] if again(a, b) else b) for a, b in zip(before, ids, strict=True)]
+            settle = np.array([len(row) for row in before], np.int32)
         if where not in ("generate", "infill") and count != 1:
             raise ValueError(f"{where}: takes one prompt, got {count}")
         wanted = None if where != "generate" else said.or_given(
@@ -127,7 +136,8 @@ class Request:
         at_once = (batch_size or count) * samples
         lengths = np.array([len(row) for row in ids], np.int64)
         budget, counted = _budget(lengths, max_new_tokens, max_length, said)
-        if (fitted := lm.model.fit(power(int(np.max(budget))))) is not lm.model:
+        behind_settled = 0 if settle is None else int((lengths - settle).max())
+        if (fitted := lm.model.fit(power(int(np.max(budget)) + behind_settled))) is not lm.model:
             lm = dataclasses.replace(lm, model=fitted)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
         _room(lm, int((lengths + budget).max()), counted)
@@ -141,13 +151,17 @@ class Request:
         strings = said.or_given("stop_strings", stop, lambda name, x: stop_strings(x), (), "stop")
         if strings and lm.tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and this model has none")
+        if settle is not None and (inputs is not None or guidance_scale is not None or behind is not None
+                                   or not method.prefills or method.observer is not None):
+            raise ValueError(f"context: {method.name} learns from whole prompts, or there are inputs or a "
+                             "guidance_scale; takes a method that reads the cache alone, without those")
         guidance, negative = _guidance(lm, method, budget, guidance_scale, negative_prompts, said)
         skip = flag("skip_special_tokens", skip_special_tokens)
         policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said)
         if strings:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(skip), strings, lm.vocab_size))
-        return cls(lm=lm, algorithm=method, prompts=ids, behind=behind, max_new=budget.astype(np.int32),
+        return cls(lm=lm, algorithm=method, prompts=ids, context=settle, behind=behind, max_new=budget.astype(np.int32),
                    min_new=np.array(least, np.int32), seeds=np.array([divmod(s, 1 << 32) for s in seeds], np.uint32),
                    request_ids=np.array(addresses, np.uint32), inputs=_inputs(inputs, count),
                    guidance=guidance, negative=negative, policy=policy,
@@ -158,6 +172,13 @@ class Request:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def more(self) -> int:
+        """The most tokens of a row that come when its cache has settled: new ones, and those behind the context."""
+        asked = 0 if self.context is None else max(len(row) - n for row, n in
+                                                   zip(self.prompts, self.context.tolist(), strict=True))
+        return int(self.max_new.max()) + asked
 
     @property
     def longest(self) -> int:
@@ -184,10 +205,19 @@ class Request:
         each = (index[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
         return dataclasses.replace(
             self, prompts=[self.prompts[i] for i in index], behind=some(self.behind), negative=some(self.negative),
+            context=None if self.context is None else self.context[index],
             max_new=self.max_new[index], min_new=self.min_new[index], seeds=self.seeds[index],
             request_ids=self.request_ids[index], inputs=jax.tree.map(lambda x: x[index], self.inputs),
             guidance=None if self.guidance is None else self.guidance[index],
             policy=self.policy.select(each))
+
+
+def _contexts(lm: LM, context: Any, count: int) -> list[list[int]]:
+    """The ids of the context of each prompt."""
+    rows = read_prompts(lm, context, "context")
+    if len(rows) not in (1, count):
+        raise ValueError(f"context: got {len(rows)} for {count} prompts, takes one, or one for each")
+    return rows * (count // len(rows))
 
 
 def model(lm: Any) -> LM:

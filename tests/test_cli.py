@@ -84,6 +84,14 @@ def test_a_cache_policy_is_chosen_by_name(generate: Run) -> None:
     assert as_json(generate, *args, "--cache", "sink-window:budget=6")["tokens"] != everything["tokens"]
 
 
+@pytest.mark.matrix
+def test_a_context_stands_in_front_of_the_prompt(generate: Run, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a b a b a b a b a b ")
+    whole = as_json(generate, "a b a b a b a b a b c a b", "--max-new-tokens", "8")
+    assert as_json(generate, "c a b", "--context", str(tmp_path / "text"), "--max-new-tokens", "8")["tokens"] == \
+        whole["tokens"]
+
+
 def test_cache_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["caches"]) == 0
     assert "SnapKV: LLM Knows What You are Looking for" in capsys.readouterr().out

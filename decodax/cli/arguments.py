@@ -111,6 +111,9 @@ def parser(generate: Command, systems: Command, caches: Command, compare: Comman
     g.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]",
                    help="what the cache keeps, a policy of `decodax caches` such as snapkv:budget=512; default: "
                         "everything")
+    g.add_argument("--context", metavar="PATH",
+                   help="a file with the text in front of the prompt, from which the policy chooses before it sees the "
+                        "prompt")
 
     p = commands.add_parser("systems", parents=[common], help="the published decoding systems here", epilog=EXIT_CODES,
                             description="Lists the decoding systems, their guarantee and what they need.")

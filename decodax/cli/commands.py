@@ -73,6 +73,8 @@ def generate(args: argparse.Namespace) -> None:
         given = [*system, {"role": "user", "content": prompt}]
     if args.cache is not None:
         options["cache"] = args.cache
+    if args.context is not None:
+        options["context"] = Path(args.context).read_text(encoding="utf-8")
     options |= {"seed": args.seed, "stop": args.stop, "max_new_tokens": args.max_new_tokens,
                 "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs, "max_time": args.max_time,
                 "include_stop": args.include_stop, "skip_special_tokens": not args.special_tokens}

@@ -9,6 +9,7 @@ the newest one.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax import Array, lax
 
 from decodax.cache import Cache, ReadPrompt
 from decodax.core import keys
-from decodax.core.prefill import Prefill, Silent, prefill_rounds
+from decodax.core.prefill import Extend, Prefill, Silent, prefill_rounds
 from decodax.core.round import run
 from decodax.core.start import init_state
 from decodax.core.state import State, Stats, Status
@@ -29,7 +30,8 @@ begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top
 
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
-    programs: Any = (begin, commit_prompts, fan_out, advance)
+    programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _extend, _fan_out, _fan_out_shared,
+                     advance)
     return sum(program._cache_size() for program in programs)
 
 
@@ -85,7 +87,7 @@ def commit_prompts(observer: Observer | None, model: Model, params: Params, held
         s = s.replace(cache=held[0].for_prompt(), algo=held[1],
                       stats=Stats(none, none, none, jnp.zeros((s.batch, 2), jnp.int32), none))
         done = run(chunks, model, params, Silent(jnp.zeros((s.batch, 0), jnp.int32)),
-                   s.replace(algo=chunks.init(params, s)), prefill_rounds(s.prompt_length, width))
+                   s.replace(algo=chunks.init(params, s)), prefill_rounds(s, width))
         return (done.cache.settled(ReadPrompt(model, params.target, s.tokens)), done.algo[0]), done.status
 
     def group(i: Array, done: tuple[Any, Array]) -> tuple[Any, Array]:
@@ -100,22 +102,73 @@ def commit_prompts(observer: Observer | None, model: Model, params: Params, held
     return lax.fori_loop(0, last, group, (held, s.status))
 
 
+def take_rows(cache: Cache, rows: Array) -> Cache:
+    """`cache.select(rows)`, compiled. The cache is donated as in `fan_out`."""
+    return _donating(cache, _take_rows, _take_rows_shared, cache, rows)
+
+
+def _taken(cache: Cache, rows: Array) -> Cache:
+    return cache.select(rows)
+
+
+_take_rows, _take_rows_shared = jax.jit(_taken), jax.jit(_taken, donate_argnums=0)
+
+
+def extend(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:
+    """Commits what the cache lacks of the prompts, behind what it was settled with; all but the newest token."""
+    seen = s.replace(cache=None, algo=None, policy=None, record=None, stats=None)
+    cache, status = _extend(alg.through(model), params.replace(draft=None), s.cache, seen, width=width)
+    return s.replace(cache=cache, status=status)
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("width",), donate_argnums=(2,))
+def _extend(model: Model, params: Params, cache: Cache, s: State, *, width: int) -> tuple[Cache, Array]:
+    none = jnp.zeros(s.batch, jnp.int32)
+    s = s.replace(cache=cache, max_length=jnp.full_like(s.max_length, jnp.iinfo(jnp.int32).max),
+                  tokens=jnp.pad(s.tokens, ((0, 0), (0, 2))),
+                  stats=Stats(none, none, none, jnp.zeros((s.batch, 2), jnp.int32), none))
+
+    def loop(unfinished: Any, body: Any, carry: Any) -> Any:
+        return lax.while_loop(lambda c: unfinished(c) & Extend.left(c[1]).any(), body, carry)
+
+    done = run(Extend(width), model, params, Silent(jnp.zeros((s.batch, 0), jnp.int32)), s,
+               jnp.iinfo(jnp.int32).max, loop)
+    return done.cache, done.status
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4,))
 def advance(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array) -> State:
     """Runs until all rows have finished, `max_rounds` rounds at most. Pass `max_rounds` as an `i32[]` array."""
     return run(alg, model, params, policy, s, max_rounds)
 
 
-@jax.jit
 def fan_out(s: State, policy: Any, rows: Array, live: Array, *address: Array) -> State:
-    """The state whose row `i` is a sample of the prefilled row `rows[i]`.
+    """The state whose row `i` is a sample of the prefilled row `rows[i]`. `s` is donated if its rows share memory, so
+    that what they share stays where it is.
 
     Args:
         policy: of the samples.
         live: `bool[B']`; the others fill up the batch and are finished.
         address: seed, request and sample of each, as `keys.row_keys` takes them.
     """
+    return _donating(s.cache, _fan_out, _fan_out_shared, s, policy, rows, live, *address)
+
+
+def _donating(cache: Cache | None, plain: Any, shared: Any, *args: Any) -> Any:
+    """What the second program makes, which donates its first argument, if the rows of a cache share memory; else what
+    the first makes."""
+    if cache is None or cache.by_row:
+        return plain(*args)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")       # those of the rows
+        return shared(*args)
+
+
+def _fanned(s: State, policy: Any, rows: Array, live: Array, *address: Array) -> State:
     key = keys.row_keys(*address)
     s = s.select(rows)
     status = jnp.where(live, s.status, jnp.int32(Status.LENGTH))
     return s.replace(key=key, status=status, policy=policy.init(s.tokens, s.length, s.prompt_length, key))
+
+
+_fan_out, _fan_out_shared = jax.jit(_fanned), jax.jit(_fanned, donate_argnums=0)

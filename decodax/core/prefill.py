@@ -28,7 +28,7 @@ class Prefill(Algorithm):
     emits = 1
 
     def init(self, params: Params, s: State) -> Any:
-        return s.algo, jnp.zeros((), jnp.int32)
+        return s.algo, begun(s)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         algo, start = s.algo
@@ -52,6 +52,39 @@ class Prefill(Algorithm):
                         algo=(told, start + self.width))
 
 
+@dataclasses.dataclass(frozen=True)
+class Extend(Algorithm):
+    """Commits what the cache lacks of prompts whose beginnings have been read and settled, `width` tokens a round: as
+    the rounds that emit tokens do it, which a cache may cut short (`Cache.horizon`)."""
+
+    width: int
+
+    emits = 1
+
+    def init(self, params: Params, s: State) -> Any:
+        return None
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        start = s.cache.length
+        positions = start[:, None] + jnp.arange(self.width, dtype=jnp.int32)
+        live = (positions < s.prompt_length[:, None] - 1) & s.running[:, None]
+        tokens = jnp.take_along_axis(s.tokens, jnp.minimum(positions, s.tokens.shape[1] - 1), 1)
+        return causal(tokens, start, live), None
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        finite = jnp.isfinite(out.hidden).all(-1)
+        most = self.width if (horizon := s.cache.horizon()) is None else horizon[:, None]
+        keep = window.live & (jnp.arange(self.width, dtype=jnp.int32) < most)
+        none = jnp.zeros((s.batch, 1), jnp.int32)
+        return Decision(tokens=none - 1, count=(keep & ~finite).any(1).astype(jnp.int32), source=none, algo=None,
+                        slots=jnp.where(keep & finite, window.positions, -1))
+
+    @staticmethod
+    def left(s: State) -> Array:
+        """`bool[B]`: rows with a part of their prompts still to read."""
+        return s.running & (s.cache.length < s.prompt_length - 1)
+
+
 @struct
 class Silent(Struct):
     """The policy of a prefill, which draws nothing: no transforms, no end of sequence (`eos`: `i32[B, 0]`)."""
@@ -66,6 +99,11 @@ class Silent(Struct):
         return None
 
 
-def prefill_rounds(prompt_length: Array, width: int) -> Array:
+def begun(s: State) -> Array:
+    """How many tokens of every row's prompt are in the cache already: `i32[]`."""
+    return jnp.min(s.cache.length)
+
+
+def prefill_rounds(s: State, width: int) -> Array:
     """How many chunks of `width` the longest prompt takes: `i32[]`."""
-    return (jnp.max(prompt_length) - 1 + width - 1) // width
+    return (jnp.max(s.prompt_length) - 1 - begun(s) + width - 1) // width

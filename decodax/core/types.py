@@ -82,9 +82,22 @@ class Model(abc.ABC):
         """
         raise ValueError(f"cache: got {kind}, but {type(self).__name__} has a cache of its own")
 
+    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Model:
+        """This model with caches of the kind that `wrap` makes of its own.
+
+        Raises:
+            ValueError: as `with_cache`.
+        """
+        raise ValueError(f"cache: {type(self).__name__} has a cache of its own, which no other kind can stand beside")
+
     def fit(self, new: int) -> Model:
-        """This model with caches for texts with at most `new` tokens behind their prompts (`Kind.fit`)."""
+        """This model with caches for texts with at most `new` tokens behind their prompts (`CacheConfig.fit`)."""
         return self
+
+    def share(self, prefix: int, more: int) -> tuple[Model, Model] | None:
+        """This model with caches whose rows share a beginning (`CacheConfig.share`), and the one with dense caches that
+        reads it; None: its caches cannot."""
+        return None
 
     @abc.abstractmethod
     def init_cache(self, batch: int, capacity: int, *, params: PyTree = None, inputs: PyTree = None) -> Cache:
@@ -104,6 +117,11 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def apply(self, params: PyTree, window: Window, cache: Cache) -> Out:
         """Scores the window. The logits of node `w` predict what follows it."""
+
+    def outputs(self, params: PyTree, layer: int) -> Array:
+        """`f32[H, e, D]`: how the heads of a layer's attention are projected to the residual stream. Some cache
+        policies weigh values by it."""
+        raise ValueError(f"cache: takes a model that gives its output projections; {type(self).__name__} does not")
 
     def no_inputs(self, inputs: PyTree) -> None:
         """Raises ValueError where a model that takes no inputs is given some."""
@@ -135,11 +153,6 @@ class LayeredModel(Model):
     def walk(self, params: PyTree, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
         """The network layer by layer: the embeddings `f[B, W, D]` of a window, and what maps a layer's index and any
         residual stream `f[B, W, D]` at the window's places to the stream after that layer."""
-
-    def outputs(self, params: PyTree, layer: int) -> Array:
-        """`f32[H, e, D]`: how the heads of a layer's attention are projected to the residual stream. Some cache
-        policies weigh values by it."""
-        raise ValueError(f"cache: takes a model that gives its output projections; {type(self).__name__} does not")
 
     @abc.abstractmethod
     def pieces(self, params: PyTree) -> Any:

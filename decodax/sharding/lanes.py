@@ -66,3 +66,6 @@ class _GatheredLogits(Model):
             return constrain(out.head(hidden), PartitionSpec())
 
         return dataclasses.replace(out, head=head)
+
+    def outputs(self, params: Any, layer: int) -> Array:
+        return self.base.outputs(params, layer)

@@ -1,0 +1,123 @@
+"""Reading prompts: each for itself, after what all have in common, or after contexts that caches settle behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from decodax.autoregressive import Autoregressive
+from decodax.core import drivers
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Model, Params
+from decodax.memory import bucket, power
+from decodax.policy import Policy
+from decodax.request import Request
+from decodax.sharding import place
+
+NARROW, SHORT = 32, 128
+"""Prompt tokens a prefill round, where no prompt of the batch is longer than `SHORT`. On a CPU narrow rounds take about
+as long a token as wide ones (3.3 and 2.6 ms of a 125M shape, 32 and 128 tokens), and what the last one wastes is less.
+"""
+
+SHARED = 64
+"""Tokens that prompts have to have in common before they are read once for all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """What prompts are read with.
+
+    Attributes:
+        request: a batch, filled up. algorithm: without its weights. model, params, policy: those of the rounds.
+        mesh: where rows lie, or None. size: of the token buffer. top_logprobs: as in `drivers.begin`.
+    """
+
+    request: Request
+    algorithm: Algorithm
+    model: Model
+    params: Params
+    policy: Policy
+    mesh: Mesh | None
+    size: int
+    top_logprobs: int | None
+
+    def read(self) -> tuple[Model, State, int]:
+        """The model, with the kind of cache that rows came to share; the state behind the prompts; and how many
+        forwards that took."""
+        lengths = np.array([len(row) for row in self.request.prompts], np.int32)
+        if self.request.context is not None:
+            return self.model, *self._behind_contexts(lengths, self.request.context)
+        if common := self._common():
+            shared = self.model.share(bucket(common + 1), power(int(lengths.max()) - common))
+            if shared is not None:
+                return shared[0], *self._behind_prefix(lengths, common, *shared)
+        return self.model, *self._prefilled(self._begin(self.model, lengths), 0, int(lengths.max()) - 1)
+
+    def _begin(self, model: Model, lengths: np.ndarray) -> State:
+        each = self.request
+        tokens = np.zeros((len(each), self.size), np.int32)
+        for row, prompt, more in zip(tokens, each.prompts, each.behind or [[]] * len(each), strict=True):
+            row[:len(prompt) + len(more)] = [*prompt, *more]
+        inputs = place(self.mesh, jax.tree.map(jnp.asarray, each.inputs))
+        return drivers.begin(self.algorithm, model, self.params, self.policy, place(self.mesh, tokens), lengths,
+                             size=self.size, seed=each.seeds, max_new=each.max_new, min_new=each.min_new,
+                             request=each.request_ids, sample=np.zeros(len(each), np.uint32),
+                             top_logprobs=self.top_logprobs, inputs=inputs)
+
+    def _prefilled(self, s: State, before: int, left: int, model: Model | None = None) -> tuple[State, int]:
+        """With the prompts in the cache, of which the longest has so many tokens left; and the forwards in all."""
+        if not self.algorithm.prefills or left <= 0:
+            return s, before
+        # few widths, few programs
+        width = min(NARROW if left < SHORT else self.request.chunk, self.request.chunk, self.size)
+        s = drivers.prefill(self.algorithm, model or self.model, self.params, s, width=width)
+        return s, before - (-left // width)
+
+    def _common(self) -> int:
+        """How many tokens all prompts begin with and nobody needs to see again; 0: too few, or not alone."""
+        each = self.request
+        alone = each.behind is None and each.inputs is None and each.guidance is None
+        if not alone or not self.algorithm.prefills or self.algorithm.observer is not None:
+            return 0
+        least, most = min(each.prompts), max(each.prompts)      # in the order of lists, whose ends differ earliest
+        if least is most:
+            return 0
+        same = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
+        same = min(same, min(map(len, each.prompts)) - 1)
+        return same if same >= SHARED else 0
+
+    def _behind_prefix(self, lengths: np.ndarray, common: int, model: Model, reader: Model) -> tuple[State, int]:
+        size, chunk = bucket(common + 1), self.request.chunk
+        given = np.zeros((1, size), np.int32)
+        given[0, :common + 1] = self.request.prompts[0][:common + 1]
+        plain, first = Autoregressive(), self.policy.select(jnp.zeros(1, jnp.int32))
+        one = drivers.begin(plain, reader, self.params, first, given, np.array([common + 1], np.int32), size=size,
+                            seed=np.zeros((1, 2), np.uint32), max_new=1, min_new=0)
+        one = drivers.prefill(plain, reader, self.params, one, width=min(chunk, size))
+        s = self._begin(model, lengths)
+        s = s.replace(cache=s.cache.adopt(one.cache))
+        return self._prefilled(s, -(-common // chunk), int(lengths.max()) - 1 - common, model)
+
+    def _behind_contexts(self, lengths: np.ndarray, context: np.ndarray) -> tuple[State, int]:
+        each = self.request
+        texts = [tuple(row[:n]) for row, n in zip(each.prompts, context, strict=True)]
+        unique = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+        order = [texts.index(text) for text in unique]
+        few = dataclasses.replace(each.select(order), prompts=[list(text) for text in unique], context=None)
+        # as many rows as there are prompts, if all are different, or a power of two
+        few = few.fill(min(power(len(few)), len(each)))
+        of: Any = np.array([unique[text] for text in texts], np.int32)
+        firsts = place(self.mesh, jax.tree.map(jnp.asarray, few.firsts))
+        before = dataclasses.replace(self, request=few, policy=firsts)
+        held, forwards = before._prefilled(
+            before._begin(self.model, np.array([len(row) for row in few.prompts], np.int32)), 0, int(context.max()) - 1)
+        s = self._begin(self.model, lengths)
+        s = s.replace(cache=drivers.take_rows(held.cache, of))
+        left = int((lengths - context).max())
+        width = min(NARROW if left < SHORT else each.chunk, each.chunk, power(left))
+        return drivers.extend(self.algorithm, self.model, self.params, s, width=width), forwards - (-left // width)
