@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Cache, Window, dense
+from decodax.cache import Cache, CacheConfig, Window, dense
 from decodax.core.types import CacheKind, Model, Out
 from decodax.models.config import Activation
 from decodax.models.decoder import ACTIVATIONS
@@ -105,6 +105,12 @@ class T5(Model):
 
     def with_cache(self, kind: CacheKind) -> T5:
         return dataclasses.replace(self, cache=kind)
+
+    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> T5:
+        return self.with_cache(wrap(self.cache))
+
+    def fit(self, new: int) -> T5:
+        return dataclasses.replace(self, cache=self.cache.fit(new)) if isinstance(self.cache, CacheConfig) else self
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c, memory = self.config, None

@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decodax.axes import MODEL
-from decodax.cache import Cache, Kind, KVLayer, Window, dense, take
+from decodax.cache import Cache, CacheConfig, KVLayer, Window, dense, take
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
@@ -86,8 +86,15 @@ class Transformer(LayeredModel):
     def with_cache(self, kind: CacheKind) -> Transformer:
         return dataclasses.replace(self, cache=kind)
 
+    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Transformer:
+        return self.with_cache(wrap(self.cache))
+
+    def share(self, prefix: int, more: int) -> tuple[Transformer, Transformer] | None:
+        kind = self.cache.share(prefix, more) if isinstance(self.cache, CacheConfig) else None
+        return None if kind is None else (self.with_cache(kind), self.with_cache(dense))
+
     def fit(self, new: int) -> Transformer:
-        return dataclasses.replace(self, cache=self.cache.fit(new)) if isinstance(self.cache, Kind) else self
+        return dataclasses.replace(self, cache=self.cache.fit(new)) if isinstance(self.cache, CacheConfig) else self
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c = self.config

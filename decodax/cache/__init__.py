@@ -1,6 +1,6 @@
 """Caches and windows: what has been verified, and what is being scored."""
 
-from decodax.cache.base import ALL, Cache, Draftable, Entries, Feature, Kind, ReadPrompt, require
+from decodax.cache.base import ALL, Cache, CacheConfig, Draftable, Entries, Feature, ReadPrompt, require
 from decodax.cache.dense import Dense, dense
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv
 from decodax.cache.recurrent import Recurrent
@@ -13,13 +13,13 @@ __all__ = [
            "ALL",
            "AttentionView",
            "Cache",
+           "CacheConfig",
            "Dense",
            "Draftable",
            "Entries",
            "Feature",
            "KVLayer",
            "KeyValues",
-           "Kind",
            "ReadPrompt",
            "Recurrent",
            "Scratch",

@@ -117,6 +117,17 @@ class Cache(Struct, abc.ABC):
         """What the rounds go on with, once the prompt is in what `for_prompt` gave."""
         return self
 
+    @property
+    def view(self) -> Cache:
+        """What a method reads that drafts with the model itself, where that is less than what the model answers from:
+        a part of the tokens, or fewer bits."""
+        return self
+
+    def adopt(self, prefix: Cache) -> Self:
+        """With the beginning that all rows' texts have in common, which `prefix`, a dense cache of one row, holds: for
+        kinds that `CacheConfig.share` made."""
+        raise NotImplementedError(f"{type(self).__name__} cannot share a prefix")
+
     def scratch(self, entries: Entries, room: int) -> Draftable:
         """Room for so many nodes that are scored and not committed yet, beside this cache: for draft models. `entries`
         are those of any window, for the shapes. `Scratch.empty` makes one for keys and values."""
@@ -137,7 +148,7 @@ class ReadPrompt:
     tokens: Array
 
 
-class Kind(abc.ABC):
+class CacheConfig(abc.ABC):
     """A kind of cache with options of its own: derive a frozen dataclass from this. It is compared by value, and static
     under jit. Any function of the same arguments is a kind, too."""
 
@@ -146,9 +157,14 @@ class Kind(abc.ABC):
                  inputs: PyTree = None) -> Cache:
         """An empty cache; see `decodax.core.types.CacheKind`."""
 
-    def fit(self, new: int) -> Kind:
+    def fit(self, new: int) -> CacheConfig:
         """This kind for texts with at most `new` tokens behind their prompts, where it left a size open."""
         return self
+
+    def share(self, prefix: int, more: int) -> CacheConfig | None:
+        """This kind for rows that have a beginning of up to `prefix` positions in common and at most `more` of their
+        prompts behind it (`Cache.adopt`); None: its rows share nothing."""
+        return None
 
 
 class Draftable(Struct, abc.ABC):

@@ -56,6 +56,10 @@ class Wrapper(Cache):
     def settled(self, prompt: ReadPrompt) -> Self:
         return self.replace(base=self.base.settled(prompt))
 
+    @property
+    def view(self) -> Cache:
+        return self.replace(base=self.base.view)
+
     def scratch(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 

@@ -8,152 +8,229 @@ from __future__ import annotations
 
 from typing import Literal
 
-from decodax.cache.base import Kind
+from decodax.cache.base import CacheConfig
+from decodax.kvcache.codecs import Affine, Approximated, Largest
+from decodax.kvcache.coded import Coding
 from decodax.kvcache.evicting import Eviction
-from decodax.kvcache.quantized import KIVI
-from decodax.kvcache.scores import (
-    Accumulated,
-    Capacity,
-    Critical,
-    ExpectedAttention,
-    KeyDifference,
-    KeyNorm,
-    LagRelative,
-    Leverage,
-    Position,
-    WindowAttention,
-)
+from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
+from decodax.kvcache.merging import Merging
+from decodax.kvcache.paged import Paged
+from decodax.kvcache.pools import DecodePool, HeadSizes, head_sizes
+from decodax.kvcache.pruned import Pruned
+from decodax.kvcache.query_scores import Accumulated, Capacity, Critical, ExpectedAttention, WindowAttention
+from decodax.kvcache.recycling import Recycled
+from decodax.kvcache.retrieval import KeyBounds, Retrieval
 from decodax.kvcache.selection import AdaptiveHeads, Budget, Chunks, Pyramid, Top, TwoStages
+from decodax.kvcache.shared import Sharing
 from decodax.kvcache.sinks import Sinks
-from decodax.kvcache.table import policy
+from decodax.kvcache.table import cache_policy
 
 Every = int | None
 
 
-@policy("knorm", "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", "Devoto et al. 2024",
-        "the tokens whose keys have the smallest norms")
-def _knorm(budget: Budget = 0.5, every: Every = None, skip: tuple[int, ...] = (0, 1)) -> Kind:
+@cache_policy("knorm", "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", "Devoto et al. 2024",
+              "the tokens whose keys have the smallest norms")
+def _knorm(budget: Budget = 0.5, every: Every = None, skip: tuple[int, ...] = (0, 1)) -> CacheConfig:
     return Eviction(Top(KeyNorm()), budget, every, skip, name="knorm")
 
 
-@policy("snapkv", "SnapKV: LLM Knows What You are Looking for Before Generation", "Li et al. 2024",
-        "the tokens that the latest queries attend to, and their neighbours")
+@cache_policy("snapkv", "SnapKV: LLM Knows What You are Looking for Before Generation", "Li et al. 2024",
+              "the tokens that the latest queries attend to, and their neighbours")
 def _snapkv(budget: Budget = 2048, every: Every = None, window: int = 32, kernel: int = 5,
-            pool: Literal["mean", "max"] = "mean") -> Kind:
+            pool: Literal["mean", "max"] = "mean") -> CacheConfig:
     return Eviction(Top(WindowAttention(window, kernel, pool)), budget, every, name="snapkv")
 
 
-@policy("tova", "Transformers are Multi-State RNNs", "Oren et al. 2024",
-        "the tokens that the newest query attends to, the same ones in all heads of a layer")
-def _tova(budget: Budget = 512, every: Every = 1) -> Kind:
+@cache_policy("tova", "Transformers are Multi-State RNNs", "Oren et al. 2024",
+              "the tokens that the newest query attends to, the same ones in all heads of a layer")
+def _tova(budget: Budget = 512, every: Every = 1) -> CacheConfig:
     return Eviction(Top(WindowAttention(1, 1, over="heads")), budget, every, name="tova")
 
 
-@policy("h2o", "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
-        "Zhang et al. 2023", "the tokens that have received the most attention, and the latest ones")
-def _h2o(budget: Budget = 1024, recent: int | None = None, every: Every = 32) -> Kind:
+@cache_policy("h2o", "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+              "Zhang et al. 2023", "the tokens that have received the most attention, and the latest ones")
+def _h2o(budget: Budget = 1024, recent: int | None = None, every: Every = 32) -> CacheConfig:
     half = budget // 2 if isinstance(budget, int) else 0
     return Eviction(Top(Accumulated(half if recent is None else recent, every=every)), budget, every, name="h2o")
 
 
-@policy("observed-attention", "Observed attention", "kvpress 2024",
-        "the tokens that have received the most attention on the average of the queries that could see them")
-def _observed(budget: Budget = 0.5, every: Every = None) -> Kind:
+@cache_policy("observed-attention", "Observed attention", "kvpress 2024",
+              "the tokens that have received the most attention on the average of the queries that could see them")
+def _observed(budget: Budget = 0.5, every: Every = None) -> CacheConfig:
     return Eviction(Top(Accumulated(mean=True, every=every)), budget, every, name="observed-attention")
 
 
-@policy("sink-window", "Efficient Streaming Language Models with Attention Sinks", "Xiao et al. 2023",
-        "the first tokens and the latest ones, at their own positions; kvpress calls it StreamingLLM")
-def _sink_window(budget: Budget = 516, sinks: int = 4, every: Every = 1) -> Kind:
-    return Eviction(Top(Position(sinks)), budget, every, name="sink-window")
+@cache_policy("sink-window", "Efficient Streaming Language Models with Attention Sinks", "Xiao et al. 2023",
+              "the first tokens and the latest ones, at their own positions; kvpress calls it StreamingLLM")
+def _sink_window(budget: Budget = 516, sinks: int = 4, every: Every = 1) -> CacheConfig:
+    return Eviction(Top(SinksAndRecent(sinks)), budget, every, name="sink-window")
 
 
-@policy("streaming-llm", "Efficient Streaming Language Models with Attention Sinks", "Xiao et al. 2023",
-        "the first tokens and a ring of the latest, at positions counted in the cache; prompts too")
-def _streaming(sinks: int = 4, recent: int = 512) -> Kind:
+@cache_policy("streaming-llm", "Efficient Streaming Language Models with Attention Sinks", "Xiao et al. 2023",
+              "the first tokens and a ring of the latest, at positions counted in the cache; prompts too")
+def _streaming(sinks: int = 4, recent: int = 512) -> CacheConfig:
     return Sinks(sinks, recent)
 
 
-@policy("lagkv", "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
-        "Liang et al. 2025", "in each lag the tokens whose channels lie furthest apart, by the ranges of the next lag")
-def _lagkv(budget: Budget = 0.5, every: Every = None, sinks: int = 4, lag: int = 128) -> Kind:
+@cache_policy("lagkv", "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
+              "Liang et al. 2025", "in each lag the tokens whose channels lie furthest apart, by the next lag's ranges")
+def _lagkv(budget: Budget = 0.5, every: Every = None, sinks: int = 4, lag: int = 128) -> CacheConfig:
     return Eviction(Top(LagRelative(sinks, lag)), budget, every, name="lagkv")
 
 
-@policy("keydiff", "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in "
-        "Resource-Constrained Environments", "Park et al. 2025",
-        "the tokens whose keys differ most from the mean direction")
-def _keydiff(budget: Budget = 2048, every: Every = 128) -> Kind:
+@cache_policy("keydiff", "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in "
+              "Resource-Constrained Environments", "Park et al. 2025",
+              "the tokens whose keys differ most from the mean direction")
+def _keydiff(budget: Budget = 2048, every: Every = 128) -> CacheConfig:
     return Eviction(Top(KeyDifference()), budget, every, name="keydiff")
 
 
-@policy("cur", "CurDKV: Value-Guided KV Compression for LLMs via Approximated CUR Decomposition",
-        "Sengupta et al. 2025", "the tokens with the largest leverage of key and value among their neighbours")
+@cache_policy("cur", "CurDKV: Value-Guided KV Compression for LLMs via Approximated CUR Decomposition",
+              "Sengupta et al. 2025", "the tokens with the largest leverage of key and value among their neighbours")
 def _cur(budget: Budget = 0.5, every: Every = None, sinks: int = 4,
-         of: Literal["key", "value", "average", "product"] = "product", local: int = 16) -> Kind:
+         of: Literal["key", "value", "average", "product"] = "product", local: int = 16) -> CacheConfig:
     return Eviction(Top(Leverage(sinks, of, local)), budget, every, name="cur")
 
 
-@policy("expected-attention", "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries "
-        "Distribution", "Devoto et al. 2025",
-        "the tokens that future queries would attend to, were they as the past ones")
+@cache_policy("expected-attention", "Expected Attention: KV Cache Compression by Estimating Attention from Future "
+              "Queries Distribution", "Devoto et al. 2025",
+              "the tokens that future queries would attend to, were they as the past ones")
 def _expected(budget: Budget = 0.5, every: Every = None, sinks: int = 4, future: int = 512, covariance: bool = True,
-              norms: bool = True, epsilon: float = 0.0) -> Kind:
+              norms: bool = True, epsilon: float = 0.0) -> CacheConfig:
     return Eviction(Top(ExpectedAttention(sinks, future, covariance, norms, epsilon)), budget, every,
                     name="expected-attention")
 
 
-@policy("pyramidkv", "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
-        "Cai et al. 2024", "SnapKV with more tokens for the first layers and fewer for the last")
+@cache_policy("pyramidkv", "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
+              "Cai et al. 2024", "SnapKV with more tokens for the first layers and fewer for the last")
 def _pyramidkv(budget: Budget = 2048, every: Every = None, window: int = 8, kernel: int = 7,
-               pool: Literal["mean", "max"] = "max", beta: int = 20) -> Kind:
+               pool: Literal["mean", "max"] = "max", beta: int = 20) -> CacheConfig:
     return Eviction(Pyramid(WindowAttention(window, kernel, pool), beta), budget, every, name="pyramidkv")
 
 
-@policy("chunkkv", "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference",
-        "Liu et al. 2025", "whole chunks of tokens by SnapKV's scores")
-def _chunkkv(budget: Budget = 2048, every: Every = None, chunk: int = 10, window: int = 32, kernel: int = 5) -> Kind:
+@cache_policy("chunkkv", "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference",
+              "Liu et al. 2025", "whole chunks of tokens by SnapKV's scores")
+def _chunkkv(budget: Budget = 2048, every: Every = None, chunk: int = 10, window: int = 32,
+             kernel: int = 5) -> CacheConfig:
     return Eviction(Chunks(WindowAttention(window, kernel), chunk), budget, every, name="chunkkv")
 
 
-@policy("adakv", "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
-        "Feng et al. 2024", "SnapKV where the heads of a layer share their tokens")
+@cache_policy("adakv", "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
+              "Feng et al. 2024", "SnapKV where the heads of a layer share their tokens")
 def _adakv(budget: Budget = 1024, every: Every = None, window: int = 32, kernel: int = 7,
-           pool: Literal["mean", "max"] = "max", floor: float = 0.2, most: float | None = 2.0) -> Kind:
+           pool: Literal["mean", "max"] = "max", floor: float = 0.2, most: float | None = 2.0) -> CacheConfig:
     return Eviction(AdaptiveHeads(WindowAttention(window, kernel, pool), floor, most), budget, every, name="adakv")
 
 
-@policy("adaptive-expected-attention", "Expected Attention: KV Cache Compression by Estimating Attention from Future "
-        "Queries Distribution", "Devoto et al. 2025",
-        "Expected Attention where the heads of a layer share their tokens")
+@cache_policy("adaptive-expected-attention", "Expected Attention: KV Cache Compression by Estimating Attention from "
+              "Future Queries Distribution", "Devoto et al. 2025",
+              "Expected Attention where the heads of a layer share their tokens")
 def _adaptive_expected(budget: Budget = 0.5, every: Every = None, sinks: int = 4, future: int = 512,
-                       epsilon: float = 0.01, floor: float = 0.2, most: float | None = 2.0) -> Kind:
+                       epsilon: float = 0.01, floor: float = 0.2, most: float | None = 2.0) -> CacheConfig:
     return Eviction(AdaptiveHeads(ExpectedAttention(sinks, future, epsilon=epsilon), floor, most), budget, every,
                     name="adaptive-expected-attention")
 
 
-@policy("criticalkv", "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
-        "Feng et al. 2025", "half by SnapKV, half by what the value changes in the output too; for prompts alone")
+@cache_policy("criticalkv", "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
+              "Feng et al. 2025", "half by SnapKV, half by what the value changes in the output too; for prompts alone")
 def _criticalkv(budget: Budget = 1024, window: int = 32, kernel: int = 7, pool: Literal["mean", "max"] = "max",
-                first: float = 0.5, floor: float | None = None, most: float | None = 2.0) -> Kind:
+                first: float = 0.5, floor: float | None = None, most: float | None = 2.0) -> CacheConfig:
     score = Critical(WindowAttention(window, kernel, pool))
     return Eviction(TwoStages(score, first, floor, most), budget, name="criticalkv")
 
 
-@policy("capkv", "CapKV", "kvpress 2026",
-        "the tokens whose values add most to what is kept, by how their keys lie to the mean query")
+@cache_policy("scope", "SCOPE: Optimizing Key-Value Cache Compression in Long-context Generation", "Wu et al. 2024",
+              "SnapKV's for the prompt, for good, and a pool of its own for the tokens that follow")
+def _scope(budget: int = 2048, heavy: int = 768, recent: int = 256,
+           scheme: Literal["slide", "adaptive", "discontinuous"] = "slide", delta: int = 15, window: int = 8,
+           kernel: int = 7, pool: Literal["mean", "max"] = "max") -> CacheConfig:
+    if scheme not in ("slide", "adaptive", "discontinuous"):
+        raise ValueError(f"scheme: got {scheme!r}, takes slide, adaptive or discontinuous")
+    select = DecodePool(WindowAttention(window, kernel, pool), heavy, recent,
+                        "at once" if scheme == "slide" else "by steps", delta)
+    return Eviction(select, budget, delta if scheme == "discontinuous" else 1, name="scope")
+
+
+@cache_policy("headkv", "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval and "
+              "Reasoning", "Fu et al. 2024", "SnapKV with sizes for each head by a measured importance (fit_heads)")
+def _headkv(heads: tuple[tuple[float, ...], ...] = (), budget: int = 512, beta: float = 1.5, temperature: float = 1.0,
+            window: int = 8, kernel: int = 7, pool: Literal["mean", "max"] = "max") -> CacheConfig:
+    if not heads:
+        raise ValueError("heads: got none, takes the importance of each head of each layer, as "
+                         "decodax.kvcache.fit_heads measures it")
+    sizes = head_sizes(heads, budget, window, beta, temperature)
+    return Eviction(HeadSizes(WindowAttention(window, kernel, pool), sizes), budget, name="headkv")
+
+
+@cache_policy("capkv", "CapKV", "kvpress 2026",
+              "the tokens whose values add most to what is kept, by how their keys lie to the mean query")
 def _capkv(budget: Budget = 0.5, every: Every = None, sinks: int = 4, future: int = 512,
-           sharpness: float = 5.0) -> Kind:
+           sharpness: float = 5.0) -> CacheConfig:
     return Eviction(Top(Capacity(sinks, future, sharpness)), budget, every, name="capkv")
 
 
-@policy("kivi", "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", "Liu et al. 2024",
-        "everything, in 2 bits but for the latest tokens: keys by channel, values by token")
-def _kivi(bits: int = 2, group: int = 32, residual: int = 128) -> Kind:
-    return KIVI(bits, bits, group, residual)
+@cache_policy("minicache", "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models",
+              "Liu et al. 2024", "everything, where pairs of deep layers share the directions of a prompt's tokens")
+def _minicache(start: int | None = None, towards: float = 0.6, retained: float = 0.05) -> CacheConfig:
+    return Merging(start, towards, retained)
 
 
-@policy("kv-adaquant", "More for Keys, Less for Values: Adaptive KV Cache Quantization", "Hariri et al. 2025",
-        "everything, keys in 4 bits and values in 2, but for the latest tokens")
-def _kv_adaquant(key_bits: int = 4, value_bits: int = 2, group: int = 32, residual: int = 128) -> Kind:
-    return KIVI(key_bits, value_bits, group, residual)
+@cache_policy("quest", "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", "Tang et al. 2024",
+              "everything; each query reads the pages whose keys may attract it, and the latest tokens")
+def _quest(budget: int = 1024, page: int = 16, recent: int = 64, skip: tuple[int, ...] = (0, 1)) -> CacheConfig:
+    return Retrieval(KeyBounds(), budget, page, recent, skip, "quest")
+
+
+@cache_policy("recycled-attention", "Recycled Attention: Efficient inference for long-context language models",
+              "Xu et al. 2024",
+              "everything; each 50 tokens a query reads all of it, the others what that one attended to")
+def _recycled(budget: int = 4096, stride: int = 50) -> CacheConfig:
+    return Recycled(budget, stride)
+
+
+@cache_policy("paged", "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+              "Kwon et al. 2023",
+              "everything, in pages of a pool that all rows share; samples share full pages", "exact")
+def _paged(pages: int = 2048, page: int = 16) -> CacheConfig:
+    return Paged(pages, page)
+
+
+@cache_policy("hydragen", "Hydragen: High-Throughput LLM Inference with Shared Prefixes", "Juravsky et al. 2024",
+              "everything, and what rows have in common once: a prompt's samples, or the same beginning", "exact")
+def _hydragen() -> CacheConfig:
+    return Sharing()
+
+
+@cache_policy("kivi", "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", "Liu et al. 2024",
+              "everything, in 2 bits but for the latest tokens: keys by channel, values by token")
+def _kivi(bits: int = 2, group: int = 32, residual: int = 128) -> CacheConfig:
+    return Coding(Affine(bits, bits, group), residual, "kivi")
+
+
+@cache_policy("kv-adaquant", "More for Keys, Less for Values: Adaptive KV Cache Quantization", "Hariri et al. 2025",
+              "everything, keys in 4 bits and values in 2, but for the latest tokens")
+def _kv_adaquant(key_bits: int = 4, value_bits: int = 2, group: int = 32, residual: int = 128) -> CacheConfig:
+    return Coding(Affine(key_bits, value_bits, group), residual, "kv-adaquant")
+
+
+@cache_policy("quantized-pruning", "More Tokens, Lower Precision: Towards the Optimal Token-Precision Trade-off in KV "
+              "Cache Compression", "Zhang et al. 2024",
+              "SnapKV's choice of the prompt and all that follows, in few bits")
+def _quantized_pruning(budget: Budget = 2048, bits: int = 4, group: int = 32, residual: int = 128, window: int = 32,
+                       kernel: int = 5) -> CacheConfig:
+    kept = Eviction(Top(WindowAttention(window, kernel)), budget, name="quantized-pruning")
+    return Pruned(kept, Coding(Affine(bits, bits, group), residual, "quantized-pruning"))
+
+
+@cache_policy("gear", "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM",
+              "Kang et al. 2024",
+              "everything, in 4 bits, with outliers apart and a low-rank matrix of what is left over")
+def _gear(bits: int = 4, group: int = 64, buffer: int = 64, outliers: float = 0.02, rank: int = 4,
+          loops: int = 3) -> CacheConfig:
+    return Coding(Approximated(bits, group, buffer, outliers, rank, loops), buffer, "gear")
+
+
+@cache_policy("mustafar", "Mustafar: Promoting Unstructured Sparsity for KV Cache Pruning in LLM Inference",
+              "Joo et al. 2025", "the largest numbers of each key and value, and the latest tokens whole")
+def _mustafar(key_sparsity: float = 0.5, value_sparsity: float = 0.5, residual: int = 32) -> CacheConfig:
+    return Coding(Largest(key_sparsity, value_sparsity), residual, "mustafar")

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from decodax.cache.base import Kind
+from decodax.cache.base import CacheConfig
 from decodax.registry import near, options
 
 Effect = Literal["exact", "approximate"]
@@ -15,7 +15,7 @@ Effect = Literal["exact", "approximate"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class CachePolicy:
     """A cache policy of the table, most often a published one.
 
     Attributes:
@@ -30,7 +30,7 @@ class Policy:
     authors: str
     summary: str
     effect: Effect
-    make: Callable[..., Kind]
+    make: Callable[..., CacheConfig]
     module: str
 
     @property
@@ -39,12 +39,12 @@ class Policy:
         return {p.name: p.default for p in inspect.signature(self.make).parameters.values()}
 
 
-POLICIES: dict[str, Policy] = {}
+POLICIES: dict[str, CachePolicy] = {}
 """All of them, by name."""
 
 
-def policy(name: str, title: str = "", authors: str = "", summary: str = "", effect: Effect = "approximate"
-           ) -> Callable[[Callable[..., Kind]], Callable[..., Kind]]:
+def cache_policy(name: str, title: str = "", authors: str = "", summary: str = "", effect: Effect = "approximate"
+           ) -> Callable[[Callable[..., CacheConfig]], Callable[..., CacheConfig]]:
     """Registers the function below it as the maker of a cache policy; from then on `decodax.kv(name)` and
     `cache="name"` find it.
 
@@ -56,16 +56,16 @@ def policy(name: str, title: str = "", authors: str = "", summary: str = "", eff
     if not name or ":" in name:
         raise ValueError(f"policy: got the name {name!r}, takes a name without ':'")
 
-    def add(make: Callable[..., Kind]) -> Callable[..., Kind]:
+    def add(make: Callable[..., CacheConfig]) -> Callable[..., CacheConfig]:
         if name in POLICIES:
             raise ValueError(f"policy: the name {name!r} is taken by {POLICIES[name].module}; takes another name")
-        POLICIES[name] = Policy(name, title, authors, summary, effect, make, make.__module__)
+        POLICIES[name] = CachePolicy(name, title, authors, summary, effect, make, make.__module__)
         return make
 
     return add
 
 
-def kv(name: str, **given: Any) -> Kind:
+def kv(name: str, **given: Any) -> CacheConfig:
     """The kind of cache that stands in the table under a name.
 
     Args:
@@ -86,7 +86,7 @@ def kv(name: str, **given: Any) -> Kind:
     return found.make(**given)
 
 
-def find(name: str) -> Policy:
+def find(name: str) -> CachePolicy:
     """The entry of this name.
 
     Raises:
@@ -97,7 +97,7 @@ def find(name: str) -> Policy:
     return POLICIES[name]
 
 
-def read(text: str) -> Kind:
+def read(text: str) -> CacheConfig:
     """The kind of cache of `NAME[:OPTION=VALUE,...]`.
 
     Raises:

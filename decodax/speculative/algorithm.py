@@ -69,8 +69,9 @@ class Speculative(Algorithm):
 
     @property
     def guarantee(self) -> str:
-        """The verifier's: "seed-exact", "distribution-exact" or "approximate"."""
-        return self.verify.guarantee
+        """The verifier's: "seed-exact", "distribution-exact" or "approximate"; that also where the draft has the target
+        keep a lossy cache."""
+        return self.verify.guarantee if self.draft.exact else "approximate"
 
     @property
     def cache_needs(self) -> frozenset[Feature]:
@@ -84,6 +85,12 @@ class Speculative(Algorithm):
     def bare(self) -> Speculative:
         """This algorithm without the weights that it was made with, as the compiled programs take it."""
         return dataclasses.replace(self, draft=self.draft.bare())
+
+    def fit(self, budget: int) -> Speculative:
+        return dataclasses.replace(self, draft=self.draft.fit(budget))
+
+    def through(self, model: Any) -> Any:
+        return self.draft.through(model)
 
     def init(self, params: Params, s: State) -> Any:
         return self.drafter.init(params, s), None

@@ -54,6 +54,12 @@ class Drafter:
         return self
 
     @property
+    def exact(self) -> bool:
+        """Whether the target answers as it would without it: it does not where `through` puts a lossy cache in place of
+        the target's."""
+        return True
+
+    @property
     def reader(self) -> Drafter | None:
         """What of it learns from the prompt: whose `observe` is called with each prefill chunk, on the same state.
 
@@ -61,6 +67,14 @@ class Drafter:
         enough. Prefill is compiled once for each reader, so the less is in it, the more methods share the program.
         """
         return None
+
+    def fit(self, budget: int) -> Self:
+        """As `Algorithm.fit`."""
+        return self
+
+    def through(self, model: Any) -> Any:
+        """As `Algorithm.through`: the target's model, where it should keep another cache."""
+        return model
 
     def init(self, params: Params, s: State) -> Any:
         """Its state for a prompt; every leaf with an explicit dtype and a leading batch axis."""
@@ -89,6 +103,10 @@ class AroundSource(Drafter):
         return self.source.weights
 
     @property
+    def exact(self) -> bool:
+        return self.source.exact
+
+    @property
     def reader(self) -> Drafter | None:
         return self.source.reader
 
@@ -97,6 +115,12 @@ class AroundSource(Drafter):
 
     def for_vocabulary(self, size: int) -> Self:
         return dataclasses.replace(self, source=self.source.for_vocabulary(size))      # type: ignore[type-var]
+
+    def fit(self, budget: int) -> Self:
+        return dataclasses.replace(self, source=self.source.fit(budget))     # type: ignore[type-var]
+
+    def through(self, model: Any) -> Any:
+        return self.source.through(model)
 
     def init(self, params: Params, s: State) -> Any:
         return self.source.init(params, s)

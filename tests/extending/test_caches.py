@@ -160,7 +160,7 @@ def test_a_cache_is_its_rule_run_token_by_token(kind, rule):
 
 
 # sinks and h2o with a lookup are assertions of the page
-@pytest.mark.parametrize(("kind", "algorithm"), often([("h2o", "tree")], [
+@pytest.mark.parametrize(("kind", "algorithm"), often([], [
     ("sinks", "lookup"), ("sinks", "tree"), ("sinks", "own layers"), ("h2o", "lookup"), ("h2o", "tree"),
     ("h2o", "own layers"), ("paged", "lookup"), ("paged", "tree")]))
 def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(kind, algorithm):
@@ -184,13 +184,13 @@ def test_pages_are_the_dense_cache():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("kind", "chunk"), often([("h2o", 5), ("sinks", 5)], [("h2o", 1), ("h2o", 5), ("sinks", 5)]))
+@pytest.mark.parametrize(("kind", "chunk"), often([("sinks", 5)], [("h2o", 1), ("h2o", 5), ("sinks", 5)]))
 def test_a_prompt_may_be_read_in_chunks_of_any_width(kind, chunk):
     assert texts(run(kind, chunk=chunk)) == texts(run(kind))
     assert np.allclose(chosen(run(kind, chunk=chunk)), chosen(run(kind)), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["sinks", "h2o"])
+@pytest.mark.parametrize("kind", often(["sinks"], ["sinks", "h2o"]))
 def test_a_row_does_not_depend_on_its_batch_mates(kind):
     alone = run(kind, rows=(1,))
     assert texts(alone) == texts(run(kind))[2:]

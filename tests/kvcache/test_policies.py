@@ -13,9 +13,10 @@ import pytest
 import decodax as dx
 from decodax.io.load import LM
 from decodax.job import Job
-from decodax.kvcache import POLICIES, Evicting, kv, policy
+from decodax.kvcache import POLICIES, Evicting, cache_policy, kv
 from decodax.kvcache.evicting import Eviction
-from decodax.kvcache.scores import KeyNorm, LagRelative, WindowAttention
+from decodax.kvcache.key_scores import KeyNorm, LagRelative
+from decodax.kvcache.query_scores import WindowAttention
 from decodax.kvcache.selection import AdaptiveHeads, Top
 from decodax.models import Transformer, llama
 from decodax.request import Request
@@ -32,7 +33,7 @@ def network(layers: int) -> LM:
 
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
-DEEPER = ("pyramidkv", "knorm")
+DEEPER = ("pyramidkv", "knorm", "headkv", "minicache")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -46,7 +47,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunkkv": dict(budget=14, window=4, chunk=4, every=8), "adakv": dict(budget=14, window=4, every=6),
     "adaptive-expected-attention": dict(budget=0.4), "criticalkv": dict(budget=14, window=4, floor=0.2),
     "capkv": dict(budget=0.4, every=10), "kivi": dict(bits=2, group=4, residual=8),
-    "kv-adaquant": dict(key_bits=4, value_bits=2, group=4, residual=8)}
+    "kv-adaquant": dict(key_bits=4, value_bits=2, group=4, residual=8),
+    "gear": dict(bits=2, group=4, buffer=8, outliers=0.25, rank=1), "mustafar": dict(residual=8), "hydragen": {},
+    "scope": dict(budget=14, heavy=3, recent=3, scheme="discontinuous", delta=4, window=4),
+    "minicache": dict(start=0),
+    "paged": dict(pages=100, page=4),
+    "recycled-attention": dict(budget=6, stride=5),
+    "quantized-pruning": dict(budget=14, bits=4, group=4, residual=8, window=4),
+    "headkv": dict(heads=((0.1, 0.4), (0.3, 0.2)), budget=14, window=4),
+    "quest": dict(budget=6, page=2, recent=12, skip=())}
+EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 TREE = dx.Speculative(dx.drafts.DraftModel(LM(model=MODEL, params=jax.tree.map(lambda x: 0.9 * x, PARAMS),
                                               vocab_size=16)), shape=Fixed.balanced(2, 2, 1))
@@ -76,7 +86,8 @@ def same(one: Any, other: Any) -> bool:
 def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(name: str) -> None:
     drafted = run(name, LOOKUP)
     assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
-    assert drafted.tokens[:2].tolist() != run(dense(name), LOOKUP).tokens[:2].tolist()      # something was forgotten
+    # a policy that changed nothing would pass: log-probabilities tell, tokens may agree by chance
+    assert same(drafted, run(dense(name), LOOKUP)) == (name in EXACT)
 
 
 @pytest.mark.parametrize("name", often(["adakv"], OPTIONS))
@@ -85,9 +96,13 @@ def test_so_do_trees(name: str) -> None:
     assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
 
 
-@pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"], OPTIONS))
+@pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"],
+                                                    [name for name in OPTIONS if name not in EXACT]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
-    wide = {"streaming-llm": {"recent": 200}, "kivi": {"residual": 200}, "kv-adaquant": {"residual": 200}}.get(
+    wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
+            "quantized-pruning": {"budget": 200, "residual": 200},
+            "scope": {"budget": 200, "heavy": 200, "recent": 200}, **{
+        codec: {"residual": 200} for codec in ("kivi", "kv-adaquant", "mustafar")}}.get(
         name, {"budget": 200})
     everything = kv(name, **{**OPTIONS[name], **wide})
     out = dx.generate(DEEP if name in DEEPER else SMALL, PROMPTS, cache=everything, algorithm=LOOKUP, seed=5,
@@ -108,14 +123,15 @@ def arrays(kind: Eviction, new: int = 20) -> Evicting:
     return made
 
 
-@pytest.mark.parametrize("name", [name for name, given in OPTIONS.items() if isinstance(given.get("budget"), int)])
+@pytest.mark.parametrize("name", [name for name, given in OPTIONS.items()
+                                  if isinstance(given.get("budget"), int) and isinstance(kv(name, **given), Eviction)])
 def test_memory_is_that_of_the_budget(name: str) -> None:
     """And of the tokens to come, or of those between two choices; whatever the length of the prompt."""
     kind = kv(name, **OPTIONS[name])
     assert isinstance(kind, Eviction)
     slots = [x.shape[2] for i, x in enumerate(arrays(kind).kv) if i not in kind.skip]
-    heads = 2 if name in ("adakv", "criticalkv") else 1
-    more = 10 if name == "pyramidkv" else 4 if name == "chunkkv" else 0
+    heads = 2 if name in ("adakv", "criticalkv", "headkv") else 1
+    more = {"pyramidkv": 10, "chunkkv": 4, "scope": 3 + 3}.get(name, 0)
     assert max(slots) <= heads * 14 + more + (kind.every or 20)
     assert np.mean(slots) <= heads * 14 + (5 if name == "pyramidkv" else more) + (kind.every or 20)
 
@@ -148,8 +164,8 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
             (r"^window: got 0", lambda: WindowAttention(0)), (r"^kernel: got 4", lambda: WindowAttention(8, 4)),
             (r"^floor: got 2", lambda: AdaptiveHeads(KeyNorm(), 2)),
             (r"^sinks, lag: got 4 and 1", lambda: LagRelative(4, 1)),
-            (r"^policy: the name 'h2o' is taken by decodax.kvcache.policies", lambda: policy("h2o")(kv)),
-            (r"^policy 'x': effect: got 'none'", lambda: policy("x", effect="none"))):      # type: ignore[arg-type]
+            (r"^policy: the name 'h2o' is taken by decodax.kvcache.policies", lambda: cache_policy("h2o")(kv)),
+            (r"^policy 'x': effect: got 'none'", lambda: cache_policy("x", effect="none"))):      # type: ignore[arg-type]
         with pytest.raises(ValueError, match=expected):
             wrong()
 
@@ -174,7 +190,7 @@ def test_two_thousand_tokens_stay_within_the_budget() -> None:
     held = [x.shape for x in jax.tree.leaves(job.state.cache.kv)]
     job.advance(None)
     assert [x.shape[2] for x in job.state.cache.kv] == [64 + 32] and held == [x.shape for x in job.state.cache.kv]
-    assert job.state.length.tolist() == [2041, 2026]
+    assert job.state.length[:2].tolist() == [2041, 2026]
     assert int(np.max(job.state.cache.count[0])) <= 64 + 32
 
 

@@ -19,7 +19,7 @@ from decodax.speculative.shapes import Fixed
 VOCABULARY = 32
 NETWORK = Transformer(llama(vocab=VOCABULARY, width=16, layers=1, heads=2, kv_heads=1, mlp=24, context=4096))
 WEIGHTS = NETWORK.init_params(jax.random.key(0))
-DRIVERS = {"begin": drivers.begin, "prefill": drivers.commit_prompts, "fan_out": drivers.fan_out,
+DRIVERS = {"begin": drivers.begin, "prefill": drivers.commit_prompts, "fan_out": drivers._fan_out,
            "advance": drivers.advance}
 
 

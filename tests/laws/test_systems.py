@@ -22,8 +22,8 @@ from tests.matrix import often
 from tests.small_tokenizers import of_words
 
 ROWS = 6
-LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd")
-"""What drafts with some of the target's layers."""
+LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "quantspec")
+"""What drafts with some of the target's layers, or on another cache of it."""
 # aliases are other names for these, and systems of masked diffusion have laws of their own
 NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of]
 # by default what reads a node's own text and what truncates; together: also a banned word, a bias and XTC
@@ -54,7 +54,8 @@ def lm(which: str) -> LM:
 
 
 SAMPLES = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
-OPTIONS = {"automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
+OPTIONS = {"magicdec": dict(budget=6), "quantspec": dict(group=8, weights=None),
+           "automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
            "ucbspec": dict(lengths=(0, 2)), "exp3spec": dict(lengths=(0, 2)),
            "knn-ssd": dict(domains=SAMPLES),
            "self-speculative": dict(skip_mlp=(1,), gamma=0.3),

@@ -1,0 +1,96 @@
+"""Two caches of one model: what it answers from, and a smaller one that its drafts read.
+
+With long texts most of a round's time goes into reading the cache. A draft that reads a small part of it is cheap, and
+good; what the model answers from the whole cache then says which drafts hold (MagicDec: Sadhukhan et al., 2024).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache.base import Cache, CacheConfig, Draftable, Entries, Feature, PyTree, ReadPrompt
+from decodax.cache.dense import dense
+from decodax.cache.wrapper import Wrapper
+from decodax.struct import struct
+
+
+@struct
+class Viewed(Wrapper):
+    """`base`, which the model answers from, and `small`, which drafts read. Both take in what is committed; what
+    `small` asks of a layer beyond keys and values goes along with them."""
+
+    base: Any
+    small: Any
+
+    @property
+    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
+        return self.base.supports & self.small.supports
+
+    @property
+    def by_row(self) -> bool:       # type: ignore[override]
+        return self.base.by_row and self.small.by_row
+
+    @property
+    def view(self) -> Cache:
+        return self.small
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        out, _ = self.base.attend(layer, q, k, v, window, **options)
+        _, entry = self.small.attend(layer, q, k, v, window, **options)     # nobody reads its output: not computed
+        return out, entry
+
+    def commit(self, entries: Entries, slots: Array) -> Viewed:
+        return self.replace(base=self.base.commit([entry[:2] for entry in entries], slots),
+                            small=self.small.commit(entries, slots))
+
+    def select(self, rows: Array) -> Viewed:
+        return self.replace(base=self.base.select(rows), small=self.small.select(rows))
+
+    def for_prompt(self) -> Viewed:
+        return self.replace(base=self.base.for_prompt(), small=self.small.for_prompt())
+
+    def settled(self, prompt: ReadPrompt) -> Viewed:
+        return self.replace(base=self.base.settled(prompt), small=self.small.settled(prompt))
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return self.small.scratch(entries, room)
+
+    def room(self, running: Array) -> Array | None:
+        return _least(self.base.room(running), self.small.room(running))
+
+    def horizon(self) -> Array | None:
+        return _least(self.base.horizon(), self.small.horizon())
+
+
+def _least(a: Array | None, b: Array | None) -> Array | None:
+    return a if b is None else b if a is None else jnp.minimum(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithView(CacheConfig):
+    """A `Viewed` cache.
+
+    Attributes:
+        small: the kind that drafts read. base: the kind that the model answers from.
+    """
+
+    small: Any
+    base: Any = dense
+
+    def fit(self, new: int) -> WithView:
+        return dataclasses.replace(self, small=_fitted(self.small, new), base=_fitted(self.base, new))
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        make = lambda kind: kind(layers, batch, capacity, dtype, inputs)
+        return Viewed(base=make(self.base), small=make(self.small))
+
+
+def _fitted(kind: Any, new: int) -> Any:
+    return kind.fit(new) if isinstance(kind, CacheConfig) else kind

@@ -1,0 +1,80 @@
+"""What some policies measure on a model before they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.cache import causal
+from decodax.core.types import Model, network_of
+from decodax.kvcache.evicting import Evicting, Eviction
+from decodax.kvcache.query_scores import WindowAttention
+from decodax.kvcache.selection import Top
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A text that ends just before an answer which stands in it.
+
+    Attributes:
+        tokens: ids. start, stop: where in the text the answer stands.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    stop: int
+
+
+def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tuple[float, ...], ...]:
+    """How important each head of keys and values is for finding what is asked for: the attention that its queries at
+    the end of a text pay to the answer in it, in the mean over probes, relative to all heads. HeadKV (Fu et al., 2024)
+    measures it on needles with and without reasoning; its probes are yours to choose.
+
+    Args:
+        lm: what `decodax.load` gave, or a `Model` with its `params`.
+
+    Returns:
+        `[L][G]`, which add up to 1: what `decodax.kv("headkv", heads=...)` takes.
+
+    Raises:
+        ValueError: no probes, or one whose answer lies outside of its text.
+    """
+    if not probes:
+        raise ValueError("probes: got none, takes at least one")
+    model, weights = network_of(lm)
+    model = model.with_cache(Eviction(Top(WindowAttention(1, 1)), 2))
+    total: Any = 0.0
+    for probe in probes:
+        if not 0 <= probe.start < probe.stop <= len(probe.tokens):
+            raise ValueError(f"probes: got an answer from {probe.start} to {probe.stop} in {len(probe.tokens)} tokens")
+        length = len(probe.tokens)
+        tokens = np.zeros((1, -(-length // 64) * 64), np.int32)
+        tokens[0, :length] = probe.tokens
+        total = total + np.asarray(_paid(model, params if weights is None else weights, tokens, np.int32(length),
+                                         np.int32(probe.start), np.int32(probe.stop)), np.float64)
+    return tuple(tuple(float(x) for x in row) for row in total / total.sum())
+
+
+@jax.jit(static_argnums=0)
+def _paid(model: Model, params: Any, tokens: Array, length: Array, start: Array, stop: Array) -> Array:
+    """`f32[L, G]`: the attention that the last query pays to a span."""
+    cache = model.init_cache(1, tokens.shape[1], params=params).for_prompt()
+    live = jnp.arange(tokens.shape[1])[None] < length
+    window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(certain=True)
+    out = model.apply(params, window, cache)
+    cache = cache.commit(out.entries, jnp.where(live, window.positions, -1))
+    assert isinstance(cache, Evicting)
+    rows = []
+    for kv, positions, queries, width in zip(cache.kv, cache.positions, cache.queries, cache.widths, strict=True):
+        G, q = kv.shape[1], queries[0, :, 0].astype(jnp.float32)
+        scores = jnp.einsum("grd,gsd->grs", q.reshape(G, -1, q.shape[-1]), kv[0, :, :, :width].astype(jnp.float32))
+        weights = jax.nn.softmax(scores, axis=-1, where=(positions[0] >= 0)[:, None])
+        inside = (positions[0] >= start) & (positions[0] < stop)
+        rows.append(jnp.where(inside[:, None], weights, 0).sum(-1).mean(1))
+    return jnp.stack(rows)

@@ -1,0 +1,212 @@
+"""Caches that keep everything and read a part: each query chooses pages of tokens, and attention goes to these alone.
+
+A page is described by a few numbers a head, its digest; a query's score of all digests says which pages it reads, and
+nothing else of the cache is touched. Prompts are read whole. The page that is being filled and the latest `recent`
+tokens are read in any case, so that it does not matter which of them a round has committed and which stand in its own
+window: a round of drafts sees what plain decoding would see. No page is ever lost.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.base import Cache, CacheConfig, Entries, PyTree
+from decodax.cache.dense import write
+from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.pallas_kernels.window_attention import Bias, merge, window_attention, window_attention_lse
+from decodax.struct import static, struct
+
+
+class PageScore(abc.ABC):
+    """What a page is described by, and how a query scores it: derive a frozen dataclass from this."""
+
+    @abc.abstractmethod
+    def digest(self, keys: Array) -> Array:
+        """`f[..., m]` of a page's keys `f[..., P, d]`."""
+
+    @abc.abstractmethod
+    def __call__(self, q: Array, digests: Array) -> Array:
+        """`f32[G, r, N]`: what queries `f[G, r, d]` may find in each of the pages `f[G, N, m]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyBounds(PageScore):
+    """The smallest and the largest value of each channel, which bound the product of a query with any key of the page
+    ("Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", Tang et al., 2024)."""
+
+    def digest(self, keys: Array) -> Array:
+        return jnp.concatenate([keys.min(-2), keys.max(-2)], -1)
+
+    def __call__(self, q: Array, digests: Array) -> Array:
+        low, high = jnp.split(digests.astype(jnp.float32), 2, -1)
+        # max(q low, q high) is q high where q is positive and q low elsewhere
+        return (jnp.einsum("grd,gnd->grn", jnp.maximum(q, 0), high)
+                + jnp.einsum("grd,gnd->grn", jnp.minimum(q, 0), low))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanKey(PageScore):
+    """The mean key (TriForce's chunks: Sun et al., 2024, "TriForce: Lossless Acceleration of Long Sequence Generation
+    with Hierarchical Speculative Decoding")."""
+
+    def digest(self, keys: Array) -> Array:
+        return keys.mean(-2)
+
+    def __call__(self, q: Array, digests: Array) -> Array:
+        return jnp.einsum("grd,gnd->grn", q, digests.astype(jnp.float32))
+
+
+@struct
+class Retrieving(KeyValues):
+    """Everything, in the order of positions, with a digest of each whole page.
+
+    Attributes:
+        kv, given, widths: see `KeyValues`. digests: a tuple of one `f[B, G, S / P, m]` a layer.
+        length: `i32[B]`. kind: static.
+    """
+
+    kv: tuple[Array, ...]
+    digests: tuple[Array, ...]
+    length: Array
+    given: PyTree
+    widths: tuple[int, ...] = static()
+    shapes: tuple[KVLayer, ...] = static()
+    kind: Retrieval = static()
+
+    supports = frozenset({"trees"})
+
+    @property
+    def capacity(self) -> int:
+        return self.kv[0].shape[2] if self.kv else 0
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        own = k.shape[1] - q.shape[1]
+        entry = k[:, own:], v[:, own:]
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, key_positions=window.key_positions)
+        if window.certain or layer in self.kind.skip or sliding is not None or not self.kind.sparse(self.capacity):
+            out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
+                                   sliding=sliding, bias=bias, **options)
+            return out, entry
+        if bias is not None or softcap is not None:
+            raise ValueError(f"cache: {self.kind.name} scores pages by queries and keys alone; takes a model without a "
+                             "soft cap or a bias of its attention scores")
+        if k.shape[1] > self.kind.recent:
+            raise ValueError(f"cache: {self.kind.name} takes windows of at most its {self.kind.recent} recent tokens, "
+                             f"got one of {k.shape[1]} nodes; takes recent={k.shape[1]} or more")
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, **options)
+        out, _ = merge(near, self._read(layer, q.astype(jnp.float32) * scale, window.positions))
+        return out, entry
+
+    def _read(self, layer: int, q: Array, at: Array) -> tuple[Array, Array]:
+        """Attention of queries `f32[B, W, H, d]` at positions `i32[B, W]` to the pages they choose and the latest
+        tokens."""
+        kind, score = self.kind, self.kind.score
+        G, (P, d) = self.kv[layer].shape[1], (kind.page, self.widths[layer])
+        pages = min(kind.pages, self.digests[layer].shape[2])
+        near = min(kind.recent + P, self.capacity)
+
+        def one(row: tuple[Array, ...]) -> tuple[Array, Array]:
+            kv, digests, length, q, at = row            # of one query
+            q = q.reshape(G, -1, d)
+            start = jnp.maximum(at - kind.recent, 0) // P           # in pages: where what is read in any case begins
+            free = jnp.arange(digests.shape[1]) < start
+            worth = jnp.where(free, score(q, digests).max(1), -jnp.inf)
+            found, chosen = lax.top_k(worth, pages)                 # [G, pages]
+            slots = (chosen[..., None] * P + jnp.arange(P)).reshape(G, -1)
+            first = jnp.minimum(start * P, kv.shape[1] - near)
+            late = first + jnp.arange(near)
+            some = jnp.concatenate([jnp.take_along_axis(kv, slots[..., None], 1),
+                                    lax.dynamic_slice_in_dim(kv, first, near, 1)], 1)
+            seen = jnp.concatenate([jnp.repeat(found > -jnp.inf, P, 1),
+                                    jnp.broadcast_to((late >= start * P) & (late < length), (G, near))], 1)
+            return _attention(q, some.astype(jnp.float32), seen, d)
+
+        each = jax.vmap(one, in_axes=((0, 0, 0, 0, 0),))
+        over = lambda node: each((self.kv[layer], self.digests[layer], self.length, *node))
+        nodes = q.swapaxes(0, 1), at.T
+        out, lse = lax.map(over, nodes) if at.shape[1] > 1 else jax.tree.map(
+            lambda x: x[None], over(jax.tree.map(lambda x: x[0], nodes)))
+        return out.swapaxes(0, 1), lse.swapaxes(0, 1)
+
+    def commit(self, entries: Entries, slots: Array) -> Retrieving:
+        if not self.kv:
+            return self
+        P, (B, W) = self.kind.page, slots.shape
+        length = jnp.maximum(self.length, slots.max(1) + 1)
+        first = jnp.where(slots >= 0, slots, self.capacity).min(1) // P
+        pages = first[:, None] + jnp.arange(W // P + 2, dtype=jnp.int32)
+        pages = jnp.where((pages + 1) * P <= length[:, None], pages, -1)          # those that are whole
+        kv, digests = [], []
+        for held, digest, entry, d in zip(self.kv, self.digests, entries, self.widths, strict=True):
+            new = write(held, jnp.concatenate(entry, -1), slots)
+            at = jnp.maximum(pages, 0)[:, :, None] * P + jnp.arange(P, dtype=jnp.int32)
+            keys = jnp.take_along_axis(new, at.reshape(B, 1, -1, 1), 2)[..., :d]
+            own = self.kind.score.digest(keys.reshape(*keys.shape[:2], -1, P, d))
+            kv.append(new)
+            digests.append(write(digest, own.swapaxes(1, 2), pages))
+        return self.replace(kv=tuple(kv), digests=tuple(digests), length=length)
+
+
+def _attention(q: Array, kv: Array, seen: Array, width: int) -> tuple[Array, Array]:
+    """Of queries `f32[G, r, d]` to `f32[G, n, d + e]` where `seen` (`bool[G, n]`): `f32[H, e]`, and the logarithm of
+    the sums, `f32[H]`; about -1e30 where nothing is seen."""
+    scores = jnp.where(seen[:, None], jnp.einsum("grd,gnd->grn", q, kv[..., :width]), -1e30)
+    top = scores.max(-1, keepdims=True)
+    weights = jnp.where(seen[:, None], jnp.exp(scores - top), 0)
+    total = weights.sum(-1, keepdims=True)
+    out = jnp.einsum("grn,gne->gre", weights, kv[..., width:]) / jnp.maximum(total, 1e-30)
+    lse = top + jnp.log(jnp.maximum(total, 1e-30))
+    return out.reshape(-1, out.shape[-1]), lse.reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Retrieval(CacheConfig):
+    """A `Retrieving` cache.
+
+    Attributes:
+        score: what pages are chosen by. budget: tokens of the pages that a query reads; three pages at least.
+        page: tokens of a page. recent: the latest tokens, which are read in any case.
+        skip: layers that read everything. name: what errors call it.
+    """
+
+    score: PageScore
+    budget: int
+    page: int = 16
+    recent: int = 64
+    skip: tuple[int, ...] = ()
+    name: str = "retrieval"
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "page", "recent"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+
+    @property
+    def pages(self) -> int:
+        """How many pages a query reads."""
+        return max(3, self.budget // self.page)
+
+    def sparse(self, capacity: int) -> bool:
+        """Whether a text of so many tokens has more than is read of it."""
+        return capacity > self.pages * self.page + self.recent
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        size = -(-capacity // self.page) * self.page
+        digests = []
+        for shape in shapes:
+            one = jax.eval_shape(self.score.digest, jax.ShapeDtypeStruct((self.page, shape.width), dtype))
+            digests.append(jnp.zeros((batch, shape.heads, size // self.page, *one.shape), dtype))
+        return Retrieving(kv=empty_kv(shapes, batch, size, dtype), digests=tuple(digests),
+                          length=jnp.zeros(batch, jnp.int32), given=inputs, widths=key_widths(shapes), shapes=shapes,
+                          kind=self)

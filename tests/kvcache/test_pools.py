@@ -1,0 +1,57 @@
+"""Selections by tables and pools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax.cache import KVLayer
+from decodax.kvcache import HeldLayer, Probe, fit_heads, kv
+from decodax.kvcache.pools import DecodePool, head_sizes
+from decodax.kvcache.query_scores import WindowAttention
+from decodax.kvcache.scores import Gathered
+from tests.kvcache.test_policies import DEEP
+
+WANTED = json.loads((Path(__file__).parent / "scope.json").read_text())
+
+
+@pytest.mark.parametrize("scheme", ["slide", "adaptive"])
+def test_a_pool_keeps_what_scope_keeps(scheme: str) -> None:
+    """Step by step on random keys and queries, of two heads, with a prompt of 6 tokens."""
+    random = np.random.RandomState(7)
+    keys, queries = random.standard_normal((2, 2, 60, 8)).astype(np.float32)
+    rule = DecodePool(WindowAttention(1, 1), 5 if scheme == "slide" else 40, 3,
+                      "at once" if scheme == "slide" else "by steps", 4)
+    kept = [list(range(6))] * 2
+    for step, at in enumerate(range(6, 50)):
+        kept = [[*own, at] for own in kept]
+        held = [np.pad(np.array(own), (0, 64 - len(own)), constant_values=-1) for own in kept]
+        taken = np.stack([key[own] for key, own in zip(keys, held, strict=True)])
+        layer = HeldLayer(keys=jnp.asarray(taken), values=jnp.asarray(taken), positions=jnp.asarray(np.stack(held)),
+                          count=jnp.array([len(own) for own in kept]), length=jnp.array(at + 1),
+                          settled_at=jnp.array(6), since=jnp.array(at), gathered=Gathered(), outputs=None, layer=0,
+                          depth=1, shape=KVLayer(2, 8), queries=jnp.asarray(queries[None, :, at]) / 8 ** 0.5)
+        stays = np.asarray(rule.choose(layer, jnp.array(6)))
+        kept = [[int(p) for p in own[mask]] for own, mask in zip(held, stays, strict=True)]
+        if str(step) in WANTED["kept"][scheme]:
+            assert kept == WANTED["kept"][scheme][str(step)]
+
+
+def test_heads_share_by_their_importance() -> None:
+    """As HeadKV's code: a third of 30 is every head's, and 20 a head are shared."""
+    assert head_sizes(((0.1, 0.4), (0.5, 0.0)), 32, 2, 1.5, 1.0) == ((20, 44), (52, 12))
+    with pytest.raises(ValueError, match=r"^heads: got none, takes the importance of each head"):
+        kv("headkv")
+
+
+def test_importance_is_the_attention_to_the_answer() -> None:
+    tokens = np.random.default_rng(0).integers(0, 16, 40).tolist()
+    heads = fit_heads(DEEP, [Probe(tokens, 10, 14), Probe(tokens[:30], 2, 9)])
+    assert np.shape(heads) == (2, 2) and abs(np.sum(heads) - 1) < 1e-9
+    np.testing.assert_allclose(fit_heads(DEEP, [Probe(tokens, 0, 40)]), 0.25)       # the whole text has all attention
+    with pytest.raises(ValueError, match=r"^probes: got an answer from 9 to 5 in 40 tokens"):
+        fit_heads(DEEP, [Probe(tokens, 9, 5)])

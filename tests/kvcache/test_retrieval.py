@@ -1,0 +1,97 @@
+"""Caches whose queries choose what they read."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.cache import causal
+from decodax.kvcache.recycling import Recycled, Recycling
+from decodax.kvcache.retrieval import KeyBounds, MeanKey, PageScore, Retrieval, Retrieving
+from tests.kvcache.test_policies import PROMPTS, SMALL, TREE
+
+LAYER, P, RECENT = (2, 8), 4, 6
+
+
+def filled(score: PageScore, lengths: tuple[int, ...], chunk: int) -> tuple[Retrieving, np.ndarray, np.ndarray]:
+    """A cache with random tokens, taken in so many at a time, and its keys and values `[B, G, S, d]`."""
+    cache = Retrieval(score, 12, P, RECENT)([LAYER], len(lengths), 64, jnp.float32)
+    assert isinstance(cache, Retrieving)
+    keys, values = np.random.default_rng(0).standard_normal((2, len(lengths), 64, *LAYER)).astype(np.float32)
+    for start in range(0, 64, chunk):
+        at = jnp.broadcast_to(start + jnp.arange(chunk), (len(lengths), chunk))
+        slots = jnp.where(at < jnp.array(lengths)[:, None], at, -1)
+        cache = cache.commit([(jnp.asarray(keys[:, start:start + chunk]), jnp.asarray(values[:, start:start + chunk]))],
+                             slots)
+    return cache, keys.swapaxes(1, 2), values.swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("score", [KeyBounds(), MeanKey()])
+def test_a_query_reads_the_pages_of_highest_score_and_the_latest_tokens(score: PageScore) -> None:
+    """Against a sum written out query by query, in rows of different lengths."""
+    lengths = (61, 30, 9)
+    cache, keys, values = filled(score, lengths, 16)
+    q = np.random.default_rng(1).standard_normal((3, 2, 4, 8)).astype(np.float32)
+    k, v = np.random.default_rng(2).standard_normal((2, 3, 2, 2, 8)).astype(np.float32)
+    window = causal(jnp.zeros((3, 2), jnp.int32), cache.length)
+    out, _ = cache.attend(0, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), window, scale=0.4)
+    read = 0
+    for b, node in np.ndindex(3, 2):
+        at = lengths[b] + node
+        start = max(at - RECENT, 0) // P
+        for g in range(2):
+            pages = keys[b, g].reshape(-1, P, 8)[:start]
+            if isinstance(score, KeyBounds):        # as in the authors' code: by the signs of the query
+                worth = [max(sum(max(x * page[:, c].min(), x * page[:, c].max()) for c, x in enumerate(q[b, node, h]))
+                             for h in (2 * g, 2 * g + 1)) for page in pages]
+            else:
+                worth = [max(q[b, node, h] @ page.mean(0) for h in (2 * g, 2 * g + 1)) for page in pages]
+            chosen = sorted(range(start), key=lambda i: -worth[i])[:3]
+            seen = [i * P + j for i in chosen for j in range(P)] + list(range(start * P, lengths[b]))
+            read += len(seen) < lengths[b]
+            own = np.concatenate([keys[b, g, seen], k[b, :node + 1, g]]), np.concatenate([values[b, g, seen],
+                                                                                          v[b, :node + 1, g]])
+            for h in (2 * g, 2 * g + 1):
+                weights = jax.nn.softmax(0.4 * own[0] @ q[b, node, h])
+                np.testing.assert_allclose(out[b, node, h], weights @ own[1], atol=1e-5)
+    assert read == 2 * 2 * 2        # the last row has no page too many
+
+
+def test_digests_do_not_depend_on_how_tokens_came() -> None:
+    digests = [filled(KeyBounds(), (61, 30, 9), chunk)[0].digests[0] for chunk in (1, 16, 64)]
+    whole = np.array([61, 30, 9]) // P
+    for b, n in enumerate(whole):
+        for other in digests[1:]:
+            np.testing.assert_array_equal(other[b, :, :n], digests[0][b, :, :n])
+
+
+def test_what_cannot_be_had_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^cache: quest takes windows of at most its 4 recent tokens, got one of 11"):
+        dx.generate(SMALL, PROMPTS[:1], cache="quest:budget=6,page=2,recent=4,skip=()", algorithm=TREE,
+                    max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"^page: got 0, takes 1 or more"):
+        dx.kv("quest", page=0)
+
+
+def test_a_query_that_reads_everything_notes_what_it_attends_to() -> None:
+    """By the largest weight of a group's heads; the others read that and what has come since."""
+    cache = Recycled(budget=5, stride=4)([LAYER], 2, 64, jnp.float32)
+    assert isinstance(cache, Recycling)
+    keys, values = np.random.default_rng(0).standard_normal((2, 2, 40, *LAYER)).astype(np.float32)
+    cache = cache.commit([(jnp.asarray(keys), jnp.asarray(values))],
+                         jnp.where(jnp.arange(40) < jnp.array([[40], [3]]), jnp.arange(40), -1))
+    assert cache.horizon().tolist() == [1, 1]
+    q = np.random.default_rng(1).standard_normal((2, 1, 4, 8)).astype(np.float32)
+    own = jnp.ones((2, 1, 2, 8))
+    cache = cache.commit([(own, own, jnp.asarray(q))], cache.length[:, None])
+    assert cache.horizon().tolist() == [3, 3] and cache.since.tolist() == [40, 3]
+    for g in range(2):
+        weights = jax.nn.softmax(keys[0, :, g] @ q[0, 0, 2 * g:2 * g + 2].T, axis=0).max(1)
+        assert cache.chosen[0][0, g].tolist() == np.argsort(-weights)[:5].tolist()
+    assert sorted(cache.chosen[0][1, 0].tolist()) == [-1, -1, 0, 1, 2]      # a short text has no more
+    some, at = cache._read(0)
+    assert set(at[0, 0].tolist()) == {*cache.chosen[0][0, 0].tolist(), 40, -1}
+    np.testing.assert_array_equal(some[0, 1, 0], np.concatenate([keys, values], -1)[0, int(at[0, 1, 0]), 1])

@@ -1,0 +1,72 @@
+"""Drafts of the target itself on another view of its cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import pytest
+
+import decodax as dx
+from decodax.kvcache import kv
+from decodax.kvcache.codecs import Nibbles
+from decodax.kvcache.coded import Coding
+from decodax.models import Diffusion
+from decodax.speculative.drafts import OwnCache
+from decodax.speculative.shapes import Fixed
+from tests.kvcache.test_policies import DEEP, PROMPTS
+from tests.matrix import often
+
+QUANTSPEC = Coding(Nibbles(8), 8, "quantspec")
+SNAP = kv("snapkv", budget=14, window=4)
+
+
+@functools.cache
+def run(algorithm: Any = None, cache: Any = None, rows: tuple[int, ...] = (0, 1, 2)) -> Any:
+    return dx.generate(DEEP, [PROMPTS[i] for i in rows], algorithm=algorithm, cache=cache, request_ids=rows, seed=5,
+                       temperature=[[0.0, 0.9, 0.0][i] for i in rows], max_new_tokens=20)
+
+
+CASES: dict[str, tuple[Any, Any, Any]] = {      # the method, the cache that is asked for, the cache of plain decoding
+    "snapkv": (dx.Speculative(OwnCache(DEEP, SNAP)), None, None),
+    "a tree": (dx.Speculative(OwnCache(DEEP, SNAP), shape=Fixed.balanced(2, 2, 1)), None, None),
+    "choices while decoding": (dx.Speculative(OwnCache(DEEP, kv("h2o", budget=14, every=5))), None, None),
+    "a ring": (dx.Speculative(OwnCache(DEEP, kv("streaming-llm", sinks=2, recent=8))), None, None),
+    "beside codes": (dx.Speculative(OwnCache(DEEP, SNAP)), kv("kivi", group=4, residual=8),
+                     kv("kivi", group=4, residual=8)),
+    "quantspec": (dx.system("quantspec", DEEP, group=8, weights=None), None, QUANTSPEC),
+    "other weights": (dx.system("quantspec", DEEP, group=8, weights="int8"), None, QUANTSPEC),
+}
+
+
+@pytest.mark.parametrize("case", often(["a tree"], CASES))
+def test_drafts_on_another_cache_give_the_tokens_of_plain_decoding(case: str) -> None:
+    method, asked, held = CASES[case]
+    drafted = run(method, asked)
+    assert drafted.tokens.tolist() == run(cache=held).tokens.tolist()
+    assert drafted.stats.accepted.sum() > 10
+
+
+@pytest.mark.matrix
+def test_drafts_do_not_depend_on_batch_mates() -> None:
+    method = CASES["choices while decoding"][0]
+    alone, together = run(method, rows=(1,)), run(method)
+    assert alone.stats.accepted.tolist() == together.stats.accepted[1:2].tolist()
+
+
+def test_what_is_written_in_two_halves_drafts_as_the_first() -> None:
+    """So that the drafts of the 8 bits' own model are nearly all accepted, and those of 4 bits not all of them."""
+    model = DEEP.model.with_cache(QUANTSPEC)
+    cache = model.init_cache(2, 64)
+    assert cache.view.kind.codec == Nibbles(8, lower=False) != cache.kind.codec
+    assert jax.tree.leaves(cache.view)[0] is jax.tree.leaves(cache)[0]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^cache: got .*but the method brings a cache of its own; takes none"):
+        run(CASES["quantspec"][0], SNAP)
+    with pytest.raises(ValueError, match=r"^keep: got 'h2o', takes one of snapkv, sink-window"):
+        dx.system("magicdec", DEEP, keep="h2o")
+    with pytest.raises(ValueError, match=r"^model: got type"):
+        OwnCache(Diffusion, SNAP)
