@@ -2,6 +2,10 @@
 
     python scripts/benchmark_caches.py                          # the 125M shape, 8 prompts of up to 4096 tokens
     python scripts/benchmark_caches.py --policies snapkv:budget=1024 h2o:budget=1024 --layers 4
+    python scripts/benchmark_caches.py --shared 1024 --batch 32 --policies hydragen
+
+With `--shared` prompts have so many tokens in common and 16 of their own; it prints how long reading them takes, too,
+each compiled beforehand.
 
 For each policy it prints the bytes of its live arrays behind the prompts, their share of those of the dense cache, and
 the time of a decode round, over that of a dense cache of prompts as long as the budget. All take turns in one process.
@@ -39,6 +43,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096, metavar="N", help="tokens of the longest (default: 4096)")
     parser.add_argument("--held", type=int, default=512, metavar="N",
                         help="tokens of the prompts of the dense cache that times are compared with (default: 512)")
+    parser.add_argument("--shared", type=int, metavar="N", help="tokens that all prompts begin with")
     parser.add_argument("--new", type=int, default=128, metavar="N", help="new tokens (default: 128)")
     parser.add_argument("--layers", type=int, default=12, metavar="N", help="of a 125M shape with 12 (default: 12)")
     parser.add_argument("--repeats", type=int, default=12, metavar="N", help="of 8 rounds each (default: 12)")
@@ -49,13 +54,22 @@ def main() -> None:
     lm = LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=32000)
     r = np.random.default_rng(0)
     text = lambda n: r.integers(0, 32000, n).tolist()
-    long = [text(n) for n in np.linspace(args.prompt, args.prompt // 2, args.batch).astype(int)]
-    cases: dict[str, tuple[Any, Any]] = {"dense": (long, None), f"dense, prompts of {args.held}": (
-        [text(args.held)] * args.batch, None), **{name: (long, name) for name in args.policies}}
-    console, jobs = Console(stderr=True), {}
+    if args.shared:
+        beginning = text(args.shared)
+        long, base = [beginning + text(16) for _ in range(args.batch)], "dense"
+    else:
+        long = [text(n) for n in np.linspace(args.prompt, args.prompt // 2, args.batch).astype(int)]
+        base = f"dense, prompts of {args.held}"
+    cases: dict[str, tuple[Any, Any]] = {"dense": (long, None), **{name: (long, name) for name in args.policies}}
+    if not args.shared:
+        cases[base] = [text(args.held)] * args.batch, None
+    console, jobs, reading = Console(stderr=True), {}, {}
     for name in track(cases, "reading prompts", console=console):
         prompts, kind = cases[name]
-        jobs[name] = Job.begin(Request.read(lm, prompts, max_new_tokens=args.new, cache=kind, chunk=512))
+        for _ in range(1 + bool(args.shared)):
+            jobs.pop(name, None)
+            jobs[name] = Job.begin(Request.read(lm, prompts, max_new_tokens=args.new, cache=kind, chunk=512))
+            reading[name] = jobs[name].prefill_seconds
     times: dict[str, list[float]] = {name: [] for name in jobs}
     rounds = min(8, args.new // (args.repeats + 1))
     for repeat in track(range(args.repeats + 1), "decoding", console=console):
@@ -64,12 +78,15 @@ def main() -> None:
             job.advance(None, rounds)
             if repeat:
                 times[name].append((time.perf_counter() - clock) / rounds)
-    dense, base = jobs["dense"], np.array(times[f"dense, prompts of {args.held}"])
-    table = Table("cache", "live MB", "of dense", "ms a round", f"over dense of {args.held}", box=None)
+    dense = jobs["dense"]
+    table = Table("cache", "live MB", "of dense", "ms a round", f"over {base}", *["s to read"] * bool(args.shared),
+                  box=None)
     for name, job in jobs.items():
         live = size(job.state.cache)
         table.add_row(name, f"{live / 1e6:.1f}", f"{live / size(dense.state.cache):.3f}",
-                      f"{1e3 * np.median(times[name]):.1f}", f"{np.median(np.array(times[name]) / base):.2f}")
+                      f"{1e3 * np.median(times[name]):.1f}",
+                      f"{np.median(np.array(times[name]) / np.array(times[base])):.2f}",
+                      *[f"{reading[name]:.1f}"] * bool(args.shared))
     Console().print(table)
 
 

@@ -2,6 +2,9 @@
 
     python scripts/evaluate.py "llada:steps=[16,8,4,2,1]" --task copy shuffle sudoku --plot curves.png
 
+With `--caches` it measures what cache policies lose on long texts instead: see `scripts/evaluate_caches.py`, or
+`--caches --help`.
+
 A system is NAME[:OPTION=VALUE,...] of `decodax systems`; a list of values is a grid, and its points make one curve. For
 each point and task: the share of right answers, the share of outputs that are token for token those of the first point,
 new tokens a forward (of a row, its end token included), forwards a row, tokens a second of the decode loop (median of
@@ -284,6 +287,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if "--caches" in words:
+        import evaluate_caches
+
+        return evaluate_caches.main([word for word in words if word != "--caches"])
     args = parser().parse_args(argv)
     import jax
     from problems import TASKS

@@ -32,7 +32,8 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """A warm-up, a plateau and a half-cosine to `floor * peak`; `decay_from = warmup` is the usual cosine schedule.
+    """A warm-up, a plateau and a half-cosine to `floor * peak`; `decay_from = warmup` is the usual cosine schedule. One
+    that is laid out for `horizon` steps and ends sooner falls to 0 in its last `cooldown` steps.
 
     A run with a time budget starts with `steps` and `decay_from` open (None): they are settled from the measured speed
     when the decay has to begin, and written down, so that the same two numbers repeat the run.
@@ -43,6 +44,8 @@ class Plan:
     steps: int | None = None
     decay_from: int | None = None
     floor: float = 0.02
+    horizon: int | None = None
+    cooldown: int = 0
 
     def rate(self, step: int) -> float:
         """The learning rate of `step` (0-based).
@@ -53,7 +56,9 @@ class Plan:
         warm = min(1.0, (step + 1) / max(self.warmup, 1))
         if self.steps is None or self.decay_from is None:
             return self.peak * warm
-        done = min(max((step - self.decay_from) / max(self.steps - self.decay_from, 1), 0.0), 1.0)
+        end = self.horizon or self.steps
+        done = min(max((step - self.decay_from) / max(end - self.decay_from, 1), 0.0), 1.0)
+        warm *= min(1.0, (self.steps - step) / self.cooldown) if self.cooldown else 1.0
         return self.peak * warm * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pycode_data as data
 import pytest
 import train_diffusion
+import train_recall
 from problems import TASKS
 from tokenizers import Tokenizer
 
@@ -23,7 +24,7 @@ from decodax.io.checkpoint import load_diffusion, load_model
 ZOO = Path(next(iter(decodax.models.__path__))) / "zoo"
 NAMES = sorted(p.name for p in ZOO.iterdir() if p.is_dir())
 TEXT = [name for name in NAMES if name.startswith("pycode")]
-AUTOREGRESSIVE = [name for name in NAMES if load_diffusion(ZOO / name) is None]
+AUTOREGRESSIVE = [name for name in TEXT if load_diffusion(ZOO / name) is None]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def kept() -> list[data.Document]:
 
 
 def test_target_draft_and_diffusion_models_are_shipped():
-    assert {"pycode", "pycode-draft", "pycode-diffusion", "tasks-diffusion"} <= set(NAMES)
+    assert {"pycode", "pycode-draft", "pycode-diffusion", "recall", "tasks-diffusion"} <= set(NAMES)
 
 
 def test_all_shipped_weights_stay_under_64_megabytes():
@@ -51,6 +52,9 @@ def test_the_card_names_data_licence_figures_and_command(name):
     needed += ["PSF-2.0"] if name in TEXT else []
     if name in AUTOREGRESSIVE:
         needed += [f"| held-out bits per byte | {facts['held_out_bits_per_byte']:.4f} |", "SHA-256"]
+    elif name == "recall":
+        needed += [f"| {task} | " + " | ".join(f"{share:.0%}" for share in shares.values()) + " |"
+                   for task, shares in facts["accuracy"].items()]
     elif name in TEXT:
         needed += [f"| held-out bits per byte, upper bound | {facts['held_out']['bits_per_byte']:.4f} |"]
     else:
@@ -65,7 +69,8 @@ def test_a_directory_has_what_hugging_face_tools_read(name):
     needed = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert needed <= files
     config = json.loads((ZOO / name / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "bfloat16"
+    shape = "Qwen2" if name == "recall" else "Llama"
+    assert config["architectures"] == [f"{shape}ForCausalLM"] and config["dtype"] == "bfloat16"
     _, weights = load_model(ZOO / name)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(weights))
     facts = json.loads((ZOO / name / "training.json").read_text())
@@ -102,7 +107,7 @@ def test_a_bound_on_bits_per_byte_is_near_the_card(name, kept):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in TEXT])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*TEXT, "recall")])
 def test_right_answers_are_near_the_card(name):
     """Twelve problems a task, one token a forward: three standard deviations, and one problem."""
     lm_ = dx.load(ZOO / name)
@@ -110,3 +115,12 @@ def test_right_answers_are_near_the_card(name):
     found = train_diffusion.accuracy(lm_.model, lm_.diffusion, lm_.params, 12)  # type: ignore[arg-type]
     for task, share in json.loads((ZOO / name / "training.json").read_text())["held_out"].items():
         assert abs(found[task] - share) <= 3 * (share * (1 - share) / 12) ** 0.5 + 1 / 12, task
+
+
+@pytest.mark.parametrize("task", ["recall", "needle", "track", "copy"])
+def test_answers_on_long_texts_are_near_the_card(task):
+    """Eight problems with texts of 512 words: three standard deviations, and one problem."""
+    model, weights = load_model(ZOO / "recall", dtype="float32")
+    share = json.loads((ZOO / "recall" / "training.json").read_text())["accuracy"][task]["512"]
+    found = train_recall.accuracy(model, weights, task, 8, 512, seed=2)
+    assert abs(found - share) <= 3 * (share * (1 - share) / 8) ** 0.5 + 1 / 8

@@ -1,0 +1,390 @@
+"""What cache policies lose: right answers on long texts against the bytes that are kept.
+
+    python scripts/evaluate.py --caches                                     # every policy, at 25, 50 and 80% removed
+    python scripts/evaluate.py --caches snapkv knorm:skip=() --length 2048 --plot caches.png
+
+    python scripts/evaluate.py --caches --drafts                            # drafts on smaller caches: what is accepted
+
+The questions are those of `scripts/recall.py`, which the shipped `recall` answers. A policy sees the question when it
+chooses (aware), or chooses from the text alone, as where several questions are asked of one text (agnostic: `context=`
+of `decodax.generate`). Its budget is a share of the text, or what of it each query reads; codecs have a size of their
+own. Evictions choose once, behind the text. What HeadKV needs to know of heads is measured on other texts. Bytes are
+those of what is held behind the question, codes, steps and positions included, over a dense cache's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+MODES = ("aware", "agnostic")
+ANSWERED = ("recall", "needle", "track", "copy")
+"""The tasks that the shipped `recall` has learned."""
+
+REMOVED = (0.25, 0.5, 0.8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A policy at one size on one task.
+
+    Attributes:
+        policy: as it was asked for. removed: share of the text that goes, or None for a size of its own.
+        mode: "aware" or "agnostic". task: of the questions. seed: of the problems.
+        right: share of right answers. kept: bytes over a dense cache's.
+    """
+
+    policy: str
+    removed: float | None
+    mode: str
+    task: str
+    seed: int
+    right: float
+    kept: float
+
+
+def sized(policy: str, removed: float, length: int, heads: Any = None) -> Any:
+    """A policy that removes a share of texts of so many tokens; None: its size is its own.
+
+    Args:
+        heads: the importance of each head, for policies that go by it.
+
+    Raises:
+        ValueError: as `decodax.kv`.
+    """
+    from decodax.kvcache.table import find, kv
+    from decodax.registry import options
+
+    entry = find(policy.partition(":")[0])
+    given = options(policy, entry.options)
+    if "every" in entry.options:
+        given.setdefault("every", None)
+    left = 1 - removed
+    if entry.name == "streaming-llm":
+        return kv(entry.name, **{"recent": int(left * length) - given.get("sinks", 4), **given})
+    if "budget" not in entry.options:
+        return None
+    if "heads" in entry.options:
+        given.setdefault("heads", heads)
+    return kv(entry.name, **{"budget": int(left * length), **given})
+
+
+def importance(lm: Any, length: int, count: int = 16) -> Any:
+    """That of each head for finding a value, on texts that are not asked about later."""
+    import recall
+
+    from decodax.kvcache import Probe, fit_heads
+
+    probes = []
+    for problem in recall.problems("needle", count, length, seed=1000):
+        words = problem.context.split()
+        start = words.index(problem.question.split()[1]) + 1
+        probes.append(Probe([recall.ID[word] for word in problem.prompt.split()], start, start + 4))
+    return fit_heads(lm, probes)
+
+
+def held(cache: Any) -> float:
+    """Bytes of what a cache holds, without the room that is left in its arrays."""
+    import jax
+    import numpy as np
+
+    from decodax.cache import Wrapper
+    from decodax.kvcache.coded import Coded
+    from decodax.kvcache.evicting import Evicting
+    from decodax.kvcache.merging import MergedLayers
+    from decodax.kvcache.retrieval import Retrieving
+
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    if isinstance(cache, Evicting):         # a key, a value and a position for each token of each head
+        return sum(float(np.sum(count)) * (kv.shape[-1] * kv.dtype.itemsize + 4)
+                   for kv, count in zip(cache.kv, cache.count, strict=True))
+    if isinstance(cache, Coded):
+        rows = cache.length.shape[0]
+        each = size(cache.codes) / rows / cache.slots, size(cache.rest) / rows / cache.rest[0].shape[2]
+        whole = np.asarray(cache.whole, float)
+        return float((each[0] * (np.asarray(cache.length) - whole) + each[1] * whole).sum())
+    if isinstance(cache, Wrapper):
+        return held(cache.base)
+    if isinstance(cache, MergedLayers):
+        before, rows = np.asarray(cache.prompt_length, float).sum(), cache.length.shape[0]
+        after = np.asarray(cache.length, float).sum() - before
+        return (size((cache.prompt, cache.pairs)) * before / cache.size
+                + size(cache.kv) * after / cache.kv[0].shape[2]) / rows
+    slots = cache.kv[0].shape[2]
+    used = np.minimum(np.asarray(cache.length, float), slots).sum() / cache.length.shape[0] / slots
+    beside = cache.digests if isinstance(cache, Retrieving) else ()
+    return size((cache.kv, beside)) * used
+
+
+def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED, modes: Sequence[str] = MODES,
+        tasks: Sequence[str] | None = None, problems: int = 20, length: int = 1024, seeds: Sequence[int] = (0, 1, 2),
+        report: Callable[[int, int, str], None] | None = None) -> list[Measured]:
+    """Asks every policy every question, and a dense cache too.
+
+    Args:
+        lm: what `dx.load` gave, with the vocabulary of `recall.py`.
+        removed: shares of the text that go. problems: of each task and seed. length: words of the texts.
+        report: told before each run: runs done, runs in all, what runs now.
+
+    Raises:
+        ValueError: an unknown policy or task.
+    """
+    import recall
+
+    from decodax.job import Job
+    from decodax.request import Request
+
+    tasks = list(ANSWERED if tasks is None else tasks)
+    heads = importance(lm, length) if any(policy.startswith("headkv") for policy in policies) else None
+    cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
+    for policy in policies:
+        kinds = [(share, sized(policy, share, length, heads)) for share in removed]
+        if kinds[0][1] is None:
+            cases.append((policy, None, policy))
+        else:
+            cases += [(policy, share, kind) for share, kind in kinds]
+    out: list[Measured] = []
+    done, total = 0, len(cases) * len(modes) * len(seeds)
+    for mode in modes:
+        for seed in seeds:
+            asked = [problem for task in tasks for problem in recall.problems(task, problems, length, seed)]
+            if mode == "aware":
+                texts: dict[str, Any] = dict(prompts=[problem.prompt for problem in asked])
+            else:
+                texts = dict(prompts=[problem.question for problem in asked],
+                             context=[problem.context for problem in asked])
+            dense = None
+            for policy, share, kind in cases:
+                if report is not None:
+                    report(done, total, f"{policy} {'' if share is None else f'{share:.0%} removed '}{mode}")
+                prompts = texts["prompts"]
+                job = Job.begin(Request.read(lm, prompts, cache=kind, context=texts.get("context"), max_new_tokens=24))
+                bytes_held = held(job.state.cache)
+                dense = dense or bytes_held
+                job.advance(None)
+                answers = job.result().text
+                assert answers is not None
+                right = [problem.correct(text) for problem, text in zip(asked, answers, strict=True)]
+                for i, task in enumerate(tasks):
+                    own = right[i * problems:(i + 1) * problems]
+                    out.append(Measured(policy, share, mode, task, seed, sum(own) / len(own), bytes_held / dense))
+                done += 1
+    return out
+
+
+DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget=512",
+          "magicdec:budget=256,keep='sink-window'", "quantspec:group=64,weights=None", "quantspec:group=64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """Drafts of a model on another cache of its own.
+
+    Attributes:
+        system: as it was asked for; "full" drafts on the whole cache.
+        accepted: share of the drafts. per_forward: new tokens for each forward of the whole model. same: share of
+            answers that are token for token those of plain decoding on the target's cache.
+    """
+
+    system: str
+    accepted: float
+    per_forward: float
+    same: float
+
+
+def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length: int = 1024,
+               seed: int = 0) -> list[Drafted]:
+    """Answers the questions with drafts on smaller caches.
+
+    Raises:
+        ValueError: an unknown system or option.
+    """
+    import recall
+
+    import decodax as dx
+    from decodax.cache import dense
+    from decodax.registry import SYSTEMS, options
+    from decodax.speculative.drafts import OwnCache
+
+    prompts = [p.prompt for task in ANSWERED for p in recall.problems(task, problems, length, seed)]
+    out = []
+    for text in systems:
+        name = text.partition(":")[0]
+        given = {} if name == "full" else options(text, SYSTEMS[name].options)
+        method = dx.Speculative(OwnCache(lm, dense)) if name == "full" else dx.system(name, lm, **given)
+        kind = method.draft.kind if method.draft.alone else None
+        plain = dx.generate(lm, prompts, cache=kind, max_new_tokens=24)
+        drafted = dx.generate(lm, prompts, algorithm=method, max_new_tokens=24)
+        same = [a[:n].tolist() == b[:m].tolist() for a, n, b, m in
+                zip(plain.tokens, plain.lengths, drafted.tokens, drafted.lengths, strict=True)]
+        stats = drafted.stats
+        out.append(Drafted(text, float(stats.accepted.sum() / stats.drafted.sum()), stats.tokens_per_forward,
+                           sum(same) / len(same)))
+    return out
+
+
+def means(rows: Sequence[Measured]) -> dict[tuple[str, float | None, str], tuple[float, float, float]]:
+    """Of each policy, size and mode: the mean of right answers over tasks, its standard deviation over seeds, and the
+    bytes."""
+    groups: dict[tuple[str, float | None, str], list[Measured]] = {}
+    for row in rows:
+        groups.setdefault((row.policy, row.removed, row.mode), []).append(row)
+    out = {}
+    for key, own in groups.items():
+        by_seed = [statistics.mean(r.right for r in own if r.seed == seed) for seed in sorted({r.seed for r in own})]
+        spread = statistics.stdev(by_seed) if len(by_seed) > 1 else 0.0
+        out[key] = statistics.mean(by_seed), spread, statistics.mean(r.kept for r in own)
+    return out
+
+
+def best(rows: Sequence[Measured], mode: str, removed: float, count: int = 3) -> list[str]:
+    """The policies with most right answers at a size."""
+    found = {policy: mean for (policy, share, how), (mean, _, _) in means(rows).items()
+             if how == mode and share == removed}
+    return sorted(found, key=lambda policy: -found[policy])[:count]
+
+
+def tables(rows: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """What is printed: title, head and lines of each table."""
+    found, out = means(rows), []
+    for mode in dict.fromkeys(row.mode for row in rows):
+        shares = sorted({share for _, share, _ in found if share is not None})
+        cell = lambda key: (f"{100 * found[key][0]:.1f} ± {100 * found[key][1]:.1f} ({found[key][2]:.2f})"
+                            if key in found else "")
+        lines = [[policy, cell((policy, None, mode)), *(cell((policy, share, mode)) for share in shares)]
+                 for policy in dict.fromkeys(row.policy for row in rows)]
+        for share in shares:
+            title = f"best at {share:.0%} removed"
+            lines.append([title, *[""] * (1 + shares.index(share)), ", ".join(best(rows, mode, share)),
+                          *[""] * (len(shares) - 1 - shares.index(share))])
+        out.append((f"{mode}: right answers in percent (bytes kept)",
+                    ["policy", "its own size", *(f"{share:.0%} removed" for share in shares)], lines))
+    return out
+
+
+def plot(rows: Sequence[Measured], path: Path, title: str = "") -> None:
+    """Draws right answers against bytes kept, a panel for each mode, a line for each policy."""
+    from matplotlib.figure import Figure
+
+    found, modes = means(rows), list(dict.fromkeys(row.mode for row in rows))
+    names = list(dict.fromkeys(row.policy for row in rows))
+    figure = Figure(figsize=(5.4 * len(modes), 5.4), layout="constrained")
+    panels: list[Any] = list(figure.subplots(1, len(modes), squeeze=False, sharey=True).flat)
+    for panel, mode in zip(panels, modes, strict=True):
+        for i, name in enumerate(names):
+            points = sorted((kept, mean) for (policy, _, how), (mean, _, kept) in found.items()
+                            if policy == name and how == mode)
+            style = dict(color=f"C{i % 10}", marker="osv^D"[i // 10 % 5], markersize=4)
+            panel.plot([100 * x for x, _ in points], [100 * y for _, y in points], label=name,
+                       linestyle="-" if len(points) > 1 else "", **style)
+        panel.set(title=f"question seen by the policy: {'yes' if mode == 'aware' else 'no'}", xlabel="bytes kept, %")
+        panel.grid(color="0.92")
+        panel.set_axisbelow(True)
+    panels[0].set_ylabel("right answers, %")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize="small")
+    figure.supxlabel(title, fontsize="small", color="0.4")
+    figure.savefig(path, dpi=130)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    import recall
+
+    p = argparse.ArgumentParser(prog="evaluate.py --caches", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("policies", nargs="*", metavar="NAME[:OPTION=VALUE,...]",
+                   help="of `decodax caches` (default: all that are not exact)")
+    p.add_argument("-m", "--model", default="recall", metavar="NAME_OR_DIR", help="default: recall")
+    p.add_argument("--removed", nargs="+", type=float, default=REMOVED, metavar="X", help="shares (default: .25 .5 .8)")
+    p.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="default: both")
+    p.add_argument("--task", nargs="+", choices=recall.TASKS, default=ANSWERED, metavar="TASK",
+                   help=f"of {', '.join(recall.TASKS)} (default: all but values, which `recall` has not learned)")
+    p.add_argument("--problems", type=int, default=20, metavar="N", help="of each task and seed (default: 20)")
+    p.add_argument("--length", type=int, default=1024, metavar="N", help="words of the texts (default: 1024)")
+    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="of the texts (default: 0 1 2)")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="draw right answers against bytes, as PNG, SVG or PDF")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    p.add_argument("--figures", type=Path, nargs="+", metavar="FILE",
+                   help="print and draw what --json wrote before, instead of measuring")
+    p.add_argument("--drafts", action="store_true", help="measure drafts on smaller caches instead of answers")
+    p.add_argument("--markdown", action="store_true", help="print the tables in Markdown, with the command")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    import jax
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+
+    import decodax as dx
+    from decodax.kvcache import POLICIES
+
+    policies = args.policies or [name for name, entry in POLICIES.items() if entry.effect != "exact"]
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        for path in filter(None, (args.plot, args.json)):
+            if not path.absolute().parent.is_dir():
+                raise ValueError(f"{path}: there is no such directory")
+        if args.figures:
+            facts = [json.loads(path.read_text()) for path in args.figures]
+            return _show(args, [Measured(**row) for fact in facts for row in fact["rows"]],
+                         facts[0]["setting"], "; ".join(fact["command"] for fact in facts))
+        lm = dx.load(args.model)
+        if args.drafts:
+            table = Table("drafts on", "accepted", "tokens/forward", "same answers", box=None)
+            for row in run_drafts(lm, problems=args.problems, length=args.length, seed=args.seeds[0]):
+                table.add_row(row.system, f"{row.accepted:.3f}", f"{row.per_forward:.2f}", f"{row.same:.1%}")
+            Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(table)
+            return 0
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("", total=None)
+            rows = run(lm, policies, removed=args.removed, modes=args.mode, tasks=args.task, problems=args.problems,
+                       length=args.length, seeds=args.seeds,
+                       report=lambda done, total, what: progress.update(bar, completed=done, total=total,
+                                                                        description=what))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 2
+    setting = (f"{lm.name}, texts of {args.length} words, {args.problems} problems each of {', '.join(args.task)}, "
+               f"seeds {', '.join(map(str, args.seeds))}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} "
+               f"cores; JAX {jax.__version__}")
+    return _show(args, rows, setting, shlex.join(["python", "scripts/evaluate.py", "--caches", *argv]))
+
+
+def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, command: str) -> int:
+    """Prints the tables, and writes and draws what is asked for."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if args.markdown:
+        line = lambda cells: "| " + " | ".join(cells) + " |"
+        print(f"    {command}\n\n{setting}.")
+        for title, head, lines in tables(rows):
+            print("\n".join(["", f"{title[0].upper()}{title[1:]}:", "", line(head), "|" + "---|" * len(head),
+                             *map(line, lines)]))
+    else:
+        out = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
+        for title, head, lines in tables(rows):
+            table = Table(*head, box=None, pad_edge=False, title=title)
+            for cells in lines:
+                table.add_row(*cells)
+            out.print(table)
+        out.print(setting)
+    if args.json:
+        args.json.write_text(json.dumps({"command": command, "setting": setting,
+                                         "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
+    if args.plot:
+        plot(rows, args.plot, setting)
+    return 0
