@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
@@ -232,14 +233,24 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def options(text: str, known: Collection[str]) -> dict[str, Any]:
-    """The options of `NAME[:OPTION=VALUE,...]`.
+    """The options of `NAME[:OPTION=VALUE,...]`. A text that is a word or words with hyphens goes without quotes.
+
+    >>> options("magicdec:budget=512,keep=sink-window", ("budget", "keep"))
+    {'budget': 512, 'keep': 'sink-window'}
 
     Raises:
         ValueError: an option that is not among those `known`, or a value that is no number, text, or tuple of them.
     """
+    source = f"dict({text.partition(':')[2]})"
+
+    def value(node: ast.expr) -> Any:
+        said = ast.get_source_segment(source, node) or ""
+        bare = isinstance(node, ast.Name | ast.BinOp) and re.fullmatch(r"[A-Za-z_]\w*(-[A-Za-z_]\w*)*", said)
+        return said if bare else ast.literal_eval(node)
+
     try:
-        call: Any = ast.parse(f"dict({text.partition(':')[2]})", mode="eval").body
-        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        call: Any = ast.parse(source, mode="eval").body
+        given = {keyword.arg: value(keyword.value) for keyword in call.keywords}
         if call.args or None in given:
             raise ValueError("a value without a name")
     except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from decodax.autoregressive import Autoregressive
+from decodax.cache import CacheConfig
 from decodax.core.stops import StopTable, stop_strings
 from decodax.core.types import Algorithm
 from decodax.diffusion.systems.entries import default as fills
@@ -128,8 +129,10 @@ class Request:
             "num_return_sequences", num_samples, lambda name, x: whole(name, x, 1), None, "num_samples")
         if batch_size is not None:
             batch_size = min(whole("batch_size", batch_size, 1), count)
+        kind = None
         if cache is not None:
             kind = read_kind(cache) if isinstance(cache, str) else cache
+            kind = kind.of_model(lm) if isinstance(kind, CacheConfig) else kind
             lm = dataclasses.replace(lm, model=lm.model.with_cache(kind))
         method = chosen(lm, algorithm, (batch_size or count) * (wanted or 1))
         samples = _samples(method, wanted, where)
@@ -141,6 +144,8 @@ class Request:
             lm = dataclasses.replace(lm, model=fitted)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
         _room(lm, int((lengths + budget).max()), counted)
+        if isinstance(kind, CacheConfig) and (more := kind.beyond(int(lengths.max()))):
+            _room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads behind it")
 
         least = said.or_given("min_new_tokens", min_new_tokens, lambda name, x: whole_rows(name, x, count), [0] * count)
         if seed is None:
@@ -388,14 +393,14 @@ def _within(lengths: np.ndarray, name: str, limit: Any) -> np.ndarray:
     return total - lengths
 
 
-def _room(lm: LM, longest: int, name: str) -> None:
+def _room(lm: LM, longest: int, name: str, what: str = "prompt and new tokens") -> None:
     """Checks a length against the model's positions, and warns beyond the length that it was made for."""
     limit = lm.model.max_positions
     if limit is not None and longest > limit:
-        raise ValueError(f"{name}: prompt and new tokens are {longest}, the model has {limit} positions")
+        raise ValueError(f"{name}: {what} are {longest}, the model has {limit} positions")
     trained = lm.model.trained_positions
     if trained is not None and longest > trained:
-        warnings.warn(f"{name}: prompt and new tokens are {longest}, the model was made for {trained}",
+        warnings.warn(f"{name}: {what} are {longest}, the model was made for {trained}",
                       stacklevel=outside())
 
 

@@ -74,6 +74,8 @@ def sized(policy: str, removed: float, length: int, heads: Any = None) -> Any:
         return None
     if "heads" in entry.options:
         given.setdefault("heads", heads)
+    if "ask" in entry.options:      # the model has no words for it, but repeats what it is shown
+        given = {"ask": (), "go_on": (), "answer": (), **given}
     return kv(entry.name, **{"budget": int(left * length), **given})
 
 

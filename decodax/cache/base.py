@@ -161,6 +161,15 @@ class CacheConfig(abc.ABC):
         """This kind for texts with at most `new` tokens behind their prompts, where it left a size open."""
         return self
 
+    def of_model(self, lm: Any) -> CacheConfig:
+        """This kind with what it takes of a loaded model beside its layers: how its tokenizer writes a sentence, or
+        which tokens end a text. `lm` is a `decodax.LM`."""
+        return self
+
+    def beyond(self, longest: int) -> int:
+        """How many positions behind a prompt of so many tokens it has the model read, and forgets again."""
+        return 0
+
     def share(self, prefix: int, more: int) -> CacheConfig | None:
         """This kind for rows that have a beginning of up to `prefix` positions in common and at most `more` of their
         prompts behind it (`Cache.adopt`); None: its rows share nothing."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -159,21 +159,30 @@ class Evicting(KeyValues):
 
     def _kept(self, into: Evicting, rows: Array, prompt: ReadPrompt | None) -> Evicting:
         """`into`, an empty cache or this one, with what the rule keeps of this one in those `rows`."""
-        depth, made = len(self.kv), []
+        depth, made, selection = len(self.kv), [], self.kind.selection
         since = self.length if self.whole else self.due - self._every
+        began = self.length if self.whole else self.settled_at
+        gathered = self.gathered if prompt is None else selection.score.consult(self, prompt)
+        layers, parts = [], []
         for layer, table in enumerate(self.kind.tables(self.size, depth, self.shapes)):
             outputs = None
-            if self.kind.selection.score.projects:
+            if selection.score.projects:
                 assert prompt is not None
                 outputs = prompt.model.outputs(prompt.params, layer)
-            one = functools.partial(_layer, self.kind, layer, depth, self.shapes[layer], into.kv[layer].shape[2],
-                                    outputs)
-            began = self.length if self.whole else self.settled_at
-            own = (self.kv[layer], self.positions[layer], self.count[layer], self.queries[layer], self.gathered[layer])
+            parts.append(functools.partial(_held, self.kind, layer, depth, self.shapes[layer], outputs))
+            own = (self.kv[layer], self.positions[layer], self.count[layer], self.queries[layer], gathered[layer])
             number = jnp.asarray(table)[jnp.minimum(self.length, self.size)]
-            choose = rows & (not self.kind.keeps_all(layer, self.shapes[layer]))
-            # row by row, since scores are large
-            made.append(lax.map(one, (own, self.length, began, since, number, choose)))
+            layers.append((own, self.length, began, since, number))
+        some = [i for i in range(depth) if not self.kind.keeps_all(i, self.shapes[i])]
+        chosen: dict[int, Array] = {}
+        # row by row, since scores are large
+        if selection.compares:
+            each = lambda rows: selection.choose_all([parts[i](row) for i, row in zip(some, rows, strict=True)],
+                                                     [row[-1] for row in rows])
+            chosen = dict(zip(some, lax.map(each, [layers[i] for i in some]), strict=True)) if some else {}
+        for layer, (part, own) in enumerate(zip(parts, layers, strict=True)):
+            one = functools.partial(_layer, self.kind, part, into.kv[layer].shape[2])
+            made.append(lax.map(one, (own, rows & (layer in some), chosen.get(layer))))
         kv, positions, count, slots = zip(*made, strict=True)
         into = into.replace(kv=kv, positions=positions, count=count, length=self.length)
         if not into._chooses:
@@ -196,10 +205,10 @@ class Evicting(KeyValues):
         return Scratch.empty(self, entries, room)
 
 
-def _layer(kind: Eviction, layer: int, depth: int, shape: KVLayer, slots: int, outputs: Array | None,
-           row: tuple[Any, ...]) -> tuple[Array, Array, Array, Any]:
-    """A layer of one row with what stays, in so many slots."""
-    (kv, positions, count, ring, gathered), length, began, since, number, choose = row
+def _held(kind: Eviction, layer: int, depth: int, shape: KVLayer, outputs: Array | None,
+          row: tuple[Any, ...]) -> HeldLayer:
+    """What the rule sees of a layer of one row."""
+    (kv, positions, count, ring, gathered), length, began, since, _ = row
     w = ring.shape[1]
     order = (length + jnp.arange(w, dtype=jnp.int32)) % max(w, 1)       # the oldest first
     f32 = lambda x: x.astype(jnp.float32)
@@ -207,8 +216,17 @@ def _layer(kind: Eviction, layer: int, depth: int, shape: KVLayer, slots: int, o
                      count=count, length=length, settled_at=began, since=since,
                      queries=f32(ring[:, order].swapaxes(0, 1)),
                      gathered=gathered, outputs=outputs, layer=layer, depth=depth, shape=shape)
-    held = held.replace(gathered=gathered.replace(slots=kind.selection.score.renew(held)))
-    stays = jnp.where(choose, kind.selection.choose(held, number), held.valid)
+    return held.replace(gathered=gathered.replace(slots=kind.selection.score.renew(held)))
+
+
+def _layer(kind: Eviction, part: Callable[[Any], HeldLayer], slots: int,
+           row: tuple[Any, ...]) -> tuple[Array, Array, Array, Any]:
+    """A layer of one row with what stays, in so many slots; `part` makes of a row what the rule sees."""
+    own, choose, chosen = row
+    held, (kv, positions, *_) = part(own), own[0]
+    length, shape = held.length, held.shape
+    stays = kind.selection.choose(held, own[-1]) if chosen is None else chosen
+    stays = jnp.where(choose, stays, held.valid)
     first = jnp.argsort(~stays, axis=-1, stable=True)
     first = first[:, :slots] if slots <= first.shape[1] else jnp.pad(first, ((0, 0), (0, slots - first.shape[1])))
     number = stays.sum(-1, dtype=jnp.int32)
@@ -258,11 +276,17 @@ class Eviction(CacheConfig):
                                  "any case")
         if self.every is not None and self.every < 1:
             raise ValueError(f"every: got {self.every}, takes 1 or more, or None")
-        if self.every is not None and (self.close_up or self.selection.score.projects):
+        if self.every is not None and (self.close_up or self.selection.score.once):
             raise ValueError(f"every: got {self.every}; {self.name} chooses once, behind the prompt; takes None")
 
     def fit(self, new: int) -> Eviction:
         return dataclasses.replace(self, new=new)
+
+    def of_model(self, lm: Any) -> Eviction:
+        return dataclasses.replace(self, selection=self.selection.of_model(lm))
+
+    def beyond(self, longest: int) -> int:
+        return self.selection.score.beyond(longest)
 
     def keeps_all(self, layer: int, shape: KVLayer) -> bool:
         """Whether a layer keeps everything: it was asked for, or the layer sees a sliding window alone."""

@@ -62,10 +62,13 @@ class HeldLayer(Struct):
         """`i32[w]`: the positions of `queries`; below 0 where there is none."""
         return self.length - self.queries.shape[0] + jnp.arange(self.queries.shape[0], dtype=jnp.int32)
 
-    def attention(self) -> Array:
-        """`f32[G, r, w, S]`: the weights that `queries` give to what is held, up to their own positions."""
-        w, H, d = self.queries.shape
+    def attention(self, queries: Array | None = None, asked_at: Array | None = None) -> Array:
+        """`f32[G, r, w, S]`: the weights that `queries`, or others (`f32[w, H, d]` with their positions `i32[w]`), give
+        to what is held, up to their own positions."""
+        queries = self.queries if queries is None else queries
+        asked_at = self.asked_at if asked_at is None else asked_at
+        w, H, d = queries.shape
         G = self.keys.shape[0]
-        scores = jnp.einsum("wgrd,gsd->grws", self.queries.reshape(w, G, H // G, d), self.keys)
-        seen = (self.valid[:, None] & (self.positions[:, None] <= self.asked_at[:, None]))[:, None]
-        return jax.nn.softmax(scores, axis=-1, where=seen) * (self.asked_at >= 0)[:, None]
+        scores = jnp.einsum("wgrd,gsd->grws", queries.reshape(w, G, H // G, d), self.keys)
+        seen = (self.valid[:, None] & (self.positions[:, None] <= asked_at[:, None]))[:, None]
+        return jax.nn.softmax(scores, axis=-1, where=seen) * (asked_at >= 0)[:, None]

@@ -13,14 +13,16 @@ from decodax.kvcache.codecs import Affine, Approximated, Largest
 from decodax.kvcache.coded import Coding
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
+from decodax.kvcache.lookahead import Lookahead
 from decodax.kvcache.merging import Merging
 from decodax.kvcache.paged import Paged
 from decodax.kvcache.pools import DecodePool, HeadSizes, head_sizes
 from decodax.kvcache.pruned import Pruned
 from decodax.kvcache.query_scores import Accumulated, Capacity, Critical, ExpectedAttention, WindowAttention
+from decodax.kvcache.reconstruction import Reconstruction, Words
 from decodax.kvcache.recycling import Recycled
 from decodax.kvcache.retrieval import KeyBounds, Retrieval
-from decodax.kvcache.selection import AdaptiveHeads, Budget, Chunks, Pyramid, Top, TwoStages
+from decodax.kvcache.selection import AcrossLayers, AdaptiveHeads, Budget, Chunks, Pyramid, Top, TwoStages
 from decodax.kvcache.shared import Sharing
 from decodax.kvcache.sinks import Sinks
 from decodax.kvcache.table import cache_policy
@@ -167,6 +169,25 @@ def _headkv(heads: tuple[tuple[float, ...], ...] = (), budget: int = 512, beta: 
 def _capkv(budget: Budget = 0.5, every: Every = None, sinks: int = 4, future: int = 512,
            sharpness: float = 5.0) -> CacheConfig:
     return Eviction(Top(Capacity(sinks, future, sharpness)), budget, every, name="capkv")
+
+
+@cache_policy("kvzip", "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", "Kim et al. 2025",
+              "the tokens that the model attends to when it repeats the text; for prompts alone")
+def _kvzip(budget: Budget = 0.5, chunk: int = 2048, sinks: int = 4, layers: Literal["together", "each"] = "together",
+           most: float | None = 2.0, ask: Words = Reconstruction.ask, go_on: Words = Reconstruction.go_on,
+           answer: Words | None = None) -> CacheConfig:
+    if layers not in ("together", "each"):
+        raise ValueError(f"layers: got {layers!r}, takes together or each")
+    score = Reconstruction(chunk, sinks, ask, go_on, answer)
+    return Eviction(AcrossLayers(score, most) if layers == "together" else AdaptiveHeads(score, 0.0, most), budget,
+                    name="kvzip")
+
+
+@cache_policy("laq", "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query",
+              "Wang et al. 2025", "SnapKV with the queries of tokens that are decoded ahead; for prompts alone")
+def _laq(budget: Budget = 512, tokens: int = 8, window: int = 8, kernel: int = 7, pool: Literal["mean", "max"] = "max",
+         first: int = 32) -> CacheConfig:
+    return Eviction(Top(Lookahead(tokens, window, WindowAttention(first, kernel, pool))), budget, name="laq")
 
 
 @cache_policy("minicache", "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models",

@@ -40,6 +40,12 @@ class Pruned(CacheConfig):
     def fit(self, new: int) -> Pruned:
         return dataclasses.replace(self, eviction=self.eviction.fit(new))
 
+    def beyond(self, longest: int) -> int:
+        return self.eviction.beyond(longest)
+
+    def of_model(self, lm: Any) -> Pruned:
+        return dataclasses.replace(self, eviction=self.eviction.of_model(lm))
+
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
         shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()

@@ -7,13 +7,18 @@ stay, the newer one where two tie; those with an infinite score stay before all 
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jax import Array
 
+from decodax.cache.base import ReadPrompt
 from decodax.cache.key_values import KVLayer
 from decodax.kvcache.held import HeldLayer
 from decodax.struct import Struct, struct
+
+if TYPE_CHECKING:
+    from decodax.kvcache.evicting import Evicting
 
 
 @struct
@@ -61,6 +66,11 @@ class TokenScore(abc.ABC):
         return False
 
     @property
+    def once(self) -> bool:
+        """Whether it can choose behind a prompt alone, not again while decoding."""
+        return self.projects
+
+    @property
     def latest(self) -> int:
         """How many of the latest queries it looks at (`HeldLayer.queries`)."""
         return 0
@@ -77,6 +87,19 @@ class TokenScore(abc.ABC):
     def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
         """With tokens that were committed."""
         return gathered
+
+    def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
+        """What it has gathered of each layer when a prompt is in, before anything is chosen. Some scores ask the model
+        for more than it says while it reads: `cache` holds the whole prompt."""
+        return cache.gathered
+
+    def of_model(self, lm: Any) -> TokenScore:
+        """As `CacheConfig.of_model`."""
+        return self
+
+    def beyond(self, longest: int) -> int:
+        """As `CacheConfig.beyond`."""
+        return 0
 
     def renew(self, held: HeldLayer) -> Any:
         """`Gathered.slots`, with what the queries since `HeldLayer.since` add, when something is to go."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,14 +47,23 @@ def whole(count: Array, share: float) -> Array:
 
 
 class Selection(abc.ABC):
-    """Derive a frozen dataclass with a field `score` from this."""
+    """Derive a frozen dataclass with a field `score` from this.
+
+    Attributes:
+        compares: whether layers share their tokens; then `choose_all` is asked what stays, else `choose`.
+    """
 
     score: TokenScore
+    compares: ClassVar[bool] = False
 
     @property
     def uniform(self) -> bool:
         """Whether all heads of a layer keep as many tokens."""
         return True
+
+    def of_model(self, lm: Any) -> Selection:
+        """As `CacheConfig.of_model`."""
+        return dataclasses.replace(self, score=self.score.of_model(lm))     # type: ignore[type-var]
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
         """`i32[longest + 1]`: how many tokens a head of a layer keeps of a text of each length, on the average of the
@@ -67,6 +77,10 @@ class Selection(abc.ABC):
     @abc.abstractmethod
     def choose(self, held: HeldLayer, count: Array) -> Array:
         """`bool[G, S]`: what stays of a layer, `count` tokens (`i32[]`) of each head."""
+
+    def choose_all(self, held: Sequence[HeldLayer], counts: Sequence[Array]) -> Sequence[Array]:
+        """`bool[G, S]` of each layer: what stays, by rules that compare layers."""
+        return [self.choose(own, count) for own, count in zip(held, counts, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +222,45 @@ class AdaptiveHeads(Selection):
             valid = best(worth, valid, jnp.floor(count * self.most).astype(jnp.int32))
         total = jnp.minimum(count * worth.shape[0], valid.sum())
         return best(worth.reshape(1, -1), valid.reshape(1, -1), total).reshape(valid.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class AcrossLayers(Selection):
+    """All heads of all layers share their tokens: the best of all of them stay (KVzip: Kim et al., 2025).
+
+    Attributes:
+        most: a head keeps at most so many times an even budget, which bounds what memory it takes; None: any number.
+    """
+
+    score: TokenScore
+    most: float | None = None
+
+    compares = True
+
+    def __post_init__(self) -> None:
+        if self.most is not None and self.most < 1:
+            raise ValueError(f"most: got {self.most}, takes 1 or more, or None")
+
+    @property
+    def uniform(self) -> bool:
+        return False
+
+    def slots(self, table: np.ndarray, heads: int) -> int:
+        return len(table) - 1 if self.most is None else min(len(table) - 1, int(int(table.max()) * self.most))
+
+    def choose(self, held: HeldLayer, count: Array) -> Array:
+        return self.choose_all([held], [count])[0]
+
+    def choose_all(self, held: Sequence[HeldLayer], counts: Sequence[Array]) -> Sequence[Array]:
+        worth, valid = [self.score(own) for own in held], [own.valid for own in held]
+        if self.most is not None:
+            most = [jnp.floor(count * self.most).astype(jnp.int32) for count in counts]
+            valid = [best(*own) for own in zip(worth, valid, most, strict=True)]
+        total = sum(count * own.shape[0] for own, count in zip(worth, counts, strict=True))
+        flat = lambda xs: jnp.concatenate([x.reshape(-1) for x in xs])[None]
+        chosen = best(flat(worth), flat(valid), jnp.asarray(total))[0]
+        ends = np.cumsum([own.size for own in worth])[:-1]
+        return [part.reshape(own.shape) for part, own in zip(jnp.split(chosen, ends), worth, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ reads whole texts one by one and keeps a share of them; here the two are rows of
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from decodax.kvcache.evicting import Evicting, Eviction
 from decodax.kvcache.key_scores import Direction, KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
 from decodax.kvcache.pools import HeadShares
 from decodax.kvcache.query_scores import Accumulated, Capacity, Critical, ExpectedAttention, WindowAttention
-from decodax.kvcache.selection import AdaptiveHeads, Chunks, Pyramid, Selection, Top, TwoStages
+from decodax.kvcache.reconstruction import Reconstruction
+from decodax.kvcache.selection import AcrossLayers, AdaptiveHeads, Chunks, Pyramid, Selection, Top, TwoStages
 from decodax.models import Transformer, llama
 from decodax.models.names import flatten
 from decodax.policy import build
@@ -74,33 +76,52 @@ VARIANTS = {"lagkv-cross", "expected-attention-mean", "expected-attention-eps", 
 
 
 def test_every_case_of_kvpress_is_here() -> None:
-    assert KEPT.keys() == WANTED["kept"].keys() and WRITTEN.keys() == WANTED["tokens"].keys()
+    assert KEPT.keys() == WANTED["kept"].keys() and REPEATED.keys() == WANTED["repeated"].keys()
+    assert WRITTEN.keys() == WANTED["tokens"].keys()
 
 
-def held(kind: Eviction) -> Evicting:
+def held(kind: Eviction, texts: list[list[int]]) -> Evicting:
     """The cache behind the texts. The newest token of a prompt is not in it yet."""
-    model, longest = MODEL.with_cache(kind.fit(8)), max(map(len, TEXTS)) + 1
+    model, longest = MODEL.with_cache(kind.fit(8)), max(map(len, texts)) + 1
     tokens = np.zeros((2, longest), np.int32)
-    for row, text in zip(tokens, TEXTS, strict=True):
+    for row, text in zip(tokens, texts, strict=True):
         row[:len(text)] = text
     alg, chain, params = Autoregressive(), build(2, vocab_size=320), Params(weights())
-    s = drivers.begin(alg, model, params, chain, tokens, np.array([len(text) + 1 for text in TEXTS], np.int32),
+    s = drivers.begin(alg, model, params, chain, tokens, np.array([len(text) + 1 for text in texts], np.int32),
                       size=longest + 8, max_new=np.int32(8), seed=np.uint32(0))
     cache: Any = drivers.prefill(alg, model, params, s, width=64).cache
     return cache
 
 
-@pytest.mark.parametrize("name", often(set(KEPT) - VARIANTS, KEPT))
-def test_the_tokens_of_kvpress_are_kept(name: str) -> None:
-    cache = held(Eviction(*KEPT[name]))
-    for row, text in enumerate(TEXTS):
-        for layer, heads in enumerate(WANTED["kept"][name][row]):
+def keeps(kind: Eviction, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
+    cache = held(kind, texts)
+    for row, text in enumerate(texts):
+        for layer, heads in enumerate(wanted[row]):
             for head, bits in enumerate(heads):
                 found = np.asarray(cache.positions[layer][row, head])
                 found = found[found >= 0]
-                wanted = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
-                np.testing.assert_array_equal(found, np.flatnonzero(wanted))
+                kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
+                np.testing.assert_array_equal(found, np.flatnonzero(kept))
                 assert cache.count[layer][row, head] == len(found)
+
+
+@pytest.mark.parametrize("name", often(set(KEPT) - VARIANTS, KEPT))
+def test_the_tokens_of_kvpress_are_kept(name: str) -> None:
+    keeps(Eviction(*KEPT[name]), WANTED["kept"][name])
+
+
+ASKED = Reconstruction(2048, 4, (300, 301, 302, 303, 304), (300, 301, 305, 306, 301, 302, 303, 307, 308, 309), (5, 6))
+"""As a tokenizer wrote KVzipPress's sentences, whose chat template puts four tokens before the text."""
+
+REPEATED: dict[str, Selection] = {
+    "kvzip": AcrossLayers(ASKED), "kvzip-chunks": AcrossLayers(dataclasses.replace(ASKED, chunk=100)),
+    "kvzip-layers": AdaptiveHeads(dataclasses.replace(ASKED, chunk=100), 0.0)}
+
+
+@pytest.mark.parametrize("name", often(["kvzip-chunks"], REPEATED))
+def test_the_tokens_that_repeating_needs_are_kept(name: str) -> None:
+    """KVzipPress's; of lengths whose share is a whole number, since it rounds the tokens of all layers together."""
+    keeps(Eviction(REPEATED[name], 1 - 0.4), WANTED["repeated"][name], [TEXTS[0], TEXTS[1][:165]])
 
 
 WRITTEN = {

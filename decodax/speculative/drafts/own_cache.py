@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from decodax.cache import Cache, CacheConfig, Draftable, Feature, Window, causal, dense
 from decodax.cache.views import WithView
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params, network_of
+from decodax.core.types import Decision, Model, Out, Params, network_of
 from decodax.policy.guidance import GuidedCache
 from decodax.speculative.source import Answer, Level, Source
 
@@ -44,6 +44,8 @@ class OwnCache(Source):
     cache_needs: ClassVar[frozenset[Feature]] = frozenset()
 
     def __post_init__(self) -> None:
+        if isinstance(self.kind, CacheConfig) and not isinstance(self.model, Model):
+            object.__setattr__(self, "kind", self.kind.of_model(self.model))
         object.__setattr__(self, "model", network_of(self.model)[0])
         if self.packed is not None:
             network, weights = network_of(self.packed)      # the network is static, its weights are data
