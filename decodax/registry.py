@@ -241,7 +241,9 @@ def options(text: str, known: Collection[str]) -> dict[str, Any]:
     Raises:
         ValueError: an option that is not among those `known`, or a value that is no number, text, or tuple of them.
     """
-    source = f"dict({text.partition(':')[2]})"
+    # a size such as 64MB is no word of Python
+    source = re.sub(r"(?<==)\s*(\d+(?:\.\d+)?[A-Za-z]+)(?=\s*(?:,|$))", r"'\1'", text.partition(":")[2])
+    source = f"dict({source})"
 
     def value(node: ast.expr) -> Any:
         said = ast.get_source_segment(source, node) or ""

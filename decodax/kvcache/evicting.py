@@ -27,7 +27,7 @@ from decodax.cache.scratch import Scratch
 from decodax.kvcache.held import HeldLayer
 from decodax.kvcache.query_scores import turned
 from decodax.kvcache.scores import Gathered, Taken
-from decodax.kvcache.selection import Budget, Selection, layers_of
+from decodax.kvcache.selection import Budget, Selection, in_bytes, layers_of
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse
 from decodax.struct import static, struct
 
@@ -180,9 +180,9 @@ class Evicting(KeyValues):
             each = lambda rows: selection.choose_all([parts[i](row) for i, row in zip(some, rows, strict=True)],
                                                      [row[-1] for row in rows])
             chosen = dict(zip(some, lax.map(each, [layers[i] for i in some]), strict=True)) if some else {}
-        for layer, (part, own) in enumerate(zip(parts, layers, strict=True)):
+        for layer, (part, held) in enumerate(zip(parts, layers, strict=True)):
             one = functools.partial(_layer, self.kind, part, into.kv[layer].shape[2])
-            made.append(lax.map(one, (own, rows & (layer in some), chosen.get(layer))))
+            made.append(lax.map(one, (held, rows & (layer in some), chosen.get(layer))))
         kv, positions, count, slots = zip(*made, strict=True)
         into = into.replace(kv=kv, positions=positions, count=count, length=self.length)
         if not into._chooses:
@@ -249,7 +249,8 @@ class Eviction(CacheConfig):
     Attributes:
         selection: what stays.
         budget: tokens that each head of a layer keeps, or (below 1) their share of the text; or a tuple with one of
-            them for each layer.
+            them for each layer; or bytes of what a row's layers keep of a prompt, those left out that keep everything
+            ("64MB", keys, values and positions counted).
         every: the rule runs again each so many tokens; None: the tokens behind the prompt all stay.
         skip: layers that keep everything.
         close_up: keys are rotated as if what is kept of the prompt stood without gaps in front of what follows.
@@ -266,18 +267,25 @@ class Eviction(CacheConfig):
     name: str = "eviction"
 
     def __post_init__(self) -> None:
-        for budget in self.budget if isinstance(self.budget, tuple) else (self.budget,):
-            whole = isinstance(budget, int) and not isinstance(budget, bool)
-            if not ((whole and budget >= 1) or (isinstance(budget, float) and 0 < budget < 1)):
-                raise ValueError(f"budget: got {budget!r}, takes a number of tokens from 1, or a share of the text "
-                                 "between 0 and 1; or one of them for each layer")
-            if whole and budget <= (always := self.selection.score.always):
-                raise ValueError(f"budget: got {budget}, takes more than the {always} tokens that {self.name} keeps in "
-                                 "any case")
+        if isinstance(self.budget, str):
+            in_bytes(self.budget)
+        else:
+            for budget in self.budget if isinstance(self.budget, tuple) else (self.budget,):
+                self._check(budget)
         if self.every is not None and self.every < 1:
             raise ValueError(f"every: got {self.every}, takes 1 or more, or None")
         if self.every is not None and (self.close_up or self.selection.score.once):
             raise ValueError(f"every: got {self.every}; {self.name} chooses once, behind the prompt; takes None")
+
+    def _check(self, budget: Budget) -> None:
+        count = isinstance(budget, int) and not isinstance(budget, bool)
+        if not (isinstance(budget, int | float) and (budget >= 1 if count else isinstance(budget, float) and
+                                                     0 < budget < 1)):
+            raise ValueError(f"budget: got {budget!r}, takes a number of tokens from 1, a share of the text between 0 "
+                             "and 1, or bytes as '64MB'; or one of the first two for each layer")
+        if count and budget <= (always := self.selection.score.always):
+            raise ValueError(f"budget: got {budget}, takes more than the {always} tokens that {self.name} keeps in any "
+                             "case")
 
     def fit(self, new: int) -> Eviction:
         return dataclasses.replace(self, new=new)
@@ -301,6 +309,8 @@ class Eviction(CacheConfig):
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
               whole: bool = False) -> Evicting:
         """An empty cache; `whole`: one for a prompt."""
+        if isinstance(self.budget, str):
+            return self._in_tokens(self.budget, shapes, dtype).empty(shapes, batch, size, dtype, inputs, whole)
         score, depth, chooses = self.selection.score, len(shapes), whole or self.every is not None
         later = min(size, self.every or size if self.new is None else self.every or self.new)
         slots = [size if whole else min(size, self.selection.slots(table, shape.heads) + later)
@@ -318,6 +328,16 @@ class Eviction(CacheConfig):
             length=jnp.zeros(batch, jnp.int32), settled_at=jnp.zeros(batch, jnp.int32),
             due=jnp.full(batch, self.every or size, jnp.int32), given=inputs,
             widths=key_widths(shapes), size=size, shapes=shapes, kind=self, whole=whole)
+
+    def _in_tokens(self, budget: str, shapes: Sequence[KVLayer], dtype: Any) -> Eviction:
+        """This kind with a budget in tokens."""
+        each = sum(shape.heads * (shape.both * jnp.dtype(dtype).itemsize + 4) for layer, shape in enumerate(shapes)
+                   if not self.keeps_all(layer, shape))
+        tokens = in_bytes(budget) // max(each, 1)
+        if each and tokens <= self.selection.score.always:
+            raise ValueError(f"budget: got {budget}, {tokens} tokens of this model, takes more than the "
+                             f"{self.selection.score.always} that {self.name} keeps in any case")
+        return dataclasses.replace(self, budget=max(tokens, self.selection.score.always + 1))
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:

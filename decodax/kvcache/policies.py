@@ -157,6 +157,8 @@ def _scope(budget: int = 2048, heavy: int = 768, recent: int = 256,
               "Reasoning", "Fu et al. 2024", "SnapKV with sizes for each head by a measured importance (fit_heads)")
 def _headkv(heads: tuple[tuple[float, ...], ...] = (), budget: int = 512, beta: float = 1.5, temperature: float = 1.0,
             window: int = 8, kernel: int = 7, pool: Literal["mean", "max"] = "max") -> CacheConfig:
+    if not isinstance(budget, int):
+        raise ValueError(f"budget: got {budget!r}, takes a number of tokens")
     if not heads:
         raise ValueError("heads: got none, takes the importance of each head of each layer, as "
                          "decodax.kvcache.fit_heads measures it")
@@ -239,6 +241,8 @@ def _kv_adaquant(key_bits: int = 4, value_bits: int = 2, group: int = 32, residu
               "SnapKV's choice of the prompt and all that follows, in few bits")
 def _quantized_pruning(budget: Budget = 2048, bits: int = 4, group: int = 32, residual: int = 128, window: int = 32,
                        kernel: int = 5) -> CacheConfig:
+    if isinstance(budget, str):
+        raise ValueError(f"budget: got {budget!r}, takes a number of tokens, or a share of the text between 0 and 1")
     kept = Eviction(Top(WindowAttention(window, kernel)), budget, name="quantized-pruning")
     return Pruned(kept, Coding(Affine(bits, bits, group), residual, "quantized-pruning"))
 

@@ -67,6 +67,40 @@ def pooled(x: Array, kernel: int, how: Literal["mean", "max"]) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChunkMeans(TokenScore):
+    """The product of the newest query with the mean key of each chunk of tokens, which all of its tokens are worth; the
+    first chunk and the last, which may be shorter, stay ("TriForce: Lossless Acceleration of Long Sequence Generation
+    with Hierarchical Speculative Decoding", Sun et al., 2024). The heads of a group have the largest of theirs.
+
+    Attributes:
+        chunk: tokens of a chunk.
+    """
+
+    chunk: int = 8
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk: got {self.chunk}, takes 1 or more")
+
+    @property
+    def latest(self) -> int:
+        return 1
+
+    @property
+    def always(self) -> int:
+        return 2 * self.chunk
+
+    def __call__(self, held: HeldLayer) -> Array:
+        G, S, d = held.keys.shape
+        keys = jnp.pad(jnp.where(held.valid[..., None], held.keys, 0), ((0, 0), (0, -S % self.chunk), (0, 0)))
+        number = jnp.clip(held.count[:, None] - self.chunk * jnp.arange(keys.shape[1] // self.chunk), 1, self.chunk)
+        means = keys.reshape(G, -1, self.chunk, d).sum(2) / number[..., None]
+        worth = jnp.einsum("grd,gnd->grn", held.queries[0].reshape(G, -1, d), means).max(1)
+        stays = (held.index < self.chunk) | (held.index // self.chunk >= (held.count // self.chunk)[:, None])
+        return jnp.where(stays, jnp.inf, jnp.repeat(worth, self.chunk, 1)[:, :S])
+
+
+@dataclasses.dataclass(frozen=True)
 class Accumulated(TokenScore):
     """The attention that a token has received from all queries so far, its own among them.
 

@@ -127,7 +127,7 @@ class Recycled(CacheConfig):
     stride: int = 50
 
     def __post_init__(self) -> None:
-        if self.budget < 1 or self.stride < 2:
+        if not isinstance(self.budget, int) or self.budget < 1 or self.stride < 2:
             raise ValueError(f"budget, stride: got {self.budget} and {self.stride}, takes 1 and 2 or more")
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,

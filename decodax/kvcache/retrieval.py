@@ -187,8 +187,8 @@ class Retrieval(CacheConfig):
 
     def __post_init__(self) -> None:
         for name in ("budget", "page", "recent"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes a number of tokens from 1")
 
     @property
     def pages(self) -> int:

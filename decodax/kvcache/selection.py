@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -20,16 +21,35 @@ from decodax.kvcache.held import HeldLayer
 from decodax.kvcache.query_scores import Critical, WindowAttention
 from decodax.kvcache.scores import TokenScore
 
-Budget = int | float
-"""Tokens of a layer's head, or (below 1) their share of the text so far."""
+Budget = int | float | str
+"""Tokens of a layer's head, or (below 1) their share of the text so far, or bytes of a row's whole cache: "64MB"."""
+
+UNITS = {"B": 1, **{prefix + "B": 1000 ** (i + 1) for i, prefix in enumerate(("k", "M", "G", "T"))},
+         **{prefix + "iB": 1024 ** (i + 1) for i, prefix in enumerate(("K", "M", "G", "T"))}}
+
+
+def in_bytes(budget: str) -> int:
+    """How many bytes a budget says.
+
+    >>> in_bytes("1.5MB"), in_bytes("2KiB")
+    (1500000, 2048)
+
+    Raises:
+        ValueError: no number with a unit.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", budget)
+    unit = found and found[2].replace("KB", "kB")
+    if not found or unit not in UNITS or not float(found[1]):
+        raise ValueError(f"budget: got {budget!r}, takes bytes as '64MB' or '1.5GiB'")
+    return int(float(found[1]) * UNITS[unit])
 
 
 def kept(budget: Budget, longest: int) -> np.ndarray:
     """`i32[longest + 1]`: how many tokens a text of each length keeps."""
-    lengths = np.arange(longest + 1)
     if isinstance(budget, int):
-        return np.minimum(lengths, budget).astype(np.int32)
-    return np.array([int(n * budget) for n in range(longest + 1)], np.int32)
+        return np.minimum(np.arange(longest + 1), budget).astype(np.int32)
+    share = float(budget)
+    return np.array([int(n * share) for n in range(longest + 1)], np.int32)
 
 
 def best(worth: Array, valid: Array, count: Array) -> Array:
@@ -167,7 +187,8 @@ class Chunks(Selection):
         chunks = -(-np.arange(longest + 1) // self.chunk)
         if isinstance(budget, int):
             return np.minimum(chunks, max(budget // self.chunk, 1)).astype(np.int32)
-        return np.array([max(1, int(n * budget)) if n else 0 for n in chunks.tolist()], np.int32)
+        share = float(budget)
+        return np.array([max(1, int(n * share)) if n else 0 for n in chunks.tolist()], np.int32)
 
     def slots(self, table: np.ndarray, heads: int) -> int:
         return int(table.max()) * self.chunk

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 from decodax.io.quantize import quantize
 from decodax.kvcache import kv
 from decodax.kvcache.codecs import Nibbles
 from decodax.kvcache.coded import Coding
+from decodax.kvcache.evicting import Eviction
+from decodax.kvcache.query_scores import ChunkMeans
+from decodax.kvcache.selection import Top
 from decodax.speculative import SeedExact, Speculative, drafts, shapes
-from decodax.systems.shared import SELF, TARGET, entry
+from decodax.systems.shared import BOTH, SELF, TARGET, entry
 
 
 @entry("magicdec", "MagicDec: Breaking the Latency-Throughput Tradeoff for Long Context Generation with Speculative "
@@ -22,6 +26,16 @@ def _magicdec(lm: Any, budget: int = 512, keep: Literal["snapkv", "sink-window"]
     if keep not in chosen:
         raise ValueError(f"keep: got {keep!r}, takes one of {', '.join(chosen)}")
     return Speculative(drafts.OwnCache(lm, kv(keep, **chosen[keep])), SeedExact(), shapes.Chain(length))
+
+
+@entry("triforce", "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical Speculative Decoding",
+       "Sun et al. 2024", SELF, "the target on chunks of its cache that the newest query chose; a draft model guesses "
+       "for it, on sinks and a window", BOTH)
+def _triforce(lm: Any, draft: Any, budget: int = 4096, chunk: int = 8, length: int = 6, guesses: int = 1,
+              sinks: int = 16, recent: int = 496) -> Any:
+    small = dataclasses.replace(draft, model=draft.model.with_cache(kv("streaming-llm", sinks=sinks, recent=recent)))
+    middle = drafts.OwnCache(lm, Eviction(Top(ChunkMeans(chunk)), budget, name="triforce"))
+    return Speculative(drafts.Staged(middle, drafts.DraftModel(small), length, guesses=guesses))
 
 
 @entry("quantspec", "QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache", "Tiwari et al. 2025",

@@ -137,6 +137,15 @@ def test_memory_is_that_of_the_budget(name: str) -> None:
     assert np.mean(slots) <= heads * 14 + (5 if name == "pyramidkv" else more) + (kind.every or 20)
 
 
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "knorm"])
+def test_a_budget_in_bytes_holds_for_a_row(name: str) -> None:
+    given = {"adakv": dict(window=4, most=1.0), "snapkv": dict(window=4), "knorm": dict(skip=())}[name]
+    job = Job.begin(Request.read(DEEP, PROMPTS[:2], cache=kv(name, budget="1.5kB", **given), max_new_tokens=4))
+    each = 4 * job.state.cache.kv[0].shape[-1] + 4
+    held = sum(np.asarray(count) for count in job.state.cache.count).sum(-1)[:2] * each
+    assert 1500 - 2 * 2 * each < held[0] <= 1500
+
+
 def test_long_texts_stay_within_the_budget() -> None:
     out = dx.generate(SMALL, PROMPTS[:2], cache=kv("h2o", budget=20, every=10), max_new_tokens=180)
     assert out.lengths.tolist() == [180, 180]
@@ -155,8 +164,13 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
             (r"^cache: unknown name 'snapvk'; near ones: snapkv", lambda: run_with("snapvk")),
             (r"^kv: 'snapkv' takes no option 'windw'; takes budget=2048", lambda: kv("snapkv", windw=3)),
             (r"^snapkv:windw=3: takes no option windw", lambda: run_with("snapkv:windw=3")),
-            (r"^budget: got 0, takes a number of tokens from 1, or a share", lambda: kv("snapkv", budget=0)),
+            (r"^budget: got 0, takes a number of tokens from 1, a share", lambda: kv("snapkv", budget=0)),
             (r"^budget: got 1.0, takes", lambda: kv("knorm", budget=1.0)),
+            (r"^budget: got '1XB', takes bytes as", lambda: kv("snapkv", budget="1XB")),
+            (r"^budget: got '1MB', takes a number of tokens", lambda: kv("headkv", heads=((1.0,),), budget="1MB")),
+            (r"^budget: got '1MB', takes a number of tokens from 1", lambda: kv("quest", budget="1MB")),
+            (r"^budget: got 300B, 2 tokens of this model, takes more than the 4", lambda: arrays(
+                kv("snapkv", budget="300B", window=4))),        # type: ignore[arg-type]
             (r"^budget: got 32, takes more than the 32 tokens that snapkv keeps", lambda: kv("snapkv", budget=32)),
             (r"^every: got 0, takes 1 or more", lambda: kv("h2o", every=0)),
             (r"^every: got 4; eviction chooses once", lambda: Eviction(Top(KeyNorm()), 8, 4, close_up=True)),

@@ -22,7 +22,7 @@ from tests.matrix import often
 from tests.small_tokenizers import of_words
 
 ROWS = 6
-LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "quantspec")
+LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec")
 """What drafts with some of the target's layers, or on another cache of it."""
 # aliases are other names for these, and systems of masked diffusion have laws of their own
 NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of]
@@ -31,7 +31,7 @@ ELSEWHERE = {
     "block-verification", "blockwise-top-k", "clasp", "confidence-threshold", "confidence-tree", "del", "disco",
     "dyspec", "exp3spec", "greedy-verification", "hgj", "improved-mcsd", "knn-ssd", "mcsd", "pgj", "prompt-lookup",
     "rsd-s", "sam-decoding", "seed-exact", "self-speculative", "sequoia", "sjd", "specdec++", "specinfer", "spectr",
-    "speculative-decoding", "staged", "stand", "tetris", "tli", "uag"}
+    "speculative-decoding", "staged", "stand", "tetris", "tli", "triforce", "uag"}
 """What is decoded here only with `--all`: in default tests, tests of its own under `tests/speculative` or
 `tests/conformance` stand for it, or another entry with the same kinds of drafts, shape and verifier."""
 POLICY = {"few": dict(repetition_penalty=1.3, min_p=0.05), "together": POLICIES["together"]}
@@ -55,6 +55,7 @@ def lm(which: str) -> LM:
 
 SAMPLES = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
 OPTIONS = {"magicdec": dict(budget=6), "quantspec": dict(group=8, weights=None),
+           "triforce": dict(budget=8, chunk=2, length=4, sinks=2, recent=6),
            "automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
            "ucbspec": dict(lengths=(0, 2)), "exp3spec": dict(lengths=(0, 2)),
            "knn-ssd": dict(domains=SAMPLES),
@@ -195,7 +196,8 @@ FEW = ["lookahead"]
 def test_a_second_call_traces_nothing(name):
     alg = made(name)
     call = lambda ids, **options: dx.generate(lm(pair(name)[0]), ids, algorithm=alg, top_p=0.9, **options)
-    call([[1, 2, 3, 4, 5, 6], [7, 8, 7, 8]], temperature=0.7, seed=1, eos_token_id=[0], max_new_tokens=12)
+    call([[1, 2, 3, 4, 5, 6], [7, 8, 7, 8]], temperature=0.7, seed=1, eos_token_id=[0], max_new_tokens=17)
+    # caches have room for a power of two of new tokens
     with jax.no_tracing(True):
         call([[3, 4, 3, 4, 3, 4, 3], [9, 2, 9, 2, 9]], temperature=1.2, seed=[5, 6], eos_token_id=[6],
              max_new_tokens=[20, 9])

@@ -14,7 +14,7 @@ from decodax.kvcache.codecs import Nibbles
 from decodax.kvcache.coded import Coding
 from decodax.models import Diffusion
 from decodax.speculative.drafts import OwnCache
-from decodax.speculative.shapes import Fixed
+from decodax.speculative.shapes import Chain, Fixed
 from tests.kvcache.test_policies import DEEP, PROMPTS
 from tests.matrix import often
 
@@ -36,6 +36,9 @@ CASES: dict[str, tuple[Any, Any, Any]] = {      # the method, the cache that is 
     "beside codes": (dx.Speculative(OwnCache(DEEP, SNAP)), kv("kivi", group=4, residual=8),
                      kv("kivi", group=4, residual=8)),
     "quantspec": (dx.system("quantspec", DEEP, group=8, weights=None), None, QUANTSPEC),
+    "triforce": (dx.system("triforce", DEEP, draft=DEEP, budget=20, chunk=4, length=4, sinks=2, recent=10), None, None),
+    "triforce, two guesses": (dx.system("triforce", DEEP, draft=DEEP, budget=20, chunk=4, length=5, guesses=2, sinks=2,
+                                        recent=10), None, None),
     "other weights": (dx.system("quantspec", DEEP, group=8, weights="int8"), None, QUANTSPEC),
 }
 
@@ -46,6 +49,14 @@ def test_drafts_on_another_cache_give_the_tokens_of_plain_decoding(case: str) ->
     drafted = run(method, asked)
     assert drafted.tokens.tolist() == run(cache=held).tokens.tolist()
     assert drafted.stats.accepted.sum() > 10
+
+
+@pytest.mark.matrix
+def test_what_a_model_guesses_for_the_drafts_does_not_change_them() -> None:
+    method = CASES["triforce"][0]
+    alone = dx.Speculative(OwnCache(DEEP, method.draft.draft.kind), shape=Chain(4))
+    for count in ("rounds", "drafted", "accepted"):
+        assert getattr(run(method).stats, count).tolist() == getattr(run(alone).stats, count).tolist()
 
 
 @pytest.mark.matrix

@@ -23,11 +23,14 @@ NEAR = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.s
 class Successor(Model):
     """A model that mostly counts on, and notes its forwards."""
 
+    noted: bool = True
+
     def init_cache(self, batch, capacity, *, params=None, inputs=None):
         return dense([(1, 4)], batch, capacity, jnp.float32)
 
     def apply(self, params, window, cache):
-        jax.debug.callback(lambda: CALLS.append(window.width))
+        if self.noted:
+            jax.debug.callback(lambda: CALLS.append(window.width))
         nothing = jnp.zeros((*window.tokens.shape, 1, 4))
         hidden = 2.5 * jax.nn.one_hot((window.tokens + 1) % VOCABULARY, VOCABULARY)
         return Out(hidden=hidden + 0 * params, entries=((nothing, nothing),), head=lambda x: x)
@@ -49,6 +52,17 @@ def test_the_trunk_is_the_draft_models_chain_in_fewer_forwards():
     staged, fewer = run(Speculative(Staged(small, NGram(4, 3), 6)), (jnp.zeros(()), None))
     assert staged == plain and sum(plain["accepted"]) > 0
     assert fewer < forwards
+
+
+@pytest.mark.matrix
+def test_another_model_may_guess_for_the_trunk():
+    small, other = DraftModel(Successor()), DraftModel(Successor(noted=False))
+    plain, forwards = run(Speculative(small, shape=Chain(6)), jnp.zeros(()))
+    for guesses in (1, 3):
+        staged, fewer = run(Speculative(Staged(small, other, 6, guesses=guesses)), (jnp.zeros(()), jnp.zeros(())))
+        assert staged == plain
+        # where all guesses hold, six tokens take the one that follows the text and 3 or 2 forwards more
+        assert fewer <= forwards * (4 if guesses == 1 else 3) / 6 + 2
 
 
 @pytest.mark.matrix

@@ -8,23 +8,28 @@ Every node of the trunk also gives the next likeliest tokens, which are siblings
 `branches` of them, by the product of draft probabilities down to each, are run in one forward, and what may follow them
 joins the candidates. The `nodes - length` likeliest of all candidates are verified beside the trunk. So the depth of
 the tree costs few steps of the draft model and its width hardly any.
+
+What guesses may be a model too. TriForce (Sun et al., 2024) has a small one guess a token behind the trunk, which the
+target decodes on a part of its cache (`OwnCache`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from decodax.cache import Window, take
+from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.drafts.model import DraftModel
 from decodax.speculative.shapes.layers import at_least
-from decodax.speculative.source import Children, Draft, Drawn, Grower, Growth
+from decodax.speculative.source import TREES, Children, Draft, Drawn, Grower, Growth, Source, fitted
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 
@@ -60,8 +65,9 @@ class Staged(Draft):
     """Trees of `nodes` drafts whose trunk `draft` decodes with guesses of `inner`.
 
     Attributes:
-        draft: a `DraftModel`. inner: a `Draft` of deterministic chains that is made from the text alone (`NGram`,
-            `PromptLookup`). length: of the trunk.
+        draft: a `Source` of the trunk: a `DraftModel`, or an `OwnCache`. inner: what guesses for it: a `Draft` of
+            deterministic chains that is made from the text alone (`NGram`, `PromptLookup`), or a `Source`.
+        length: of the trunk. guesses: of an inner source, at each forward.
         nodes: drafts to verify; default the trunk alone. width: candidates of a node.
         branches: siblings of the trunk that are run; 0 for none.
 
@@ -70,15 +76,16 @@ class Staged(Draft):
             that wants drafts drawn from q.
     """
 
-    draft: DraftModel
+    draft: Source
     inner: Any
     length: int = 7
     nodes: int | None = None
     width: int = 4
     branches: int = 0
+    guesses: int = 1
 
     def __post_init__(self) -> None:
-        at_least(length=self.length, width=self.width, branches=self.branches + 1)
+        at_least(length=self.length, width=self.width, branches=self.branches + 1, guesses=self.guesses)
         if self.nodes is not None and self.nodes < self.length:
             raise ValueError(f"nodes: got {self.nodes}, takes at least the length, {self.length}")
 
@@ -94,8 +101,29 @@ class Staged(Draft):
         return min(self.branches, (self.length - 1) * (self.width - 1), (self.nodes or self.length) - self.length)
 
     @property
+    def most(self) -> int:
+        """How many tokens are guessed at once; no more than the trunk may still take."""
+        return min(self.guesses if isinstance(self.inner, Source) else self.inner.length, self.length - 1)
+
+    @property
     def weights(self) -> Any:
         return self.draft.weights, self.inner.weights
+
+    @property
+    def exact(self) -> bool:
+        return self.draft.exact
+
+    if not TYPE_CHECKING:       # of a class variable
+
+        @property
+        def cache_needs(self) -> frozenset[Feature]:
+            return TREES if self.spare else self.draft.cache_needs
+
+    def through(self, model: Any) -> Any:
+        return self.draft.through(model)
+
+    def fit(self, budget: int) -> Staged:
+        return dataclasses.replace(self, draft=self.draft.fit(budget), inner=self.inner.fit(budget))
 
     def bare(self) -> Staged:
         return dataclasses.replace(self, draft=self.draft.bare(), inner=self.inner.bare())
@@ -103,19 +131,24 @@ class Staged(Draft):
     def init(self, params: Params, s: State) -> Any:
         if params.draft is None:
             raise ValueError("params: Staged needs (draft model's weights, inner draft's weights) in Params.draft")
-        if jax.tree.leaves(self.inner.init(params.replace(draft=params.draft[1]), s)):
+        model, inner = (params.replace(draft=x) for x in params.draft)
+        kept = self.inner.init(inner, s)
+        if not isinstance(self.inner, Source) and jax.tree.leaves(kept):
             raise ValueError(f"inner: got {type(self.inner).__name__}, which carries a state from round to round; "
-                             "takes a Draft that is made from the text alone")
-        return self.draft.init(params.replace(draft=params.draft[0]), s)
+                             "takes a Draft that is made from the text alone, or a Source")
+        return self.draft.init(model, s), kept
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         if drawn not in ("coupled", "ranked"):
             raise ValueError("verify: Staged drafts with the target's uniforms and knows no q; takes SeedExact")
         model, inner = (params.replace(draft=x) for x in params.draft)
-        source = self.draft if policy.vocab_size is None else self.draft.for_vocabulary(policy.vocab_size)
-        grower = Grower(source, model, policy, s, drawn)
+        state, kept = state
+        grower = Grower(fitted(self.draft, policy.vocab_size), model, policy, s, drawn)
+        guess: Callable[[Trunk], tuple[Array, Array]] = functools.partial(self._guess, inner, policy, s)
+        if isinstance(self.inner, Source) and self.most:
+            guess, kept = self._guesser(Grower(fitted(self.inner, policy.vocab_size), inner, policy, s, drawn), kept)
         B, K, R = s.batch, self.length, self.width
-        wide = 1 + min(self.inner.length, K - 1)            # nodes of a forward: the last token and its guesses
+        wide = 1 + self.most            # nodes of a forward: the last token and its guesses
         g, children = grower.start(state, (K - 1) * wide + self.run, R)
         zero = lambda dtype: jnp.zeros((B, K, R), dtype)
         trunk = Trunk(tokens=zero(jnp.int32), live=zero(bool), log_p=zero(jnp.float32),
@@ -127,7 +160,7 @@ class Staged(Draft):
 
         def visit(carry: tuple[Growth, Trunk]) -> tuple[Growth, Trunk]:
             g, trunk = carry
-            guesses, count = self._guess(inner, policy, s, trunk, wide - 1)
+            guesses, count = guess(trunk)
             last = trunk.count - 1
             parent = jnp.where(last > 0, take(trunk.slots, jnp.maximum(last - 1, 0)), 0)
             nodes = jnp.concatenate([take(trunk.tokens[:, :, 0], last)[:, None], guesses], 1)
@@ -143,11 +176,32 @@ class Staged(Draft):
 
         if K > 1:
             g, trunk = jax.lax.while_loop(unfinished, visit, (g, trunk))
-        return self._tree(grower, g, trunk)
+        proposal, state = self._tree(grower, g, trunk)
+        return proposal, (state, kept)
 
-    def _guess(self, params: Params, policy: Any, s: State, trunk: Trunk, most: int) -> tuple[Array, Array]:
+    def _guesser(self, grower: Grower, kept: Any) -> tuple[Callable[[Trunk], tuple[Array, Array]], Any]:
+        """What guesses with an inner source, as `_guess`, and the source's state behind the round."""
+        K, most = self.length, self.most
+        began, _ = grower.start(kept, K + most - 1, 1)
+
+        def guess(trunk: Trunk) -> tuple[Array, Array]:
+            # the trunk is read again each time, by rows that have got further than others
+            g, c = grower.expand(began, trunk.tokens[:, :, 0], jnp.zeros((1, 1), jnp.int32), 1, chained=True)
+            token, parent = take(c.tokens[:, :, 0], trunk.count - 1)[:, None], trunk.count[:, None]
+            guesses = [token]
+            for _ in range(most - 1):
+                at = g.filled
+                g, c = grower.expand(g, token, parent, 1)
+                token, parent = c.tokens[:, :, 0], jnp.broadcast_to(at, parent.shape)
+                guesses.append(token)
+            return jnp.concatenate(guesses, 1), jnp.full(trunk.count.shape, most)
+
+        # what it ran is forgotten: it reads the accepted tokens at the next round
+        return guess, grower.source.place(began.source, jnp.asarray(np.full((1, K + most - 1), -1, np.int32)))
+
+    def _guess(self, params: Params, policy: Any, s: State, trunk: Trunk) -> tuple[Array, Array]:
         """What the inner draft says follows the trunk: `i32[B, most]` and how many count."""
-        if not most:
+        if not (most := self.most):
             return jnp.zeros((s.batch, 0), jnp.int32), jnp.zeros(s.batch, jnp.int32)
         place = s.length[:, None] + jnp.arange(self.length)
         place = jnp.where(jnp.arange(self.length) < trunk.count[:, None], place, s.tokens.shape[1])
@@ -203,4 +257,7 @@ class Staged(Draft):
         return proposal, self.draft.place(g.source, nodes[:, 1:])
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return self.draft.observe(s, window, out, decision, state)
+        trunk, kept = state
+        if isinstance(self.inner, Source):
+            kept = self.inner.observe(s, window, out, decision, kept)
+        return self.draft.observe(s, window, out, decision, trunk), kept
