@@ -128,13 +128,15 @@ def held(cache: Any) -> float:
 
 def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED, modes: Sequence[str] = MODES,
         tasks: Sequence[str] | None = None, problems: int = 20, length: int = 1024, seeds: Sequence[int] = (0, 1, 2),
-        report: Callable[[int, int, str], None] | None = None) -> list[Measured]:
+        report: Callable[[int, int, str], None] | None = None, known: Sequence[Measured] = (),
+        save: Callable[[list[Measured]], None] | None = None) -> list[Measured]:
     """Asks every policy every question, and a dense cache too.
 
     Args:
         lm: what `dx.load` gave, with the vocabulary of `recall.py`.
         removed: shares of the text that go. problems: of each task and seed. length: words of the texts.
         report: told before each run: runs done, runs in all, what runs now.
+        known: what was measured before, which is not measured again. save: given all there is after each run.
 
     Raises:
         ValueError: an unknown policy or task.
@@ -154,6 +156,7 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
         else:
             cases += [(policy, share, kind) for share, kind in kinds]
     out: list[Measured] = []
+    before = {(row.policy, row.removed, row.mode, row.seed, row.task): row for row in known}
     done, total = 0, len(cases) * len(modes) * len(seeds)
     for mode in modes:
         for seed in seeds:
@@ -164,7 +167,13 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
                 texts = dict(prompts=[problem.question for problem in asked],
                              context=[problem.context for problem in asked])
             dense = None
-            for policy, share, kind in cases:
+            found = [[before.get((policy, share, mode, seed, task)) for task in tasks] for policy, share, _ in cases]
+            for (policy, share, kind), rows in zip(cases, found, strict=True):
+                # the others' bytes are relative to the dense cache's
+                if all(rows) and (policy != "dense" or all(map(all, found))):
+                    out += filter(None, rows)
+                    done += 1
+                    continue
                 if report is not None:
                     report(done, total, f"{policy} {'' if share is None else f'{share:.0%} removed '}{mode}")
                 prompts = texts["prompts"]
@@ -179,11 +188,13 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
                     own = right[i * problems:(i + 1) * problems]
                     out.append(Measured(policy, share, mode, task, seed, sum(own) / len(own), bytes_held / dense))
                 done += 1
+                if save is not None:
+                    save(out)
     return out
 
 
 DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget=512",
-          "magicdec:budget=256,keep='sink-window'", "quantspec:group=64,weights=None", "quantspec:group=64")
+          "magicdec:budget=256,keep=sink-window", "quantspec:group=64,weights=None", "quantspec:group=64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +325,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--length", type=int, default=1024, metavar="N", help="words of the texts (default: 1024)")
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="of the texts (default: 0 1 2)")
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw right answers against bytes, as PNG, SVG or PDF")
-    p.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    p.add_argument("--json", type=Path, metavar="FILE",
+                   help="write every figure, run by run; what such a file holds is not measured again")
     p.add_argument("--figures", type=Path, nargs="+", metavar="FILE",
                    help="print and draw what --json wrote before, instead of measuring")
     p.add_argument("--drafts", action="store_true", help="measure drafts on smaller caches instead of answers")
@@ -350,19 +362,53 @@ def main(argv: list[str]) -> int:
                 table.add_row(row.system, f"{row.accepted:.3f}", f"{row.per_forward:.2f}", f"{row.same:.1%}")
             Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(table)
             return 0
+        setting = (f"{lm.name}, texts of {args.length} words, {args.problems} problems each of {', '.join(args.task)}, "
+                   f"seeds {', '.join(map(str, args.seeds))}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} "
+                   f"cores; JAX {jax.__version__}")
+        command = shlex.join(["python", "scripts/evaluate.py", "--caches", *argv])
+        known = _known(args.json, setting)
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=None)
+
+            def report(done: int, total: int, what: str) -> None:
+                progress.update(bar, completed=done, total=total, description=what)
+                if not console.is_terminal:
+                    print(f"{done}/{total} {what}", file=sys.stderr, flush=True)
+
             rows = run(lm, policies, removed=args.removed, modes=args.mode, tasks=args.task, problems=args.problems,
-                       length=args.length, seeds=args.seeds,
-                       report=lambda done, total, what: progress.update(bar, completed=done, total=total,
-                                                                        description=what))
+                       length=args.length, seeds=args.seeds, report=report, known=known,
+                       save=lambda rows: _write(args.json, rows, setting, command))
     except (ValueError, FileNotFoundError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
-    setting = (f"{lm.name}, texts of {args.length} words, {args.problems} problems each of {', '.join(args.task)}, "
-               f"seeds {', '.join(map(str, args.seeds))}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} "
-               f"cores; JAX {jax.__version__}")
-    return _show(args, rows, setting, shlex.join(["python", "scripts/evaluate.py", "--caches", *argv]))
+    return _show(args, rows, setting, command)
+
+
+def _known(path: Path | None, setting: str) -> list[Measured]:
+    """What a file holds of measurements before.
+
+    Raises:
+        ValueError: the file is of another setting, or no such file at all.
+    """
+    if path is None or not path.exists():
+        return []
+    try:
+        facts = json.loads(path.read_text())
+        rows, before = [Measured(**row) for row in facts["rows"]], facts["setting"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: is there, and was not written by --json; takes another name") from error
+    if before != setting:
+        raise ValueError(f"{path}: holds figures of another setting ({before}); takes another name")
+    return rows
+
+
+def _write(path: Path | None, rows: Sequence[Measured], setting: str, command: str) -> None:
+    if path is None:
+        return
+    whole = path.with_name(path.name + ".part")
+    whole.write_text(json.dumps({"command": command, "setting": setting,
+                                 "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
+    whole.replace(path)
 
 
 def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, command: str) -> int:
@@ -384,9 +430,7 @@ def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, comm
                 table.add_row(*cells)
             out.print(table)
         out.print(setting)
-    if args.json:
-        args.json.write_text(json.dumps({"command": command, "setting": setting,
-                                         "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
+    _write(args.json, rows, setting, command)
     if args.plot:
         plot(rows, args.plot, setting)
     return 0

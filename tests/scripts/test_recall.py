@@ -111,6 +111,11 @@ def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
     kept = {(row.policy, row.mode): row.kept for row in rows}
     assert kept["dense", "aware"] == 1 and 0.45 < kept["knorm:skip=()", "aware"] < 0.6
     assert kept["kivi:group=8,residual=8", "agnostic"] < 0.5
+    assert evaluate.main([*words[:2], "cur", *words[2:]]) == 0          # what is known is not measured again
+    printed, measured = capsys.readouterr()
+    assert "cur 50% removed aware" in measured and "dense" in measured and "knorm" not in measured
+    assert evaluate.main([*words, "--problems", "2"]) == 2
+    assert "holds figures of another setting" in capsys.readouterr().err
     assert evaluate.main(["--caches", "snapvk", "-m", str(model)]) == 2
     assert evaluate.main(["--caches", "--figures", str(figures), "--markdown"]) == 0
     assert capsys.readouterr().out.endswith(printed[printed.index("| policy |"):])
