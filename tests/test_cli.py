@@ -238,6 +238,7 @@ def start(tiny_model: Path, *args: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.matrix
 def test_a_closed_pipe_ends_it_quietly(tiny_model: Path) -> None:
     process = start(tiny_model, "--max-new-tokens", "400", "--quiet")
     assert process.stdout is not None

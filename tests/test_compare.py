@@ -228,6 +228,7 @@ def test_wrong_usage_is_code_2(capsys: pytest.CaptureFixture[str], args: list[st
     assert "Traceback" not in err
 
 
+@pytest.mark.matrix
 def test_compare_prints_a_table_and_writes_files(tiny_model: Path, tmp_path: Path,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")

@@ -12,6 +12,7 @@ from decodax.systems import SYSTEMS
 GUIDE = Path(__file__).parents[1] / "docs" / "low_level.md"
 
 
+@pytest.mark.matrix
 def test_the_guide_to_the_low_level_runs():
     names = {"__name__": __name__}
     for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):

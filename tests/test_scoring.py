@@ -315,6 +315,7 @@ def test_a_mesh_gives_the_scores_of_one_device(lm: dx.LM, scores: dx.Scores, kin
         np.testing.assert_array_equal(found.top_ids[i], scores.top_ids[i])
 
 
+@pytest.mark.matrix
 def test_the_guide_to_scoring_runs() -> None:
     guide = Path(__file__).parents[1] / "docs" / "scoring.md"
     names: dict[str, Any] = {}

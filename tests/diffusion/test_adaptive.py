@@ -91,6 +91,7 @@ def credit(memory, x, open, lp):
     return fused - np.log(np.exp(fused).sum(-1, keepdims=True))
 
 
+@pytest.mark.matrix
 def test_credit_of_few_tokens_is_the_whole_matrix():
     choose = lambda open, confidence, step, lp: confidence >= math.log(0.5)
     rounds = agrees(made("dinfer-credit", threshold=0.5, block=8, kept=6),
@@ -264,6 +265,7 @@ def adablock(prompt, delimiters, bar, block, threshold):
     return x[len(prompt):].tolist(), rounds
 
 
+@pytest.mark.matrix
 def test_adablock_ends_a_block_at_the_surest_delimiter():
     alg = made("adablock", delimiters=(5, 11), delimiter_threshold=0.3, block=6, threshold=0.5)
     agrees(alg, lambda p: adablock(p, (5, 11), 0.3, 6, 0.5))

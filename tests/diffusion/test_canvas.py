@@ -146,6 +146,7 @@ def test_what_cannot_be_watched_is_named():
         frame.text()
 
 
+@pytest.mark.matrix
 def test_a_model_that_fills_masks_is_not_decoded_from_left_to_right():
     given = dict(max_new_tokens=6, seed=2)
     assert np.array_equal(dx.generate(lm(), PROMPTS, **given).tokens,

@@ -185,6 +185,7 @@ def test_forwards_are_counted_for_rows_and_for_the_batch():
     assert rounds.tolist() == [int(x) for x in alone]
 
 
+@pytest.mark.matrix
 def test_canvases_share_the_cache_and_cost_their_nodes():
     """Of the compiled rounds: nothing with the cache's slots is larger than the cache, which is not copied, and of the
     text only the region stands there once a canvas; the wide forward that begins a region has one canvas."""

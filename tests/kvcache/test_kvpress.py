@@ -71,8 +71,8 @@ KEPT: dict[str, tuple[Selection, float]] = {
     "lu-kv": (HeadShares(ExpectedAttention(epsilon=2e-2), SHARES), 1 - 0.4)}
 VARIANTS = {"lagkv-cross", "expected-attention-mean", "expected-attention-eps", "chunkkv-knorm", "adakv-expected",
             "adakv-knorm", "cur-key", "cur-average", "critical", "critical-knorm", "critical-adakv-knorm", "cap-short",
-            "tova", "streaming-llm", "q-filter"}
-"""Presses with other options or fewer parts than in another case."""
+            "tova", "streaming-llm", "q-filter", "cur", "cap", "lu-kv", "critical-adakv", "chunkkv"}
+"""Presses with other options or fewer parts than in another case, and some that cost more."""
 
 
 def test_every_case_of_kvpress_is_here() -> None:

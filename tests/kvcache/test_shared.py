@@ -71,6 +71,7 @@ def test_forks_copy_only_the_page_that_is_being_filled() -> None:
     assert few.lengths.sum() + sum(map(len, PROMPTS)) > 20 * 4 - 3 * 4
 
 
+@pytest.mark.matrix
 def test_a_prefix_may_have_more_rows_than_others() -> None:
     """As after beams have died: then it takes more passes than one."""
     cache = begun(PROMPTS).state.cache

@@ -154,9 +154,10 @@ def in_one_process(default):
     return [pytest.param(n, marks=marks(n)) for n in SAMPLERS]
 
 
-ELSEWHERE = {"adablock", "apd", "d3llm", "dimple", "dinfer-credit", "dkv-cache", "dllm-cache", "elastic-cache",
-             "fast-dllm-2", "flashdlm", "freecache", "freedave", "freedave++", "llada2", "llada2.1", "localleap",
-             "recap", "remdm", "sbd", "sdar", "ssd"}
+ELSEWHERE = {"adablock", "apd", "d2f", "d3llm", "diffusion-gemma", "dimple", "dinfer-credit", "dkv-cache", "dllm-cache",
+             "elastic-cache", "entropy-bounded", "fast-dllm-2", "flashdlm", "freecache", "freedave", "freedave++",
+             "llada2", "llada2.1", "localleap", "maskgit", "mdlm", "prophet", "recap", "remdm", "sbd", "sdar", "sdlm",
+             "ssd"}
 """What is decoded here only with `--all`: in default tests, a comparison with its published loop under
 `tests/diffusion`, with its authors' outcomes under `tests/conformance`, or an entry with the same parts stands for
 it."""

@@ -343,6 +343,7 @@ def test_networks_that_cannot_be_rotated_are_refused() -> None:
         rotated(model, pack(model.init_params(jax.random.key(0)), "qserve"))
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_of_theirs_becomes_a_model(tmp_path: Path) -> None:
     import torch
     from convert_packed import convert

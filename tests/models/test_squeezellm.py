@@ -263,6 +263,7 @@ def test_the_statistic_is_the_square_of_each_sequences_gradient() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-9)
 
 
+@pytest.mark.matrix
 def test_a_model_generates_as_with_the_values_and_is_saved(tmp_path: Path) -> None:
     packed = dx.quantize(small(), "squeezellm", IDS, length=32)
     leaves = flatten(packed.params)

@@ -172,6 +172,7 @@ def test_no_kernel_is_converted_in_front_of_the_loop(weights: str) -> None:
     assert not re.search(r"f32\[(320,96|96,320|640,96|96,640)\]\S* fusion\(", text)     # nor written in it
 
 
+@pytest.mark.matrix
 def test_half_precision_on_a_cpu_is_read_as_it_lies(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     lm = dx.load(tmp_path, dtype="bfloat16")

@@ -86,6 +86,7 @@ def test_a_run_counts_right_answers_and_forwards(model, monkeypatch):
     assert 0 < got.tokens_per_forward <= 16 / got.forwards and told == ["llada:block=16,steps=4 copy"]
 
 
+@pytest.mark.matrix
 def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path, capsys):
     out, picture = tmp_path / "out.json", tmp_path / "curves.png"
     args = ["llada:block=16,steps=[4,1]", "-m", str(model), "--task", "add", "shuffle", "--problems", "4"]

@@ -249,6 +249,7 @@ def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
         train_diffusion.train(replace(second, peak=0.02), console=QUIET)
 
 
+@pytest.mark.matrix
 def test_the_export_fills_masks_as_training_measured_it(run, options):
     """`dx.load` finds mask and attention; LLaDA's sampler, one token a forward, writes what `fill` writes."""
     path = options.output / "model"

@@ -166,6 +166,7 @@ def test_a_run_is_not_resumed_with_other_options(run, options):
         train_lm.train(replace(options, peak=0.02), console=QUIET)
 
 
+@pytest.mark.matrix
 def test_the_command_in_the_card_repeats_a_run_with_a_time_budget(options, tmp_path):
     timed = replace(options, steps=None, decay_from=None, minutes=0.02, log_every=2, output=tmp_path / "timed")
     first = train_lm.train(timed, console=QUIET)

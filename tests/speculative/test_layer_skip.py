@@ -170,6 +170,7 @@ def test_clasp_equals_plain_decoding(deep: Any) -> None:
     assert texts(decode(CLASP, "deep", prompts(5), POLICY, eos=[1])) == plain_deep()
 
 
+@pytest.mark.matrix
 def test_clasp_skips_the_layer_that_does_nothing(deep: Any) -> None:
     deep(1)
     s = decode(CLASP, "deep", prompts(5), POLICY, eos=[1])

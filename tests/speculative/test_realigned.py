@@ -210,11 +210,13 @@ def test_two_models_that_write_the_same_text_agree_in_all_drafts(words, steps):
     assert (stats.accepted == 20).all()
 
 
+@pytest.mark.matrix
 def test_a_draft_ends_where_the_draft_model_does():
     stats = decoded(WRITER(), writer(LETTERS, end_after="f"), 4, 9)
     assert (stats.accepted == stats.drafted).all() and (stats.drafted < 4 * stats.rounds).all()
 
 
+@pytest.mark.matrix
 def test_bytes_that_one_vocabulary_lacks():
     stats = decoded(WRITER(), writer("a b d </s> f g h"), 4, 9)      # it reads, and writes, "abdfgh"
     assert (stats.drafted > 0).all() and (stats.accepted > 0).any() and (stats.accepted < stats.drafted).all()
