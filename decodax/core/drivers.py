@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from decodax.cache import Cache, ReadPrompt
 from decodax.core import keys
+from decodax.core.mesh import auto_region
 from decodax.core.prefill import Extend, Prefill, Silent, prefill_rounds
 from decodax.core.round import run
 from decodax.core.start import init_state
@@ -88,7 +89,8 @@ def commit_prompts(observer: Observer | None, model: Model, params: Params, held
                       stats=Stats(none, none, none, jnp.zeros((s.batch, 2), jnp.int32), none))
         done = run(chunks, model, params, Silent(jnp.zeros((s.batch, 0), jnp.int32)),
                    s.replace(algo=chunks.init(params, s)), prefill_rounds(s, width))
-        return (done.cache.settled(ReadPrompt(model, params.target, s.tokens)), done.algo[0]), done.status
+        settle = lambda cache, weights, tokens: cache.settled(ReadPrompt(model, weights, tokens))
+        return (auto_region(settle, done.cache, params.target, s.tokens), done.algo[0]), done.status
 
     def group(i: Array, done: tuple[Any, Array]) -> tuple[Any, Array]:
         some = lambda x: lax.dynamic_slice_in_dim(x, i * rows, rows)

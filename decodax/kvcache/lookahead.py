@@ -70,8 +70,8 @@ class Lookahead(TokenScore):
         steps = self.tokens + 1
         kind = dataclasses.replace(cache.kind, selection=Top(self.first), every=steps + 1, new=steps)
         small = cache.replace(kind=kind).settled(prompt)
-        rows = jnp.arange(len(prompt.tokens))
-        newest = prompt.tokens[rows, jnp.minimum(cache.length, prompt.tokens.shape[1] - 1)]
+        last = jnp.minimum(cache.length, prompt.tokens.shape[1] - 1)
+        newest = jnp.take_along_axis(prompt.tokens, last[:, None], 1)[:, 0]
 
         def step(carry: tuple[Evicting, Array, Array], _: None) -> tuple[tuple[Evicting, Array, Array], None]:
             small, token, ended = carry
@@ -81,7 +81,7 @@ class Lookahead(TokenScore):
             token = out.logits()[:, 0].argmax(-1).astype(jnp.int32)
             return (small, token, ended | jnp.isin(token, jnp.asarray(self.eos, jnp.int32))), None
 
-        (small, _, _), _ = lax.scan(step, (small, newest, jnp.zeros(len(rows), bool)), None, steps)
+        (small, _, _), _ = lax.scan(step, (small, newest, jnp.zeros(newest.shape, bool)), None, steps)
         order = (small.length[:, None] + jnp.arange(self.latest, dtype=jnp.int32)) % self.latest     # the oldest first
         # the newest of the prompt is one of its latest
         back = jnp.maximum(small.length - cache.length, 1) - 1 + self.window
