@@ -8,8 +8,9 @@
 The questions are those of `scripts/recall.py`, which the shipped `recall` answers. A policy sees the question when it
 chooses (aware), or chooses from the text alone, as where several questions are asked of one text (agnostic: `context=`
 of `decodax.generate`). Its budget is a share of the text, or what of it each query reads; codecs have a size of their
-own. Evictions choose once, behind the text. What HeadKV needs to know of heads is measured on other texts. Bytes are
-those of what is held behind the question, codes, steps and positions included, over a dense cache's.
+own. Evictions choose once, behind the text. What HeadKV and PrefixKV need to know of heads and layers is measured on
+other texts. Bytes are those of what is held behind the question, codes, steps and positions included, over a dense
+cache's.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ class Measured:
     kept: float
 
 
-def sized(policy: str, removed: float, length: int, heads: Any = None) -> Any:
+def sized(policy: str, removed: float, length: int, heads: Any = None,
+          layers: Callable[[float], Any] | None = None) -> Any:
     """A policy that removes a share of texts of so many tokens; None: its size is its own.
 
     Args:
-        heads: the importance of each head, for policies that go by it.
+        heads: the importance of each head, for policies that go by it. layers: gives what each layer keeps where all
+            keep a share together, for policies that have measured it.
 
     Raises:
         ValueError: as `decodax.kv`.
@@ -70,6 +73,8 @@ def sized(policy: str, removed: float, length: int, heads: Any = None) -> Any:
     left = 1 - removed
     if entry.name == "streaming-llm":
         return kv(entry.name, **{"recent": int(left * length) - given.get("sinks", 4), **given})
+    if entry.name == "prefixkv" and layers is not None:
+        return kv(entry.name, **{"layers": layers(left), **given})
     if "budget" not in entry.options:
         return None
     if "heads" in entry.options:
@@ -144,13 +149,17 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
     import recall
 
     from decodax.job import Job
+    from decodax.kvcache import fit_layers
     from decodax.request import Request
 
     tasks = list(ANSWERED if tasks is None else tasks)
     heads = importance(lm, length) if any(policy.startswith("headkv") for policy in policies) else None
+    others = [[recall.ID[word] for word in problem.prompt.split()] for problem in
+              recall.problems("needle", 8, length, seed=1000)]
     cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
     for policy in policies:
-        kinds = [(share, sized(policy, share, length, heads)) for share in removed]
+        kinds = [(share, sized(policy, share, length, heads, lambda left: fit_layers(lm, others, left)))
+                 for share in removed]
         if kinds[0][1] is None:
             cases.append((policy, None, policy))
         else:

@@ -14,7 +14,7 @@ from jax import Array
 from decodax.cache import causal
 from decodax.core.types import Model, network_of
 from decodax.kvcache.evicting import Evicting, Eviction
-from decodax.kvcache.query_scores import WindowAttention
+from decodax.kvcache.query_scores import Accumulated, WindowAttention
 from decodax.kvcache.selection import Top
 
 
@@ -59,6 +59,68 @@ def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tup
         total = total + np.asarray(_paid(model, params if weights is None else weights, tokens, np.int32(length),
                                          np.int32(probe.start), np.int32(probe.stop)), np.float64)
     return tuple(tuple(float(x) for x in row) for row in total / total.sum())
+
+
+def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sinks: int = 4,
+               params: Any = None) -> tuple[float, ...]:
+    """What share of a text each layer keeps, so that all keep the same part of the attention that their tokens receive
+    ("PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for Efficient Generation",
+    Wang et al., 2024): where attention is spread over many tokens a layer keeps more of them.
+
+    Args:
+        lm: what `decodax.load` gave, or a `Model` with its `params`.
+        texts: token ids of texts like those to come. share: of all layers together, between 0 and 1. sinks: the first
+            tokens, which every layer keeps beside the last one.
+
+    Returns:
+        `[L]`, `share` in the mean: what `decodax.kv("prefixkv", layers=...)` takes.
+
+    Raises:
+        ValueError: no texts, one that is too short, or a share out of its range.
+    """
+    if not texts:
+        raise ValueError("texts: got none, takes at least one")
+    if not 0 < share < 1:
+        raise ValueError(f"share: got {share}, takes a number between 0 and 1")
+    model, weights = network_of(lm)
+    model = model.with_cache(Eviction(Top(Accumulated()), 2))
+    found = []
+    for text in texts:
+        if (length := len(text)) <= sinks + 2:
+            raise ValueError(f"texts: got one of {length} tokens, takes more than {sinks + 2}")
+        tokens = np.zeros((1, -(-length // 64) * 64), np.int32)
+        tokens[0, :length] = text
+        paid = _received(model, params if weights is None else weights, tokens, np.int32(length))
+        found.append(1 - _dropped(np.asarray(paid, np.float64)[:, :length], 1 - share, sinks) / length)
+    return tuple(float(x) for x in np.mean(found, 0))
+
+
+def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
+    """How many tokens each layer drops of a text, `i64[L]`, by what its tokens `f64[L, T]` have received: those behind
+    a part of it that is the same for all layers, found by bisection; `share` of all tokens together."""
+    target, kept = paid.size * share, np.cumsum(np.sort(paid, 1)[:, ::-1], 1) / paid.sum(1, keepdims=True)
+    low, high, count = 0.0, 1.0, np.zeros(len(paid), np.int64)
+    for _ in range(100):
+        middle = (low + high) / 2
+        first = np.array([np.searchsorted(row, middle) for row in kept])
+        count = np.maximum(paid.shape[1] - (first + 1) - (sinks + 1), 0)
+        if abs(count.sum() - target) < 5:
+            break
+        low, high = (low, middle) if count.sum() < target else (middle, high)
+    # the rest of the way in proportion
+    return (count * target / count.sum()).astype(np.int64) if count.sum() else count
+
+
+@jax.jit(static_argnums=0)
+def _received(model: Model, params: Any, tokens: Array, length: Array) -> Array:
+    """`f32[L, T]`: the attention that each token receives from all queries, in the mean over heads."""
+    cache = model.init_cache(1, tokens.shape[1], params=params).for_prompt()
+    live = jnp.arange(tokens.shape[1])[None] < length
+    window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(certain=True)
+    out = model.apply(params, window, cache)
+    cache = cache.commit(out.entries, jnp.where(live, window.positions, -1))
+    assert isinstance(cache, Evicting)
+    return jnp.stack([own.slots[0].mean(0)[:tokens.shape[1]] for own in cache.gathered])
 
 
 @jax.jit(static_argnums=0)

@@ -166,6 +166,17 @@ def _headkv(heads: tuple[tuple[float, ...], ...] = (), budget: int = 512, beta: 
     return Eviction(HeadSizes(WindowAttention(window, kernel, pool), sizes), budget, name="headkv")
 
 
+@cache_policy("prefixkv", "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for "
+              "Efficient Generation", "Wang et al. 2024",
+              "the tokens that have received the most attention, by a measured share of each layer (fit_layers)")
+def _prefixkv(layers: tuple[float, ...] = (), sinks: int = 4) -> CacheConfig:
+    if not layers:
+        raise ValueError("layers: got none, takes the share of each layer, as decodax.kvcache.fit_layers measures it")
+    everything = 1 << 30        # tokens
+    return Eviction(Top(Accumulated(1, sinks=sinks, over="heads")), tuple(x if x < 1 else everything for x in layers),
+                    name="prefixkv")
+
+
 @cache_policy("capkv", "CapKV", "kvpress 2026",
               "the tokens whose values add most to what is kept, by how their keys lie to the mean query")
 def _capkv(budget: Budget = 0.5, every: Every = None, sinks: int = 4, future: int = 512,

@@ -105,16 +105,19 @@ class Accumulated(TokenScore):
     """The attention that a token has received from all queries so far, its own among them.
 
     Attributes:
-        recent: the latest tokens, which stay.
+        recent: the latest tokens, which stay. sinks: the first ones, which do.
         mean: over the queries that could see it, so that early tokens have no advantage ("Observed attention" of
             kvpress, 2024; ZipCache's normalisation); else the sum ("H2O: Heavy-Hitter Oracle for Efficient Generative
             Inference of Large Language Models", Zhang et al., 2023).
         every: tokens between two choices; theirs are counted when it comes to that. None: there is one choice.
+        over: each "group" of heads has scores of its own, or all "heads" of a layer have the same (PrefixKV).
     """
 
     recent: int = 0
     mean: bool = False
     every: int | None = None
+    sinks: int = 0
+    over: Literal["group", "heads"] = "group"
 
     reads = "attention"
 
@@ -124,7 +127,7 @@ class Accumulated(TokenScore):
 
     @property
     def always(self) -> int:
-        return self.recent
+        return self.recent + self.sinks
 
     def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
         return Gathered(slots=jnp.zeros((batch, shape.heads, slots), jnp.float32))
@@ -142,7 +145,10 @@ class Accumulated(TokenScore):
         paid = held.gathered.slots
         if self.mean:
             paid = paid / jnp.maximum(held.length - held.positions, 1)
-        return jnp.where(held.index >= (held.count - self.recent)[:, None], jnp.inf, paid)
+        if self.over == "heads":
+            paid = jnp.broadcast_to(paid.mean(0), paid.shape)
+        stays = (held.index >= (held.count - self.recent)[:, None]) | (held.positions < self.sinks)
+        return jnp.where(stays, jnp.inf, paid)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ def network(layers: int) -> LM:
 
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
-DEEPER = ("pyramidkv", "knorm", "headkv", "minicache")
+DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -58,6 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "paged": dict(pages=100, page=4),
     "recycled-attention": dict(budget=6, stride=5),
     "quantized-pruning": dict(budget=14, bits=4, group=4, residual=8, window=4),
+    "prefixkv": dict(layers=(0.4, 0.3), sinks=2),
     "headkv": dict(heads=((0.1, 0.4), (0.3, 0.2)), budget=14, window=4),
     "quest": dict(budget=6, page=2, recent=12, skip=())}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
@@ -130,7 +131,7 @@ def test_so_do_trees(name: str) -> None:
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
             "quantized-pruning": {"budget": 200, "residual": 200},
-            "scope": {"budget": 200, "heavy": 200, "recent": 200}, **{
+            "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)}, **{
         codec: {"residual": 200} for codec in ("kivi", "kv-adaquant", "mustafar")}}.get(
         name, {"budget": 200})
     everything = kv(name, **{**OPTIONS[name], **wide})

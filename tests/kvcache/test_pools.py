@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from decodax.cache import KVLayer
-from decodax.kvcache import HeldLayer, Probe, fit_heads, kv
+from decodax.job import Job
+from decodax.kvcache import HeldLayer, Probe, fit_heads, fit_layers, kv
+from decodax.kvcache.fit import _dropped
 from decodax.kvcache.pools import DecodePool, head_sizes
 from decodax.kvcache.query_scores import WindowAttention
 from decodax.kvcache.scores import Gathered
+from decodax.request import Request
 from tests.kvcache.test_policies import DEEP
 
 WANTED = json.loads((Path(__file__).parent / "scope.json").read_text())
@@ -46,6 +49,29 @@ def test_heads_share_by_their_importance() -> None:
     assert head_sizes(((0.1, 0.4), (0.5, 0.0)), 32, 2, 1.5, 1.0) == ((20, 44), (52, 12))
     with pytest.raises(ValueError, match=r"^heads: got none, takes the importance of each head"):
         kv("headkv")
+
+
+def test_layers_keep_the_same_part_of_the_attention() -> None:
+    """As PrefixKV's search says, on attention that is spread more from layer to layer."""
+    for case in json.loads((Path(__file__).parent / "prefixkv.json").read_text())["cases"]:
+        (layers, length), random = case["shape"], np.random.RandomState(case["seed"])
+        paid = (random.gamma(0.3 + 0.4 * np.arange(layers)[:, None], size=(layers, length)) + 1e-3).round(4)
+        assert _dropped(paid, case["share"], case["sinks"]).tolist() == case["dropped"]
+
+
+def test_shares_of_layers_are_measured_on_texts() -> None:
+    tokens = np.random.default_rng(0).integers(0, 16, 60).tolist()
+    shares = fit_layers(DEEP, [tokens, tokens[:40]], 0.4)
+    assert len(shares) == 2 and abs(np.mean(shares) - 0.4) < 0.03
+    job = Job.begin(Request.read(DEEP, [tokens], cache=kv("prefixkv", layers=shares), max_new_tokens=4))
+    assert [int(count[0, 0]) for count in job.state.cache.count] == [int(59 * share) for share in shares]
+    for expected, wrong in (
+            (r"^texts: got none", lambda: fit_layers(DEEP, [])),
+            (r"^texts: got one of 6 tokens, takes more than 6", lambda: fit_layers(DEEP, [tokens[:6]])),
+            (r"^share: got 1, takes a number between 0 and 1", lambda: fit_layers(DEEP, [tokens], 1)),
+            (r"^layers: got none, takes the share of each layer", lambda: kv("prefixkv"))):
+        with pytest.raises(ValueError, match=expected):
+            wrong()
 
 
 def test_importance_is_the_attention_to_the_answer() -> None:
