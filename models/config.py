@@ -62,12 +62,15 @@ class Layer:
         sliding: a query sees the latest `sliding` positions, its own included; None: all.
         scale: factor of the attention scores; None: `head_dim ** -0.5`.
         experts: what stands in place of the MLP; None: the MLP.
+        reads: the number of an earlier layer whose keys and values it attends to; it has no projections for its own,
+            and the cache holds none of it. See `cla` and `yoco`. None: its own.
     """
 
     rope: Rope | None = None
     sliding: int | None = None
     scale: float | None = None
     experts: Experts | None = None
+    reads: int | None = None
 
     def __post_init__(self) -> None:
         if self.sliding is not None and self.sliding < 1:
@@ -139,12 +142,60 @@ class DecoderConfig:
             raise ValueError(f"heads: got {self.heads}, which is not a multiple of kv_heads = {self.kv_heads}")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
+                                                and self.layers[layer.reads].rope == layer.rope):
+                raise ValueError(f"reads: got {layer.reads} for layer {i}, takes an earlier layer with keys and values "
+                                 "of its own, and the same rope")
             if layer.rope is not None and layer.rope.width > self.head_dim:
                 raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.head_dim}")
             if layer.experts is not None and (not self.gated or self.mlp_bias):
                 raise ValueError("experts: got some beside an MLP that is not gated or has biases; experts are gated "
                                  "and have none")
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The layers with keys and values of their own, which a cache holds."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.reads is None)
+
+    @property
+    def shared(self) -> bool:
+        """Whether some layers read those of others."""
+        return len(self.own) < len(self.layers)
+
+
+
+def cla(config: DecoderConfig, share: int = 2) -> DecoderConfig:
+    """With keys and values of every `share`-th layer alone, which the layers behind it read ("Reducing Transformer
+    Key-Value Cache Size with Cross-Layer Attention", Brandon et al., 2024): a cache of a `share`-th of the size. It is
+    another network, to be trained as such.
+
+    >>> [layer.reads for layer in cla(llama(vocab=64, width=32, layers=4, heads=4, mlp=96)).layers]
+    [None, 0, None, 2]
+    """
+    if share < 1:
+        raise ValueError(f"share: got {share}, takes 1 or more")
+    return dataclasses.replace(config, layers=tuple(
+        dataclasses.replace(layer, reads=i - i % share if i % share else None)
+        for i, layer in enumerate(config.layers)))
+
+
+def yoco(config: DecoderConfig, window: int = 1024) -> DecoderConfig:
+    """A decoder-decoder ("You Only Cache Once: Decoder-Decoder Architectures for Language Models", Sun et al., 2024):
+    the first half of the layers see a sliding `window`, and all of the second half read the keys and values that its
+    first one makes of the whole text. It is the form with sliding windows, not that with gated retention; another
+    network, to be trained as such.
+
+    >>> c = yoco(llama(vocab=64, width=32, layers=4, heads=4, mlp=96), window=16)
+    >>> [(layer.sliding, layer.reads) for layer in c.layers]
+    [(16, None), (16, None), (None, None), (None, 2)]
+    """
+    half = len(config.layers) // 2
+    if half < 1:
+        raise ValueError("layers: got one, takes two or more")
+    return dataclasses.replace(config, layers=tuple(
+        dataclasses.replace(layer, sliding=window if i < half else None, reads=half if i > half else None)
+        for i, layer in enumerate(config.layers)))
 
 
 def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None,

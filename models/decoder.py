@@ -45,7 +45,7 @@ class Attend(Protocol):
     """Attention of a layer's queries `f[B, W, H, d]` to what is cached and to the window's `k`, `v` `f[B, W, G, d]`,
     and the layer's entry: `Cache.attend`."""
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array, *, scale: float, sliding: int | None = None,
+    def __call__(self, layer: int, q: Array, k: Any, v: Any, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None) -> tuple[Array, Any]: ...
 
 
@@ -91,37 +91,41 @@ class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c, self.layer = c, layer
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        own = layer.reads is None
         self.q = Linear(rngs, (c.width, q), ("embed", "heads"), c.qkv_bias)
-        self.k = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias)
-        self.v = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias)
+        self.k = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias) if own else None
+        self.v = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias) if own else None
         self.o = Linear(rngs, (q, c.width), ("heads", "embed"), c.out_bias, STD / (2 * len(c.layers)) ** 0.5)
         norm = c.qk_norm_kind or c.norm
-        if c.qk_norm == "head":
-            self.q_norm, self.k_norm = (Norm(norm, (c.head_dim,), (None,)) for _ in range(2))
-        elif c.qk_norm == "full":
-            self.q_norm, self.k_norm = Norm(norm, (q,), ("heads",)), Norm(norm, (kv,), ("kv_heads",))
-        elif c.qk_norm == "per_head":
-            self.q_norm = Norm(norm, (c.heads, c.head_dim), ("heads", None))
-            self.k_norm = Norm(norm, (c.kv_heads, c.head_dim), ("kv_heads", None))
+        norms = {"head": lambda heads, axis: Norm(norm, (c.head_dim,), (None,)),
+                 "full": lambda heads, axis: Norm(norm, (heads * c.head_dim,), (axis,)),
+                 "per_head": lambda heads, axis: Norm(norm, (heads, c.head_dim), (axis, None))}
+        make = norms.get(c.qk_norm or "", lambda heads, axis: None)
+        self.q_norm, self.k_norm = make(c.heads, "heads"), make(c.kv_heads, "kv_heads") if own else None
 
     def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
                  attend: Attend) -> tuple[Array, Any]:
-        c = self.c
-        split = lambda y: y.reshape(*y.shape[:2], -1, c.head_dim)
         # without the barrier a TPU's compiler chooses layouts for the heads that make it transpose these kernels
-        q, k, v = jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x)))
-        v = split(v)
-        if c.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = split(q), split(k)
-        if c.qk_norm in ("head", "per_head"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.layer.rope is not None:
-            table = tables[self.layer.rope]
-            q, k = (rotate(x, *table, interleaved=self.layer.rope.interleaved) for x in (q, k))
+        if self.k is None or self.v is None:
+            k = v = None
+            q = jax.lax.optimization_barrier(self.q(x))
+        else:
+            q, k, v = jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x)))
+            k, v = self._placed(k, self.k_norm, tables), self._split(v)
+        q, c = self._placed(q, self.q_norm, tables), self.c
         scale = c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
         out, entry = attend(index, q, k, v, scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
         return self.o(out.reshape(*x.shape[:2], -1)), entry
+
+    def _split(self, y: Array) -> Array:
+        return y.reshape(*y.shape[:2], -1, self.c.head_dim)
+
+    def _placed(self, y: Array, norm: Norm | None, tables: dict[Any, tuple[Array, Array]]) -> Array:
+        """Queries or keys in heads, normed and rotated."""
+        y = self._split(norm(y)) if norm is not None and self.c.qk_norm == "full" else self._split(y)
+        y = norm(y) if norm is not None and self.c.qk_norm != "full" else y
+        rope = self.layer.rope
+        return y if rope is None else rotate(y, *tables[rope], interleaved=rope.interleaved)
 
 
 class MLP(nnx.Module):
@@ -203,6 +207,7 @@ class DecoderLayer(nnx.Module):
 
     def values(self, x: Array) -> Array:
         """The attention's values `f[B, W, G, d]` alone."""
+        assert self.attn.v is not None
         return self.attn.v(_optional(self.attn_in, x)).reshape(*x.shape[:2], -1, self.c.head_dim)
 
     def _attention(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,
@@ -241,12 +246,30 @@ class Decoder(nnx.Module):
         tables = self.tables(positions, context)
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
         x = states[-1] if states else x
+        if self.c.shared:
+            if keep is not None or begun is not None:
+                raise ValueError("layers: some read the keys and values of others, so none can be left out")
+            attend = self._sharing(attend)
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
-            entries.append(entry)
+            if self.c.layers[i].reads is None:
+                entries.append(entry)
             states.append(x)
         return self.norm(x), tuple(entries), tuple(states)
+
+    def _sharing(self, attend: Attend) -> Attend:
+        """`attend` of layers that have keys and values, for all layers, in their order."""
+        made: dict[int, tuple[Array, Array]] = {}
+        place = {layer: i for i, layer in enumerate(self.c.own)}
+
+        def shared(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
+            reads = self.c.layers[layer].reads
+            of = layer if reads is None else reads
+            made.setdefault(of, (k, v))
+            return attend(place[of], q, *made[of], **options)
+
+        return shared
 
     def embedded(self, tokens: Array, positions: Array, embeddings: Array | None = None,
                  which: Array | None = None) -> Array:

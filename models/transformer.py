@@ -103,7 +103,7 @@ class Transformer(LayeredModel):
         if inputs is not None and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         layers = [KVLayer(c.kv_heads, c.head_dim, queries=c.heads, rope=layer.rope, context=self.context,
-                          sliding=layer.sliding) for layer in c.layers]
+                          sliding=layer.sliding) for layer in map(c.layers.__getitem__, c.own)]
         return self.cache(layers, batch, capacity, jnp.dtype(self.dtype), inputs)
 
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
@@ -117,18 +117,24 @@ class Transformer(LayeredModel):
         return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm)
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
+        self._apart()
         network = _network(self.config, params)
         tables = network.tables(window.positions, self.context)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
         run = lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
         return _embedded(network, window, cache), run
 
+    def _apart(self) -> None:
+        if self.config.shared:
+            raise ValueError("layers: some read the keys and values of others, so they cannot run one by one")
+
     def outputs(self, params: Weights, layer: int) -> Array:
-        kernel = params["layers"][str(layer)]["attn"]["o"]["kernel"]
+        kernel = params["layers"][str(self.config.own[layer])]["attn"]["o"]["kernel"]
         whole = kernel.values(jnp.float32).T if isinstance(kernel, Packed) else kernel.astype(jnp.float32)
         return whole.reshape(self.config.heads, -1, self.config.width)
 
     def pieces(self, params: Weights) -> Pieces:
+        self._apart()
         return Pieces(_network(self.config, params), self.context)
 
     def forward(self, params: Weights, tokens: Array, positions: Array | None = None,

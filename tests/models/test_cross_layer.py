@@ -1,0 +1,112 @@
+"""Layers that read the keys and values of earlier ones (CLA, YOCO)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.io.checkpoint import save_model
+from decodax.io.load import LM
+from decodax.job import Job
+from decodax.kvcache import kv
+from decodax.models import DecoderConfig, Transformer, cla, llama, yoco
+from decodax.request import Request
+from tests.matrix import often
+
+BASE = llama(vocab=16, width=16, layers=4, heads=4, kv_heads=2, mlp=24, context=256)
+CONFIGS = {"cla": cla(BASE), "cla of 3": cla(BASE, 3), "yoco": yoco(BASE, 8)}
+PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
+
+
+def lm(name: str) -> LM:
+    model = Transformer(CONFIGS[name])
+    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(3)))
+    return LM(model=model, params=params, vocab_size=16)
+
+
+def by_hand(config: DecoderConfig, params: Any, tokens: list[int]) -> np.ndarray:
+    """Logits `f64[T, V]` of a text, layer by layer."""
+    w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    norm = lambda x, scale: x / np.sqrt((x ** 2).mean(-1, keepdims=True) + config.norm.eps) * scale
+    heads = lambda x: x.reshape(len(tokens), -1, config.head_dim)
+    at, made = np.arange(len(tokens)), {}
+
+    def turn(x: np.ndarray) -> np.ndarray:
+        half = config.head_dim // 2
+        angle = at[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
+        a, b = x[..., :half], x[..., half:]
+        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+    x = w["embed"][tokens]
+    for i, layer in enumerate(config.layers):
+        own = w["layers"][str(i)]
+        y = norm(x, own["attn_in"]["scale"])
+        q = turn(heads(y @ own["attn"]["q"]["kernel"]))
+        if layer.reads is None:
+            made[i] = turn(heads(y @ own["attn"]["k"]["kernel"])), heads(y @ own["attn"]["v"]["kernel"])
+        k, v = (np.repeat(z, 2, 1) for z in made[i if layer.reads is None else layer.reads])
+        far = at[:, None] - at
+        seen = (far >= 0) & (far < (layer.sliding or len(tokens)))
+        scores = np.where(seen, np.einsum("qhd,khd->hqk", q, k) / np.sqrt(config.head_dim), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        x = x + np.einsum("hqk,khd->qhd", weights, v).reshape(len(tokens), -1) @ own["attn"]["o"]["kernel"]
+        y = norm(x, own["mlp_in"]["scale"])
+        gate, up = (y @ own["mlp"][name]["kernel"] for name in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp"]["down"]["kernel"]
+    return norm(x, w["norm"]["scale"]) @ w["lm_head"]["kernel"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_by_hand(name: str) -> None:
+    own = lm(name)
+    out = own.model.forward(own.params, jnp.asarray([PROMPTS[0]]))[0]
+    np.testing.assert_allclose(out, by_hand(CONFIGS[name], own.params, PROMPTS[0]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "cache"), often([("cla", None), ("yoco", "snapkv")], [
+    (name, cache) for name in CONFIGS for cache in (None, "snapkv", "kivi", "streaming-llm")]))
+def test_drafts_give_the_tokens_of_plain_decoding(name: str, cache: str | None) -> None:
+    own, options = lm(name), {"snapkv": dict(budget=14, window=4), "kivi": dict(group=4, residual=8),
+                              "streaming-llm": dict(sinks=2, recent=20)}
+    kind = None if cache is None else kv(cache, **options[cache])
+    one = lambda **more: dx.generate(own, PROMPTS, cache=kind, max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0],
+                                     **more)
+    plain, drafted = one(), one(algorithm="prompt-lookup")
+    assert drafted.tokens.tolist() == plain.tokens.tolist()
+    if cache is None:       # the first row is greedy: what a forward without a cache would say
+        text = [*PROMPTS[0], *plain.tokens[0].tolist()]
+        logits = np.asarray(own.model.forward(own.params, jnp.asarray([text])))[0]
+        assert logits[len(PROMPTS[0]) - 1:-1].argmax(-1).tolist() == plain.tokens[0].tolist()
+
+
+@pytest.mark.parametrize(("name", "layers"), [("cla", 2), ("cla of 3", 2), ("yoco", 3)])
+def test_a_cache_holds_the_layers_with_keys_and_values(name: str, layers: int) -> None:
+    own = lm(name)
+    assert len(Job.begin(Request.read(own, PROMPTS[:1])).state.cache.kv) == layers
+    assert sum("k" in layer["attn"] for layer in own.params["layers"].values()) == layers
+
+
+def test_what_needs_whole_layers_is_refused(tmp_path: Any) -> None:
+    own = lm("cla")
+    with pytest.raises(ValueError, match=r"^reads: got 1 for layer 2, takes an earlier layer with keys"):
+        dataclasses.replace(CONFIGS["cla"], layers=(*CONFIGS["cla"].layers[:2], dataclasses.replace(
+            BASE.layers[0], reads=1)))
+    with pytest.raises(ValueError, match=r"^layers: some read the keys and values of others, so none can be left out"):
+        dx.generate(own, PROMPTS, algorithm=dx.system("self-speculative", own, skip=(1,)), max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"^config: as a llama configuration it describes another model"):
+        save_model(tmp_path, own.model, own.params)
+    with pytest.raises(ValueError, match=r"^share: got 0"):
+        cla(BASE, 0)
+
+
+def test_gradients_reach_every_weight() -> None:
+    own = lm("cla")
+    loss = lambda params: own.model.forward(params, jnp.asarray(PROMPTS[:1])).std()
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(jax.grad(loss)(own.params)))
