@@ -233,8 +233,9 @@ def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, 
 
     import decodax as dx
     from decodax.cache import dense
-    from decodax.registry import SYSTEMS, options
+    from decodax.registry import options
     from decodax.speculative.drafts import OwnCache
+    from decodax.systems import SYSTEMS
 
     prompts = [p.prompt for task in ANSWERED for p in recall.problems(task, problems, length, seed)]
     out = []
@@ -268,9 +269,10 @@ def means(rows: Sequence[Measured]) -> dict[tuple[str, float | None, str], tuple
 
 
 def best(rows: Sequence[Measured], mode: str, removed: float, count: int = 3) -> list[str]:
-    """The policies with most right answers at a size."""
-    found = {policy: mean for (policy, share, how), (mean, _, _) in means(rows).items()
-             if how == mode and share == removed}
+    """The policies with most right answers at a size, of those that hold no more than that and 5 percent of a dense
+    cache: some keep whole layers, or everything and read a part."""
+    found = {policy: mean for (policy, share, how), (mean, _, kept) in means(rows).items()
+             if how == mode and share == removed and kept <= 1.05 - removed}
     return sorted(found, key=lambda policy: -found[policy])[:count]
 
 
