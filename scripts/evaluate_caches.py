@@ -117,7 +117,7 @@ def held(cache: Any) -> float:
         rows = cache.length.shape[0]
         each = size(cache.codes) / rows / cache.slots, size(cache.rest) / rows / cache.rest[0].shape[2]
         whole = np.asarray(cache.whole, float)
-        return float((each[0] * (np.asarray(cache.length) - whole) + each[1] * whole).sum())
+        return float((each[0] * (np.asarray(cache.held) - whole) + each[1] * whole).sum())
     if isinstance(cache, Wrapper):
         return held(cache.base)
     if isinstance(cache, MergedLayers):
@@ -315,7 +315,7 @@ def plot(rows: Sequence[Measured], path: Path, title: str = "") -> None:
     panels[0].set_ylabel("right answers, %")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize="small")
-    figure.supxlabel(title, fontsize="small", color="0.4")
+    figure.suptitle(title, fontsize="small", color="0.4")
     figure.savefig(path, dpi=130)
 
 

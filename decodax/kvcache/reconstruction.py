@@ -39,7 +39,7 @@ class Reconstruction(TokenScore):
     """The largest attention that a token receives while the model repeats the text.
 
     Attributes:
-        chunk: tokens that are repeated at once. sinks: the first tokens, which stay and are not repeated.
+        chunk: tokens that are repeated at once, 8 or more. sinks: the first tokens, which stay and are not repeated.
         ask: what asks for the first chunk. go_on: what asks for a later one; the 8 tokens before it follow.
         answer: what stands between that and the chunk; None: what the model's chat template puts behind a user's
             message, or a line break.
@@ -54,8 +54,8 @@ class Reconstruction(TokenScore):
     reads = "queries"
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ValueError(f"chunk: got {self.chunk}, takes 1 or more")
+        if self.chunk < BEFORE:
+            raise ValueError(f"chunk: got {self.chunk}, takes {BEFORE} or more")
         if self.sinks < 0:
             raise ValueError(f"sinks: got {self.sinks}, takes 0 or more")
 

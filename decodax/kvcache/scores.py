@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from jax import Array
 
@@ -16,9 +16,6 @@ from decodax.cache.base import ReadPrompt
 from decodax.cache.key_values import KVLayer
 from decodax.kvcache.held import HeldLayer
 from decodax.struct import Struct, struct
-
-if TYPE_CHECKING:
-    from decodax.kvcache.evicting import Evicting
 
 
 @struct
@@ -88,10 +85,11 @@ class TokenScore(abc.ABC):
         """With tokens that were committed."""
         return gathered
 
-    def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
+    def consult(self, cache: Any, prompt: ReadPrompt) -> Sequence[Gathered]:
         """What it has gathered of each layer when a prompt is in, before anything is chosen. Some scores ask the model
-        for more than it says while it reads: `cache` holds the whole prompt."""
-        return cache.gathered
+        for more than it says while it reads: `cache`, an `Evicting`, holds the whole prompt."""
+        gathered: Sequence[Gathered] = cache.gathered
+        return gathered
 
     def of_model(self, lm: Any) -> TokenScore:
         """As `CacheConfig.of_model`."""

@@ -80,7 +80,7 @@ def test_a_text_that_leaves_no_positions_to_repeat_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("kind", "message"), [
-    (lambda: kv("kvzip", chunk=0), "chunk: got 0, takes 1 or more"),
+    (lambda: kv("kvzip", chunk=7), "chunk: got 7, takes 8 or more"),
     (lambda: kv("kvzip", layers="some"), "layers: got 'some', takes together or each"),
     (lambda: kv("laq", first=10), "first: got a window of 10, takes one of the 8 tokens ahead and the 8 before them"),
     (lambda: Eviction(Top(Lookahead()), 64, every=4), "every: got 4; eviction chooses once, behind the prompt"),
