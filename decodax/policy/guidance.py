@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax import Array
 from decodax.cache import Cache, Entries, Feature, Window
 from decodax.core import drivers
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Model, Out, Params
+from decodax.core.types import Algorithm, CacheKind, Model, Out, Params
 from decodax.struct import Struct, struct
 
 
@@ -119,6 +120,9 @@ class Guided(Model):
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         raise NotImplementedError("a guided cache is made from a state, by guide()")
 
+    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Guided:
+        return dataclasses.replace(self, base=self.base.wrap_cache(wrap))
+
     def apply(self, params: Any, window: Window, cache: Any) -> Out:
         with_prompt = self.base.apply(params, window, cache.conditional)
         without = self.base.apply(params, cache.other.window(window.replace(hints=())), cache.unconditional)
@@ -154,7 +158,8 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
     first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may stand in it twice
     if negative is None:
-        cache, opening, offset = model.init_cache(s.batch, s.cache.capacity), s.newest, first + 0
+        cache = alg.through(model).init_cache(s.batch, s.cache.capacity)
+        opening, offset = s.newest, first + 0
     else:
         lengths = np.array([len(row) for row in negative], np.int32)
         # the branch holds its own prompt and whatever the row may still make

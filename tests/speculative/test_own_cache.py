@@ -51,6 +51,17 @@ def test_drafts_on_another_cache_give_the_tokens_of_plain_decoding(case: str) ->
     assert drafted.stats.accepted.sum() > 10
 
 
+@pytest.mark.parametrize(("case", "negative"), often([("snapkv", True)], [
+    (case, negative) for case in ("snapkv", "a ring", "triforce", "quantspec") for negative in (True, False)]))
+def test_drafts_under_guidance_give_the_tokens_of_plain_decoding_under_it(case: str, negative: bool) -> None:
+    method, asked, held = CASES[case]
+    options: dict[str, Any] = dict(seed=5, temperature=[0.0, 0.9, 0.0], max_new_tokens=12, guidance_scale=1.7,
+                                   negative_prompts=[p[::-1] for p in PROMPTS] if negative else None)
+    drafted = dx.generate(DEEP, PROMPTS, algorithm=method, cache=asked, **options)
+    assert drafted.tokens.tolist() == dx.generate(DEEP, PROMPTS, cache=held, **options).tokens.tolist()
+    assert drafted.stats.accepted.sum() > 0
+
+
 @pytest.mark.matrix
 def test_what_a_model_guesses_for_the_drafts_does_not_change_them() -> None:
     method = CASES["triforce"][0]
