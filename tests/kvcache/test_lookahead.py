@@ -53,8 +53,10 @@ def test_lookahead_chooses_by_the_queries_of_what_plain_decoding_would_write() -
             worth = np.stack([around[:, i:i + length] for i in range(7)]).max(0).mean(0)
             worth[length - window:] = np.inf
             found = np.asarray(chosen.positions[0][row, head])
-            best = np.lexsort((-np.arange(length), -worth))[:budget]        # neighbours share a maximum: the newer ones
-            assert found[found >= 0].tolist() == sorted(best.tolist())
+            found = found[found >= 0]
+            assert len(set(found.tolist())) == budget
+            # neighbours share a maximum, so a set of tokens may be as good as another
+            assert worth[found].min() >= np.delete(worth, found).max() - 1e-6
 
 
 def test_sentences_are_written_by_the_tokenizer(tiny_model: Path) -> None:
