@@ -25,12 +25,12 @@ from decodax.kvcache.selection import Top
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookahead(TokenScore):
+class QueriesAhead(TokenScore):
     """The attention that the queries of tokens to come and the latest ones of the prompt pay.
 
     Attributes:
-        tokens: how many are decoded ahead, fewer where a text ends. window: latest queries of the prompt (LAQ++; 0:
-            LAQ); their tokens stay.
+        tokens: how many are run ahead, fewer where a text ends. The first is the prompt's newest, which is not in the
+            cache yet. window: latest queries of what is (LAQ++; 0: LAQ); their tokens stay.
         first: what the small copy is chosen by; it looks at `window + tokens` queries or more.
         eos: ids that end a text.
     """
@@ -59,16 +59,15 @@ class Lookahead(TokenScore):
     def always(self) -> int:
         return self.latest
 
-    def of_model(self, lm: Any) -> Lookahead:
+    def of_model(self, lm: Any) -> QueriesAhead:
         return dataclasses.replace(self, eos=tuple(lm.eos))
 
     def beyond(self, longest: int) -> int:
         return self.tokens
 
     def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
-        # the newest token of a prompt is not in the cache yet: it is the first that is decoded from
-        steps = self.tokens + 1
-        kind = dataclasses.replace(cache.kind, selection=Top(self.first), every=steps + 1, new=steps)
+        # no choice comes while it decodes; one that could come keeps the queries
+        kind = dataclasses.replace(cache.kind, selection=Top(self.first), every=self.tokens + 1, new=self.tokens)
         small = cache.replace(kind=kind).settled(prompt)
         last = jnp.minimum(cache.length, prompt.tokens.shape[1] - 1)
         newest = jnp.take_along_axis(prompt.tokens, last[:, None], 1)[:, 0]
@@ -81,10 +80,9 @@ class Lookahead(TokenScore):
             token = out.logits()[:, 0].argmax(-1).astype(jnp.int32)
             return (small, token, ended | jnp.isin(token, jnp.asarray(self.eos, jnp.int32))), None
 
-        (small, _, _), _ = lax.scan(step, (small, newest, jnp.zeros(newest.shape, bool)), None, steps)
+        (small, _, _), _ = lax.scan(step, (small, newest, jnp.zeros(newest.shape, bool)), None, self.tokens)
         order = (small.length[:, None] + jnp.arange(self.latest, dtype=jnp.int32)) % self.latest     # the oldest first
-        # the newest of the prompt is one of its latest
-        back = jnp.maximum(small.length - cache.length, 1) - 1 + self.window
+        back = small.length - cache.length + self.window
         asks = jnp.arange(self.latest, dtype=jnp.int32) >= self.latest - back[:, None]
         asked_at = jnp.where(asks, small.length[:, None] - self.latest + jnp.arange(self.latest, dtype=jnp.int32), -1)
         take = lambda ring: jnp.take_along_axis(ring, order[:, None, :, None], 2).swapaxes(1, 2).astype(jnp.float32)

@@ -13,7 +13,7 @@ from decodax.kvcache.codecs import Affine, Approximated, Largest
 from decodax.kvcache.coded import Coding
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
-from decodax.kvcache.lookahead import Lookahead
+from decodax.kvcache.lookahead import QueriesAhead
 from decodax.kvcache.merging import Merging
 from decodax.kvcache.paged import Paged
 from decodax.kvcache.pools import DecodePool, HeadSizes, head_sizes
@@ -200,7 +200,7 @@ def _kvzip(budget: Budget = 0.5, chunk: int = 2048, sinks: int = 4, layers: Lite
               "Wang et al. 2025", "SnapKV with the queries of tokens that are decoded ahead; for prompts alone")
 def _laq(budget: Budget = 512, tokens: int = 8, window: int = 8, kernel: int = 7, pool: Literal["mean", "max"] = "max",
          first: int = 32) -> CacheConfig:
-    return Eviction(Top(Lookahead(tokens, window, WindowAttention(first, kernel, pool))), budget, name="laq")
+    return Eviction(Top(QueriesAhead(tokens, window, WindowAttention(first, kernel, pool))), budget, name="laq")
 
 
 @cache_policy("minicache", "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models",

@@ -40,8 +40,8 @@ FILTERS = np.random.RandomState(5).standard_normal((3, 2, 8)).astype(np.float32)
 SHARES = ((0.3, 0.55), (0.45, 0.62), (0.21, 0.8))
 
 
-def weights() -> Any:
-    r, leaves, shapes = np.random.RandomState(0), [], MODEL.abstract_params()
+def weights(model: Transformer = MODEL) -> Any:
+    r, leaves, shapes = np.random.RandomState(0), [], model.abstract_params()
     for path, leaf in flatten(shapes).items():
         x = r.standard_normal(leaf.shape).astype(np.float32)
         leaves.append(1 + 0.1 * x if path.endswith("scale") else x * (0.8 if "embed" in path else
