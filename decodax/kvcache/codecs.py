@@ -159,7 +159,7 @@ class Affine(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class Nibbles(Codec):
+class HierarchicalAffine(Codec):
     """4 bits as in `Affine`, and 4 bits more of what they leave over, which a draft does not read ("QuantSpec:
     Self-Speculative Decoding with Hierarchical Quantized KV Cache", Tiwari et al., 2025).
 

@@ -19,7 +19,7 @@ from jax import Array, lax
 from decodax.cache import Cache, CacheConfig, Dense, KVLayer, ReadPrompt, Scratch, Wrapper, dense
 from decodax.cache.base import Draftable, Entries, PyTree
 from decodax.cache.dense import write
-from decodax.kvcache.codecs import Codec, Nibbles
+from decodax.kvcache.codecs import Codec, HierarchicalAffine
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
 from decodax.struct import static, struct
@@ -146,7 +146,7 @@ class Coded(Cache):
     def view(self) -> Coded:
         """What drafts read: of codes in halves, the upper ones."""
         codec = self.kind.codec
-        upper = dataclasses.replace(codec, lower=False) if isinstance(codec, Nibbles) else codec
+        upper = dataclasses.replace(codec, lower=False) if isinstance(codec, HierarchicalAffine) else codec
         return self.replace(kind=dataclasses.replace(self.kind, codec=upper))
 
     def filled(self, kv: Sequence[Array], length: Array, held: Array) -> Coded:

@@ -278,12 +278,11 @@ class Eviction(CacheConfig):
             raise ValueError(f"every: got {self.every}; {self.name} chooses once, behind the prompt; takes None")
 
     def _check(self, budget: Budget) -> None:
-        count = isinstance(budget, int) and not isinstance(budget, bool)
-        if not (isinstance(budget, int | float) and (budget >= 1 if count else isinstance(budget, float) and
-                                                     0 < budget < 1)):
+        tokens = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
+        if not tokens and not (isinstance(budget, float) and 0 < budget < 1):
             raise ValueError(f"budget: got {budget!r}, takes a number of tokens from 1, a share of the text between 0 "
                              "and 1, or bytes as '64MB'; or one of the first two for each layer")
-        if count and budget <= (always := self.selection.score.always):
+        if isinstance(budget, int) and budget <= (always := self.selection.score.always):
             raise ValueError(f"budget: got {budget}, takes more than the {always} tokens that {self.name} keeps in any "
                              "case")
 

@@ -12,7 +12,8 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import causal
-from decodax.core.types import Model, network_of
+from decodax.core.loaded import network_of
+from decodax.core.types import Model
 from decodax.kvcache.evicting import Evicting, Eviction
 from decodax.kvcache.query_scores import Accumulated, WindowAttention
 from decodax.kvcache.selection import Top
@@ -53,11 +54,9 @@ def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tup
     for probe in probes:
         if not 0 <= probe.start < probe.stop <= len(probe.tokens):
             raise ValueError(f"probes: got an answer from {probe.start} to {probe.stop} in {len(probe.tokens)} tokens")
-        length = len(probe.tokens)
-        tokens = np.zeros((1, -(-length // 64) * 64), np.int32)
-        tokens[0, :length] = probe.tokens
-        total = total + np.asarray(_paid(model, params if weights is None else weights, tokens, np.int32(length),
-                                         np.int32(probe.start), np.int32(probe.stop)), np.float64)
+        paid = _paid(model, params if weights is None else weights, _padded(probe.tokens), np.int32(len(probe.tokens)),
+                     np.int32(probe.start), np.int32(probe.stop))
+        total = total + np.asarray(paid, np.float64)
     return tuple(tuple(float(x) for x in row) for row in total / total.sum())
 
 
@@ -88,9 +87,7 @@ def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sink
     for text in texts:
         if (length := len(text)) <= sinks + 2:
             raise ValueError(f"texts: got one of {length} tokens, takes more than {sinks + 2}")
-        tokens = np.zeros((1, -(-length // 64) * 64), np.int32)
-        tokens[0, :length] = text
-        paid = _received(model, params if weights is None else weights, tokens, np.int32(length))
+        paid = _received(model, params if weights is None else weights, _padded(text), np.int32(length))
         found.append(1 - _dropped(np.asarray(paid, np.float64)[:, :length], 1 - share, sinks) / length)
     return tuple(float(x) for x in np.mean(found, 0))
 
@@ -111,28 +108,35 @@ def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
     return (count * target / count.sum()).astype(np.int64) if count.sum() else count
 
 
-@jax.jit(static_argnums=0)
-def _received(model: Model, params: Any, tokens: Array, length: Array) -> Array:
-    """`f32[L, T]`: the attention that each token receives from all queries, in the mean over heads."""
+def _padded(text: Sequence[int]) -> np.ndarray:
+    """`i32[1, N]`, of few sizes."""
+    tokens = np.zeros((1, -(-len(text) // 64) * 64), np.int32)
+    tokens[0, :len(text)] = text
+    return tokens
+
+
+def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
+    """The whole cache behind the first `length` of the tokens `i32[1, N]`."""
     cache = model.init_cache(1, tokens.shape[1], params=params).for_prompt()
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(certain=True)
     out = model.apply(params, window, cache)
     cache = cache.commit(out.entries, jnp.where(live, window.positions, -1))
     assert isinstance(cache, Evicting)
+    return cache
+
+
+@jax.jit(static_argnums=0)
+def _received(model: Model, params: Any, tokens: Array, length: Array) -> Array:
+    """`f32[L, T]`: the attention that each token receives from all queries, in the mean over heads."""
+    cache = _read(model, params, tokens, length)
     return jnp.stack([own.slots[0].mean(0)[:tokens.shape[1]] for own in cache.gathered])
 
 
 @jax.jit(static_argnums=0)
 def _paid(model: Model, params: Any, tokens: Array, length: Array, start: Array, stop: Array) -> Array:
     """`f32[L, G]`: the attention that the last query pays to a span."""
-    cache = model.init_cache(1, tokens.shape[1], params=params).for_prompt()
-    live = jnp.arange(tokens.shape[1])[None] < length
-    window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(certain=True)
-    out = model.apply(params, window, cache)
-    cache = cache.commit(out.entries, jnp.where(live, window.positions, -1))
-    assert isinstance(cache, Evicting)
-    rows = []
+    cache, rows = _read(model, params, tokens, length), []
     for kv, positions, queries, width in zip(cache.kv, cache.positions, cache.queries, cache.widths, strict=True):
         G, q = kv.shape[1], queries[0, :, 0].astype(jnp.float32)
         scores = jnp.einsum("grd,gsd->grs", q.reshape(G, -1, q.shape[-1]), kv[0, :, :, :width].astype(jnp.float32))

@@ -22,7 +22,7 @@ from decodax.kvcache.query_scores import Accumulated, Capacity, Critical, Expect
 from decodax.kvcache.reconstruction import Reconstruction, Words
 from decodax.kvcache.recycling import Recycled
 from decodax.kvcache.retrieval import KeyBounds, Retrieval
-from decodax.kvcache.selection import AcrossLayers, AdaptiveHeads, Budget, Chunks, Pyramid, Top, TwoStages
+from decodax.kvcache.selection import AcrossLayers, AdaptiveHeads, Budget, Chunks, NearestTop, Pyramid, Top, TwoStages
 from decodax.kvcache.shared import Sharing
 from decodax.kvcache.sinks import Sinks
 from decodax.kvcache.table import cache_policy
@@ -173,8 +173,8 @@ def _prefixkv(layers: tuple[float, ...] = (), sinks: int = 4) -> CacheConfig:
     if not layers:
         raise ValueError("layers: got none, takes the share of each layer, as decodax.kvcache.fit_layers measures it")
     everything = 1 << 30        # tokens
-    return Eviction(Top(Accumulated(1, sinks=sinks, over="heads")), tuple(x if x < 1 else everything for x in layers),
-                    name="prefixkv")
+    shares = tuple(x if x < 1 else everything for x in layers)
+    return Eviction(NearestTop(Accumulated(1, sinks=sinks, over="heads")), shares, name="prefixkv")
 
 
 @cache_policy("capkv", "CapKV", "kvpress 2026",

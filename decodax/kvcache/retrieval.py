@@ -51,18 +51,6 @@ class KeyBounds(PageScore):
                 + jnp.einsum("grd,gnd->grn", jnp.minimum(q, 0), low))
 
 
-@dataclasses.dataclass(frozen=True)
-class MeanKey(PageScore):
-    """The mean key (TriForce's chunks: Sun et al., 2024, "TriForce: Lossless Acceleration of Long Sequence Generation
-    with Hierarchical Speculative Decoding")."""
-
-    def digest(self, keys: Array) -> Array:
-        return keys.mean(-2)
-
-    def __call__(self, q: Array, digests: Array) -> Array:
-        return jnp.einsum("grd,gnd->grn", q, digests.astype(jnp.float32))
-
-
 @struct
 class Retrieving(KeyValues):
     """Everything, in the order of positions, with a digest of each whole page.

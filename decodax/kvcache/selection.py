@@ -114,6 +114,17 @@ class Top(Selection):
 
 
 @dataclasses.dataclass(frozen=True)
+class NearestTop(Top):
+    """`Top`, where a share of a text is the nearest number of tokens, and not the one below (PrefixKV)."""
+
+    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
+        if isinstance(budget, int):
+            return kept(budget, longest)
+        tokens = np.arange(longest + 1)
+        return (tokens - np.rint(tokens * (1 - float(budget)))).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
 class Pyramid(Selection):
     """More tokens for the first layers and fewer for the last ("PyramidKV: Dynamic KV Cache Compression based on
     Pyramidal Information Funneling", Cai et al., 2024).

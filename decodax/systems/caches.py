@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from decodax.io.quantize import quantize
 from decodax.kvcache import kv
-from decodax.kvcache.codecs import Nibbles
+from decodax.kvcache.codecs import HierarchicalAffine
 from decodax.kvcache.coded import Coding
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.query_scores import ChunkMeans
@@ -42,6 +42,6 @@ def _triforce(lm: Any, draft: Any, budget: int = 4096, chunk: int = 8, length: i
        SELF, "the target with weights of 4 bits, on 4 bits of a cache of 8; equals plain decoding on that cache",
        TARGET, "approximate")
 def _quantspec(lm: Any, group: int = 128, length: int = 4, weights: str | None = "int4") -> Any:
-    cache = Coding(Nibbles(group), group, "quantspec")
+    cache = Coding(HierarchicalAffine(group), group, "quantspec")
     packed = None if weights is None else quantize(lm, weights)
     return Speculative(drafts.OwnCache(lm, cache, True, packed), SeedExact(), shapes.Chain(length))

@@ -22,6 +22,8 @@ from decodax.kvcache.reconstruction import Reconstruction
 from decodax.kvcache.selection import AcrossLayers, Top
 from decodax.models import Transformer, llama
 from decodax.request import Request
+from decodax.speculative import Speculative
+from decodax.speculative.drafts import OwnCache
 from tests.kvcache.test_kvpress import TEXTS, weights
 from tests.kvcache.test_policies import PROMPTS, SMALL
 
@@ -62,8 +64,10 @@ def test_a_text_that_leaves_no_positions_to_repeat_it_is_refused() -> None:
     lm = LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=16)
     options = dict(ask=(1,), go_on=(1,), answer=(1,))
     assert dx.generate(lm, PROMPTS[2], cache=kv("kvzip", chunk=8, **options), max_new_tokens=4).lengths.tolist() == [4]
-    with pytest.raises(ValueError, match=r"^cache: prompt and what the policy reads behind it are 92"):
-        dx.generate(lm, PROMPTS[0], cache=kv("kvzip", **options), max_new_tokens=4)
+    kind = kv("kvzip", **options)
+    for given in (dict(cache=kind), dict(algorithm=Speculative(OwnCache(lm, kind)))):
+        with pytest.raises(ValueError, match=r"^cache: prompt and what the policy reads behind it are 92"):
+            dx.generate(lm, PROMPTS[0], max_new_tokens=4, **given)
 
 
 @pytest.mark.parametrize(("kind", "message"), [

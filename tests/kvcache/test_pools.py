@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from decodax.cache import KVLayer
+from decodax.io.load import LM
 from decodax.job import Job
 from decodax.kvcache import HeldLayer, Probe, fit_heads, fit_layers, kv
 from decodax.kvcache.fit import _dropped
@@ -17,6 +19,8 @@ from decodax.kvcache.pools import DecodePool, head_sizes
 from decodax.kvcache.query_scores import WindowAttention
 from decodax.kvcache.scores import Gathered
 from decodax.request import Request
+from tests.kvcache.test_kvpress import TEXTS, weights
+from tests.kvcache.test_lookahead import MODEL
 from tests.kvcache.test_policies import DEEP
 
 WANTED = json.loads((Path(__file__).parent / "scope.json").read_text())
@@ -64,7 +68,7 @@ def test_shares_of_layers_are_measured_on_texts() -> None:
     shares = fit_layers(DEEP, [tokens, tokens[:40]], 0.4)
     assert len(shares) == 2 and abs(np.mean(shares) - 0.4) < 0.03
     job = Job.begin(Request.read(DEEP, [tokens], cache=kv("prefixkv", layers=shares), max_new_tokens=4))
-    assert [int(count[0, 0]) for count in job.state.cache.count] == [int(59 * share) for share in shares]
+    assert [int(count[0, 0]) for count in job.state.cache.count] == [59 - round(59 * (1 - share)) for share in shares]
     for expected, wrong in (
             (r"^texts: got none", lambda: fit_layers(DEEP, [])),
             (r"^texts: got one of 6 tokens, takes more than 6", lambda: fit_layers(DEEP, [tokens[:6]])),
@@ -72,6 +76,20 @@ def test_shares_of_layers_are_measured_on_texts() -> None:
             (r"^layers: got none, takes the share of each layer", lambda: kv("prefixkv"))):
         with pytest.raises(ValueError, match=expected):
             wrong()
+
+
+@pytest.mark.parametrize("case", range(2))
+def test_the_tokens_of_prefixkv_are_kept(case: int) -> None:
+    wanted = json.loads((Path(__file__).parent / "prefixkv.json").read_text())["kept"][case]
+    lm = LM(model=MODEL, params=weights(MODEL), vocab_size=320)
+    for text, layers in zip(TEXTS, wanted["kept"], strict=True):
+        shares = fit_layers(lm, [text], 1 - wanted["removed"])
+        cache: Any = Job.begin(Request.read(lm, [[*text, 0]], cache=kv("prefixkv", layers=shares),
+                                            max_new_tokens=1)).state.cache
+        for layer, bits in enumerate(layers):
+            kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
+            for found in np.asarray(cache.positions[layer][0]):
+                np.testing.assert_array_equal(found[found >= 0], np.flatnonzero(kept))
 
 
 def test_importance_is_the_attention_to_the_answer() -> None:

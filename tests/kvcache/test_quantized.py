@@ -16,8 +16,8 @@ from decodax.kvcache.codecs import (
     Affine,
     Approximated,
     Codec,
+    HierarchicalAffine,
     Largest,
-    Nibbles,
     keys_of,
     of_keys,
     of_values,
@@ -75,7 +75,8 @@ def test_what_is_constant_over_a_group_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("codec", often([Affine(4, 2, 4)], [
-    Affine(4, 2, 4), Nibbles(4), Nibbles(4, lower=False), Approximated(2, 4, 8, 0.25, 2), Largest(0.5, 0.7)]))
+    Affine(4, 2, 4), HierarchicalAffine(4), HierarchicalAffine(4, lower=False), Approximated(2, 4, 8, 0.25, 2),
+    Largest(0.5, 0.7)]))
 def test_attention_is_that_to_what_the_codes_stand_for(codec: Codec) -> None:
     """Behind a prompt, and behind the flush of a full rest, in rows of different lengths."""
     network = Transformer(llama(vocab=16, width=32, layers=1, heads=4, kv_heads=2, mlp=24, context=256))
@@ -177,9 +178,9 @@ def test_a_second_half_of_bits_brings_numbers_nearer() -> None:
     """By about 16 times, and the first half alone is the plain 4 bits."""
     x = jnp.asarray(given())[:, :, :64]
     kv, shape = jnp.concatenate([x, x], -1), KVLayer(3, 64)
-    codes = Nibbles(32).encode(shape, kv)
+    codes = HierarchicalAffine(32).encode(shape, kv)
     plain = Affine(4, 4, 32)
-    upper, both = (Nibbles(32, lower=lower).decode(shape, codes, jnp.float32) for lower in (False, True))
+    upper, both = (HierarchicalAffine(32, lower=lower).decode(shape, codes, jnp.float32) for lower in (False, True))
     np.testing.assert_array_equal(upper, plain.decode(shape, plain.encode(shape, kv), jnp.float32))
     assert np.square(both - kv).mean() < np.square(upper - kv).mean() / 150
 

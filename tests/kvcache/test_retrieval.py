@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.cache import causal
+from decodax.cache import KVLayer, causal
+from decodax.kvcache.held import HeldLayer
+from decodax.kvcache.query_scores import ChunkMeans
 from decodax.kvcache.recycling import Recycled, Recycling
-from decodax.kvcache.retrieval import KeyBounds, MeanKey, PageScore, Retrieval, Retrieving
+from decodax.kvcache.retrieval import KeyBounds, PageScore, Retrieval, Retrieving
+from decodax.kvcache.scores import Gathered
+from decodax.kvcache.selection import best
 from tests.kvcache.test_policies import PROMPTS, SMALL, TREE
 
 LAYER, P, RECENT = (2, 8), 4, 6
@@ -29,11 +36,31 @@ def filled(score: PageScore, lengths: tuple[int, ...], chunk: int) -> tuple[Retr
     return cache, keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
 
-@pytest.mark.parametrize("score", [KeyBounds(), MeanKey()])
-def test_a_query_reads_the_pages_of_highest_score_and_the_latest_tokens(score: PageScore) -> None:
+def test_pages_are_worth_what_the_authors_say() -> None:
+    """Of Quest, for a last page that is not full, too; and TriForce's choice of chunks."""
+    wanted, random = json.loads((Path(__file__).parent / "retrieval.json").read_text()), np.random.RandomState(0)
+    q = random.standard_normal((1, 1, 32)).astype(np.float32).reshape(2, 2, 8)
+    keys = random.standard_normal((1, 45, 16)).astype(np.float32).reshape(45, 2, 8).swapaxes(0, 1)
+    rule = KeyBounds()
+    pages = [rule.digest(jnp.asarray(keys[:, i:i + 4])) for i in range(0, 45, 4)]
+    np.testing.assert_allclose(rule(jnp.asarray(q), jnp.stack(pages, 1)).reshape(4, -1), wanted["quest"]["scores"],
+                               atol=1e-3)
+    keys = random.standard_normal((1, 1, 64, 4, 8)).astype(np.float32)[0, 0].swapaxes(0, 1)
+    q = random.standard_normal((1, 1, 4, 8)).astype(np.float32)[0].swapaxes(0, 1)
+    at = jnp.broadcast_to(jnp.arange(64), (4, 64))
+    held = HeldLayer(keys=jnp.asarray(keys), values=jnp.asarray(keys), positions=at, count=jnp.full(4, 64),
+                     length=jnp.int32(64), settled_at=jnp.int32(64), since=jnp.int32(64),
+                     queries=jnp.asarray(q.swapaxes(0, 1)), gathered=Gathered(), outputs=None, layer=0, depth=1,
+                     shape=KVLayer(4, 8, queries=4))
+    stays = best(ChunkMeans(8)(held), held.valid, jnp.int32(24))
+    found = [sorted(set((np.flatnonzero(row) // 8).tolist())) for row in np.asarray(stays)]
+    assert found == wanted["triforce"]["chunks"]
+
+
+def test_a_query_reads_the_pages_of_highest_score_and_the_latest_tokens() -> None:
     """Against a sum written out query by query, in rows of different lengths."""
     lengths = (61, 30, 9)
-    cache, keys, values = filled(score, lengths, 16)
+    cache, keys, values = filled(KeyBounds(), lengths, 16)
     q = np.random.default_rng(1).standard_normal((3, 2, 4, 8)).astype(np.float32)
     k, v = np.random.default_rng(2).standard_normal((2, 3, 2, 2, 8)).astype(np.float32)
     window = causal(jnp.zeros((3, 2), jnp.int32), cache.length)
@@ -44,11 +71,9 @@ def test_a_query_reads_the_pages_of_highest_score_and_the_latest_tokens(score: P
         start = max(at - RECENT, 0) // P
         for g in range(2):
             pages = keys[b, g].reshape(-1, P, 8)[:start]
-            if isinstance(score, KeyBounds):        # as in the authors' code: by the signs of the query
-                worth = [max(sum(max(x * page[:, c].min(), x * page[:, c].max()) for c, x in enumerate(q[b, node, h]))
-                             for h in (2 * g, 2 * g + 1)) for page in pages]
-            else:
-                worth = [max(q[b, node, h] @ page.mean(0) for h in (2 * g, 2 * g + 1)) for page in pages]
+            # as in the authors' code: by the signs of the query
+            worth = [max(sum(max(x * page[:, c].min(), x * page[:, c].max()) for c, x in enumerate(q[b, node, h]))
+                         for h in (2 * g, 2 * g + 1)) for page in pages]
             chosen = sorted(range(start), key=lambda i: -worth[i])[:3]
             seen = [i * P + j for i in chosen for j in range(P)] + list(range(start * P, lengths[b]))
             read += len(seen) < lengths[b]

@@ -10,7 +10,7 @@ import pytest
 
 import decodax as dx
 from decodax.kvcache import kv
-from decodax.kvcache.codecs import Nibbles
+from decodax.kvcache.codecs import HierarchicalAffine
 from decodax.kvcache.coded import Coding
 from decodax.models import Diffusion
 from decodax.speculative.drafts import OwnCache
@@ -18,7 +18,7 @@ from decodax.speculative.shapes import Chain, Fixed
 from tests.kvcache.test_policies import DEEP, PROMPTS
 from tests.matrix import often
 
-QUANTSPEC = Coding(Nibbles(8), 8, "quantspec")
+QUANTSPEC = Coding(HierarchicalAffine(8), 8, "quantspec")
 SNAP = kv("snapkv", budget=14, window=4)
 
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {      # the method, the cache that is 
 }
 
 
-@pytest.mark.parametrize("case", often(["a tree"], CASES))
+@pytest.mark.parametrize("case", often(["a tree", "triforce"], CASES))
 def test_drafts_on_another_cache_give_the_tokens_of_plain_decoding(case: str) -> None:
     method, asked, held = CASES[case]
     drafted = run(method, asked)
@@ -81,7 +81,7 @@ def test_what_is_written_in_two_halves_drafts_as_the_first() -> None:
     """So that the drafts of the 8 bits' own model are nearly all accepted, and those of 4 bits not all of them."""
     model = DEEP.model.with_cache(QUANTSPEC)
     cache = model.init_cache(2, 64)
-    assert cache.view.kind.codec == Nibbles(8, lower=False) != cache.kind.codec
+    assert cache.view.kind.codec == HierarchicalAffine(8, lower=False) != cache.kind.codec
     assert jax.tree.leaves(cache.view)[0] is jax.tree.leaves(cache)[0]
 
 
