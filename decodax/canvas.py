@@ -17,8 +17,9 @@ from decodax.diffusion import MaskedDiffusion, Template
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt, collected, read_prompt, spell
 from decodax.job import Job
+from decodax.methods import chosen, model
 from decodax.policy.arguments import flag, id_rows, is_whole, whole
-from decodax.request import CHUNK, Request, check_names, chosen, model
+from decodax.request import CHUNK, Request, check_names
 from decodax.result import Result
 
 LARGEST_GAP = 1 << 24

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -18,15 +16,14 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from decodax.autoregressive import Autoregressive
 from decodax.cache import CacheConfig
 from decodax.core.stops import StopTable, stop_strings
 from decodax.core.types import Algorithm
-from decodax.diffusion.systems.entries import default as fills
-from decodax.io.load import LM, find, load
+from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
 from decodax.kvcache.table import read as read_kind
 from decodax.memory import afford, power
+from decodax.methods import chosen, model
 from decodax.policy import Policy
 from decodax.policy.arguments import (
     flag,
@@ -42,7 +39,6 @@ from decodax.policy.arguments import (
 )
 from decodax.policy.build import DEFAULTS, assemble, unknown_argument
 from decodax.policy.config import NEUTRAL, blaming, merge
-from decodax.registry import System
 
 CHUNK = 256
 """Prompt tokens a prefill round."""
@@ -129,7 +125,6 @@ class Request:
             "num_return_sequences", num_samples, lambda name, x: whole(name, x, 1), None, "num_samples")
         if batch_size is not None:
             batch_size = min(whole("batch_size", batch_size, 1), count)
-        kind = None
         if cache is not None:
             kind = read_kind(cache) if isinstance(cache, str) else cache
             kind = kind.of_model(lm) if isinstance(kind, CacheConfig) else kind
@@ -144,7 +139,7 @@ class Request:
             lm = dataclasses.replace(lm, model=fitted)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
         _room(lm, int((lengths + budget).max()), counted)
-        if isinstance(kind, CacheConfig) and (more := kind.beyond(int(lengths.max()))):
+        if (more := method.through(lm.model).beyond(int(lengths.max()))):
             _room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads behind it")
 
         least = said.or_given("min_new_tokens", min_new_tokens, lambda name, x: whole_rows(name, x, count), [0] * count)
@@ -225,24 +220,6 @@ def _contexts(lm: LM, context: Any, count: int) -> list[list[int]]:
     return rows * (count // len(rows))
 
 
-def model(lm: Any) -> LM:
-    """The model itself, or by what `load` calls it; a model that is named is loaded once.
-
-    Raises:
-        TypeError: neither.
-    """
-    if isinstance(lm, (str, os.PathLike)):
-        return _loaded(str(find(os.fspath(lm)).resolve()))
-    if not isinstance(lm, LM):
-        raise TypeError(f"lm: got {shown(lm)}, takes what decodax.load gives, or a model's name or directory")
-    return lm
-
-
-@functools.lru_cache(maxsize=2)
-def _loaded(path: str) -> LM:
-    return load(path)
-
-
 ELSEWHERE = {
     "batch": "batch_size= splits prompts into batches", "vocab_size": "it is the model's own",
     "stops": "stop= takes the strings", "num_return_sequences": "it is num_samples= here",
@@ -279,74 +256,6 @@ def check_names(where: str, sampling: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(name, [*FRONT, *DEFAULTS], n=3, cutoff=0.6)
             raise TypeError(f"{name}: unknown argument; did you mean {' or '.join(near)}?" if near else
                             unknown_argument(name))
-
-
-def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
-    """The decoding method: given, named, or the default.
-
-    Args:
-        rows: of a batch, for systems that are measured at its size.
-
-    Raises:
-        TypeError, ValueError: it is none, or it does not fit the model.
-    """
-    if isinstance(given, str):
-        method = _named(lm, given, rows)
-    elif given is None:
-        method = Autoregressive() if lm.diffusion is None else fills(lm)
-    elif isinstance(given, type):
-        raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
-    elif not isinstance(given, Algorithm):
-        raise TypeError(f"algorithm: got {shown(given)}, takes a decoding method, such as decodax.Speculative(...), or "
-                        "the name of a system, such as 'prompt-lookup:length=5'")
-    else:
-        method = given
-    canvas, what = method.canvas, type(method).__name__
-    if canvas and lm.diffusion is None:
-        raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "
-                         "autoregressive; takes a sampler of autoregressive models. A model of your own that fills "
-                         "masks says so by LM(diffusion=...)")
-    # behind a causal prefix such a model writes like any other, if its logits predict the next token
-    if not canvas and lm.diffusion is not None and not (lm.diffusion.attention == "causal-prefix"
-                                                        and lm.diffusion.shift):
-        raise ValueError(f"algorithm: got {what} for {lm.name!r}, which fills masks and sees both sides of them; takes "
-                         "a sampler of masked diffusion, such as system('llada', lm)")
-    return method
-
-
-class _Same:
-    """A model compared by identity: what was made for it is kept while it is the same."""
-
-    def __init__(self, lm: LM):
-        self.lm = lm
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.lm is self.lm
-
-    def __hash__(self) -> int:
-        return id(self.lm)
-
-
-def _named(lm: LM, text: str, rows: int) -> Algorithm:
-    from decodax.systems import SYSTEMS, parse
-
-    try:
-        return _made(_Same(lm), SYSTEMS[parse(text)[0]], text, rows)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"algorithm: {error}") from error
-
-
-@functools.lru_cache(maxsize=2)        # some are measured on the model when they are made
-def _made(lm: _Same, found: System, text: str, rows: int) -> Algorithm:
-    """What the entry builds; the entry is part of the key, since a user may register another one under its name."""
-    from decodax.systems import parse, system
-
-    name, options = parse(text)
-    if found.drafts:
-        raise ValueError(f"{name!r} needs {found.needs}; give decodax.system({name!r}, lm, decodax.load(...))")
-    if "batch" in found.options:
-        options = {"batch": rows, **options}
-    return system(name, lm.lm, **options)
 
 
 class _Config:

@@ -164,7 +164,6 @@ class DecoderConfig:
         return len(self.own) < len(self.layers)
 
 
-
 def cla(config: DecoderConfig, share: int = 2) -> DecoderConfig:
     """With keys and values of every `share`-th layer alone, which the layers behind it read ("Reducing Transformer
     Key-Value Cache Size with Cross-Layer Attention", Brandon et al., 2024): a cache of a `share`-th of the size. It is

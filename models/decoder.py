@@ -96,12 +96,8 @@ class Attention(nnx.Module):
         self.k = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias) if own else None
         self.v = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias) if own else None
         self.o = Linear(rngs, (q, c.width), ("heads", "embed"), c.out_bias, STD / (2 * len(c.layers)) ** 0.5)
-        norm = c.qk_norm_kind or c.norm
-        norms = {"head": lambda heads, axis: Norm(norm, (c.head_dim,), (None,)),
-                 "full": lambda heads, axis: Norm(norm, (heads * c.head_dim,), (axis,)),
-                 "per_head": lambda heads, axis: Norm(norm, (heads, c.head_dim), (axis, None))}
-        make = norms.get(c.qk_norm or "", lambda heads, axis: None)
-        self.q_norm, self.k_norm = make(c.heads, "heads"), make(c.kv_heads, "kv_heads") if own else None
+        self.q_norm = _head_norm(c, c.heads, "heads")
+        self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if own else None
 
     def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
                  attend: Attend) -> tuple[Array, Any]:
@@ -122,10 +118,28 @@ class Attention(nnx.Module):
 
     def _placed(self, y: Array, norm: Norm | None, tables: dict[Any, tuple[Array, Array]]) -> Array:
         """Queries or keys in heads, normed and rotated."""
-        y = self._split(norm(y)) if norm is not None and self.c.qk_norm == "full" else self._split(y)
-        y = norm(y) if norm is not None and self.c.qk_norm != "full" else y
+        if norm is None:
+            y = self._split(y)
+        elif self.c.qk_norm == "full":
+            y = self._split(norm(y))
+        else:
+            y = norm(self._split(y))
         rope = self.layer.rope
         return y if rope is None else rotate(y, *tables[rope], interleaved=rope.interleaved)
+
+
+def _head_norm(c: DecoderConfig, heads: int, axis: str) -> Norm | None:
+    """That of queries or keys, if there is one."""
+    norm = c.qk_norm_kind or c.norm
+    match c.qk_norm:
+        case None:
+            return None
+        case "head":
+            return Norm(norm, (c.head_dim,), (None,))
+        case "full":
+            return Norm(norm, (heads * c.head_dim,), (axis,))
+        case "per_head":
+            return Norm(norm, (heads, c.head_dim), (axis, None))
 
 
 class MLP(nnx.Module):
@@ -265,9 +279,9 @@ class Decoder(nnx.Module):
 
         def shared(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
             reads = self.c.layers[layer].reads
-            of = layer if reads is None else reads
-            made.setdefault(of, (k, v))
-            return attend(place[of], q, *made[of], **options)
+            if reads is None:
+                reads, made[layer] = layer, (k, v)
+            return attend(place[reads], q, *made[reads], **options)
 
         return shared
 

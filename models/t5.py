@@ -112,6 +112,9 @@ class T5(Model):
     def fit(self, new: int) -> T5:
         return dataclasses.replace(self, cache=self.cache.fit(new)) if isinstance(self.cache, CacheConfig) else self
 
+    def beyond(self, longest: int) -> int:
+        return self.cache.beyond(longest) if isinstance(self.cache, CacheConfig) else 0
+
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c, memory = self.config, None
         if inputs is not None and not isinstance(inputs, EncoderText):

@@ -96,6 +96,9 @@ class Transformer(LayeredModel):
     def fit(self, new: int) -> Transformer:
         return dataclasses.replace(self, cache=self.cache.fit(new)) if isinstance(self.cache, CacheConfig) else self
 
+    def beyond(self, longest: int) -> int:
+        return self.cache.beyond(longest) if isinstance(self.cache, CacheConfig) else 0
+
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c = self.config
         if inputs is not None and not isinstance(inputs, Embeddings):

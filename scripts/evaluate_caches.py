@@ -27,9 +27,6 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("aware", "agnostic")
-ANSWERED = ("recall", "needle", "track", "copy")
-"""The tasks that the shipped `recall` has learned."""
-
 REMOVED = (0.25, 0.5, 0.8)
 
 
@@ -152,7 +149,7 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
     from decodax.kvcache import fit_layers
     from decodax.request import Request
 
-    tasks = list(ANSWERED if tasks is None else tasks)
+    tasks = list(recall.ANSWERED if tasks is None else tasks)
     heads = importance(lm, length) if any(policy.startswith("headkv") for policy in policies) else None
     others = [[recall.ID[word] for word in problem.prompt.split()] for problem in
               recall.problems("needle", 8, length, seed=1000)]
@@ -199,58 +196,6 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
                 done += 1
                 if save is not None:
                     save(out)
-    return out
-
-
-DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget=512",
-          "magicdec:budget=256,keep=sink-window", "quantspec:group=64,weights=None", "quantspec:group=64")
-
-
-@dataclasses.dataclass(frozen=True)
-class Drafted:
-    """Drafts of a model on another cache of its own.
-
-    Attributes:
-        system: as it was asked for; "full" drafts on the whole cache.
-        accepted: share of the drafts. per_forward: new tokens for each forward of the whole model. same: share of
-            answers that are token for token those of plain decoding on the target's cache.
-    """
-
-    system: str
-    accepted: float
-    per_forward: float
-    same: float
-
-
-def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length: int = 1024,
-               seed: int = 0) -> list[Drafted]:
-    """Answers the questions with drafts on smaller caches.
-
-    Raises:
-        ValueError: an unknown system or option.
-    """
-    import recall
-
-    import decodax as dx
-    from decodax.cache import dense
-    from decodax.registry import options
-    from decodax.speculative.drafts import OwnCache
-    from decodax.systems import SYSTEMS
-
-    prompts = [p.prompt for task in ANSWERED for p in recall.problems(task, problems, length, seed)]
-    out = []
-    for text in systems:
-        name = text.partition(":")[0]
-        given = {} if name == "full" else options(text, SYSTEMS[name].options)
-        method = dx.Speculative(OwnCache(lm, dense)) if name == "full" else dx.system(name, lm, **given)
-        kind = method.draft.kind if method.draft.alone else None
-        plain = dx.generate(lm, prompts, cache=kind, max_new_tokens=24)
-        drafted = dx.generate(lm, prompts, algorithm=method, max_new_tokens=24)
-        same = [a[:n].tolist() == b[:m].tolist() for a, n, b, m in
-                zip(plain.tokens, plain.lengths, drafted.tokens, drafted.lengths, strict=True)]
-        stats = drafted.stats
-        out.append(Drafted(text, float(stats.accepted.sum() / stats.drafted.sum()), stats.tokens_per_forward,
-                           sum(same) / len(same)))
     return out
 
 
@@ -330,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-m", "--model", default="recall", metavar="NAME_OR_DIR", help="default: recall")
     p.add_argument("--removed", nargs="+", type=float, default=REMOVED, metavar="X", help="shares (default: .25 .5 .8)")
     p.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="default: both")
-    p.add_argument("--task", nargs="+", choices=recall.TASKS, default=ANSWERED, metavar="TASK",
+    p.add_argument("--task", nargs="+", choices=recall.TASKS, default=recall.ANSWERED, metavar="TASK",
                    help=f"of {', '.join(recall.TASKS)} (default: all but values, which `recall` has not learned)")
     p.add_argument("--problems", type=int, default=20, metavar="N", help="of each task and seed (default: 20)")
     p.add_argument("--length", type=int, default=1024, metavar="N", help="words of the texts (default: 1024)")
@@ -347,10 +292,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    import cache_drafts
     import jax
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Table
 
     import decodax as dx
     from decodax.kvcache import POLICIES
@@ -368,11 +313,7 @@ def main(argv: list[str]) -> int:
                          facts[0]["setting"], "; ".join(fact["command"] for fact in facts))
         lm = dx.load(args.model)
         if args.drafts:
-            table = Table("drafts on", "accepted", "tokens/forward", "same answers", box=None)
-            for row in run_drafts(lm, problems=args.problems, length=args.length, seed=args.seeds[0]):
-                table.add_row(row.system, f"{row.accepted:.3f}", f"{row.per_forward:.2f}", f"{row.same:.1%}")
-            Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(table)
-            return 0
+            return cache_drafts.show(lm, problems=args.problems, length=args.length, seed=args.seeds[0])
         setting = (f"{lm.name}, texts of {args.length} words, {args.problems} problems each of {', '.join(args.task)}, "
                    f"seeds {', '.join(map(str, args.seeds))}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} "
                    f"cores; JAX {jax.__version__}")

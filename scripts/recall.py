@@ -138,6 +138,9 @@ class _Text:
 
 
 TASKS = ("recall", "needle", "values", "track", "copy")
+ANSWERED = ("recall", "needle", "track", "copy")
+"""Those that the shipped `recall` has learned."""
+
 _OTHERS = {"needle": ("needle", 3), "values": ("needle", 4), "track": ("track", 3), "copy": ("copy", 2)}
 """What else stands in the text of a problem, and how often."""
 

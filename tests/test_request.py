@@ -246,7 +246,7 @@ def test_algorithms_and_models_are_taken_by_name(lm, tiny_model):
     assert named == dx.system("prompt-lookup", length=3)
     text = dx.generate(lm, "a b a b a b", max_new_tokens=6, algorithm="prompt-lookup:length=3").text
     assert text == dx.generate(str(tiny_model), "a b a b a b", max_new_tokens=6).text
-    from decodax.request import model
+    from decodax.methods import model
     assert model(tiny_model) is model(str(tiny_model))       # loaded once
     with pytest.raises(ValueError, match=r"algorithm: .*unknown name 'prompt-lokup'; near ones: prompt-lookup"):
         dx.generate(lm, IDS, algorithm="prompt-lokup")

@@ -86,6 +86,9 @@ class WithView(CacheConfig):
     def fit(self, new: int) -> WithView:
         return dataclasses.replace(self, small=_fitted(self.small, new), base=_fitted(self.base, new))
 
+    def beyond(self, longest: int) -> int:
+        return max(kind.beyond(longest) if isinstance(kind, CacheConfig) else 0 for kind in (self.small, self.base))
+
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
         make = lambda kind: kind(layers, batch, capacity, dtype, inputs)

@@ -94,6 +94,10 @@ class Model(abc.ABC):
         """This model with caches for texts with at most `new` tokens behind their prompts (`CacheConfig.fit`)."""
         return self
 
+    def beyond(self, longest: int) -> int:
+        """How many positions behind a prompt of so many tokens its caches have it read (`CacheConfig.beyond`)."""
+        return 0
+
     def share(self, prefix: int, more: int) -> tuple[Model, Model] | None:
         """This model with caches whose rows share a beginning (`CacheConfig.share`), and the one with dense caches that
         reads it; None: its caches cannot."""
@@ -185,48 +189,6 @@ class PartialForward:
 
 
 jax.tree_util.register_dataclass(PartialForward, ["layers", "entries"], ["model"])
-
-
-class Loaded:
-    """A network with its weights, as `decodax.load` gives it.
-
-    Attributes:
-        model: the network. params: its weights. vocab_size: ids that it reads. name: what it was loaded as.
-        diffusion: how it fills masks; None for an autoregressive model. directory: where its files lie, or None.
-    """
-
-    if TYPE_CHECKING:
-
-        @property
-        def model(self) -> Model: ...
-
-        @property
-        def params(self) -> PyTree: ...
-
-        @property
-        def vocab_size(self) -> int: ...
-
-        @property
-        def name(self) -> str: ...
-
-        @property
-        def diffusion(self) -> Any: ...
-
-        @property
-        def directory(self) -> Any: ...
-
-
-def network_of(given: Any) -> tuple[Model, PyTree]:
-    """The network and the weights (None: unknown) of what a user handed in: a `Model`, or what `decodax.load` gave.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(given, Loaded):
-        return given.model, given.params
-    if isinstance(given, Model):
-        return given, None
-    raise ValueError(f"model: got {type(given).__name__}, takes a Model or what decodax.load gave")
 
 
 @struct

@@ -11,7 +11,7 @@ from jax import Array
 
 from decodax.core import keys
 from decodax.core.keys import Purpose
-from decodax.core.types import Loaded
+from decodax.core.loaded import Loaded
 from decodax.struct import Struct, struct
 
 

@@ -11,7 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 import decodax.models
-from decodax.core.types import Loaded, Model
+from decodax.core.loaded import Loaded
+from decodax.core.types import Model
 from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_t5
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.packed import ENTRY

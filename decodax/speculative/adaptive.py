@@ -25,7 +25,8 @@ from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.controllers import Arms, Controller, RoundOutcome
-from decodax.speculative.source import CHAINS, Draft, Drawn
+from decodax.speculative.drafter import CHAINS
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 

@@ -16,8 +16,9 @@ from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.policy.base import Distribution
+from decodax.speculative.drafter import Drafter
 from decodax.speculative.grown import Grown, Trimmed
-from decodax.speculative.source import Draft, Drafter, Shape, Source
+from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Proposal, Tree, tree, window
 from decodax.speculative.verify import SeedExact, Verifier
 

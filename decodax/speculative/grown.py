@@ -8,8 +8,9 @@ from typing import Any
 from decodax.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Params
+from decodax.speculative.drafter import CHAINS, TREES, AroundSource
 from decodax.speculative.shapes.fixed import Chain
-from decodax.speculative.source import CHAINS, TREES, AroundSource, Draft, Grower, Shape, fitted
+from decodax.speculative.source import Draft, Grower, Shape, fitted
 from decodax.speculative.tree import Drawn, Proposal
 
 

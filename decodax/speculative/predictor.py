@@ -23,10 +23,11 @@ from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.algorithm import Speculative
+from decodax.speculative.drafter import AroundSource
 from decodax.speculative.fit import continued
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.shapes.threshold import Drafted, entropy
-from decodax.speculative.source import AroundSource, Draft, Drawn, Grower, fitted
+from decodax.speculative.source import Draft, Drawn, Grower, fitted
 from decodax.speculative.tree import Proposal
 from decodax.speculative.verify import SeedExact
 from decodax.struct import Struct, struct

@@ -6,6 +6,7 @@ import doctest
 import json
 from pathlib import Path
 
+import cache_drafts
 import evaluate
 import evaluate_caches
 import numpy as np
@@ -123,7 +124,7 @@ def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
 
 @pytest.mark.matrix
 def test_drafts_on_smaller_caches_are_counted(model: Path) -> None:
-    full, some = evaluate_caches.run_drafts(dx.load(str(model)), ("full", "magicdec:budget=16"), problems=1, length=48)
+    full, some = cache_drafts.run(dx.load(str(model)), ("full", "magicdec:budget=16"), problems=1, length=48)
     assert full.same == some.same == 1 and some.accepted <= full.accepted
     assert full.per_forward > 1
 

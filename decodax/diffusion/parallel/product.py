@@ -25,9 +25,10 @@ from decodax.axes import constrain
 from decodax.cache import Cache, Entries, causal
 from decodax.core import keys
 from decodax.core.keys import Purpose
+from decodax.core.loaded import network_of
 from decodax.core.mesh import heads
 from decodax.core.state import State
-from decodax.core.types import INVALID, Params, network_of
+from decodax.core.types import INVALID, Params
 from decodax.diffusion.adapter import Full, Nodes
 from decodax.diffusion.parallel.branches import Sequential
 from decodax.diffusion.policies import Caching, Memory, Seen, Unmask, View, span

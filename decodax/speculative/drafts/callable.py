@@ -12,7 +12,8 @@ from jax import Array
 from decodax.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Params
-from decodax.speculative.source import CHAINS, Draft, Drawn
+from decodax.speculative.drafter import CHAINS
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 
 

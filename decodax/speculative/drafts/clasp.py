@@ -29,8 +29,9 @@ from jax import Array, lax
 from decodax.cache import Draftable, Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.drafter import TREES
 from decodax.speculative.drafts.layer_skip import OwnLayers, layered, verified
-from decodax.speculative.source import TREES, Answer
+from decodax.speculative.source import Answer
 from decodax.struct import Struct, struct
 
 

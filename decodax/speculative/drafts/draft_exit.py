@@ -22,9 +22,10 @@ from jax import Array
 from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.drafter import AroundSource
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.shapes.threshold import chances, check_chance, grow_chain, probability
-from decodax.speculative.source import Answer, AroundSource, Draft, Grower, Level, Shape, Source
+from decodax.speculative.source import Answer, Draft, Grower, Level, Shape, Source
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 

@@ -28,7 +28,8 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.source import CHAINS, Draft, Drawn
+from decodax.speculative.drafter import CHAINS
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 

@@ -25,8 +25,9 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import Draftable, Window
+from decodax.core.loaded import network_of
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params, network_of
+from decodax.core.types import Decision, Out, Params
 from decodax.policy.draw import first_argmax
 from decodax.speculative.drafts.layer_skip import OwnLayers, layered
 from decodax.speculative.source import Answer

@@ -35,10 +35,12 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache import Draftable, Feature, Window, causal
+from decodax.core.loaded import network_of
 from decodax.core.state import State
-from decodax.core.types import Decision, LayeredModel, Out, Params, PartialForward, network_of
+from decodax.core.types import Decision, LayeredModel, Out, Params, PartialForward
 from decodax.policy.guidance import GuidedCache
-from decodax.speculative.source import TREES, Answer, Level, Source
+from decodax.speculative.drafter import TREES
+from decodax.speculative.source import Answer, Level, Source
 from decodax.speculative.tree import Proposal, tree
 from decodax.struct import Struct, struct
 

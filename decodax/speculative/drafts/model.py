@@ -15,9 +15,10 @@ from jax import Array, lax
 
 from decodax.axes import constrain
 from decodax.cache import Cache, Draftable, Window, causal, take
+from decodax.core.loaded import Loaded, network_of
 from decodax.core.mesh import heads
 from decodax.core.state import State
-from decodax.core.types import Decision, Loaded, Model, Out, Params, network_of
+from decodax.core.types import Decision, Model, Out, Params
 from decodax.speculative.source import Answer, Level, Source
 from decodax.struct import Struct, struct
 

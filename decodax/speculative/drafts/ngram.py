@@ -23,8 +23,9 @@ from jax import Array, lax
 from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.drafter import CHAINS
 from decodax.speculative.drafts.text import FromText, best_places, matched, tail
-from decodax.speculative.source import CHAINS, Answer, Draft, Drawn, Level, Source
+from decodax.speculative.source import Answer, Draft, Drawn, Level, Source
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from decodax.cache import Cache, CacheConfig, Draftable, Feature, Window, causal, dense
 from decodax.cache.views import WithView
+from decodax.core.loaded import network_of
 from decodax.core.state import State
-from decodax.core.types import Decision, Model, Out, Params, network_of
+from decodax.core.types import Decision, Model, Out, Params
 from decodax.policy.guidance import GuidedCache
 from decodax.speculative.source import Answer, Level, Source
 

@@ -34,8 +34,9 @@ from decodax.core.state import State, Stats, Status
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.pallas_kernels.window_attention.reference import BLOCK
 from decodax.policy.base import Policy, Temperature
+from decodax.speculative.drafter import CHAINS
 from decodax.speculative.drafts.model import catch_up
-from decodax.speculative.source import CHAINS, Draft, Drawn
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.speculative.vocabulary import Vocabulary, append
 from decodax.struct import Struct, struct

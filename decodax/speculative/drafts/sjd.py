@@ -29,8 +29,9 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.draw import draw
+from decodax.speculative.drafter import CHAINS
 from decodax.speculative.drafts.jacobi import Fill, behind, check_fill, filling
-from decodax.speculative.source import CHAINS, Draft, Drawn
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.struct import Struct, struct
 

@@ -28,8 +28,9 @@ from jax import Array
 from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.drafter import TREES
 from decodax.speculative.shapes.layers import at_least
-from decodax.speculative.source import TREES, Children, Draft, Drawn, Grower, Growth, Source, fitted
+from decodax.speculative.source import Children, Draft, Drawn, Grower, Growth, Source, fitted
 from decodax.speculative.tree import Proposal
 from decodax.struct import Struct, struct
 

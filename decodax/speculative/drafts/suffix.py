@@ -31,8 +31,9 @@ from jax import Array, lax
 from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.drafter import CHAINS
 from decodax.speculative.drafts.text import FromText, known
-from decodax.speculative.source import CHAINS, Draft, Drawn
+from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 
 

@@ -25,7 +25,8 @@ from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.pallas_kernels.vocabulary import top_k
-from decodax.speculative.source import Answer, AroundSource, Draft, Level, Source
+from decodax.speculative.drafter import AroundSource
+from decodax.speculative.source import Answer, Draft, Level, Source
 from decodax.struct import Struct, struct
 
 

@@ -17,7 +17,7 @@ from jax import Array, lax
 from decodax.cache import take
 from decodax.core.state import State
 from decodax.core.types import Params
-from decodax.speculative.source import Drafter
+from decodax.speculative.drafter import Drafter
 from decodax.speculative.tree import Proposal
 
 Corpus = tuple[tuple[int, ...], ...]

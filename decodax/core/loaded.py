@@ -1,0 +1,51 @@
+"""A network with its weights, as users hand it in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from decodax.core.types import Model
+
+PyTree = Any
+
+
+class Loaded:
+    """A network with its weights, as `decodax.load` gives it.
+
+    Attributes:
+        model: the network. params: its weights. vocab_size: ids that it reads. name: what it was loaded as.
+        diffusion: how it fills masks; None for an autoregressive model. directory: where its files lie, or None.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def model(self) -> Model: ...
+
+        @property
+        def params(self) -> PyTree: ...
+
+        @property
+        def vocab_size(self) -> int: ...
+
+        @property
+        def name(self) -> str: ...
+
+        @property
+        def diffusion(self) -> Any: ...
+
+        @property
+        def directory(self) -> Any: ...
+
+
+def network_of(given: Any) -> tuple[Model, PyTree]:
+    """The network and the weights (None: unknown) of what a user handed in: a `Model`, or what `decodax.load` gave.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(given, Loaded):
+        return given.model, given.params
+    if isinstance(given, Model):
+        return given, None
+    raise ValueError(f"model: got {type(given).__name__}, takes a Model or what decodax.load gave")

@@ -1,0 +1,100 @@
+"""What a call decodes with: its model, and its decoding method."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from decodax.autoregressive import Autoregressive
+from decodax.core.types import Algorithm
+from decodax.diffusion.systems.entries import default as fills
+from decodax.io.load import LM, find, load
+from decodax.policy.arguments import shown
+from decodax.registry import System
+
+
+def model(lm: Any) -> LM:
+    """The model itself, or by what `load` calls it; a model that is named is loaded once.
+
+    Raises:
+        TypeError: neither.
+    """
+    if isinstance(lm, (str, os.PathLike)):
+        return _loaded(str(find(os.fspath(lm)).resolve()))
+    if not isinstance(lm, LM):
+        raise TypeError(f"lm: got {shown(lm)}, takes what decodax.load gives, or a model's name or directory")
+    return lm
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(path: str) -> LM:
+    return load(path)
+
+
+def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
+    """The decoding method: given, named, or the default.
+
+    Args:
+        rows: of a batch, for systems that are measured at its size.
+
+    Raises:
+        TypeError, ValueError: it is none, or it does not fit the model.
+    """
+    if isinstance(given, str):
+        method = _named(lm, given, rows)
+    elif given is None:
+        method = Autoregressive() if lm.diffusion is None else fills(lm)
+    elif isinstance(given, type):
+        raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
+    elif not isinstance(given, Algorithm):
+        raise TypeError(f"algorithm: got {shown(given)}, takes a decoding method, such as decodax.Speculative(...), or "
+                        "the name of a system, such as 'prompt-lookup:length=5'")
+    else:
+        method = given
+    canvas, what = method.canvas, type(method).__name__
+    if canvas and lm.diffusion is None:
+        raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "
+                         "autoregressive; takes a sampler of autoregressive models. A model of your own that fills "
+                         "masks says so by LM(diffusion=...)")
+    # behind a causal prefix such a model writes like any other, if its logits predict the next token
+    if not canvas and lm.diffusion is not None and not (lm.diffusion.attention == "causal-prefix"
+                                                        and lm.diffusion.shift):
+        raise ValueError(f"algorithm: got {what} for {lm.name!r}, which fills masks and sees both sides of them; takes "
+                         "a sampler of masked diffusion, such as system('llada', lm)")
+    return method
+
+
+class _Same:
+    """A model compared by identity: what was made for it is kept while it is the same."""
+
+    def __init__(self, lm: LM):
+        self.lm = lm
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.lm is self.lm
+
+    def __hash__(self) -> int:
+        return id(self.lm)
+
+
+def _named(lm: LM, text: str, rows: int) -> Algorithm:
+    from decodax.systems import SYSTEMS, parse
+
+    try:
+        return _made(_Same(lm), SYSTEMS[parse(text)[0]], text, rows)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"algorithm: {error}") from error
+
+
+@functools.lru_cache(maxsize=2)        # some are measured on the model when they are made
+def _made(lm: _Same, found: System, text: str, rows: int) -> Algorithm:
+    """What the entry builds; the entry is part of the key, since a user may register another one under its name."""
+    from decodax.systems import parse, system
+
+    name, options = parse(text)
+    if found.drafts:
+        raise ValueError(f"{name!r} needs {found.needs}; give decodax.system({name!r}, lm, decodax.load(...))")
+    if "batch" in found.options:
+        options = {"batch": rows, **options}
+    return system(name, lm.lm, **options)
