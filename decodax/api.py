@@ -14,6 +14,9 @@ from decodax.core.types import Algorithm, CacheKind
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt
 from decodax.job import Job
+from decodax.jobs.schedule import Ticket, schedule
+from decodax.jobs.slots import Use, possible
+from decodax.memory import power
 from decodax.policy.arguments import flag
 from decodax.progress import bar
 from decodax.request import CHUNK, Request
@@ -61,11 +64,10 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
             masks, and LLaDA's `cfg_scale` is this less 1. 1 is no guidance.
         skip_special_tokens: leaves special tokens out of texts; stop strings look at the text as it is returned.
         max_time: seconds that the call may take, compiling included. Looked at between bursts of rounds, so a little
-            more; a row that has not ended by then does so with `Status.TIME` and what it has. Each batch makes one
-            burst.
+            more; a row that has not ended by then does so with `Status.TIME` and what it has.
         chunk: prompt tokens a prefill round.
-        batch_size: prompts a batch; default all at once. Batches are made of prompts of similar length; results come
-            in the order of the prompts, and no row depends on it.
+        batch_size: prompts at once; default all. A prompt takes the place of one that has ended; results come in the
+            order of the prompts, and no row depends on it.
         progress: shows a progress bar.
         inputs: what the model takes for each prompt beside its tokens, a pytree of arrays with one entry a prompt
             first: what an encoder reads, a soft prompt (`decodax.models.Embeddings`), an adapter.
@@ -100,8 +102,10 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
 def run(request: Request, clock: float, progress: bool = False) -> Result:
     """Runs a request batch by batch. `clock` is when its time began, by `time.monotonic`."""
     count, size = len(request), request.batch_size
-    order = sorted(range(count), key=lambda i: len(request.prompts[i])) if size else list(range(count))
     end = None if request.max_time is None else clock + request.max_time
+    if size and size < count and possible(request):
+        return _through_slots(request, size, end, progress)
+    order = sorted(range(count), key=lambda i: len(request.prompts[i])) if size else list(range(count))
     parts: list[Result] = []
     with bar(progress, "generating", count * request.samples) as report:
         for start in range(0, count, size or count):
@@ -113,6 +117,23 @@ def run(request: Request, clock: float, progress: bool = False) -> Result:
                     job.expire()
             parts.append(job.result())
     return _merge(parts, order, request.samples, request.lm.pad) if size else parts[0]
+
+
+def _through_slots(request: Request, seats: int, end: float | None, progress: bool) -> Result:
+    """Runs a request with so many prompts at once, each in the place of one that has ended."""
+    # the longest texts first, so that few places stand empty in the end; among those of about the same length, prompts
+    # of similar length side by side, which are read together
+    order = sorted(range(len(request)), key=lambda i: (-power(int(request.max_new[i])), len(request.prompts[i])))
+    use, parts = Use(), {}
+    with bar(progress, "generating", len(request) * request.samples) as report:
+        tickets = (Ticket(request.select([i]), i) for i in order)
+        for i, part in schedule(tickets, seats, end=end, longest=request.longest, more=request.more, use=use):
+            parts[i] = part
+            report(len(parts) * request.samples)
+    found = _merge([parts[i] for i in range(len(request))], list(range(len(request))), request.samples, request.lm.pad)
+    return dataclasses.replace(found, stats=dataclasses.replace(
+        found.stats, forwards=use.forwards, prefill_forwards=use.prefill_forwards, seconds=use.seconds,
+        prefill_seconds=use.prefill_seconds))
 
 
 def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any) -> Stream:

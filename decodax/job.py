@@ -25,6 +25,62 @@ from decodax.result import Result, Statistics, log_probs, new_tokens
 from decodax.sharding import place
 
 
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+    """What the programs of a request are compiled for; batches of the same shape share them.
+
+    Attributes:
+        algorithm: without its weights. model: the network. params: all weights, which travel as data.
+        size: slots of a row. samples: rows of a prompt. mesh: where rows lie, or None. top_logprobs: how many most
+            likely tokens are recorded.
+    """
+
+    algorithm: Algorithm
+    model: Any
+    params: Params
+    size: int
+    samples: int
+    mesh: Mesh | None
+    top_logprobs: int | None
+
+    @classmethod
+    def of(cls, request: Request, longest: int, more: int) -> BatchShape:
+        """That of requests for rows of up to `longest` tokens, of which `more` come when the cache has settled."""
+        lm, algorithm = request.lm, request.algorithm.fit(more)
+        params = Params(target=lm.params, draft=algorithm.weights, others=algorithm.roles)
+        return cls(algorithm.bare(), lm.model, params, bucket(longest), request.samples, lm.mesh, _rounded(request))
+
+    def fill(self, rows: int) -> int:
+        """How many rows the programs for so many have."""
+        return batch(self.algorithm, self.model, self.mesh, rows, self.size)
+
+    def read(self, request: Request, prompts: int, rows: int | None = None) -> tuple[Any, Policy, State, int]:
+        """Reads the prompts, filled up to so many, and fans out their samples, filled up to so many rows.
+
+        Returns:
+            The model as rows came to share a cache, the policy of the rows, their state, and how many forwards it took.
+        """
+        each = request.fill(prompts)
+        on_device = lambda policy: place(self.mesh, jax.tree.map(jnp.asarray, policy))
+        policy = on_device(each.firsts)
+        reader = Reader(each, self.algorithm, self.model, self.params, policy, self.mesh, self.size, self.top_logprobs)
+        model, s, forwards = reader.read()
+        if request.guidance is not None:
+            model, s = guide(self.algorithm, model, self.params, policy, s, each.guidance, each.negative)
+        if rows is None:
+            return model, policy, s, forwards
+        used = len(request) * self.samples
+        live: Any = np.arange(rows) < used
+        index: Any = np.minimum(np.arange(rows), used - 1)
+        policy = on_device(request.policy.select(index))
+        prompt: Any
+        sample: Any
+        prompt, sample = np.divmod(index.astype(np.int32), np.int32(self.samples))
+        s = drivers.fan_out(s, policy, prompt, live, each.seeds[prompt], each.request_ids[prompt],
+                            sample.astype(np.uint32))
+        return model, policy, s, forwards
+
+
 @dataclasses.dataclass
 class Job:
     """A batch on its way: the compiled drivers, and the clock. The state is donated from burst to burst."""
@@ -51,39 +107,17 @@ class Job:
         """
         keep_room(drivers.compiled())
         of = of or request
-        lm, algorithm, samples = request.lm, request.algorithm, request.samples
-        algorithm = algorithm.fit(of.more)
-        size, rows = bucket(of.longest), len(request) * samples
-        fill = lambda most: batch(algorithm, lm.model, lm.mesh, most, size)
-        most = min(of.batch_size or len(of), len(of))
-        each = request.fill(fill(most))
-
+        shape, most = BatchShape.of(of, of.longest, of.more), min(of.batch_size or len(of), len(of))
+        group = shape.algorithm.samples or 1        # whole groups, of a method that works on rows together
+        rows = None if request.samples == 1 else -(-shape.fill(most * request.samples) // group) * group
         clock = time.perf_counter()
-        # a draft's weights travel as data; the programs are compiled for the method alone
-        model, params = lm.model, Params(target=lm.params, draft=algorithm.weights, others=algorithm.roles)
-        algorithm = algorithm.bare()
-        on_device = lambda policy: place(lm.mesh, jax.tree.map(jnp.asarray, policy))
-        with on_mesh(lm.mesh):
-            policy = on_device(each.firsts)
-            reader = Reader(each, algorithm, model, params, policy, lm.mesh, size, _rounded(request))
-            model, s, forwards = reader.read()
-            if request.guidance is not None:
-                model, s = guide(algorithm, model, params, policy, s, each.guidance, each.negative)
-            if samples > 1:
-                group = algorithm.samples or 1      # whole groups, of a method that works on rows together
-                live: Any = np.arange(-(-fill(most * samples) // group) * group) < rows
-                index: Any = np.minimum(np.arange(len(live)), rows - 1)
-                policy = on_device(request.policy.select(index))
-                prompt: Any
-                sample: Any
-                prompt, sample = np.divmod(index.astype(np.int32), np.int32(samples))
-                s = drivers.fan_out(s, policy, prompt, live, each.seeds[prompt], each.request_ids[prompt],
-                                    sample.astype(np.uint32))
+        with on_mesh(shape.mesh):
+            model, policy, s, forwards = shape.read(request, shape.fill(most), rows)
             # no round at all: compiles the loop, if it must, before the decode clock starts
-            s = drivers.advance(algorithm, model, params, policy, s, np.int32(0))
+            s = drivers.advance(shape.algorithm, model, shape.params, policy, s, np.int32(0), np.int32(0))
             jax.block_until_ready(s.length)
-        job = cls(request, algorithm, model, params, policy, s, forwards, time.perf_counter() - clock)
-        job.status = np.asarray(s.status)[:rows]
+        job = cls(request, shape.algorithm, model, shape.params, policy, s, forwards, time.perf_counter() - clock)
+        job.status = np.asarray(s.status)[:len(request) * request.samples]
         return job
 
     @property
@@ -103,7 +137,7 @@ class Job:
         rounds = bound if whole else min(self.burst if rounds is None else rounds, bound)
         with on_mesh(self.request.lm.mesh):
             self.state = drivers.advance(self.algorithm, self.model, self.params, self.policy, self.state,
-                                         np.int32(rounds))
+                                         np.int32(rounds), np.int32(0))
         self.status = np.asarray(self.state.status)[:len(self.status)]
         spent = time.perf_counter() - clock
         self.seconds += spent
@@ -121,26 +155,39 @@ class Job:
 
     def result(self) -> Result:
         """What came out."""
-        request = self.request
         # without the rows that fill up the batch
-        whole = self.state.replace(cache=None, algo=None, policy=None, key=None)
-        s = jax.tree.map(lambda x: np.asarray(x)[:len(self.status)], whole)
-        tokens, lengths = new_tokens(s, request.lm.pad)
-        text, tokenizer = None, request.lm.tokenizer
-        if tokenizer is not None:
-            text = [tokenizer.continuation(
-                request.prompts[i // request.samples], tokens[i, :n].tolist(), stop=request.stop,
-                min_new=int(request.min_new[i // request.samples]), skip_special_tokens=request.skip_special_tokens,
-                include_stop=request.include_stop) for i, n in enumerate(lengths)]
-        stats = {k: getattr(s.stats, k).astype(np.int64)
-                 for k in ("rounds", "drafted", "accepted", "histogram")}
-        return Result(tokens=tokens, lengths=lengths, status=[Status(int(x)) for x in self.status], text=text,
-                      logprobs=log_probs(s, request.logprobs),
-                      findings={name: np.asarray(x)[:len(self.status)]
-                                for name, x in self.algorithm.findings(self.state).items()},
-                      stats=Statistics(forwards=self.forwards, prefill_forwards=self.prefill_forwards,
-                                       tokens=lengths.astype(np.int64), seconds=self.seconds,
-                                       prefill_seconds=self.prefill_seconds, **stats))
+        found = self.algorithm.findings(self.state)
+        result = collect(self.request, host_rows(self.state, np.arange(len(self.status))), self.status,
+                         {name: np.asarray(x)[:len(self.status)] for name, x in found.items()})
+        return dataclasses.replace(result, stats=dataclasses.replace(
+            result.stats, forwards=self.forwards, prefill_forwards=self.prefill_forwards, seconds=self.seconds,
+            prefill_seconds=self.prefill_seconds))
+
+
+def host_rows(s: State, rows: np.ndarray) -> State:
+    """These rows of a state on the host, without its cache and what methods carry."""
+    return jax.tree.map(lambda x: np.asarray(x)[rows], s.replace(cache=None, algo=None, policy=None, key=None))
+
+
+def collect(request: Request, s: State, status: np.ndarray, findings: dict[str, np.ndarray]) -> Result:
+    """The result of a request's rows, without times and counts of the batch that they ran in.
+
+    Args:
+        s: of these rows alone, on the host. status: `i32[B]`, why each ended.
+    """
+    tokens, lengths = new_tokens(s, request.lm.pad)
+    text, tokenizer = None, request.lm.tokenizer
+    if tokenizer is not None:
+        text = [tokenizer.continuation(
+            request.prompts[i // request.samples], tokens[i, :n].tolist(), stop=request.stop,
+            min_new=int(request.min_new[i // request.samples]), skip_special_tokens=request.skip_special_tokens,
+            include_stop=request.include_stop) for i, n in enumerate(lengths)]
+    stats: dict[str, Any] = {k: getattr(s.stats, k).astype(np.int64)
+                             for k in ("rounds", "drafted", "accepted", "histogram")}
+    return Result(tokens=tokens, lengths=lengths, status=[Status(int(x)) for x in status], text=text,
+                  logprobs=log_probs(s, request.logprobs), findings=findings,
+                  stats=Statistics(forwards=0, prefill_forwards=0, tokens=lengths.astype(np.int64), seconds=0.0,
+                                   prefill_seconds=0.0, **stats))
 
 
 def _rounded(request: Request) -> int | None:

@@ -68,6 +68,13 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
     return -(-many // parts) * parts
 
 
+def by_row(algorithm: Algorithm, model: Model) -> bool:
+    """Whether rows of the method's cache can stand in for one another; see `Cache.by_row`."""
+    bare: Any = algorithm.bare()
+    network: Any = model
+    return not algorithm.caches or _cache(bare, network, 1, 256).by_row
+
+
 def power(n: int) -> int:
     """The smallest power of two that is not below `n`."""
     return 1 << max(n - 1, 0).bit_length()

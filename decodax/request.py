@@ -212,6 +212,23 @@ class Request:
             policy=self.policy.select(each))
 
 
+    @staticmethod
+    def join(requests: Sequence[Request]) -> Request:
+        """The request of all prompts of several, which agree in everything that is not said of each prompt."""
+        if len(requests) == 1:
+            return requests[0]
+        first = requests[0]
+        lists: Any = lambda pick: None if pick(first) is None else [x for request in requests for x in pick(request)]
+        arrays = lambda pick: jax.tree.map(lambda *xs: np.concatenate(xs), *map(pick, requests))
+        policy = arrays(lambda r: r.policy.replace(stops=None)).replace(stops=first.policy.stops)
+        return dataclasses.replace(
+            first, prompts=lists(lambda r: r.prompts), context=arrays(lambda r: r.context),
+            behind=lists(lambda r: r.behind), max_new=arrays(lambda r: r.max_new), min_new=arrays(lambda r: r.min_new),
+            seeds=arrays(lambda r: r.seeds), request_ids=arrays(lambda r: r.request_ids),
+            inputs=arrays(lambda r: r.inputs), guidance=arrays(lambda r: r.guidance),
+            negative=lists(lambda r: r.negative), policy=policy)
+
+
 def _contexts(lm: LM, context: Any, count: int) -> list[list[int]]:
     """The ids of the context of each prompt."""
     rows = read_prompts(lm, context, "context")

@@ -32,7 +32,7 @@ begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
     programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _extend, _fan_out, _fan_out_shared,
-                     advance)
+                     _refill, advance)
     return sum(program._cache_size() for program in programs)
 
 
@@ -139,9 +139,31 @@ def _extend(model: Model, params: Params, cache: Cache, s: State, *, width: int)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4,))
-def advance(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array) -> State:
-    """Runs until all rows have finished, `max_rounds` rounds at most. Pass `max_rounds` as an `i32[]` array."""
-    return run(alg, model, params, policy, s, max_rounds)
+def advance(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array,
+            fewest: Array | None = None) -> State:
+    """Runs until all rows have finished, or no more than `fewest` are running, `max_rounds` rounds at most. Pass both
+    as `i32[]` arrays."""
+    return run(alg, model, params, policy, s, max_rounds, fewest=0 if fewest is None else fewest)
+
+
+def refill(s: State, policy: Any, new: State, new_policy: Any, rows: Array) -> tuple[State, Any]:
+    """The state and the policy with the rows of new ones in the places `rows` (`i32[B']`, all different); a row whose
+    place is beyond the batch is left out. The first two are donated.
+
+    Raises:
+        ValueError: rows of the cache share memory, so that none can be replaced alone.
+    """
+    if s.cache is not None and not s.cache.by_row:
+        raise ValueError(f"cache: rows of {type(s.cache).__name__} share memory, so none can be replaced alone")
+    stops = policy.stops        # which all rows share
+    s, policy = _refill((s, policy.replace(stops=None)), (new, new_policy.replace(stops=None)), rows)
+    return s, policy.replace(stops=stops)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _refill(held: Any, new: Any, rows: Array) -> Any:
+    put = lambda held, new, rows: jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), held, new)
+    return auto_region(put, held, new, rows, like=held)
 
 
 def fan_out(s: State, policy: Any, rows: Array, live: Array, *address: Array) -> State:

@@ -75,23 +75,26 @@ def _if(condition: Array, then: Callable[[State], State], s: State) -> State:
 
 
 def run(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
-        loop: Callable[..., Any] | None = None) -> State:
+        loop: Callable[..., Any] | None = None, fewest: Array | int = 0) -> State:
     """Rounds until every row has finished, `max_rounds` of them at most.
 
     Args:
         max_rounds: traced; streaming calls again with what came out.
         loop: `lax.while_loop`, the default, or `python_loop` to look at each round (the two agree bit for bit).
+        fewest: traced; stops when no more rows than this are running, so that others can take the places of those that
+            have finished.
     """
     def unfinished(carry: tuple[Array, State, Array]) -> Array:
-        return (carry[0] < carry[2]) & carry[1].running.any()
+        return (carry[0] < carry[2][0]) & (carry[1].running.sum() > carry[2][1])
 
-    def region(params: Params, policy: Any, s: State, max_rounds: Array) -> State:
+    def region(params: Params, policy: Any, s: State, bounds: Array) -> State:
         def body(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
             return carry[0] + 1, step(alg, model, params, policy, carry[1]), carry[2]
 
-        return (loop or lax.while_loop)(unfinished, body, (jnp.zeros((), jnp.int32), s, max_rounds))[1]
+        return (loop or lax.while_loop)(unfinished, body, (jnp.zeros((), jnp.int32), s, bounds))[1]
 
-    return auto_region(region, params, policy, s, jnp.asarray(max_rounds, jnp.int32), like=s)
+    bounds = jnp.stack([jnp.asarray(max_rounds, jnp.int32), jnp.asarray(fewest, jnp.int32)])
+    return auto_region(region, params, policy, s, bounds, like=s)
 
 
 def python_loop(unfinished: Callable[[Any], Any], body: Callable[[Any], Any], carry: Any) -> Any:

@@ -223,7 +223,7 @@ def _layer(kind: Eviction, part: Callable[[Any], HeldLayer], slots: int,
            row: tuple[Any, ...]) -> tuple[Array, Array, Array, Any]:
     """A layer of one row with what stays, in so many slots; `part` makes of a row what the rule sees."""
     own, choose, chosen = row
-    held, (kv, positions, *_) = part(own), own[0]
+    held, (kv, positions, _, _, gathered) = part(own), own[0]
     length, shape = held.length, held.shape
     stays = kind.selection.choose(held, own[-1]) if chosen is None else chosen
     stays = jnp.where(choose, stays, held.valid)
@@ -238,8 +238,10 @@ def _layer(kind: Eviction, part: Callable[[Any], HeldLayer], slots: int,
         by = jnp.where(filled, length - number[:, None] + jnp.arange(slots, dtype=jnp.int32) - move(positions), 0)
         keys = jax.vmap(functools.partial(turned, shape))(kv[:, :, None, :shape.width], by)[:, :, 0]
         kv = jnp.concatenate([keys, kv[..., shape.width:]], -1)
+    # a row that does not choose now has its latest queries counted when it does
+    slots_of = jax.tree.map(lambda new, old: jnp.where(choose, new, old), held.gathered.slots, gathered.slots)
     return (kv, jnp.where(filled, move(positions), -1), number,
-            jax.tree.map(lambda x: jnp.where(filled, move(x), 0), held.gathered.slots))
+            jax.tree.map(lambda x: jnp.where(filled, move(x), 0), slots_of))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ VOCABULARY = 32
 NETWORK = Transformer(llama(vocab=VOCABULARY, width=16, layers=1, heads=2, kv_heads=1, mlp=24, context=4096))
 WEIGHTS = NETWORK.init_params(jax.random.key(0))
 DRIVERS = {"begin": drivers.begin, "prefill": drivers.commit_prompts, "fan_out": drivers._fan_out,
-           "advance": drivers.advance}
+           "refill": drivers._refill, "advance": drivers.advance}
 
 
 class compiles:
@@ -87,14 +87,14 @@ def test_batches_of_2_to_8_share_their_programs():
     with compiles() as all_of_them:
         for rows in range(2, 9):
             dx.generate(LM1, [prompt(5 + i) for i in range(rows)], max_new_tokens=4)
-    assert all_of_them.count == {"begin": 1, "prefill": 1, "fan_out": 0, "advance": 1}
+    assert all_of_them.count == {"begin": 1, "prefill": 1, "fan_out": 0, "refill": 0, "advance": 1}
 
 
 def test_numbers_of_samples_share_their_programs():
     with compiles() as all_of_them:
         for samples in range(2, 9):
             dx.generate(LM1, [prompt(5)], max_new_tokens=4, num_samples=samples, temperature=1.0)
-    assert all_of_them.count == {"begin": 1, "prefill": 1, "fan_out": 1, "advance": 1}
+    assert all_of_them.count == {"begin": 1, "prefill": 1, "fan_out": 1, "refill": 0, "advance": 1}
 
 
 @pytest.mark.parametrize("options", [

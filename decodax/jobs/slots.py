@@ -1,0 +1,208 @@
+"""A batch whose places are given to one prompt after another: continuous batching (Orca: Yu et al., 2022; Flover: Yao
+et al., 2023; E-BATCH: Silfa et al., 2020).
+
+The rounds are those of any batch. They run until some rows have finished; then these are taken out, other prompts are
+read beside the batch, and their rows are put in the free places, which costs what the new rows hold. A row has its own
+policy, budget, seed and length, and does not depend on its neighbours, so each prompt gets the tokens that it would get
+alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decodax.axes import DATA
+from decodax.core import drivers
+from decodax.core.state import State, Status
+from decodax.core.types import Algorithm
+from decodax.job import BatchShape, collect, host_rows, on_mesh
+from decodax.memory import by_row, power
+from decodax.policy import Policy
+from decodax.programs import keep_room
+from decodax.request import Request
+from decodax.result import Result
+
+
+@dataclasses.dataclass
+class Use:
+    """What places and forwards were used for.
+
+    Attributes:
+        forwards: of the rounds, all rows at once. prefill_forwards: of the prompts.
+        row_rounds: rounds in which a row was running, of `slot_rounds` that all rows could have run.
+        prompt_tokens: that were read, of `prefill_tokens` with those that fill up chunks and rows.
+        seconds, prefill_seconds: of the rounds, and of reading prompts and putting them in their places.
+    """
+
+    forwards: int = 0
+    prefill_forwards: int = 0
+    row_rounds: int = 0
+    slot_rounds: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+
+    def add(self, other: Use) -> None:
+        for field in dataclasses.fields(Use):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    @property
+    def goodput(self) -> float:
+        """The share of the rows' rounds in which they had something to do."""
+        return self.row_rounds / max(self.slot_rounds, 1)
+
+
+class Slots:
+    """Places for `seats` prompts, each with all rows of its prompt.
+
+    Args:
+        first: a request like all that will come: `kin` of them is the same.
+        seats: prompts at once; rounded up to a number of rows that programs are made for.
+        longest: of a row, prompt and new tokens. more: tokens that come when a row's cache has settled.
+        use: is added to.
+    """
+
+    def __init__(self, first: Request, seats: int, longest: int, more: int, use: Use | None = None):
+        self.first, self.more = first, power(more)
+        self.shape = shape = BatchShape.of(first, longest, self.more)
+        group, each = shape.algorithm.samples or 1, first.samples
+        rows = -(-shape.fill(seats * each) // group) * group
+        parts = 1 if shape.mesh is None else shape.mesh.shape.get(DATA, 1)
+        self.seats: list[Any] = [None] * (rows // each)
+        self.rows = rows
+        few = 1 << (max(len(self.seats) // 8, 1).bit_length() - 1)
+        self.few = min(-(-few // parts) * parts, len(self.seats))
+        """How many prompts are read at once where others are being continued."""
+        self.use = Use() if use is None else use
+        self._model: Any = None
+        self._policy: Policy | None = None
+        self._state: State | None = None
+        self._status = np.full(rows, Status.LENGTH, np.int32)
+        self._counts: np.ndarray = np.zeros(rows, np.int64)
+
+    def fits(self, request: Request) -> bool:
+        """Whether the places are large enough for it."""
+        return request.longest <= self.shape.size and request.more <= self.more
+
+    @property
+    def free(self) -> list[int]:
+        return [i for i, held in enumerate(self.seats) if held is None]
+
+    @property
+    def running(self) -> int:
+        """Rows that have not finished."""
+        return int((self._status == Status.RUNNING).sum())
+
+    def admit(self, requests: Sequence[Request], tags: Sequence[Any]) -> None:
+        """Reads prompts, one of each request, and gives them free places: up to `few` where others are being continued,
+        else as many as there are."""
+        keep_room(drivers.compiled())
+        clock, each, free = time.perf_counter(), self.first.samples, self.free
+        whole = len(free) == len(self.seats)
+        prompts = self.few if not whole else self.rows if each == 1 else self.shape.fill(len(self.seats))
+        assert 0 < len(requests) <= min(prompts, len(free))
+        joined = Request.join(requests)
+        with on_mesh(self.shape.mesh):
+            rows = None if each == 1 else self.rows if whole else prompts * each
+            model, policy, s, forwards = self.shape.read(joined, prompts, rows)
+            if whole:
+                free = list(range(len(requests)))
+                self._model, self._policy, self._state = model, policy, s
+                self._status = np.array(s.status)
+                self._counts = np.zeros(self.rows, np.int64)
+            else:
+                assert self._state is not None and model == self._model
+                to = np.full(prompts * each, self.rows, np.int32)
+                for i, seat in enumerate(free[:len(requests)]):
+                    to[i * each:(i + 1) * each] = np.arange(seat * each, (seat + 1) * each)
+                status = np.asarray(s.status)
+                self._state, self._policy = drivers.refill(self._state, self._policy, s, policy, jnp.asarray(to))
+                used = to < self.rows
+                self._status[to[used]] = status[used]
+                self._counts[to[used]] = 0
+            jax.block_until_ready(self._state.length)
+        for seat, request, tag in zip(free, requests, tags, strict=False):
+            self.seats[seat] = request, tag
+        read = [len(request.prompts[0]) - 1 for request in requests]
+        self.use.add(Use(prefill_forwards=forwards, prefill_seconds=time.perf_counter() - clock,
+                         prompt_tokens=sum(read), prefill_tokens=prompts * max(read) if forwards else 0))
+
+    def advance(self, leave: int = 0, rounds: int | None = None) -> None:
+        """Runs until places for `leave` prompts are free, or to the end of all.
+
+        Args:
+            rounds: at most so many; None: as many as it takes.
+        """
+        clock, s = time.perf_counter(), self._state
+        assert s is not None
+        running = self.running
+        left = int((np.asarray(s.max_length) - np.asarray(s.length)).max())
+        bound = self.shape.algorithm.most_rounds(left, self.rows)
+        fewest = running - leave * self.first.samples if leave else 0
+        with on_mesh(self.shape.mesh):
+            s = drivers.advance(self.shape.algorithm, self._model, self.shape.params, self._policy, s,
+                                np.int32(min(bound, rounds or bound)), np.int32(max(fewest, 0)))
+            self._state, self._status = s, np.array(s.status)
+        took = np.asarray(s.stats.rounds).astype(np.int64)
+        counts = took + np.asarray(s.stats.waited)
+        # the row that runs longest took part in each of them, or waited
+        forwards = int((counts - self._counts).max())
+        self.use.add(Use(forwards=forwards, row_rounds=int((counts - self._counts).sum()),
+                         slot_rounds=forwards * self.rows, seconds=time.perf_counter() - clock))
+        self._counts = counts
+        if self.running == running and rounds is None:
+            raise RuntimeError(f"{self.shape.algorithm}: rows still running after {bound} rounds; it makes no progress")
+
+    def finished(self) -> list[tuple[Any, Result]]:
+        """Takes out the prompts all of whose rows have finished: their tags and results."""
+        each, s = self.first.samples, self._state
+        done = [i for i, held in enumerate(self.seats) if held is not None
+                and not (self._status[i * each:(i + 1) * each] == Status.RUNNING).any()]
+        if not done or s is None:
+            return []
+        # most methods find nothing beside the tokens
+        own = type(self.shape.algorithm).findings is not Algorithm.findings
+        findings = {name: np.asarray(x) for name, x in self.shape.algorithm.findings(s).items()} if own else {}
+        host, out = host_rows(s, np.arange(self.rows)), []
+        for seat in done:
+            request, tag = self.seats[seat]
+            rows = slice(seat * each, (seat + 1) * each)
+            result = collect(request, jax.tree.map(lambda x, rows=rows: x[rows], host), self._status[rows],
+                             {name: x[rows] for name, x in findings.items()})
+            forwards = int(self._counts[rows].max())
+            out.append((tag, dataclasses.replace(result, stats=dataclasses.replace(result.stats, forwards=forwards))))
+            self.seats[seat] = None
+        return out
+
+    def expire(self) -> None:
+        """Ends the rows that still run: their time is out."""
+        self._status = np.where(self._status == Status.RUNNING, np.int32(Status.TIME), self._status)
+
+
+def possible(request: Request) -> bool:
+    """Whether prompts of a request can take one another's places: not where rows share memory, and not under guidance,
+    whose second branch is as long as its prompts."""
+    if request.guidance is not None or request.lm.model.share(1, 1) is not None:
+        return False
+    return by_row(request.algorithm, request.lm.model)
+
+
+def kin(request: Request) -> Any:
+    """What requests have in common whose prompts may stand in one batch: compared with `==`."""
+    lm, policy = request.lm, request.policy
+    leaves, structure = jax.tree.flatten(policy.replace(stops=None))
+    of = lambda tree: jax.tree.map(lambda x: (x.shape[1:], str(x.dtype)), tree)
+    weights = tuple(map(id, jax.tree.leaves((lm.params, request.algorithm.weights, request.algorithm.roles))))
+    inputs = jax.tree.flatten(request.inputs)
+    return (request.algorithm, weights, lm.model, lm.mesh, lm.vocab_size, request.samples, request.stop,
+            request.logprobs, request.chunk, request.skip_special_tokens, request.include_stop, structure,
+            tuple(of(x) for x in leaves), inputs[1], tuple(of(x) for x in inputs[0]), request.context is None,
+            request.guidance is None, request.behind is None, request.max_time)
