@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import diffusion, kvcache, policy, systems
+    from decodax import diffusion, jobs, kvcache, policy, systems
     from decodax.api import Stream, generate, stream
     from decodax.autoregressive import Autoregressive
     from decodax.cache import Cache, Window
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from decodax.diffusion import MaskedDiffusion
     from decodax.io.load import LM, load, zoo
     from decodax.io.quantize import quantize, save
+    from decodax.jobs.serve import Served, serve
     from decodax.kvcache.table import kv
     from decodax.policy import Policy
     from decodax.programs import cache_programs
@@ -51,7 +52,7 @@ __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["diffusion", "kvcache", "policy", "systems"],
+    "decodax": ["diffusion", "jobs", "kvcache", "policy", "systems"],
     "decodax.api": ["Stream", "generate", "stream"],
     "decodax.autoregressive": ["Autoregressive"],
     "decodax.cache": ["Cache", "Window"],
@@ -63,6 +64,7 @@ _HOMES = {
     "decodax.diffusion": ["MaskedDiffusion"],
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.io.quantize": ["quantize", "save"],
+    "decodax.jobs.serve": ["Served", "serve"],
     "decodax.kvcache": ["kv"],
     "decodax.policy": ["Policy"],
     "decodax.programs": ["cache_programs"],
@@ -79,10 +81,10 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
     "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
-    "SeedExact", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance", "Watch", "Window",
-    "automatic", "cache_programs", "diffusion", "drafts", "entry", "fit_layers", "fit_predictor", "fit_tree",
-    "generate", "infill", "init_state", "kv", "kvcache", "lanes", "load", "policy", "python_loop", "quantize", "run",
-    "save", "score", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
+    "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance", "Watch",
+    "Window", "automatic", "cache_programs", "diffusion", "drafts", "entry", "fit_layers", "fit_predictor", "fit_tree",
+    "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy", "python_loop", "quantize",
+    "run", "save", "score", "serve", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
 ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from decodax import __version__
-from decodax.cli import quantize, score
+from decodax.cli import batch, generation, quantize, score
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -36,19 +36,6 @@ exit codes: 0 done; 1 failed (a model that cannot be loaded, a file that cannot 
 flag, a value out of its range); 130 interrupted. A reader that closes the pipe early ends the command quietly, with 0.
 """
 
-# name of the GenerationConfig field, its type, what it does
-SAMPLING: list[tuple[str, type, str]] = [
-    ("temperature", float, "divides the logits; 0 is greedy"),
-    ("top_k", int, "keep the K most likely tokens"),
-    ("top_p", float, "keep the smallest set of tokens with this much probability"),
-    ("min_p", float, "keep tokens at least this likely relative to the best one"),
-    ("typical_p", float, "locally typical sampling with this much probability"),
-    ("repetition_penalty", float, "divides positive and multiplies negative logits of tokens already there"),
-    ("presence_penalty", float, "subtracted from the logits of generated tokens"),
-    ("frequency_penalty", float, "the same, times their count"),
-    ("no_repeat_ngram_size", int, "no n-gram of this size comes twice"),
-]
-
 TASKS = ("copy-edit", "completion", "sampled")
 
 
@@ -71,47 +58,14 @@ def parser(generate: Command, systems: Command, caches: Command, compare: Comman
     p.set_defaults(command=generate)
     p.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; without it --file or standard input")
     p.add_argument("-f", "--file", metavar="PATH", help="read the prompt from a file, - is standard input")
-    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
-                   help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
-    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
-    p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
-                   help="how the weights are kept and read (default: as --dtype)")
+    generation.add_model(p)
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the model's chat template")
     p.add_argument("--system", metavar="TEXT", help="a system message for --chat")
     p.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
     p.add_argument("--quiet", action="store_true", help="no line with figures")
 
-    g = p.add_argument_group("length and number")
-    g.add_argument("-n", "--max-new-tokens", type=int, metavar="N", help="default: the model's own, or 64")
-    g.add_argument("--min-new-tokens", type=int, metavar="N",
-                   help="no end of text or stop string before it; default: the model's own, or 0")
-    g.add_argument("--max-time", type=float, metavar="SECONDS", help="end after about this many seconds")
-    g.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    g.add_argument("--include-stop", action="store_true", help="let the text end behind the stop string, not before it")
-    g.add_argument("--special-tokens", action="store_true", help="show special tokens, such as the end of text")
-    g.add_argument("--num-samples", type=int, metavar="N",
-                   help="continuations of the prompt; default: the model's own, or 1")
-    g.add_argument("--seed", type=int, default=0, metavar="N",
-                   help="addresses every draw, from 0 to 2**64 - 1 (default: 0)")
-    g.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, with the top N")
-
-    g = p.add_argument_group("sampling", "Named as in Hugging Face's GenerationConfig. Without any of them: the\n"
-                             "model's generation_config.json, or greedy.")
-    for name, kind, text in SAMPLING:
-        g.add_argument(flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
-    g.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
-                   help="any other argument of decodax.generate, as JSON; may be given several times")
-
-    g = p.add_argument_group("algorithm")
-    g.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]",
-                   help="a system of `decodax systems`, such as prompt-lookup:length=5; default: plain decoding, or a "
-                        "position a round where the model fills masks")
-    g.add_argument("--draft", default="pycode-draft", metavar="MODEL",
-                   help="the draft model, for systems that need one (default: pycode-draft)")
-    g.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]",
-                   help="what the cache keeps, a policy of `decodax caches` such as snapkv:budget=512; default: "
-                        "everything")
-    g.add_argument("--context", metavar="PATH",
+    generation.add(p)
+    p.add_argument("--context", metavar="PATH",
                    help="a file with the text in front of the prompt, from which the policy chooses before it sees the "
                         "prompt")
 
@@ -153,11 +107,7 @@ def parser(generate: Command, systems: Command, caches: Command, compare: Comman
                             description="Says what this installation has to work with.")
     p.set_defaults(command=info)
 
+    batch.add(commands, debug, EXIT_CODES)
     score.add(commands, common, EXIT_CODES)
     quantize.add(commands, common, EXIT_CODES)
     return top
-
-
-def flag(name: str) -> str:
-    """The command-line flag of a sampling argument."""
-    return "--" + name.replace("_", "-")

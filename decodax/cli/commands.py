@@ -10,7 +10,6 @@ import argparse
 import functools
 import json
 import os
-import reprlib
 import shlex
 import sys
 import traceback
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decodax import __version__
-from decodax.cli.arguments import SAMPLING, TASKS, flag, parser
+from decodax.cli import generation
+from decodax.cli.arguments import TASKS, parser
 from decodax.cli.common import UsageError, keep_programs, naming_the_argument, table
 
 if TYPE_CHECKING:
@@ -55,18 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(args: argparse.Namespace) -> None:
     """Continues one prompt."""
     prompt = _prompt(args)
-    options = _sampling(args)
+    options = generation.sampling(args)
     keep_programs()
     import decodax as dx
 
-    with naming_the_argument():
-        named = dx.systems.parse(args.algorithm) if args.algorithm else None
-    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights)
-    if named:
-        name, choices = named
-        draft = dx.load(args.draft) if dx.systems.SYSTEMS[name].drafts else None
-        with naming_the_argument():
-            options["algorithm"] = dx.system(name, lm, draft, **choices)
+    lm, algorithm = generation.load(args)
+    if algorithm is not None:
+        options["algorithm"] = algorithm
     given: Any = prompt
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
@@ -282,24 +277,6 @@ def _prompt(args: argparse.Namespace) -> str:
         return sys.stdin.read() if args.file in (None, "-") else Path(args.file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"the prompt is not UTF-8 text: {error}") from error
-
-
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of the policy that were given."""
-    options = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
-    for item in args.set:
-        name, equals, value = item.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"--set: got {reprlib.repr(item)}, takes NAME=VALUE")
-        own = "special_tokens" if name == "skip_special_tokens" else name
-        if name in options or own in vars(args).keys() - {name for name, *_ in SAMPLING}:
-            raise UsageError(f"--set: got {reprlib.repr(item)}; {flag(own)} is where that goes, once")
-        try:
-            options[name] = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"--set {name}: got {reprlib.repr(value)}, takes a JSON value ({error})") from error
-    return options
-
 
 
 def _stream(pieces: Any, prefix: str) -> Result:

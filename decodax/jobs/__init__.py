@@ -1,6 +1,9 @@
-"""Many requests: continuous batches, and batch jobs that survive."""
+"""Many prompts: answers as they finish, and batch jobs that survive."""
 
+from decodax.jobs.batch import Progress, run
+from decodax.jobs.lines import Fields
 from decodax.jobs.schedule import Ticket, schedule
-from decodax.jobs.slots import Slots
+from decodax.jobs.serve import Served, address, serve
+from decodax.jobs.slots import Slots, Use
 
-__all__ = ["Slots", "Ticket", "schedule"]
+__all__ = ["Fields", "Progress", "Served", "Slots", "Ticket", "Use", "address", "run", "schedule", "serve"]

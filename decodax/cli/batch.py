@@ -1,0 +1,145 @@
+"""`decodax batch`: prompts from a file into answers in a directory. Imports JAX only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from decodax.cli import generation
+from decodax.cli.common import UsageError, keep_programs, naming_the_argument
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from decodax.jobs import Progress
+
+EXAMPLES = """\
+examples:
+  decodax batch --input prompts.jsonl --output out/
+  decodax batch --input openai.jsonl --output out/ --model path/to/chat-model --batch-size 64
+  decodax batch --input questions.parquet --prompt-field question --chat --keep label --format parquet --output out/ \\
+      --model path/to/chat-model --algorithm prompt-lookup --temperature 0.7 --num-samples 4
+
+A line is an object with a prompt (`prompt`, `text`, or `messages`) and if you like an `id` and `options` of its own; a
+text alone; or a request to OpenAI's API with its `custom_id`. Results go to part-000-00000.jsonl and so on, lines that
+failed to _errors-000.jsonl. Interrupted or killed, the same command goes on where it was.
+"""
+
+EXIT = """\
+exit codes: 0 all lines are answered; 1 some failed, or the job did (a full disk, a model that cannot be loaded, ...); 2
+wrong usage; 130 interrupted. What is finished is kept in any case.
+"""
+
+EVERY = 30
+"""Seconds between two lines of progress where standard error is no terminal."""
+
+
+def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
+    """Adds the command to the parsers `commands`; `common` holds the arguments that all of them share."""
+    p = commands.add_parser("batch", parents=[common], help="answer every line of a file, and go on if killed",
+                            formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + EXIT,
+                            description="Answers the prompts of a file, and keeps the answers in a directory.")
+    p.set_defaults(command=run)
+    p.add_argument("-i", "--input", required=True, metavar="PATH",
+                   help="JSON lines, a Parquet file or a directory of them, a dataset's directory (datasets."
+                        "save_to_disk); - is standard input")
+    p.add_argument("-o", "--output", required=True, metavar="DIR", help="where results go; made if it is not there")
+    generation.add_model(p)
+    p.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts at once (default: 16)")
+    p.add_argument("--format", choices=["jsonl", "parquet"], default="jsonl", help="of results (default: jsonl)")
+    p.add_argument("--part-lines", type=int, default=10_000, metavar="N", help="results of a file (default: 10000)")
+    p.add_argument("--tokens", action="store_true", help="results have token ids, too")
+    p.add_argument("--quiet", action="store_true", help="no progress")
+
+    g = p.add_argument_group("what stands in a line")
+    g.add_argument("--prompt-field", metavar="NAME", help="of the prompt (default: messages, prompt or text)")
+    g.add_argument("--id-field", default="id", metavar="NAME",
+                   help="of the id, which addresses the randomness (default: id; without one its number)")
+    g.add_argument("--keep", nargs="+", default=[], metavar="NAME", help="fields that go into results unchanged")
+    g.add_argument("--chat", action="store_true", help="a prompt is a user's message; use the model's chat template")
+    g.add_argument("--system", metavar="TEXT", help="a system message for --chat")
+
+    g = p.add_argument_group("several processes", "Each answers its share, into files of its own in the directory.")
+    g.add_argument("--process", type=int, default=None, metavar="I", help="this is process I, from 0")
+    g.add_argument("--processes", type=int, default=None, metavar="N", help="of so many")
+    g.add_argument("--distributed", action="store_true",
+                   help="ask jax.distributed for both: on a TPU slice or a cluster that it knows")
+    generation.add(p)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the job, with progress on standard error."""
+    if args.system is not None and not args.chat:
+        raise UsageError("--system goes with --chat")
+    if (args.process is None) != (args.processes is None) or (args.distributed and args.process is not None):
+        raise UsageError("--process and --processes go together, and without --distributed")
+    options = generation.sampling(args)
+    keep_programs()
+    import jax
+
+    from decodax import jobs
+    from decodax.jobs import lines
+
+    if args.distributed:
+        jax.distributed.initialize()
+    process, processes = (jax.process_index(), jax.process_count()) if args.distributed else (
+        args.process or 0, 1 if args.processes is None else args.processes)
+    with naming_the_argument():
+        total = lines.count(args.input)
+    lm, algorithm = generation.load(args)
+    options |= {"algorithm": algorithm, "cache": args.cache, "seed": args.seed, "stop": args.stop,
+                "max_new_tokens": args.max_new_tokens, "min_new_tokens": args.min_new_tokens,
+                "num_samples": args.num_samples, "logprobs": args.logprobs,
+                "include_stop": args.include_stop or None,
+                "skip_special_tokens": False if args.special_tokens else None}
+    names = {"algorithm": args.algorithm, "draft": args.draft if args.algorithm else None, "dtype": args.dtype,
+             "weights": args.weights}
+    fields = jobs.Fields(args.prompt_field, args.id_field, tuple(args.keep), args.chat, args.system)
+    with _progress(None if args.quiet else total, args.quiet) as report, naming_the_argument():
+        found = jobs.run(lm, args.input, args.output, slots=args.batch_size, fields=fields, form=args.format,
+                         part=args.part_lines, tokens=args.tokens, process=process, processes=processes,
+                         max_time=args.max_time, names=names, report=report, **options)
+    if not args.quiet:
+        print(_summary(found), file=sys.stderr)
+    if found.failed:
+        raise RuntimeError(f"{found.failed} line{'s' * (found.failed > 1)} failed: see {args.output}/_errors-"
+                           f"{process:03d}.jsonl")
+
+
+def _summary(found: Progress) -> str:
+    before = f", {found.before:,} before" if found.before else ""
+    left = ", stopped before the end" if found.stopped else ""
+    return (f"[{found.finished:,} finished{before}, {found.failed:,} failed{left}: {found.tokens:,} tokens in "
+            f"{found.seconds:.1f} s, {found.tokens_per_second:,.1f} tokens/s, goodput {found.use.goodput:.0%}]")
+
+
+@contextlib.contextmanager
+def _progress(total: int | None, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """A bar on a terminal, else a line now and then."""
+    if quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console, last = Console(stderr=True), time.monotonic()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+
+        def report(found: Any) -> None:
+            nonlocal last
+            text = f"{found.tokens_per_second:,.0f} tokens/s, goodput {found.use.goodput:.0%}"
+            if found.failed:
+                text += f", {found.failed:,} failed"
+            done = found.finished + found.failed + found.before
+            bar.update(task, completed=done, description=text)
+            if not console.is_terminal and time.monotonic() > last + EVERY:
+                last = time.monotonic()
+                print(f"{done:,}{'' if total is None else f' of {total:,}'}, {text}", file=sys.stderr, flush=True)
+
+        yield report

@@ -1,0 +1,107 @@
+"""The arguments of the commands that generate. Imports no JAX."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import reprlib
+from typing import TYPE_CHECKING, Any
+
+from decodax.cli.common import UsageError, naming_the_argument
+
+if TYPE_CHECKING:
+    from decodax.core.types import Algorithm
+    from decodax.io.load import LM
+
+# name of the GenerationConfig field, its type, what it does
+SAMPLING: list[tuple[str, type, str]] = [
+    ("temperature", float, "divides the logits; 0 is greedy"),
+    ("top_k", int, "keep the K most likely tokens"),
+    ("top_p", float, "keep the smallest set of tokens with this much probability"),
+    ("min_p", float, "keep tokens at least this likely relative to the best one"),
+    ("typical_p", float, "locally typical sampling with this much probability"),
+    ("repetition_penalty", float, "divides positive and multiplies negative logits of tokens already there"),
+    ("presence_penalty", float, "subtracted from the logits of generated tokens"),
+    ("frequency_penalty", float, "the same, times their count"),
+    ("no_repeat_ngram_size", int, "no n-gram of this size comes twice"),
+]
+
+
+def add_model(p: argparse.ArgumentParser) -> None:
+    """Which model, and how it is kept."""
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
+                   help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
+    p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
+                   help="how the weights are kept and read (default: as --dtype)")
+
+
+def add(p: argparse.ArgumentParser) -> None:
+    """How long texts are, how they are sampled, and by what method."""
+    g = p.add_argument_group("length and number")
+    g.add_argument("-n", "--max-new-tokens", type=int, metavar="N", help="default: the model's own, or 64")
+    g.add_argument("--min-new-tokens", type=int, metavar="N",
+                   help="no end of text or stop string before it; default: the model's own, or 0")
+    g.add_argument("--max-time", type=float, metavar="SECONDS", help="end after about this many seconds")
+    g.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    g.add_argument("--include-stop", action="store_true", help="let the text end behind the stop string, not before it")
+    g.add_argument("--special-tokens", action="store_true", help="show special tokens, such as the end of text")
+    g.add_argument("--num-samples", type=int, metavar="N",
+                   help="continuations of the prompt; default: the model's own, or 1")
+    g.add_argument("--seed", type=int, default=0, metavar="N",
+                   help="addresses every draw, from 0 to 2**64 - 1 (default: 0)")
+    g.add_argument("--logprobs", type=int, metavar="N", help="log-probabilities, with the top N; generate takes --json")
+
+    g = p.add_argument_group("sampling", "Named as in Hugging Face's GenerationConfig. Without any of them: the\n"
+                             "model's generation_config.json, or greedy.")
+    for name, kind, text in SAMPLING:
+        g.add_argument(flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
+    g.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
+                   help="any other argument of decodax.generate, as JSON; may be given several times")
+
+    g = p.add_argument_group("algorithm")
+    g.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]",
+                   help="a system of `decodax systems`, such as prompt-lookup:length=5; default: plain decoding, or a "
+                        "position a round where the model fills masks")
+    g.add_argument("--draft", default="pycode-draft", metavar="MODEL",
+                   help="the draft model, for systems that need one (default: pycode-draft)")
+    g.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]",
+                   help="what the cache keeps, a policy of `decodax caches` such as snapkv:budget=512; default: "
+                        "everything")
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of the policy that were given."""
+    options = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
+    for item in args.set:
+        name, equals, value = item.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--set: got {reprlib.repr(item)}, takes NAME=VALUE")
+        own = "special_tokens" if name == "skip_special_tokens" else name
+        if name in options or own in vars(args).keys() - {name for name, *_ in SAMPLING}:
+            raise UsageError(f"--set: got {reprlib.repr(item)}; {flag(own)} is where that goes, once")
+        try:
+            options[name] = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--set {name}: got {reprlib.repr(value)}, takes a JSON value ({error})") from error
+    return options
+
+
+def load(args: argparse.Namespace) -> tuple[LM, Algorithm | None]:
+    """The model, and the method that was named, if one was."""
+    import decodax as dx
+
+    with naming_the_argument():
+        named = dx.systems.parse(args.algorithm) if args.algorithm else None
+    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights)
+    if named is None:
+        return lm, None
+    name, choices = named
+    draft = dx.load(args.draft) if dx.systems.SYSTEMS[name].drafts else None
+    with naming_the_argument():
+        return lm, dx.system(name, lm, draft, **choices)
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a sampling argument."""
+    return "--" + name.replace("_", "-")

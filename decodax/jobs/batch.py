@@ -1,0 +1,241 @@
+"""Batch jobs: prompts from a file through one model into files, which survive whatever kills them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from decodax.core.state import Status
+from decodax.io.load import LM
+from decodax.jobs.lines import Fields, Line, LineError, pyarrow, rows
+from decodax.jobs.schedule import Ticket, schedule
+from decodax.jobs.serve import read, settled
+from decodax.jobs.slots import Use
+from decodax.jobs.store import FORMATS, Store, digest
+from decodax.policy.arguments import positive, whole
+from decodax.result import Result
+
+ENDS = {Status.EOS: "stop", Status.STOP: "stop"}
+"""OpenAI's words for why a text ended; "length" for all others."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a job is.
+
+    Attributes:
+        finished: lines answered by this call. failed: that could not be. before: that stood there already.
+        tokens: new ones. seconds: since the call began. stopped: because its time was out. use: of the slots.
+    """
+
+    finished: int = 0
+    failed: int = 0
+    before: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    stopped: bool = False
+    use: Use = dataclasses.field(default_factory=Use)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, fields: Fields | None = None,
+        form: str = "jsonl", part: int = 10_000, tokens: bool = False, process: int = 0, processes: int = 1,
+        max_time: float | None = None, names: Mapping[str, Any] | None = None,
+        report: Callable[[Progress], None] | None = None, **options: Any) -> Progress:
+    """Answers every line of a file and keeps the answers in a directory.
+
+    A result stands there as soon as its prompt has ended. Killed at any moment and called again, the job goes on with
+    the lines that are missing: no result is lost and none is written twice, and each is what it would have been, since
+    the randomness of a line is addressed by its id. Lines that cannot be answered go to `_errors-000.jsonl` with their
+    number and the reason, and are tried again by the next call.
+
+    Args:
+        lm: as `decodax.generate` takes it.
+        source: what `decodax.jobs.lines.rows` reads: JSON lines, requests to OpenAI's API, Parquet, a dataset.
+        directory: of the results: `part-000-00000.jsonl` and so on, and `_manifest.json`, which says what made them.
+        slots: prompts at once. fields: where in a line to look.
+        form: "jsonl" or "parquet". part: lines of a file. tokens: whether results have token ids, too.
+        process, processes: which of how many this is; each answers its share, by the hash of the id, and writes files
+            of its own. They need not know of each other.
+        max_time: seconds after which it stops; what runs then is left to the next call.
+        names: what the manifest holds in place of the options of these names, or beside them.
+        report: told after each result.
+        options: of `decodax.generate`, for lines that do not say otherwise.
+
+    Returns:
+        What this call did.
+
+    Raises:
+        ValueError: the directory holds results of another model or other options; or an option is out of its range.
+        FileNotFoundError: there is no such source. OSError: a result could not be written; those before are kept.
+    """
+    if form not in FORMATS:
+        raise ValueError(f"form: got {form!r}, takes {' or '.join(FORMATS)}")
+    whole("part", part, 1)
+    whole("processes", processes, 1)
+    whole("process", process, 0, processes - 1)
+    fields = fields or Fields()
+    source_rows = rows(source)
+    options = {key: value for key, value in options.items() if value is not None}
+    end = None if max_time is None else time.monotonic() + positive("max_time", max_time)
+    said = {key: value for key, value in {**options, **(names or {})}.items() if value is not None}
+    lm, options = settled(lm, options, whole("slots", slots, 1))
+    identity = {"model": fingerprint(lm), "options": {key: _plain(value) for key, value in sorted(said.items())},
+                "fields": dataclasses.asdict(dataclasses.replace(fields, keep=tuple(fields.keep))), "tokens": tokens}
+    if form == "parquet":
+        pyarrow("parquet")
+    store = Store(Path(directory), identity, form, part, process, processes)
+    store.open()
+    done, clock = Progress(), time.monotonic()
+
+    def tickets() -> Iterator[Ticket]:
+        seen: set[bytes] = set()
+        for number, row in source_rows:
+            try:
+                if isinstance(row, LineError):
+                    raise row
+                line = fields.read(number, row)
+                key = digest(line.id)
+                if int.from_bytes(key[-8:], "big") % processes != process:
+                    continue
+                if key in seen:
+                    raise LineError(f"id {line.id!r} stands there more than once")
+                seen.add(key)
+                if key in store.done:
+                    done.before += 1
+                    continue
+                _, request = read(lm, {"prompt": line.prompt, "id": line.id, **line.options}, 0, options)
+            except (ValueError, TypeError) as error:
+                name = row.get("custom_id", row.get(fields.id)) if isinstance(row, Mapping) else None
+                if name is None and number % processes != process:
+                    continue
+                store.fail(number, name, str(error).removeprefix("prompts[0]: "))
+                done.failed += 1
+                continue
+            yield Ticket(request, (line, len(request.prompts[0])))
+
+    try:
+        for (line, prompt_tokens), result in schedule(tickets(), slots, end=end, use=done.use):
+            if Status.TIME in result.status:
+                done.stopped = True
+                break
+            if Status.INVALID in result.status:
+                store.fail(line.number, line.id, "the model's logits held a NaN or an infinity")
+                done.failed += 1
+            else:
+                store.add(line.id, answer(lm, line, prompt_tokens, result, tokens))
+                done.finished += 1
+                done.tokens += int(result.lengths.sum())
+            done.seconds = time.monotonic() - clock
+            if report is not None:
+                report(done)
+        store.close()
+    except (KeyboardInterrupt, Exception):
+        with contextlib.suppress(OSError):
+            store.close()
+        raise
+    finally:
+        store.abandon()
+    done.seconds = time.monotonic() - clock
+    return done
+
+
+def answer(lm: LM, line: Line, prompt_tokens: int, result: Result, tokens: bool) -> dict[str, Any]:
+    """The line of a result."""
+    one = lambda values: values[0] if len(result) == 1 else values
+    if line.api is not None:
+        return _api(lm, line, prompt_tokens, result)
+    row: dict[str, Any] = {"id": line.id, **line.keep}
+    if result.text is not None:
+        row["text"] = one(result.text)
+    row |= {"status": one([status.name.lower() for status in result.status]), "prompt_tokens": prompt_tokens,
+            "new_tokens": one(result.lengths.tolist())}
+    if tokens or result.text is None:
+        row["tokens"] = one([result.row(i).tolist() for i in range(len(result))])
+    if (noted := result.logprobs) is not None:
+        row["logprobs"] = one([noted.raw[i, :n].tolist() for i, n in enumerate(result.lengths)])
+        if noted.top.shape[2]:
+            row["top_ids"] = one([noted.top_ids[i, :n].tolist() for i, n in enumerate(result.lengths)])
+            row["top_logprobs"] = one([noted.top[i, :n].tolist() for i, n in enumerate(result.lengths)])
+    return row
+
+
+def _api(lm: LM, line: Line, prompt_tokens: int, result: Result) -> dict[str, Any]:
+    """The line of a result in the form of OpenAI's batches."""
+    assert line.api is not None
+    chat, name, made = line.api == "chat.completion", digest(line.id).hex(), int(result.lengths.sum())
+    choices = []
+    for i, text in enumerate(result.text or [""] * len(result)):
+        said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        choices.append({"index": i, **said, "logprobs": _noted(lm, result, i, chat),
+                        "finish_reason": ENDS.get(result.status[i], "length")})
+    body = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{name}", "object": line.api, "model": lm.name, "choices": choices,
+            "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}}
+    return {"id": f"batch_req_{name}", "custom_id": line.id,
+            "response": {"status_code": 200, "request_id": name, "body": body}, "error": None}
+
+
+def _noted(lm: LM, result: Result, row: int, chat: bool) -> dict[str, Any] | None:
+    """Log-probabilities in OpenAI's two forms."""
+    if (noted := result.logprobs) is None:
+        return None
+    spell = lambda token: str(token) if lm.tokenizer is None else lm.tokenizer.decode([int(token)])
+    ids, chosen = result.row(row).tolist(), noted.raw[row].tolist()
+    best = [[(spell(token), float(p)) for token, p in zip(noted.top_ids[row, i], noted.top[row, i], strict=True)]
+            for i in range(len(ids))]
+    words = [spell(token) for token in ids]
+    if not chat:
+        return {"tokens": words, "token_logprobs": chosen[:len(ids)], "top_logprobs": [dict(top) for top in best]}
+    each = lambda word, p: {"token": word, "logprob": p, "bytes": list(word.encode())}
+    return {"content": [{**each(word, p), "top_logprobs": [each(*top) for top in tops]}
+                        for word, p, tops in zip(words, chosen, best, strict=False)]}
+
+
+def fingerprint(lm: LM) -> dict[str, str]:
+    """What a model is told by: its name, and a hash of its configuration and of the ends of its files; of one that was
+    made in memory, of the first numbers of each weight."""
+    found = hashlib.blake2b(digest_size=16)
+    if lm.directory is not None:
+        for path in sorted(Path(lm.directory).iterdir()):
+            if path.suffix in (".json", ".safetensors", ".jinja", ".model"):
+                size = path.stat().st_size
+                found.update(f"{path.name} {size}".encode())
+                with path.open("rb") as file:
+                    found.update(file.read(1 << 20))
+                    file.seek(max(size - (1 << 20), 0))
+                    found.update(file.read())
+    else:
+        for where, leaf in jax.tree_util.tree_flatten_with_path(lm.params)[0]:
+            found.update(f"{where} {leaf.shape} {leaf.dtype}".encode())
+            found.update(np.asarray(leaf.reshape(-1)[:64]).tobytes())
+    found.update(_said(lm.model).encode())
+    return {"name": str(lm.name), "digest": found.hexdigest()}
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON can hold it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    said = _said(value)
+    return said if len(said) < 500 else hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def _said(value: Any) -> str:
+    """`repr` without addresses in memory, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

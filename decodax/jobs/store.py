@@ -1,0 +1,231 @@
+"""Results on disk that survive: appended as they finish, in parts that get their names when they are whole.
+
+A result is one line, written with one call as soon as its prompt has ended, to a hidden file of the part at hand. A
+process that is killed in the middle of it leaves a torn line behind, which the next one cuts off. What stands in a file
+is finished and is not done again, so a job that was killed goes on where it was; nothing else has to be written for it,
+and there is no moment at which a result is lost or stands twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from decodax.jobs.lines import pyarrow
+
+FORMATS = ("jsonl", "parquet")
+PART, LOG, ERRORS = "part-{:03d}-{:05d}.{}", ".part-{:03d}-{:05d}.log", "_errors-{:03d}.jsonl"
+
+
+def digest(name: str) -> bytes:
+    """16 bytes that stand for an id."""
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()
+
+
+@dataclasses.dataclass
+class Store:
+    """The results of a job in a directory, as one of its processes writes them.
+
+    Attributes:
+        directory: where. identity: what the job is made of, which must not change while it is unfinished: kept in
+            `_manifest.json`. form: "jsonl" or "parquet". lines: of a part. process: which of the `processes` writes.
+        done: digests of the ids that stand in the directory.
+    """
+
+    directory: Path
+    identity: Mapping[str, Any]
+    form: str = "jsonl"
+    lines: int = 10_000
+    process: int = 0
+    processes: int = 1
+    done: set[bytes] = dataclasses.field(default_factory=set)
+    failed: int = 0
+
+    def __post_init__(self) -> None:
+        self._log: int | None = None
+        self._errors: int | None = None
+        self._number = self._size = self._count = 0
+
+    def open(self) -> None:
+        """Reads what is there.
+
+        Raises:
+            ValueError: results of another job stand there, or something that is none.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._manifest()
+        # lines that failed are tried again, so what is known of them is stale
+        for path in self.directory.glob("_errors-*.jsonl"):
+            of = int(path.stem.split("-")[1])
+            if of == self.process or (self.process == 0 and of >= self.processes):
+                path.unlink(missing_ok=True)
+        for path in sorted(self.directory.glob("part-*")):
+            if path.suffix == ".part":          # the process ended while it was written
+                continue
+            self.done.update(map(digest, _ids(path)))
+            with contextlib.suppress(ValueError, IndexError):
+                process, number = (int(x) for x in path.name.split(".")[0].split("-")[1:3])
+                if process == self.process:
+                    self._number = max(self._number, number + 1)
+        for path in sorted(self.directory.glob(".part-*.log")):
+            whole = self.directory / PART.format(*map(int, path.name.split(".")[1].split("-")[1:3]), self.form)
+            if whole.exists():                  # it was killed between the two
+                path.unlink()
+                continue
+            ids, size = _whole_lines(path)
+            self.done.update(map(digest, ids))
+            process, number = map(int, path.name.split(".")[1].split("-")[1:3])
+            if process == self.process:
+                self._number, self._count, self._size = number, len(ids), size
+                self._log = os.open(path, os.O_WRONLY | os.O_APPEND)
+                os.ftruncate(self._log, size)
+
+    def _manifest(self) -> None:
+        path = self.directory / "_manifest.json"
+        now = {"decodax_batch": 1, "format": self.form, **self.identity}
+        if not path.exists():
+            others = [p.name for p in self.directory.iterdir() if not p.name.startswith((".part-", "._manifest"))]
+            if others:
+                raise ValueError(f"{self.directory}: holds {others[0]!r} and no _manifest.json, so it is no job's; "
+                                 "takes an empty or new directory")
+            _write(path, (json.dumps(now, indent=1, sort_keys=True) + "\n").encode())
+            return
+        try:
+            before = json.loads(path.read_text())
+            assert before["decodax_batch"] == 1
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            raise ValueError(f"{path}: is no manifest of a batch job") from error
+        now = json.loads(json.dumps(now))
+        other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        if other:
+            said = "; ".join(f"{key}: {json.dumps(before.get(key))} there, {json.dumps(now.get(key))} now"
+                             for key in other)
+            raise ValueError(f"{self.directory}: holds results of another job ({said}); takes the same model and "
+                             "options, or another directory")
+
+    def add(self, name: str, row: Mapping[str, Any]) -> None:
+        """Writes a result.
+
+        Raises:
+            OSError: it cannot be written, and then it is not there in part either.
+        """
+        if self._log is None:
+            path = self.directory / LOG.format(self.process, self._number)
+            self._log, self._size, self._count = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 0, 0
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        try:
+            _whole(self._log, line)
+        except OSError:
+            os.ftruncate(self._log, self._size)
+            raise
+        self._size, self._count = self._size + len(line), self._count + 1
+        self.done.add(digest(name))
+        if self._count >= self.lines:
+            self.close()
+
+    def fail(self, number: int, name: str | None, message: str) -> None:
+        """Writes that a line failed, and why."""
+        if self._errors is None:
+            self._errors = os.open(self.directory / ERRORS.format(self.process),
+                                   os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.failed += 1
+        _whole(self._errors, (json.dumps({"line": number, "id": name, "error": message}, ensure_ascii=False)
+                              + "\n").encode())
+
+    def close(self) -> None:
+        """Gives the part at hand its name."""
+        if self._log is None:
+            return
+        log = self.directory / LOG.format(self.process, self._number)
+        part = self.directory / PART.format(self.process, self._number, self.form)
+        os.fsync(self._log)
+        os.close(self._log)
+        self._log = None
+        if self._count == 0:
+            log.unlink()
+        elif self.form == "jsonl":
+            os.replace(log, part)
+        else:
+            _parquet(log, part)
+            log.unlink()
+        _sync(self.directory)
+        self._number, self._size, self._count = self._number + 1, 0, 0
+
+    def abandon(self) -> None:
+        """Lets go of the files as they are: the next process goes on with them."""
+        for name in ("_log", "_errors"):
+            if (file := getattr(self, name)) is not None:
+                os.close(file)
+                setattr(self, name, None)
+
+
+def _whole(file: int, data: bytes) -> None:
+    """Writes all of it, in one call where that is possible."""
+    while data:
+        data = data[os.write(file, data):]
+
+
+def _whole_lines(path: Path) -> tuple[list[str], int]:
+    """The ids in the whole lines of a log, and how long those are."""
+    ids, size = [], 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                ids.append(_id(json.loads(line)))
+            except (ValueError, KeyError, TypeError):
+                break
+            size += len(line)
+    return ids, size
+
+
+def _ids(path: Path) -> list[str]:
+    if path.suffix == ".parquet":
+        pq = pyarrow("parquet")
+        return [str(x) for x in pq.read_table(path, columns=["id"])["id"].to_pylist()]
+    with path.open("rb") as file:
+        return [_id(json.loads(line)) for line in file]
+
+
+def _id(row: Mapping[str, Any]) -> str:
+    return str(row["custom_id"] if "custom_id" in row else row["id"])
+
+
+def _parquet(log: Path, part: Path) -> None:
+    pq, pa = pyarrow("parquet"), pyarrow("lib")
+    with log.open("rb") as file:
+        table = pa.Table.from_pylist([json.loads(line) for line in file])
+    unnamed = part.with_name(part.name + ".part")
+    pq.write_table(table, unnamed)
+    with unnamed.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(unnamed, part)
+    _sync(part.parent)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
+    unnamed = path.with_name(f".{path.name}.{os.getpid()}")
+    with unnamed.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unnamed, path)
+    _sync(path.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Makes a rename last, where the system lets a directory be synchronised."""
+    with contextlib.suppress(OSError):
+        file = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

@@ -1,0 +1,261 @@
+"""Batch jobs: what goes in, what comes out, and that nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import decodax as dx
+from decodax import jobs
+from decodax.cli import main
+from decodax.io.load import LM
+from decodax.jobs import store
+from decodax.jobs.lines import rows
+from tests.matrix import often
+
+
+@pytest.fixture(scope="module")
+def lm(tiny_model: Path) -> LM:
+    return dx.load(tiny_model)
+
+
+TEXTS = ["def area(", "import ", "for i in", "return x", "class A", "x = 1", "if a:", "print("]
+LINES: list[Any] = [{"id": f"q-{i}", "prompt": text, "options": {"max_new_tokens": 3 + i}, "label": i * i}
+                    for i, text in enumerate(TEXTS)]
+
+
+def written(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def results(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(directory.glob("part-*.jsonl")) for line in path.open()]
+
+
+def errors(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(directory.glob("_errors-*.jsonl")) for line in path.open()]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return written(tmp_path / "in.jsonl", LINES)
+
+
+def test_each_line_gets_what_generate_gives_its_prompt(lm: LM, source: Path, tmp_path: Path) -> None:
+    found = jobs.run(lm, source, tmp_path / "out", slots=2, fields=jobs.Fields(keep=["label"]), tokens=True,
+                     temperature=0.8, seed=4, part=3)
+    assert (found.finished, found.failed, found.before) == (8, 0, 0) and found.tokens == sum(range(3, 11))
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "_manifest.json", "part-000-00000.jsonl", "part-000-00001.jsonl", "part-000-00002.jsonl"]
+    by_id = {row["id"]: row for row in results(tmp_path / "out")}
+    for i, text in enumerate(TEXTS):
+        alone = dx.generate(lm, text, max_new_tokens=3 + i, temperature=0.8, seed=4,
+                            request_ids=[jobs.address(f"q-{i}")])
+        assert alone.text is not None
+        assert by_id[f"q-{i}"] == {
+            "id": f"q-{i}", "label": i * i, "text": alone.text[0], "status": alone.status[0].name.lower(),
+            "prompt_tokens": len(lm.tokenizer.encode(text)) if lm.tokenizer else 0, "new_tokens": 3 + i,
+            "tokens": alone.row(0).tolist()}
+
+
+def test_a_second_call_does_what_is_missing(lm: LM, source: Path, tmp_path: Path) -> None:
+    """And no order, selection or number of processes of the input changes an answer."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    jobs.run(lm, source, whole, slots=4, temperature=0.8)
+    jobs.run(lm, written(tmp_path / "some.jsonl", LINES[5:2:-1]), parts, temperature=0.8)
+    again = jobs.run(lm, source, parts, temperature=0.8, processes=2, process=1)
+    other = jobs.run(lm, source, parts, temperature=0.8, processes=2)
+    assert again.before + other.before == 3 and again.finished + other.finished == 5
+    assert again.finished and other.finished
+    key = lambda row: row["id"]
+    assert sorted(results(parts), key=key) == sorted(results(whole), key=key)
+    assert jobs.run(lm, source, parts, temperature=0.8).finished == 0
+
+
+def test_bad_lines_go_to_a_file_and_the_job_goes_on(lm: LM, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", [
+        "{broken", LINES[0], "", LINES[0], {"id": "none"}, {"id": "deep", "prompt": {"a": 1}}, [1], "\"a text\"",
+        {"id": "bad", "prompt": "x", "options": {"temperature": -1}}, {"id": 7, "prompt": "y", "options": 3},
+        {"id": "typo", "prompt": "x", "options": {"temprature": 1}}, {"prompt": [1, 2, 3]}])
+    found = jobs.run(lm, source, tmp_path / "out", max_new_tokens=2)
+    assert {row["id"] for row in results(tmp_path / "out")} == {"q-0", "line-8", "line-12"}
+    said = {row["line"]: row["error"] for row in errors(tmp_path / "out")}
+    for line, message in ((1, "is no JSON in UTF-8"), (4, "id 'q-0' stands there more than once"),
+                          (5, "has no 'messages' or 'prompt' or 'text'"), (6, "prompt: got {'a': 1}, takes a text"),
+                          (7, "got list, takes an object with a prompt, or a text"), (9, "temperature: got -1"),
+                          (10, "options: got int, takes an object"), (11, "temprature: unknown argument")):
+        assert said.pop(line).startswith(message), line
+    assert not said and found.failed == 8
+    # they are tried again, and what can be answered now is
+    written(source, [LINES[0], {"id": "none", "prompt": "now"}])
+    assert jobs.run(lm, source, tmp_path / "out", max_new_tokens=2).finished == 1
+    assert errors(tmp_path / "out") == []
+
+
+def test_requests_to_openais_api_are_answered_in_its_form(lm: LM, tmp_path: Path) -> None:
+    body = {"model": "gpt", "prompt": "def f(", "max_tokens": 4, "temperature": 0, "n": 2, "logprobs": 2, "stop": None}
+    line = lambda name, body, url="/v1/completions": {"custom_id": name, "method": "POST", "url": url, "body": body}
+    source = written(tmp_path / "in.jsonl", [
+        line("a", body), line("b", {**body, "response_format": {}}), line("c", body, "/v1/embeddings"),
+        line("d", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 3, "logprobs": True,
+                   "top_logprobs": 1}, "/v1/chat/completions"), line("e", {**body, "stream": True})])
+    jobs.run(lm, source, tmp_path / "out")
+    by_id = {row["custom_id"]: row for row in results(tmp_path / "out")}
+    response = by_id["a"]["response"]
+    assert response["status_code"] == 200 and by_id["a"]["error"] is None
+    alone = dx.generate(lm, "def f(", max_new_tokens=4, num_samples=2, logprobs=2, temperature=0)
+    choices = response["body"]["choices"]
+    assert [choice["text"] for choice in choices] == alone.text
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 2
+    assert alone.logprobs is not None
+    assert choices[0]["logprobs"]["token_logprobs"] == pytest.approx(alone.logprobs.raw[0].tolist(), abs=1e-5)
+    usage = response["body"]["usage"]
+    assert usage["completion_tokens"] == 8 and usage["total_tokens"] == 8 + usage["prompt_tokens"]
+    said = {row["id"]: row["error"] for row in errors(tmp_path / "out")}
+    assert said["b"].startswith("body: asks for 'response_format', which is not here")
+    assert said["c"].startswith("url: got '/v1/embeddings', takes /v1/chat/completions or /v1/completions")
+    assert said["e"].startswith("body: asks for a stream")
+    assert "d" in said or by_id["d"]["response"]["body"]["object"] == "chat.completion"
+
+
+def test_parquet_and_datasets_go_in_and_parquet_comes_out(lm: LM, tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([{"id": f"q-{i}", "question": text} for i, text in enumerate(TEXTS)])
+    (tmp_path / "parquet").mkdir()
+    pq.write_table(table.slice(0, 5), tmp_path / "parquet" / "a.parquet")
+    pq.write_table(table.slice(5), tmp_path / "parquet" / "b.parquet")
+    data = tmp_path / "dataset"
+    data.mkdir()
+    with pa.OSFile(str(data / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+    (data / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    assert list(rows(data)) == list(rows(tmp_path / "parquet"))
+    found = jobs.run(lm, tmp_path / "parquet", tmp_path / "out", form="parquet", part=5, max_new_tokens=3,
+                     fields=jobs.Fields(prompt="question"))
+    assert found.finished == 8
+    out = pq.read_table(tmp_path / "out")
+    assert sorted(out["id"].to_pylist()) == sorted(f"q-{i}" for i in range(8)) and "text" in out.column_names
+    assert jobs.run(lm, data, tmp_path / "out", form="parquet", part=5, max_new_tokens=3,
+                    fields=jobs.Fields(prompt="question")).before == 8
+
+
+def test_results_of_another_job_are_left_alone(lm: LM, source: Path, tmp_path: Path) -> None:
+    jobs.run(lm, source, tmp_path / "out", max_new_tokens=2)
+    before = results(tmp_path / "out")
+    other = LM(model=lm.model, params=lm.params, vocab_size=lm.vocab_size, tokenizer=lm.tokenizer, name="other")
+    for call in (lambda: jobs.run(lm, source, tmp_path / "out", max_new_tokens=2, temperature=0.5),
+                 lambda: jobs.run(other, source, tmp_path / "out", max_new_tokens=2),
+                 lambda: jobs.run(lm, source, tmp_path / "out", max_new_tokens=2, form="parquet")):
+        with pytest.raises(ValueError, match=r"out: holds results of another job \("):
+            call()
+    with pytest.raises(ValueError, match=r"holds 'in.jsonl' and no _manifest.json, so it is no job's"):
+        jobs.run(lm, source, tmp_path)
+    assert results(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("form", store.FORMATS)
+def test_a_write_that_fails_or_is_torn_loses_and_doubles_nothing(lm: LM, source: Path, tmp_path: Path, form: str,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk in the middle of a line; and a process that ends before, between and behind the steps that give a
+    part its name."""
+    options: dict[str, Any] = dict(max_new_tokens=3, part=3, form=form)
+    real, out = os.write, tmp_path / "out"
+    budget = 150
+
+    def full(file: int, data: bytes) -> int:
+        nonlocal budget
+        if budget < len(data):
+            real(file, data[:budget])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        budget -= len(data)
+        return real(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            jobs.run(lm, source, out, **options)
+
+    class Killed(BaseException):
+        pass
+
+    # as if the process had been killed at each of these calls
+    for name in ("replace", "unlink", "replace", "fsync", "write"):
+        def die(*args: Any, **kwargs: Any) -> None:
+            raise Killed
+        with monkeypatch.context() as patch:
+            patch.setattr(store.os if name != "unlink" else store.Path, name, die)
+            try:
+                jobs.run(lm, source, out, **options)
+            except Killed:
+                pass
+    logs = list(out.glob(".part-*.log"))
+    if logs:
+        with logs[0].open("ab") as file:
+            file.write(b'{"id": "q-7", "te')
+    jobs.run(lm, source, out, **options)
+    ids = pq.read_table(out)["id"].to_pylist() if form == "parquet" else [row["id"] for row in results(out)]
+    assert sorted(ids) == sorted(f"q-{i}" for i in range(8))
+    assert not list(out.glob(".part-*"))
+
+
+@pytest.mark.parametrize("kills", often([1], [1, 20]))
+def test_a_job_that_is_killed_goes_on(tiny_model: Path, tmp_path: Path, kills: int) -> None:
+    lines = [{"id": f"q{i}", "prompt": f"def f{i}(", "options": {"max_new_tokens": 10 + i % 40}} for i in range(400)]
+    source = written(tmp_path / "in.jsonl", lines)
+    command = [sys.executable, "-m", "decodax", "batch", "-i", str(source), "-o", str(tmp_path / "out"),
+               "-m", str(tiny_model), "--part-lines", "60", "--quiet", "--temperature", "0.9"]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    chance = random.Random(0)
+    for turn in range(kills):
+        process = subprocess.Popen(command, **quiet)      # type: ignore[call-overload]
+        # at first when some results are there, later at any moment
+        start, before = time.monotonic(), sum(1 for _ in tmp_path.glob("out/.part*"))
+        while process.poll() is None and time.monotonic() < start + 60 and turn == 0:
+            if sum(path.stat().st_size for path in tmp_path.glob("out/.part*")) > 2000 * (turn + 1) - before:
+                break
+            time.sleep(0.02)
+        time.sleep(chance.random() * (0.3 if turn == 0 else 6))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert results(tmp_path / "out") != [] or list(tmp_path.glob("out/.part*"))
+    assert main(command[3:]) == 0
+    found = {row["id"]: row["text"] for row in results(tmp_path / "out")}
+    assert len(results(tmp_path / "out")) == len(found) == 400
+    request = dx.generate(str(tiny_model), [line["prompt"] for line in lines[:40]], temperature=0.9, max_new_tokens=[
+        line["options"]["max_new_tokens"] for line in lines[:40]],      # type: ignore[index]
+        request_ids=[jobs.address(line["id"]) for line in lines[:40]])
+    assert request.text == [found[str(line["id"])] for line in lines[:40]]
+
+
+def test_the_command_line(tiny_model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["batch", "-i", str(source), "-o", str(tmp_path / "out"), "-m", str(tiny_model), "--keep", "label"]
+    assert main(command) == 0
+    assert "[8 finished, 0 failed: 48 tokens in" in capsys.readouterr().err
+    source.write_text(source.read_text() + "{\n")
+    assert main(command) == 1
+    assert "1 line failed: see" in capsys.readouterr().err
+    for more, message in (([*command, "--system", "x"], "--system goes with --chat"),
+                          ([*command, "--process", "1"], "--process and --processes go together"),
+                          ([*command, "--process", "2", "--processes", "2"], "process: got 2, takes"),
+                          ([*command, "--top-p", "2"], "top_p: got 2"),
+                          (["batch", "-i", "nowhere", "-o", "x"], "nowhere: there is no such file")):
+        assert main(more) in (1, 2)
+        assert message in capsys.readouterr().err
+
+
+def test_time_that_is_out_leaves_the_rest_to_the_next_call(lm: LM, source: Path, tmp_path: Path) -> None:
+    found = jobs.run(lm, source, tmp_path / "out", max_time=1e-6)
+    assert found.stopped and found.finished == 0
+    assert jobs.run(lm, source, tmp_path / "out").finished == 8

@@ -1,0 +1,147 @@
+"""A prompt that takes the place of another gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.core.state import Status
+from decodax.io.load import LM
+from decodax.jobs import Ticket, Use, schedule
+from decodax.jobs.slots import kin, possible
+from decodax.models.diffusion import Diffusion
+from decodax.request import Request
+from tests.kvcache.test_policies import SMALL
+from tests.matrix import often
+
+COUNT = 12
+RANDOM = np.random.default_rng(0)
+PROMPTS = [RANDOM.integers(2, 15, int(n)).tolist() * (1 + i % 3) for i, n in enumerate(RANDOM.integers(2, 20, COUNT))]
+NEW = [int(n) for n in RANDOM.integers(1, 26, COUNT)]
+NEW[5] = 0
+OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, temperature=[0.0, 0.9] * (COUNT // 2), seed=3, logprobs=1)
+FILLS = LM(model=SMALL.model, params=SMALL.params, vocab_size=16, diffusion=Diffusion(15))
+
+CASES: dict[str, tuple[LM, dict[str, Any]]] = {
+    "plain": (SMALL, {}),
+    "drafts of unequal lengths": (SMALL, dict(algorithm="prompt-lookup:length=4")),
+    "samples": (SMALL, dict(num_samples=2)),
+    # rows choose anew at times of their own
+    "choices while decoding": (SMALL, dict(cache="h2o:budget=14,every=5")),
+    "choices behind prompts": (SMALL, dict(cache="snapkv:budget=14,window=4")),
+    "codes": (SMALL, dict(cache="kivi:group=4,residual=8")),
+    "contexts": (SMALL, dict(context=[PROMPTS[i % 2][:3] for i in range(COUNT)])),
+    "a tree": (SMALL, dict(algorithm="token-recycling")),
+    "masks": (FILLS, dict(algorithm="fast-dllm:block=4,threshold=0.15", temperature=0.0)),
+    "plain masks": (FILLS, dict(temperature=0.0)),
+}
+
+
+@functools.cache
+def whole(case: str) -> dx.Result:
+    lm, options = CASES[case]
+    return dx.generate(lm, PROMPTS, **{**OPTIONS, **options})
+
+
+def through(case: str, order: list[int], seats: int = 4, **options: Any) -> dict[int, dx.Result]:
+    lm, own = CASES[case]
+    request = Request.read(lm, PROMPTS, **{**OPTIONS, **own})
+    return dict(schedule((Ticket(request.select([i]), i) for i in order), seats, **options))
+
+
+@pytest.mark.parametrize("case", often(["plain", "drafts of unequal lengths", "samples", "choices while decoding",
+                                        "masks"], CASES))
+def test_a_prompt_gets_the_tokens_that_it_gets_in_a_batch(case: str) -> None:
+    wanted, found = whole(case), through(case, list(range(COUNT)))
+    assert sorted(found) == list(range(COUNT))
+    each = len(wanted) // COUNT
+    for i, result in found.items():
+        for j in range(each):
+            row = i * each + j
+            assert result.row(j).tolist() == wanted.row(row).tolist()
+            assert result.status[j] == wanted.status[row]
+            assert result.logprobs is not None and wanted.logprobs is not None
+            for name in ("raw", "processed", "top"):
+                a, b = getattr(result.logprobs, name)[j], getattr(wanted.logprobs, name)[row]
+                np.testing.assert_allclose(a, b[:len(a)], atol=1e-5)
+            assert result.stats.tokens[j] == result.lengths[j]
+
+
+def test_neither_order_nor_number_of_places_changes_tokens() -> None:
+    wanted = whole("plain")
+    for order, seats in ((list(range(COUNT))[::-1], 4), ([*range(6, COUNT), *range(6)], 1), (list(range(COUNT)), 40)):
+        found = through("plain", order, seats)
+        assert all(found[i].row(0).tolist() == wanted.row(i).tolist() for i in range(COUNT))
+
+
+def test_a_batch_size_gives_the_whole_result() -> None:
+    lm, own = CASES["samples"]
+    found, wanted = dx.generate(lm, PROMPTS, batch_size=4, **{**OPTIONS, **own}), whole("samples")
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    assert found.status == wanted.status
+    assert found.logprobs is not None and wanted.logprobs is not None
+    np.testing.assert_allclose(found.logprobs.top, wanted.logprobs.top, atol=1e-5)
+    assert found.stats.rounds.tolist() == wanted.stats.rounds.tolist()
+    assert 0 < found.stats.forwards < found.stats.rounds.sum() / 2
+
+
+def test_places_are_in_use_nearly_always() -> None:
+    """The longest first, as generate orders them: 72 prompts of up to 25 tokens in 8 places."""
+    use = Use()
+    through("plain", sorted([*range(COUNT)] * 6, key=lambda i: -NEW[i]), 8, use=use)
+    assert use.row_rounds == 6 * sum(NEW) and use.goodput > 0.9
+    assert use.prompt_tokens == 6 * sum(len(p) - 1 for p in PROMPTS) <= use.prefill_tokens
+
+
+def test_requests_of_different_kinds_take_turns() -> None:
+    kinds: list[dict[str, Any]] = [{}, dict(algorithm="prompt-lookup:length=4"), dict(top_p=0.9, temperature=0.7),
+                                   dict(num_samples=2, temperature=1.0)]
+    requests = [Request.read(SMALL, PROMPTS[i], max_new_tokens=8, request_ids=[i], **kinds[i % 4]) for i in range(8)]
+    assert len({str(kin(request)) for request in requests}) == 4
+    found = dict(schedule([Ticket(request, i) for i, request in enumerate(requests)], 2))
+    for i in range(8):
+        alone = dx.generate(SMALL, PROMPTS[i], max_new_tokens=8, request_ids=[i], **kinds[i % 4])
+        assert found[i].tokens.tolist() == alone.tokens.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:max_new_tokens")
+def test_a_prompt_that_is_too_long_for_the_places_gets_longer_ones() -> None:
+    prompts = [[3, 4, 5], [6, 7], [2, 3] * 150, [8]]
+    requests = [Request.read(SMALL, prompt, max_new_tokens=4, request_ids=[i]) for i, prompt in enumerate(prompts)]
+    found = dict(schedule((Ticket(request, i) for i, request in enumerate(requests)), 2, ahead=2))
+    for i, prompt in enumerate(prompts):
+        assert found[i].tokens.tolist() == dx.generate(SMALL, prompt, max_new_tokens=4).tokens.tolist()
+
+
+def test_tickets_are_taken_when_there_is_room() -> None:
+    request, taken = Request.read(SMALL, PROMPTS, **OPTIONS), []
+
+    def source() -> Iterator[Ticket]:
+        for i in range(COUNT):
+            taken.append(i)
+            yield Ticket(request.select([i]), i)
+
+    answers = schedule(source(), 2, ahead=2)
+    next(answers)
+    assert len(taken) <= 7      # two run, two wait, and those that have ended and were replaced
+    assert len(list(answers)) == COUNT - 1
+
+
+@pytest.mark.filterwarnings("ignore:max_new_tokens")
+def test_when_the_time_is_out_everything_ends() -> None:
+    found = through("plain", list(range(COUNT)), end=time.monotonic() - 1)
+    assert len(found) == COUNT and all(result.status == [Status.TIME] for result in found.values())
+    assert dx.generate(SMALL, PROMPTS, batch_size=4, max_time=1e-3, max_new_tokens=500).status.count(Status.TIME) > 0
+
+
+def test_rows_that_share_memory_go_through_batches() -> None:
+    request = Request.read(SMALL, PROMPTS, cache="paged", **OPTIONS)
+    assert not possible(request)
+    found = dx.generate(SMALL, PROMPTS, cache="paged", batch_size=4, **OPTIONS)
+    assert found.tokens.tolist() == whole("plain").tokens.tolist()
