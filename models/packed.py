@@ -157,8 +157,7 @@ def multiply(x: Array, kernel: Kernel, dtype: Any = None) -> Array:
 
 def embedded(table: Kernel, which: Array, dtype: Any) -> Array:
     """Rows `f[..., D]` of an embedding table `f[V, D]`, which is packed as the kernel of the head that it also is."""
-    # with the barrier for the same reason as in `multiply`
-    return lax.optimization_barrier(table).rows(which, dtype) if isinstance(table, Packed) else table[which]
+    return table.rows(which, dtype) if isinstance(table, Packed) else table[which]
 
 
 def head(table: Kernel) -> Kernel:
