@@ -91,7 +91,7 @@ class Packed(Struct, abc.ABC):
 
     def rows(self, which: Array, dtype: Any) -> Array:
         """The rows `f[..., K]` of outputs `which`, `i32[...]`: embeddings, of a table that is also the head."""
-        return jax.tree.map(lambda a: a[which], self).values(dtype)
+        return jax.tree.map(lambda a: _gathered(a, which), self).values(dtype)
 
     def placed(self, outputs: str | None, inputs: str | None) -> Self:
         """The same for a mesh over whose axes it will lie as `specs` says."""
@@ -135,6 +135,13 @@ def _made(x: Array) -> Array:
     fusion goes through a conditional. What its other branch does, the product of a NaN does anyway."""
     some = x.reshape(-1)[0]
     return lax.cond(some == some, lambda: x, lambda: x.at[0].set(jnp.nan))
+
+
+def _gathered(a: Array, which: Array) -> Array:
+    """`a[which]`. XLA's CPU gathers half precision by way of a float32 copy of the whole, made in front of the loop."""
+    if platform() != "cpu" or a.dtype not in (jnp.bfloat16, jnp.float16):
+        return a[which]
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(a, jnp.uint16)[which], a.dtype)
 
 
 Kernel = Array | Packed
