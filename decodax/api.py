@@ -100,11 +100,15 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
 
 
 def run(request: Request, clock: float, progress: bool = False) -> Result:
-    """Runs a request batch by batch. `clock` is when its time began, by `time.monotonic`."""
+    """Runs a request. `clock` is when its time began, by `time.monotonic`."""
+    size, end = request.batch_size, None if request.max_time is None else clock + request.max_time
+    through = through_slots if size and size < len(request) and possible(request) else through_batches
+    return through(request, end, progress)
+
+
+def through_batches(request: Request, end: float | None = None, progress: bool = False) -> Result:
+    """Runs a request batch by batch, each until its last prompt has ended."""
     count, size = len(request), request.batch_size
-    end = None if request.max_time is None else clock + request.max_time
-    if size and size < count and possible(request):
-        return _through_slots(request, size, end, progress)
     order = sorted(range(count), key=lambda i: len(request.prompts[i])) if size else list(range(count))
     parts: list[Result] = []
     with bar(progress, "generating", count * request.samples) as report:
@@ -119,15 +123,17 @@ def run(request: Request, clock: float, progress: bool = False) -> Result:
     return _merge(parts, order, request.samples, request.lm.pad) if size else parts[0]
 
 
-def _through_slots(request: Request, seats: int, end: float | None, progress: bool) -> Result:
-    """Runs a request with so many prompts at once, each in the place of one that has ended."""
+def through_slots(request: Request, end: float | None = None, progress: bool = False, use: Use | None = None) -> Result:
+    """Runs a request with `batch_size` prompts at once, each in the place of one that has ended."""
+    assert request.batch_size is not None
     # the longest texts first, so that few places stand empty in the end; among those of about the same length, prompts
     # of similar length side by side, which are read together
     order = sorted(range(len(request)), key=lambda i: (-power(int(request.max_new[i])), len(request.prompts[i])))
-    use, parts = Use(), {}
+    use, parts = Use() if use is None else use, {}
     with bar(progress, "generating", len(request) * request.samples) as report:
         tickets = (Ticket(request.select([i]), i) for i in order)
-        for i, part in schedule(tickets, seats, end=end, longest=request.longest, more=request.more, use=use):
+        answers = schedule(tickets, request.batch_size, end=end, longest=request.longest, more=request.more, use=use)
+        for i, part in answers:
             parts[i] = part
             report(len(parts) * request.samples)
     found = _merge([parts[i] for i in range(len(request))], list(range(len(request))), request.samples, request.lm.pad)

@@ -28,6 +28,11 @@ SHARED = 64
 """Tokens that prompts have to have in common before they are read once for all."""
 
 
+def chunk_width(left: int, chunk: int, size: int) -> int:
+    """Tokens of a prefill round where the longest prompt has so many left: few widths, few programs."""
+    return min(NARROW if left < SHORT else chunk, chunk, size)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reader:
     """What prompts are read with.
@@ -73,8 +78,7 @@ class Reader:
         """With the prompts in the cache, of which the longest has so many tokens left; and the forwards in all."""
         if not self.algorithm.prefills or left <= 0:
             return s, before
-        # few widths, few programs
-        width = min(NARROW if left < SHORT else self.request.chunk, self.request.chunk, self.size)
+        width = chunk_width(left, self.request.chunk, self.size)
         s = drivers.prefill(self.algorithm, model or self.model, self.params, s, width=width)
         return s, before - (-left // width)
 

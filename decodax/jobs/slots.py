@@ -26,6 +26,7 @@ from decodax.job import BatchShape, collect, host_rows, on_mesh
 from decodax.memory import by_row, power
 from decodax.policy import Policy
 from decodax.programs import keep_room
+from decodax.reading import chunk_width
 from decodax.request import Request
 from decodax.result import Result
 
@@ -133,7 +134,8 @@ class Slots:
             self.seats[seat] = request, tag
         read = [len(request.prompts[0]) - 1 for request in requests]
         self.use.add(Use(prefill_forwards=forwards, prefill_seconds=time.perf_counter() - clock,
-                         prompt_tokens=sum(read), prefill_tokens=prompts * max(read) if forwards else 0))
+                         prompt_tokens=sum(read), prefill_tokens=prompts * forwards * chunk_width(
+                             max(read), self.first.chunk, self.shape.size)))
 
     def advance(self, leave: int = 0, rounds: int | None = None) -> None:
         """Runs until places for `leave` prompts are free, or to the end of all.

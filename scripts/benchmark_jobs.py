@@ -1,0 +1,84 @@
+"""Continuous batches against batches that wait for their last prompt, on requests of very unequal lengths.
+
+    python scripts/benchmark_jobs.py
+    python scripts/benchmark_jobs.py --model path/to/model --requests 2000 --batch-size 64 --algorithm prompt-lookup
+
+Prompts and answers have log-normal lengths; answers end where their budgets do. Both ways run in turn on the same
+requests, in one process, and must give the same tokens. Goodput is the share of the rows' rounds in which a row was
+running; of prompts, the share of the tokens that were read and not there to fill up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def requests(lm: Any, count: int, longest: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts, pieces of decodax's own source, and how many new tokens each is to have."""
+    import decodax
+
+    random = np.random.default_rng(seed)
+    text = "".join(path.read_text() for path in sorted(Path(decodax.__file__).parent.glob("*.py")))
+    ids = lm.tokenizer.encode(text)
+    lengths = np.clip(random.lognormal(4.0, 0.8, count), 4, longest // 2).astype(int)
+    new = np.clip(random.lognormal(3.4, 1.0, count), 4, longest // 2).astype(int)
+    starts = random.integers(0, len(ids) - longest, count)
+    return [ids[i:i + n] for i, n in zip(starts.tolist(), lengths.tolist(), strict=True)], new.tolist()
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR", help="default: pycode")
+    p.add_argument("--requests", type=int, default=500, metavar="N", help="default: 500")
+    p.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts at once (default: 16)")
+    p.add_argument("--longest", type=int, default=512, metavar="N", help="tokens of a row at most (default: 512)")
+    p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="default: plain decoding")
+    p.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default: 3)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests (default: 0)")
+    args = p.parse_args()
+    import jax
+
+    import decodax as dx
+    from decodax.api import through_batches, through_slots
+    from decodax.jobs import Use
+    from decodax.request import Request
+
+    lm = dx.load(args.model)
+    prompts, new = requests(lm, args.requests, args.longest, args.seed)
+    request = Request.read(lm, prompts, max_new_tokens=new, batch_size=args.batch_size, algorithm=args.algorithm,
+                           min_new_tokens=new)
+    seconds: dict[str, list[float]] = {"batches": [], "slots": []}
+    goodput: dict[str, str] = {}
+    for turn in range(args.repeats + 1):        # the first compiles
+        use = Use()
+        for name, run in (("batches", lambda: through_batches(request)),
+                          ("slots", lambda use=use: through_slots(request, use=use))):
+            clock = time.perf_counter()
+            found = run()
+            if turn:
+                seconds[name].append(time.perf_counter() - clock)
+            if name == "batches":
+                wanted = found
+                rows = args.batch_size * found.stats.forwards
+                goodput[name] = f"decoding {found.stats.rounds.sum() / rows:.1%}"
+            else:
+                assert (found.tokens == wanted.tokens).all()
+                goodput[name] = f"decoding {use.goodput:.1%}, prompts {use.prompt_tokens / use.prefill_tokens:.1%}"
+    print(f"{lm.name}, {args.requests} requests, {sum(map(len, prompts))} prompt tokens, {sum(new)} new ones (mean "
+          f"{np.mean(new):.0f}, most {max(new)}), {args.batch_size} at once; {jax.devices()[0].device_kind}; medians "
+          f"of {args.repeats}")
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        print(f"{name:8} {middle:7.2f} s ({min(times):.2f} to {max(times):.2f})  {sum(new) / middle:7.0f} tokens/s  "
+              f"goodput: {goodput[name]}")
+    print(f"ratio    {statistics.median(seconds['batches']) / statistics.median(seconds['slots']):.2f}")
+
+
+if __name__ == "__main__":
+    main()
