@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from decodax.cache import Cache
 from decodax.core import drivers
 from decodax.core.state import State, Status
 from decodax.core.types import Algorithm, Params
@@ -54,8 +55,12 @@ class BatchShape:
         """How many rows the programs for so many have."""
         return batch(self.algorithm, self.model, self.mesh, rows, self.size)
 
-    def read(self, request: Request, prompts: int, rows: int | None = None) -> tuple[Any, Policy, State, int]:
+    def read(self, request: Request, prompts: int, rows: int | None = None,
+             known: dict[tuple[int, ...], Cache] | None = None) -> tuple[Any, Policy, State, int]:
         """Reads the prompts, filled up to so many, and fans out their samples, filled up to so many rows.
+
+        Args:
+            known: as of `Reader`.
 
         Returns:
             The model as rows came to share a cache, the policy of the rows, their state, and how many forwards it took.
@@ -63,7 +68,8 @@ class BatchShape:
         each = request.fill(prompts)
         on_device = lambda policy: place(self.mesh, jax.tree.map(jnp.asarray, policy))
         policy = on_device(each.firsts)
-        reader = Reader(each, self.algorithm, self.model, self.params, policy, self.mesh, self.size, self.top_logprobs)
+        reader = Reader(each, self.algorithm, self.model, self.params, policy, self.mesh, self.size, self.top_logprobs,
+                        known)
         model, s, forwards = reader.read()
         if request.guidance is not None:
             model, s = guide(self.algorithm, model, self.params, policy, s, each.guidance, each.negative)

@@ -75,6 +75,14 @@ def by_row(algorithm: Algorithm, model: Model) -> bool:
     return not algorithm.caches or _cache(bare, network, 1, 256).by_row
 
 
+def grows(algorithm: Algorithm, model: Model) -> bool:
+    """Whether the method's cache takes a prompt in as it takes in what follows, so that it may be read in parts."""
+    bare: Any = algorithm.bare()
+    network: Any = model
+    cache = type(_cache(bare, network, 1, 256))
+    return cache.settled is Cache.settled and cache.for_prompt is Cache.for_prompt
+
+
 def power(n: int) -> int:
     """The smallest power of two that is not below `n`."""
     return 1 << max(n - 1, 0).bit_length()

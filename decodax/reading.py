@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from decodax.autoregressive import Autoregressive
+from decodax.cache import Cache
 from decodax.core import drivers
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Model, Params
@@ -28,6 +29,10 @@ SHARED = 64
 """Tokens that prompts have to have in common before they are read once for all."""
 
 
+KNOWN = 4
+"""Contexts whose caches are kept for prompts to come."""
+
+
 def chunk_width(left: int, chunk: int, size: int) -> int:
     """Tokens of a prefill round where the longest prompt has so many left: few widths, few programs."""
     return min(NARROW if left < SHORT else chunk, chunk, size)
@@ -40,6 +45,8 @@ class Reader:
     Attributes:
         request: a batch, filled up. algorithm: without its weights. model, params, policy: those of the rounds.
         mesh: where rows lie, or None. size: of the token buffer. top_logprobs: as in `drivers.begin`.
+        known: caches of contexts that have been read, of one row each, which may be needed again: it is added to. None:
+            nothing is kept.
     """
 
     request: Request
@@ -50,6 +57,7 @@ class Reader:
     mesh: Mesh | None
     size: int
     top_logprobs: int | None
+    known: dict[tuple[int, ...], Cache] | None = None
 
     def read(self) -> tuple[Model, State, int]:
         """The model, with the kind of cache that rows came to share; the state behind the prompts; and how many
@@ -110,7 +118,16 @@ class Reader:
     def _behind_contexts(self, lengths: np.ndarray, context: np.ndarray) -> tuple[State, int]:
         each = self.request
         texts = [tuple(row[:n]) for row, n in zip(each.prompts, context, strict=True)]
-        unique = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+        of, read = self._held(texts) if self.known is not None else self._read_texts(texts)
+        s = self._begin(self.model, lengths)
+        s = s.replace(cache=of)
+        left = int((lengths - context).max())
+        width = min(NARROW if left < SHORT else each.chunk, each.chunk, power(left))
+        return drivers.extend(self.algorithm, self.model, self.params, s, width=width), read - (-left // width)
+
+    def _read_texts(self, texts: list[tuple[int, ...]]) -> tuple[Cache, int]:
+        """The cache with a text in each row, and how many forwards that took; texts that are the same are read once."""
+        each, unique = self.request, {text: i for i, text in enumerate(dict.fromkeys(texts))}
         order = [texts.index(text) for text in unique]
         few = dataclasses.replace(each.select(order), prompts=[list(text) for text in unique], context=None)
         # as many rows as there are prompts, if all are different, or a power of two
@@ -119,9 +136,21 @@ class Reader:
         firsts = place(self.mesh, jax.tree.map(jnp.asarray, few.firsts))
         before = dataclasses.replace(self, request=few, policy=firsts)
         held, forwards = before._prefilled(
-            before._begin(self.model, np.array([len(row) for row in few.prompts], np.int32)), 0, int(context.max()) - 1)
-        s = self._begin(self.model, lengths)
-        s = s.replace(cache=drivers.take_rows(held.cache, of))
-        left = int((lengths - context).max())
-        width = min(NARROW if left < SHORT else each.chunk, each.chunk, power(left))
-        return drivers.extend(self.algorithm, self.model, self.params, s, width=width), forwards - (-left // width)
+            before._begin(self.model, np.array([len(row) for row in few.prompts], np.int32)), 0,
+            max(map(len, unique)) - 1)
+        return drivers.take_rows(held.cache, of), forwards
+
+    def _held(self, texts: list[tuple[int, ...]]) -> tuple[Cache, int]:
+        """As `_read_texts`, where texts that were read before are still known."""
+        assert self.known is not None
+        forwards = 0
+        for i, text in enumerate(texts):
+            if text not in self.known:
+                one = dataclasses.replace(self, request=self.request.select([i]), known=None)
+                self.known[text], more = one._read_texts([text])
+                forwards += more
+            self.known[text] = self.known.pop(text)     # the one used last stands last
+        cache = drivers.stack_rows(tuple(self.known[text] for text in texts))
+        while len(self.known) > KNOWN:
+            del self.known[next(iter(self.known))]
+        return cache, forwards

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from decodax.core.stops import StopTable, stop_strings
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
+from decodax.io.text import Tokenizer
 from decodax.kvcache.table import read as read_kind
 from decodax.memory import afford, power
 from decodax.methods import chosen, model
@@ -160,7 +162,7 @@ class Request:
         policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said)
         if strings:
             assert lm.tokenizer is not None
-            policy = policy.replace(stops=StopTable.build(lm.tokenizer.token_bytes(skip), strings, lm.vocab_size))
+            policy = policy.replace(stops=_stops(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
         return cls(lm=lm, algorithm=method, prompts=ids, context=settle, behind=behind, max_new=budget.astype(np.int32),
                    min_new=np.array(least, np.int32), seeds=np.array([divmod(s, 1 << 32) for s in seeds], np.uint32),
                    request_ids=np.array(addresses, np.uint32), inputs=_inputs(inputs, count),
@@ -227,6 +229,11 @@ class Request:
             seeds=arrays(lambda r: r.seeds), request_ids=arrays(lambda r: r.request_ids),
             inputs=arrays(lambda r: r.inputs), guidance=arrays(lambda r: r.guidance),
             negative=lists(lambda r: r.negative), policy=policy)
+
+
+@functools.lru_cache(maxsize=8)        # 0.1 s for a large vocabulary, and a stream of requests has few
+def _stops(tokenizer: Tokenizer, skip: bool, strings: tuple[str, ...], size: int) -> StopTable:
+    return StopTable.build(tokenizer.token_bytes(skip), strings, size)
 
 
 def _contexts(lm: LM, context: Any, count: int) -> list[list[int]]:

@@ -32,7 +32,7 @@ begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
     programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _extend, _fan_out, _fan_out_shared,
-                     _refill, advance)
+                     _refill, stack_rows, advance)
     return sum(program._cache_size() for program in programs)
 
 
@@ -102,6 +102,12 @@ def commit_prompts(observer: Observer | None, model: Model, params: Params, held
     # groups behind the last running row have nothing to do
     last = jnp.where(s.running, jnp.arange(s.batch, dtype=jnp.int32) // rows + 1, 0).max()
     return lax.fori_loop(0, last, group, (held, s.status))
+
+
+@jax.jit
+def stack_rows(caches: tuple[Cache, ...]) -> Cache:
+    """The cache whose row `i` is that of `caches[i]`, which have one row each."""
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *caches)
 
 
 def take_rows(cache: Cache, rows: Array) -> Cache:

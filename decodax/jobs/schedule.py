@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from decodax.core.state import Status
+from decodax.jobs.prefixes import mates
 from decodax.jobs.slots import Slots, Use, kin
 from decodax.request import Request
 from decodax.result import LogProbs, Result, Statistics
@@ -76,12 +77,15 @@ def schedule(tickets: Iterable[Ticket], seats: int, *, ahead: int | None = None,
             slots = Slots(like[0], seats if open_ else min(seats, len(like)), max(longest, *(r.longest for r in like)),
                           max(more, *(r.more for r in like)), use)
         assert slots is not None
-        while passed < ahead and (chosen := _choose(waiting, group, slots)):
+        while passed < ahead:
+            chosen, prefix = _choose(waiting, group, slots)
+            if not chosen:
+                break
             first = chosen[0] is waiting[0]
             passed = 0 if first else passed + len(chosen)
             for item in chosen:
                 waiting.remove(item)
-            slots.admit([ticket.request for ticket, _ in chosen], [ticket.tag for ticket, _ in chosen])
+            slots.admit([ticket.request for ticket, _ in chosen], [ticket.tag for ticket, _ in chosen], prefix)
             yield from slots.finished()         # of prompts that may make no token
         if slots.running:
             leave = min(slots.few, -(-slots.running // slots.first.samples))
@@ -91,17 +95,21 @@ def schedule(tickets: Iterable[Ticket], seats: int, *, ahead: int | None = None,
         yield from slots.finished()
 
 
-def _choose(waiting: collections.deque[tuple[Ticket, Any]], group: Any, slots: Slots) -> list[tuple[Ticket, Any]]:
-    """The prompts that are read next, if there are enough places: the one that waits longest, and those of nearly its
-    length."""
+def _choose(waiting: collections.deque[tuple[Ticket, Any]], group: Any,
+            slots: Slots) -> tuple[list[tuple[Ticket, Any]], int]:
+    """The prompts that are read next, if there are enough places: the one that waits longest, and those with the same
+    beginning, or else of nearly its length; and how many tokens of a beginning they have in common that others have
+    too."""
     free = len(slots.free)
     most = free if free == len(slots.seats) else slots.few
     fit = [item for item in waiting if item[1] == group and slots.fits(item[0].request)]
     if not fit or free < min(most, len(fit)):
-        return []
-    length = lambda item: len(item[0].request.prompts[0])
-    near = sorted(range(1, len(fit)), key=lambda i: (abs(length(fit[i]) - length(fit[0])), i))
-    return [fit[0], *(fit[i] for i in near[:min(most, free) - 1])]
+        return [], 0
+    prompts = [item[0].request.prompts[0] for item in fit]
+    prefix, which = mates(prompts, known=slots.known) if slots.splits else (0, [])
+    which = which or list(range(len(fit)))
+    near = sorted(which[1:], key=lambda i: (abs(len(prompts[i]) - len(prompts[0])), i))
+    return [fit[i] for i in (which[0], *near[:min(most, free) - 1])], prefix
 
 
 def unstarted(request: Request) -> Result:

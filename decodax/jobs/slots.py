@@ -23,7 +23,7 @@ from decodax.core import drivers
 from decodax.core.state import State, Status
 from decodax.core.types import Algorithm
 from decodax.job import BatchShape, collect, host_rows, on_mesh
-from decodax.memory import by_row, power
+from decodax.memory import afford, by_row, grows, power
 from decodax.policy import Policy
 from decodax.programs import keep_room
 from decodax.reading import chunk_width
@@ -38,7 +38,8 @@ class Use:
     Attributes:
         forwards: of the rounds, all rows at once. prefill_forwards: of the prompts.
         row_rounds: rounds in which a row was running, of `slot_rounds` that all rows could have run.
-        prompt_tokens: that were read, of `prefill_tokens` with those that fill up chunks and rows.
+        prompt_tokens: that were read, of `prefill_tokens` with those that fill up chunks and rows. prefix_tokens: that
+            were not read, since others began with the same ones.
         seconds, prefill_seconds: of the rounds, and of reading prompts and putting them in their places.
     """
 
@@ -48,6 +49,7 @@ class Use:
     slot_rounds: int = 0
     prompt_tokens: int = 0
     prefill_tokens: int = 0
+    prefix_tokens: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
 
@@ -76,6 +78,7 @@ class Slots:
         self.shape = shape = BatchShape.of(first, longest, self.more)
         group, each = shape.algorithm.samples or 1, first.samples
         rows = -(-shape.fill(seats * each) // group) * group
+        afford(shape.algorithm, shape.model, shape.mesh, rows, longest, "slots")
         parts = 1 if shape.mesh is None else shape.mesh.shape.get(DATA, 1)
         self.seats: list[Any] = [None] * (rows // each)
         self.rows = rows
@@ -83,7 +86,10 @@ class Slots:
         self.few = min(-(-few // parts) * parts, len(self.seats))
         """How many prompts are read at once where others are being continued."""
         self.use = Use() if use is None else use
+        self.splits = shape.mesh is None and _splits(first)
+        """Whether a prompt may be read in two parts, of which others share the first."""
         self._model: Any = None
+        self._known: dict[tuple[int, ...], Any] | None = {} if shape.mesh is None else None
         self._policy: Policy | None = None
         self._state: State | None = None
         self._status = np.full(rows, Status.LENGTH, np.int32)
@@ -94,6 +100,11 @@ class Slots:
         return request.longest <= self.shape.size and request.more <= self.more
 
     @property
+    def known(self) -> list[tuple[int, ...]]:
+        """The beginnings whose caches are kept."""
+        return list(self._known or ())
+
+    @property
     def free(self) -> list[int]:
         return [i for i, held in enumerate(self.seats) if held is None]
 
@@ -102,18 +113,25 @@ class Slots:
         """Rows that have not finished."""
         return int((self._status == Status.RUNNING).sum())
 
-    def admit(self, requests: Sequence[Request], tags: Sequence[Any]) -> None:
+    def admit(self, requests: Sequence[Request], tags: Sequence[Any], prefix: int = 0) -> None:
         """Reads prompts, one of each request, and gives them free places: up to `few` where others are being continued,
-        else as many as there are."""
+        else as many as there are.
+
+        Args:
+            prefix: so many tokens they all begin with, which are read once, also for prompts to come.
+        """
         keep_room(drivers.compiled())
         clock, each, free = time.perf_counter(), self.first.samples, self.free
         whole = len(free) == len(self.seats)
         prompts = self.few if not whole else self.rows if each == 1 else self.shape.fill(len(self.seats))
         assert 0 < len(requests) <= min(prompts, len(free))
         joined = Request.join(requests)
+        new = prefix > 0 and tuple(requests[0].prompts[0][:prefix]) not in (self._known or ())
+        if prefix:
+            joined = dataclasses.replace(joined, context=np.full(len(requests), prefix, np.int32))
         with on_mesh(self.shape.mesh):
             rows = None if each == 1 else self.rows if whole else prompts * each
-            model, policy, s, forwards = self.shape.read(joined, prompts, rows)
+            model, policy, s, forwards = self.shape.read(joined, prompts, rows, self._known)
             if whole:
                 free = list(range(len(requests)))
                 self._model, self._policy, self._state = model, policy, s
@@ -132,10 +150,17 @@ class Slots:
             jax.block_until_ready(self._state.length)
         for seat, request, tag in zip(free, requests, tags, strict=False):
             self.seats[seat] = request, tag
-        read = [len(request.prompts[0]) - 1 for request in requests]
-        self.use.add(Use(prefill_forwards=forwards, prefill_seconds=time.perf_counter() - clock,
-                         prompt_tokens=sum(read), prefill_tokens=prompts * forwards * chunk_width(
-                             max(read), self.first.chunk, self.shape.size)))
+        self._account(requests, prompts, forwards, prefix if new else 0, prefix, time.perf_counter() - clock)
+
+    def _account(self, requests: Sequence[Request], prompts: int, forwards: int, read: int, prefix: int,
+                 seconds: float) -> None:
+        """Adds what reading prompts took, of whose beginning so many tokens were `read`."""
+        left = [len(request.prompts[0]) - 1 - prefix for request in requests]
+        width = lambda left: chunk_width(left, self.first.chunk, self.shape.size)
+        first = -(-(read - 1) // width(read - 1)) if read > 1 else 0        # forwards of one row
+        self.use.add(Use(prefill_forwards=forwards, prefill_seconds=seconds, prompt_tokens=sum(left) + read,
+                         prefix_tokens=prefix * len(left) - read,
+                         prefill_tokens=first * width(read - 1) + prompts * (forwards - first) * width(max(left))))
 
     def advance(self, leave: int = 0, rounds: int | None = None) -> None:
         """Runs until places for `leave` prompts are free, or to the end of all.
@@ -187,6 +212,13 @@ class Slots:
     def expire(self) -> None:
         """Ends the rows that still run: their time is out."""
         self._status = np.where(self._status == Status.RUNNING, np.int32(Status.TIME), self._status)
+
+
+def _splits(request: Request) -> bool:
+    if request.context is not None or request.inputs is not None or request.behind is not None:
+        return False
+    method = request.algorithm
+    return method.caches and method.prefills and method.observer is None and grows(method, request.lm.model)
 
 
 def possible(request: Request) -> bool:

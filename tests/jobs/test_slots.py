@@ -145,3 +145,16 @@ def test_rows_that_share_memory_go_through_batches() -> None:
     assert not possible(request)
     found = dx.generate(SMALL, PROMPTS, cache="paged", batch_size=4, **OPTIONS)
     assert found.tokens.tolist() == whole("plain").tokens.tolist()
+
+
+def test_a_common_beginning_is_read_once() -> None:
+    """Of two headers, each in front of several prompts, and prompts without one."""
+    headers = [RANDOM.integers(2, 15, 80).tolist() for _ in range(2)]
+    prompts = [[*(headers[i % 3] if i % 3 < 2 else []), *PROMPTS[i]] for i in range(COUNT)]
+    request = Request.read(SMALL, prompts, **OPTIONS)
+    use = Use()
+    found = dict(schedule([Ticket(request.select([i]), i) for i in range(COUNT)], 4, use=use))
+    wanted = dx.generate(SMALL, prompts, **OPTIONS)
+    assert all(found[i].row(0).tolist() == wanted.row(i).tolist() for i in range(COUNT))
+    # of 8 prompts with 80 tokens in front
+    assert use.prefix_tokens == 6 * 80
