@@ -36,6 +36,23 @@ def largest_threshold(order: Array, weights: Array, share: Array) -> Array:
     return (by_digits if platform() == "tpu" else by_halves)(order, weights, share)
 
 
+def once(x: Array) -> Array:
+    """`x`, for `less` and for what finds the threshold: computed once for both."""
+    return lax.optimization_barrier(x)
+
+
+def less(x: Array, threshold: Array) -> Array:
+    """`x < threshold` (`bool[V]`), of the very numbers among which the threshold was found.
+
+    XLA's CPU else computes `x` again where it is compared, barrier or not, and rounds it differently there: then the
+    last token that was to stay goes. Nothing is fused into a loop, of one trip here, or none if there is no threshold.
+    """
+    if platform() != "cpu":
+        return x < threshold
+    compare = lambda c: (jnp.zeros((), bool), x < threshold)
+    return lax.while_loop(lambda c: c[0], compare, (threshold == threshold, jnp.zeros(x.shape, bool)))[1]
+
+
 def by_halves(order: Array, weights: Array, share: Array) -> Array:
     """`largest_threshold` in 32 passes of one sum each."""
     least = share * jnp.broadcast_to(weights, order.shape).sum()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.policy.base import Context, PyTree, Transform
-from decodax.policy.threshold import kth_largest, largest_threshold, probabilities
+from decodax.policy.threshold import kth_largest, largest_threshold, less, once, probabilities
 from decodax.struct import static, struct
 
 
@@ -40,13 +40,13 @@ class TopK(Transform):
     min_keep: int = static(default=1)
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
-        k = jnp.where(self.k > 0, jnp.maximum(self.k, self.min_keep), logits.shape[-1])
+        k, logits = jnp.where(self.k > 0, jnp.maximum(self.k, self.min_keep), logits.shape[-1]), once(logits)
         if self.limit is None:
             least = kth_largest(logits, k)
         else:
             best = lax.top_k(logits, min(max(self.limit, self.min_keep), logits.shape[-1]))[0]
             least = jnp.where(self.k > 0, best[jnp.minimum(k, best.shape[0]) - 1], -jnp.inf)
-        return jnp.where(logits < least, -jnp.inf, logits)
+        return jnp.where(less(logits, least), -jnp.inf, logits)
 
 
 @struct
@@ -65,9 +65,10 @@ class TopP(Transform):
     min_keep: int = static(default=1)
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        logits = once(logits)
         weights = jnp.exp(logits - logits.max())
         cut = largest_threshold(logits, weights, self.p)
-        return _keep_best(logits, (logits < cut) & (self.p < 1), self.min_keep)
+        return _keep_best(logits, less(logits, cut) & (self.p < 1), self.min_keep)
 
 
 @struct
@@ -96,11 +97,11 @@ class Typical(Transform):
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         log_p, p, entropy = probabilities(logits)
-        near = -jnp.abs(-log_p - entropy)
+        near = once(-jnp.abs(-log_p - entropy))
         cut = largest_threshold(near, p, self.p)
         if self.min_keep > 1:
             cut = jnp.minimum(cut, lax.top_k(near, min(self.min_keep, near.shape[0]))[0][-1])
-        return jnp.where((near < cut) & (self.p < 1), -jnp.inf, logits)
+        return jnp.where(less(near, cut) & (self.p < 1), -jnp.inf, logits)
 
 
 @struct
