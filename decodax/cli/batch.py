@@ -66,8 +66,9 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     g = p.add_argument_group("several processes", "Each answers its share, into files of its own in the directory.")
     g.add_argument("--process", type=int, default=None, metavar="I", help="this is process I, from 0")
     g.add_argument("--processes", type=int, default=None, metavar="N", help="of so many")
-    g.add_argument("--distributed", action="store_true",
-                   help="ask jax.distributed for both: on a TPU slice or a cluster that it knows")
+    g.add_argument("--distributed", nargs="?", const="", metavar="HOST:PORT",
+                   help="ask jax.distributed for both, on a TPU slice or a cluster that it knows; with an address, "
+                        "meet the other --processes there")
     generation.add(p)
 
 
@@ -75,8 +76,10 @@ def run(args: argparse.Namespace) -> None:
     """Runs the job, with progress on standard error."""
     if args.system is not None and not args.chat:
         raise UsageError("--system goes with --chat")
-    if (args.process is None) != (args.processes is None) or (args.distributed and args.process is not None):
-        raise UsageError("--process and --processes go together, and without --distributed")
+    if (args.process is None) != (args.processes is None):
+        raise UsageError("--process and --processes go together")
+    if args.distributed is not None and bool(args.distributed) != (args.process is not None):
+        raise UsageError("--distributed goes with --process and --processes if it names an address, and only then")
     options = generation.sampling(args)
     keep_programs()
     import jax
@@ -84,10 +87,10 @@ def run(args: argparse.Namespace) -> None:
     from decodax import jobs
     from decodax.jobs import lines
 
-    if args.distributed:
-        jax.distributed.initialize()
-    process, processes = (jax.process_index(), jax.process_count()) if args.distributed else (
-        args.process or 0, 1 if args.processes is None else args.processes)
+    process, processes = args.process or 0, 1 if args.processes is None else args.processes
+    if args.distributed is not None:
+        jax.distributed.initialize(args.distributed or None, args.processes, args.process)
+        process, processes = jax.process_index(), jax.process_count()
     with naming_the_argument():
         total = lines.count(args.input)
     lm, algorithm = generation.load(args)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -259,3 +260,18 @@ def test_time_that_is_out_leaves_the_rest_to_the_next_call(lm: LM, source: Path,
     found = jobs.run(lm, source, tmp_path / "out", max_time=1e-6)
     assert found.stopped and found.finished == 0
     assert jobs.run(lm, source, tmp_path / "out").finished == 8
+
+
+@pytest.mark.matrix
+def test_two_processes_that_know_each_other_share_the_lines(tiny_model: Path, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", [{"id": f"q{i}", "prompt": f"def f{i}("} for i in range(30)])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "decodax", "batch", "-i", str(source), "-o", str(tmp_path / "out"), "-m",
+               str(tiny_model), "-n", "5", "--distributed", address, "--processes", "2", "--process"]
+    both = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(2)]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert sorted(row["id"] for row in results(tmp_path / "out")) == sorted(f"q{i}" for i in range(30))
+    assert {path.name for path in (tmp_path / "out").glob("part-*")} == {"part-000-00000.jsonl", "part-001-00000.jsonl"}
