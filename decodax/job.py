@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 from decodax.cache import Cache
 from decodax.core import drivers
+from decodax.core.start import init_state
 from decodax.core.state import State, Status
 from decodax.core.types import Algorithm, Params
 from decodax.memory import batch, bucket, power
@@ -50,6 +52,18 @@ class BatchShape:
         lm, algorithm = request.lm, request.algorithm.fit(more)
         params = Params(target=lm.params, draft=algorithm.weights, others=algorithm.roles)
         return cls(algorithm.bare(), lm.model, params, bucket(longest), request.samples, lm.mesh, _rounded(request))
+
+    def row_bytes(self, request: Request) -> int:
+        """Bytes that a row takes while it runs: its cache, what its drafts keep, tokens and records, and a round's
+        logits ("SpecMemo: Speculative Decoding is in Your Pocket", Yildirim and Chen, 2025, counts the same)."""
+        one = request.select([0])
+        blank = lambda params, policy, inputs: init_state(
+            self.algorithm, self.model, params, policy, jnp.zeros((1, self.size), jnp.int32), jnp.ones(1, jnp.int32),
+            size=self.size, max_new=jnp.ones(1, jnp.int32), seed=jnp.zeros((1, 2), jnp.uint32),
+            top_logprobs=self.top_logprobs, inputs=inputs)
+        state = jax.eval_shape(blank, self.params, one.firsts, one.inputs)
+        held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state.replace(key=None)))
+        return held + 4 * self.algorithm.emits * request.lm.vocab_size
 
     def fill(self, rows: int) -> int:
         """How many rows the programs for so many have."""

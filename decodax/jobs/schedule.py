@@ -33,7 +33,8 @@ class Ticket:
 
 
 def schedule(tickets: Iterable[Ticket], seats: int, *, ahead: int | None = None, end: float | None = None,
-             longest: int = 1, more: int = 1, use: Use | None = None) -> Iterator[tuple[Any, Result]]:
+             longest: int = 1, more: int = 1, memory: int | None = None,
+             use: Use | None = None) -> Iterator[tuple[Any, Result]]:
     """Runs prompts through places that are filled again as they become free; gives tags and results as they finish.
 
     Tickets are taken when there is room for them, so a source that makes them as they are asked for is never far ahead
@@ -47,6 +48,7 @@ def schedule(tickets: Iterable[Ticket], seats: int, *, ahead: int | None = None,
         end: when the time is out, by `time.monotonic`: what runs ends with `Status.TIME`, and so does what waits.
         longest, more: what places are made for at least: tokens of a row, and those that come when its cache has
             settled. What is known of all that will come spares programs and places of another size.
+        memory: bytes that rows may take, by `BatchShape.row_bytes`: there are no more places than that.
         use: is added to.
     """
     use = Use() if use is None else use
@@ -74,8 +76,9 @@ def schedule(tickets: Iterable[Ticket], seats: int, *, ahead: int | None = None,
         if idle and (slots is None or group != waiting[0][1] or not slots.fits(waiting[0][0].request)):
             group = waiting[0][1]
             like = [ticket.request for ticket, own in waiting if own == group]
-            slots = Slots(like[0], seats if open_ else min(seats, len(like)), max(longest, *(r.longest for r in like)),
-                          max(more, *(r.more for r in like)), use)
+            places = seats if open_ else min(seats, len(like))
+            slots = Slots(like[0], places, max(longest, *(r.longest for r in like)), max(more, *(r.more for r in like)),
+                          use, memory)
         assert slots is not None
         while passed < ahead:
             chosen, prefix = _choose(waiting, group, slots)

@@ -14,6 +14,7 @@ from decodax.io.load import LM
 from decodax.io.prompts import TAKES
 from decodax.jobs.schedule import Ticket, schedule
 from decodax.jobs.slots import Use, possible
+from decodax.kvcache.selection import in_bytes
 from decodax.kvcache.table import read as read_kind
 from decodax.methods import chosen, model
 from decodax.policy.arguments import positive, shown, whole
@@ -39,7 +40,8 @@ class Served:
 
 
 def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int = 16, ahead: int | None = None,
-          max_time: float | None = None, use: Use | None = None, **options: Any) -> Iterator[Served]:
+          memory: str | None = None, max_time: float | None = None, use: Use | None = None,
+          **options: Any) -> Iterator[Served]:
     """Continues prompts of any number and gives each result as it comes, not in their order.
 
     The tokens of a prompt are those that `generate` gives it alone with the same options and the same address,
@@ -58,6 +60,8 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
         slots: prompts at once. Those that differ in method, cache, number of samples, stop strings or kind of sampling
             take turns.
         ahead: prompts that wait at most; default 4 times the slots.
+        memory: bytes that rows may take ("8GB"): their caches, what drafts keep, and a round's logits. There are then
+            no more slots than that, by the longest of the prompts that wait.
         max_time: seconds for all; what has not ended then does so with `Status.TIME`.
         use: a `decodax.jobs.Use`, to which counts and times are added.
         options: of `generate`, for all prompts that do not say otherwise.
@@ -69,6 +73,7 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
     slots = whole("slots", slots, 1)
     ahead = None if ahead is None else whole("ahead", ahead, 1)
     end = None if max_time is None else time.monotonic() + positive("max_time", max_time)
+    room = None if memory is None else in_bytes(memory, "memory")
     lm, options = settled(lm, options, slots)
 
     def tickets() -> Iterator[Ticket]:
@@ -79,7 +84,7 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
                 raise type(error)(f"prompts[{index}]: {error}") from error
             yield Ticket(request, (index, name))
 
-    for (index, name), result in schedule(tickets(), slots, ahead=ahead, end=end, use=use):
+    for (index, name), result in schedule(tickets(), slots, ahead=ahead, end=end, memory=room, use=use):
         yield Served(index, name, result)
 
 

@@ -70,14 +70,26 @@ class Slots:
         first: a request like all that will come: `kin` of them is the same.
         seats: prompts at once; rounded up to a number of rows that programs are made for.
         longest: of a row, prompt and new tokens. more: tokens that come when a row's cache has settled.
-        use: is added to.
+        use: is added to. memory: bytes that rows may take, which may make the seats fewer.
+
+    Raises:
+        ValueError: not even the rows of one prompt fit the memory.
     """
 
-    def __init__(self, first: Request, seats: int, longest: int, more: int, use: Use | None = None):
+    def __init__(self, first: Request, seats: int, longest: int, more: int, use: Use | None = None,
+                 memory: int | None = None):
         self.first, self.more = first, power(more)
         self.shape = shape = BatchShape.of(first, longest, self.more)
         group, each = shape.algorithm.samples or 1, first.samples
         rows = -(-shape.fill(seats * each) // group) * group
+        if memory is not None:
+            row = shape.row_bytes(first)
+            if memory < each * row:
+                raise ValueError(f"memory: got {memory:,} bytes; a prompt of up to {longest} tokens takes "
+                                 f"{each * row:,}")
+            if rows * row > memory:
+                seats = memory // (each * row)
+                rows = seats * each         # not filled up
         afford(shape.algorithm, shape.model, shape.mesh, rows, longest, "slots")
         parts = 1 if shape.mesh is None else shape.mesh.shape.get(DATA, 1)
         self.seats: list[Any] = [None] * (rows // each)

@@ -28,7 +28,7 @@ UNITS = {"B": 1, **{prefix + "B": 1000 ** (i + 1) for i, prefix in enumerate(("k
          **{prefix + "iB": 1024 ** (i + 1) for i, prefix in enumerate(("K", "M", "G", "T"))}}
 
 
-def in_bytes(budget: str) -> int:
+def in_bytes(budget: str, name: str = "budget") -> int:
     """How many bytes a budget says.
 
     >>> in_bytes("1.5MB"), in_bytes("2KiB")
@@ -40,7 +40,7 @@ def in_bytes(budget: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", budget)
     unit = found and found[2].replace("KB", "kB")
     if not found or unit not in UNITS or not float(found[1]):
-        raise ValueError(f"budget: got {budget!r}, takes bytes as '64MB' or '1.5GiB'")
+        raise ValueError(f"{name}: got {budget!r}, takes bytes as '64MB' or '1.5GiB'")
     return int(float(found[1]) * UNITS[unit])
 
 

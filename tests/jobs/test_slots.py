@@ -7,13 +7,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import decodax as dx
 from decodax.core.state import Status
 from decodax.io.load import LM
-from decodax.jobs import Ticket, Use, schedule
+from decodax.job import BatchShape
+from decodax.jobs import Slots, Ticket, Use, schedule
 from decodax.jobs.slots import kin, possible
 from decodax.models.diffusion import Diffusion
 from decodax.request import Request
@@ -158,3 +160,16 @@ def test_a_common_beginning_is_read_once() -> None:
     assert all(found[i].row(0).tolist() == wanted.row(i).tolist() for i in range(COUNT))
     # of 8 prompts with 80 tokens in front
     assert use.prefix_tokens == 6 * 80
+
+
+def test_places_are_as_many_as_the_memory_holds() -> None:
+    request = Request.read(SMALL, PROMPTS, **OPTIONS)
+    row = BatchShape.of(request, request.longest, request.more).row_bytes(request)
+    cache = sum(x.nbytes for x in jax.tree.leaves(SMALL.model.init_cache(1, 256)))
+    assert cache < row < cache + 256 * 64
+    slots = Slots(request.select([0]), 64, request.longest, request.more, memory=5 * row + 7)
+    assert len(slots.seats) == slots.rows == 5
+    found = dict(schedule((Ticket(request.select([i]), i) for i in range(COUNT)), 64, memory=5 * row))
+    assert all(found[i].row(0).tolist() == whole("plain").row(i).tolist() for i in range(COUNT))
+    with pytest.raises(ValueError, match=r"^memory: got 10 bytes; a prompt of up to .* tokens takes"):
+        Slots(request.select([0]), 64, request.longest, request.more, memory=10)
