@@ -135,6 +135,6 @@ def address(name: Any) -> int:
 
     >>> import decodax as dx
     >>> dx.jobs.address("a-17")
-    1803690434
+    3923269141
     """
     return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=4).digest(), "big")
