@@ -226,7 +226,7 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
         raise ValueError(f"tasks: got {unknown[0]!r}, takes {', '.join(TASKS)}")
     chosen = [TASKS[task] if isinstance(task, str) else task for task in tasks]
     contenders: dict[str, Contender] = {PLAIN: Autoregressive(), **algorithms}
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     facts = {"model": lm.name, "draft": draft, "new_tokens": new_tokens, "repeats": repeats, "seed": seed,
              "device": (platform.processor() or platform.machine()) if device.platform == "cpu" else device.device_kind,
              "cores": os.cpu_count(), "python": platform.python_version(), "jax": jax.__version__}

@@ -99,7 +99,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
 
 
 def _places(model: Transformer, shapes: Weights, mesh: Mesh | None) -> dict[str, jax.sharding.Sharding]:
-    here = SingleDeviceSharding(jax.devices()[0])
+    here = SingleDeviceSharding(jax.local_devices()[0])
     return flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
 
 
@@ -128,7 +128,7 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
     where = t5_sources(config)
     _check(where, files, set(), [T5_IGNORED])
     name = asked or DTYPES[files.slice("shared.weight").get_dtype()]
-    here = SingleDeviceSharding(jax.devices()[0])
+    here = SingleDeviceSharding(jax.local_devices()[0])
     shape = lambda source: source.full[::-1] if source.transpose else source.full
     tied = lambda path: path == "embed" and config.tied
     loaded = {path: _load(files, source, shape(source), name, here,
