@@ -222,11 +222,15 @@ def _merge(parts: list[Result], order: list[int], samples: int, pad: int) -> Res
         noted = LogProbs(**{f.name: rows(lambda p, n=f.name: getattr(p.logprobs, n), 0, width)
                             for f in dataclasses.fields(LogProbs)})
     status, text = flat(lambda p: p.status), None if parts[0].text is None else flat(lambda p: p.text)
+    # prompts whose time was out before they began have none
+    whose = next((p.findings for p in parts if p.findings), {})
+    findings = {n: rows(lambda p, n=n, x=x: p.findings.get(n, np.zeros((len(p), *x.shape[1:]), x.dtype)))
+                for n, x in whose.items()}
     total = lambda name: sum(getattr(p.stats, name) for p in parts)
     counts: dict[str, Any] = {n: rows(lambda p, n=n: getattr(p.stats, n))
                               for n in ("rounds", "tokens", "drafted", "accepted")}
     return Result(tokens=rows(lambda p: p.tokens, pad, width), lengths=rows(lambda p: p.lengths),
                   status=[status[i] for i in back], text=None if text is None else [text[i] for i in back],
-                  logprobs=noted, findings={n: rows(lambda p, n=n: p.findings[n]) for n in parts[0].findings},
+                  logprobs=noted, findings=findings,
                   stats=Statistics(histogram=rows(lambda p: p.stats.histogram, 0, widest), **counts, **{
                       n: total(n) for n in ("forwards", "prefill_forwards", "seconds", "prefill_seconds")}))

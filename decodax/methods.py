@@ -1,15 +1,20 @@
-"""What a call decodes with: its model, and its decoding method."""
+"""What a call decodes with: its model and cache, its decoding method, its stop strings."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from typing import Any
 
 from decodax.autoregressive import Autoregressive
+from decodax.cache import CacheConfig
+from decodax.core.stops import StopTable
 from decodax.core.types import Algorithm
 from decodax.diffusion.systems.entries import default as fills
 from decodax.io.load import LM, find, load
+from decodax.io.text import Tokenizer
+from decodax.kvcache.table import read as read_kind
 from decodax.policy.arguments import shown
 from decodax.registry import System
 
@@ -30,6 +35,23 @@ def model(lm: Any) -> LM:
 @functools.lru_cache(maxsize=2)
 def _loaded(path: str) -> LM:
     return load(path)
+
+
+def with_cache(lm: LM, cache: Any) -> LM:
+    """The model with another cache: a kind, or the name of a policy with options.
+
+    Raises:
+        ValueError: there is no such policy, it does not take such options, or the model has a cache of its own.
+    """
+    kind = read_kind(cache) if isinstance(cache, str) else cache
+    kind = kind.of_model(lm) if isinstance(kind, CacheConfig) else kind
+    return dataclasses.replace(lm, model=lm.model.with_cache(kind))
+
+
+@functools.lru_cache(maxsize=8)        # 0.1 s for a large vocabulary, and a stream of requests has few
+def stop_table(tokenizer: Tokenizer, skip_special_tokens: bool, strings: tuple[str, ...], size: int) -> StopTable:
+    """The automaton of stop strings over a vocabulary of `size`."""
+    return StopTable.build(tokenizer.token_bytes(skip_special_tokens), strings, size)
 
 
 def chosen(lm: LM, given: Any, rows: int) -> Algorithm:

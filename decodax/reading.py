@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,19 @@ SHARED = 64
 
 KNOWN = 4
 """Contexts whose caches are kept for prompts to come."""
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two prompts begin with.
+
+    >>> common([1, 2, 3, 4], [1, 2, 5])
+    2
+    """
+    low, high = 0, min(len(a), len(b))
+    while low < high:       # slices are compared at C's speed, tokens one by one are not
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def chunk_width(left: int, chunk: int, size: int) -> int:
@@ -99,8 +113,7 @@ class Reader:
         least, most = min(each.prompts), max(each.prompts)      # in the order of lists, whose ends differ earliest
         if least is most:
             return 0
-        same = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
-        same = min(same, min(map(len, each.prompts)) - 1)
+        same = min(common(least, most), min(map(len, each.prompts)) - 1)
         return same if same >= SHARED else 0
 
     def _behind_prefix(self, lengths: np.ndarray, common: int, model: Model, reader: Model) -> tuple[State, int]:
@@ -118,12 +131,11 @@ class Reader:
     def _behind_contexts(self, lengths: np.ndarray, context: np.ndarray) -> tuple[State, int]:
         each = self.request
         texts = [tuple(row[:n]) for row, n in zip(each.prompts, context, strict=True)]
-        of, read = self._held(texts) if self.known is not None else self._read_texts(texts)
-        s = self._begin(self.model, lengths)
-        s = s.replace(cache=of)
+        cache, forwards = self._held(texts) if self.known is not None else self._read_texts(texts)
+        s = self._begin(self.model, lengths).replace(cache=cache)
         left = int((lengths - context).max())
         width = min(NARROW if left < SHORT else each.chunk, each.chunk, power(left))
-        return drivers.extend(self.algorithm, self.model, self.params, s, width=width), read - (-left // width)
+        return drivers.extend(self.algorithm, self.model, self.params, s, width=width), forwards - (-left // width)
 
     def _read_texts(self, texts: list[tuple[int, ...]]) -> tuple[Cache, int]:
         """The cache with a text in each row, and how many forwards that took; texts that are the same are read once."""

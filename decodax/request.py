@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +16,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from decodax.cache import CacheConfig
-from decodax.core.stops import StopTable, stop_strings
+from decodax.core.stops import stop_strings
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
-from decodax.io.text import Tokenizer
-from decodax.kvcache.table import read as read_kind
 from decodax.memory import afford, power
-from decodax.methods import chosen, model
+from decodax.methods import chosen, model, stop_table, with_cache
 from decodax.policy import Policy
 from decodax.policy.arguments import (
     flag,
@@ -128,9 +124,7 @@ class Request:
         if batch_size is not None:
             batch_size = min(whole("batch_size", batch_size, 1), count)
         if cache is not None:
-            kind = read_kind(cache) if isinstance(cache, str) else cache
-            kind = kind.of_model(lm) if isinstance(kind, CacheConfig) else kind
-            lm = dataclasses.replace(lm, model=lm.model.with_cache(kind))
+            lm = with_cache(lm, cache)
         method = chosen(lm, algorithm, (batch_size or count) * (wanted or 1))
         samples = _samples(method, wanted, where)
         at_once = (batch_size or count) * samples
@@ -162,7 +156,7 @@ class Request:
         policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said)
         if strings:
             assert lm.tokenizer is not None
-            policy = policy.replace(stops=_stops(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
+            policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
         return cls(lm=lm, algorithm=method, prompts=ids, context=settle, behind=behind, max_new=budget.astype(np.int32),
                    min_new=np.array(least, np.int32), seeds=np.array([divmod(s, 1 << 32) for s in seeds], np.uint32),
                    request_ids=np.array(addresses, np.uint32), inputs=_inputs(inputs, count),
@@ -213,7 +207,6 @@ class Request:
             guidance=None if self.guidance is None else self.guidance[index],
             policy=self.policy.select(each))
 
-
     @staticmethod
     def join(requests: Sequence[Request]) -> Request:
         """The request of all prompts of several, which agree in everything that is not said of each prompt."""
@@ -229,11 +222,6 @@ class Request:
             seeds=arrays(lambda r: r.seeds), request_ids=arrays(lambda r: r.request_ids),
             inputs=arrays(lambda r: r.inputs), guidance=arrays(lambda r: r.guidance),
             negative=lists(lambda r: r.negative), policy=policy)
-
-
-@functools.lru_cache(maxsize=8)        # 0.1 s for a large vocabulary, and a stream of requests has few
-def _stops(tokenizer: Tokenizer, skip: bool, strings: tuple[str, ...], size: int) -> StopTable:
-    return StopTable.build(tokenizer.token_bytes(skip), strings, size)
 
 
 def _contexts(lm: LM, context: Any, count: int) -> list[list[int]]:

@@ -103,6 +103,10 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
     store.open()
     done, clock = Progress(), time.monotonic()
 
+    def mine(name: Any, number: int) -> bool:
+        """Whether a line is of this process's share: by its id, if it has one."""
+        return (number if name is None else int.from_bytes(digest(str(name))[-8:], "big")) % processes == process
+
     def tickets() -> Iterator[Ticket]:
         seen: set[bytes] = set()
         for number, row in source_rows:
@@ -110,9 +114,9 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
                 if isinstance(row, LineError):
                     raise row
                 line = fields.read(number, row)
-                key = digest(line.id)
-                if int.from_bytes(key[-8:], "big") % processes != process:
+                if not mine(line.id, number):
                     continue
+                key = digest(line.id)
                 if key in seen:
                     raise LineError(f"id {line.id!r} stands there more than once")
                 seen.add(key)
@@ -122,7 +126,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
                 _, request = read(lm, {"prompt": line.prompt, "id": line.id, **line.options}, 0, options)
             except (ValueError, TypeError) as error:
                 name = row.get("custom_id", row.get(fields.id)) if isinstance(row, Mapping) else None
-                if name is None and number % processes != process:
+                if not mine(name, number):
                     continue
                 store.fail(number, name, str(error).removeprefix("prompts[0]: "))
                 done.failed += 1
@@ -146,7 +150,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
                 report(done)
         store.close()
     except (KeyboardInterrupt, Exception):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):        # the first error says more
             store.close()
         raise
     finally:

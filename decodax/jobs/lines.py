@@ -24,6 +24,11 @@ IGNORED = ("model", "messages", "prompt", "user", "metadata", "store", "stream",
 """What else may stand there: it is read apart, or changes nothing in a batch."""
 
 
+RESULT = ("id", "custom_id", "text", "status", "prompt_tokens", "new_tokens", "tokens", "logprobs", "top_ids",
+          "top_logprobs")
+"""Fields of results."""
+
+
 class LineError(ValueError):
     """A line that cannot be answered."""
 
@@ -62,6 +67,10 @@ class Fields:
     chat: bool = False
     system: str | None = None
 
+    def __post_init__(self) -> None:
+        if taken := [name for name in self.keep if name in RESULT]:
+            raise ValueError(f"keep: got {taken[0]!r}, which results have of their own; takes other fields")
+
     def read(self, number: int, row: Any) -> Line:
         """The prompt of a line.
 
@@ -84,6 +93,11 @@ class Fields:
         missing = [name for name in self.keep if name not in row]
         if missing:
             raise LineError(f"has no {missing[0]!r}, which was to be kept")
+        for kept in self.keep:
+            try:
+                json.dumps(row[kept])
+            except (TypeError, ValueError) as error:
+                raise LineError(f"{kept}: got {row[kept]!r}, which JSON cannot hold") from error
         name = row.get(self.id)
         if isinstance(name, (dict, list)) or name == "":
             raise LineError(f"{self.id}: got {name!r}, takes a text or a number")
@@ -98,6 +112,8 @@ class Fields:
 
     def _api(self, number: int, row: Mapping[str, Any]) -> Line:
         """A request to OpenAI's API, as batches have them in each line."""
+        if self.keep:
+            raise LineError(f"is a request to OpenAI's API, whose results keep no {self.keep[0]!r}")
         name, body, url = row["custom_id"], row["body"], row.get("url", URLS[0])
         if not isinstance(name, str) or not name:
             raise LineError(f"custom_id: got {name!r}, takes a text")

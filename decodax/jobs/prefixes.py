@@ -8,20 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decodax.reading import SHARED
-
-
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two prompts begin with.
-
-    >>> common([1, 2, 3, 4], [1, 2, 5])
-    2
-    """
-    low, high = 0, min(len(a), len(b))
-    while low < high:       # slices are compared at C's speed, tokens one by one are not
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low
+from decodax.reading import SHARED, common
 
 
 def mates(prompts: Sequence[Sequence[int]], least: int = SHARED,

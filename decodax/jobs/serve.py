@@ -9,14 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from decodax.cache import CacheConfig
 from decodax.io.load import LM
 from decodax.io.prompts import TAKES
 from decodax.jobs.schedule import Ticket, schedule
 from decodax.jobs.slots import Use, possible
 from decodax.kvcache.selection import in_bytes
-from decodax.kvcache.table import read as read_kind
-from decodax.methods import chosen, model
+from decodax.methods import chosen, model, with_cache
 from decodax.policy.arguments import positive, shown, whole
 from decodax.request import Request
 from decodax.result import Result
@@ -61,7 +59,8 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
             take turns.
         ahead: prompts that wait at most; default 4 times the slots.
         memory: bytes that rows may take ("8GB"): their caches, what drafts keep, and a round's logits. There are then
-            no more slots than that, by the longest of the prompts that wait.
+            no more slots than that, by the longest of the prompts that wait. Beside them come the rows that are being
+            read, an eighth, and those of up to four beginnings that are kept.
         max_time: seconds for all; what has not ended then does so with `Status.TIME`.
         use: a `decodax.jobs.Use`, to which counts and times are added.
         options: of `generate`, for all prompts that do not say otherwise.
@@ -99,9 +98,7 @@ def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[s
         if options.get(name) is not None:
             raise TypeError(f"{name}: serve takes no such argument; {why}")
     if (cache := options.pop("cache", None)) is not None:
-        kind = read_kind(cache) if isinstance(cache, str) else cache
-        kind = kind.of_model(lm) if isinstance(kind, CacheConfig) else kind
-        lm = dataclasses.replace(lm, model=lm.model.with_cache(kind))
+        lm = with_cache(lm, cache)
     options["algorithm"] = chosen(lm, options.get("algorithm"), slots)
     Request.read(lm, [[0]], **options)      # what is wrong with the options is wrong with every prompt
     return lm, options

@@ -141,6 +141,8 @@ class Slots:
         new = prefix > 0 and tuple(requests[0].prompts[0][:prefix]) not in (self._known or ())
         if prefix:
             joined = dataclasses.replace(joined, context=np.full(len(requests), prefix, np.int32))
+        if whole:
+            self._state = self._policy = None       # what it held is free before the next is made
         with on_mesh(self.shape.mesh):
             rows = None if each == 1 else self.rows if whole else prompts * each
             model, policy, s, forwards = self.shape.read(joined, prompts, rows, self._known)
@@ -150,7 +152,7 @@ class Slots:
                 self._status = np.array(s.status)
                 self._counts = np.zeros(self.rows, np.int64)
             else:
-                assert self._state is not None and model == self._model
+                assert self._state is not None and self._policy is not None and model == self._model
                 to = np.full(prompts * each, self.rows, np.int32)
                 for i, seat in enumerate(free[:len(requests)]):
                     to[i * each:(i + 1) * each] = np.arange(seat * each, (seat + 1) * each)

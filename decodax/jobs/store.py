@@ -45,7 +45,6 @@ class Store:
     process: int = 0
     processes: int = 1
     done: set[bytes] = dataclasses.field(default_factory=set)
-    failed: int = 0
 
     def __post_init__(self) -> None:
         self._log: int | None = None
@@ -66,25 +65,29 @@ class Store:
             if of == self.process or (self.process == 0 and of >= self.processes):
                 path.unlink(missing_ok=True)
         for path in sorted(self.directory.glob("part-*")):
-            if path.suffix == ".part":          # the process ended while it was written
-                continue
             self.done.update(map(digest, _ids(path)))
             with contextlib.suppress(ValueError, IndexError):
                 process, number = (int(x) for x in path.name.split(".")[0].split("-")[1:3])
                 if process == self.process:
                     self._number = max(self._number, number + 1)
         for path in sorted(self.directory.glob(".part-*.log")):
-            whole = self.directory / PART.format(*map(int, path.name.split(".")[1].split("-")[1:3]), self.form)
-            if whole.exists():                  # it was killed between the two
-                path.unlink()
+            process, number = map(int, path.name.split(".")[1].split("-")[1:3])
+            part = self.directory / PART.format(process, number, self.form)
+            # a process that there is no longer has left its part to the first
+            mine = process == self.process or (self.process == 0 and process >= self.processes)
+            if part.exists():
+                if mine:                        # it was killed between the two
+                    path.unlink()
                 continue
             ids, size = _whole_lines(path)
             self.done.update(map(digest, ids))
-            process, number = map(int, path.name.split(".")[1].split("-")[1:3])
+            if mine:
+                os.truncate(path, size)
             if process == self.process:
                 self._number, self._count, self._size = number, len(ids), size
                 self._log = os.open(path, os.O_WRONLY | os.O_APPEND)
-                os.ftruncate(self._log, size)
+            elif mine:
+                _named(path, part, len(ids))
 
     def _manifest(self) -> None:
         path = self.directory / "_manifest.json"
@@ -134,7 +137,6 @@ class Store:
         if self._errors is None:
             self._errors = os.open(self.directory / ERRORS.format(self.process),
                                    os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self.failed += 1
         _whole(self._errors, (json.dumps({"line": number, "id": name, "error": message}, ensure_ascii=False)
                               + "\n").encode())
 
@@ -147,14 +149,7 @@ class Store:
         os.fsync(self._log)
         os.close(self._log)
         self._log = None
-        if self._count == 0:
-            log.unlink()
-        elif self.form == "jsonl":
-            os.replace(log, part)
-        else:
-            _parquet(log, part)
-            log.unlink()
-        _sync(self.directory)
+        _named(log, part, self._count)
         self._number, self._size, self._count = self._number + 1, 0, 0
 
     def abandon(self) -> None:
@@ -163,6 +158,18 @@ class Store:
             if (file := getattr(self, name)) is not None:
                 os.close(file)
                 setattr(self, name, None)
+
+
+def _named(log: Path, part: Path, count: int) -> None:
+    """Makes a part of a log with so many lines."""
+    if count == 0:
+        log.unlink()
+    elif part.suffix == ".jsonl":
+        os.replace(log, part)
+    else:
+        _parquet(log, part)
+        log.unlink()
+    _sync(part.parent)
 
 
 def _whole(file: int, data: bytes) -> None:
@@ -190,8 +197,11 @@ def _ids(path: Path) -> list[str]:
     if path.suffix == ".parquet":
         pq = pyarrow("parquet")
         return [str(x) for x in pq.read_table(path, columns=["id"])["id"].to_pylist()]
-    with path.open("rb") as file:
-        return [_id(json.loads(line)) for line in file]
+    try:
+        with path.open("rb") as file:
+            return [_id(json.loads(line)) for line in file]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: holds a line that is no result of a job") from error
 
 
 def _id(row: Mapping[str, Any]) -> str:
@@ -201,8 +211,17 @@ def _id(row: Mapping[str, Any]) -> str:
 def _parquet(log: Path, part: Path) -> None:
     pq, pa = pyarrow("parquet"), pyarrow("lib")
     with log.open("rb") as file:
-        table = pa.Table.from_pylist([json.loads(line) for line in file])
-    unnamed = part.with_name(part.name + ".part")
+        rows = [json.loads(line) for line in file]
+
+    def column(values: list[Any]) -> Any:
+        try:
+            return pa.array(values)
+        except pa.ArrowException:       # numbers here and lists there, as where some lines ask for samples
+            return pa.array([None if value is None else json.dumps(value) for value in values])
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: column([row.get(name) for row in rows]) for name in names})
+    unnamed = part.with_name(f".{part.name}.unnamed")
     pq.write_table(table, unnamed)
     with unnamed.open("rb") as file:
         os.fsync(file.fileno())

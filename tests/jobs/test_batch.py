@@ -129,7 +129,12 @@ def test_requests_to_openais_api_are_answered_in_its_form(lm: LM, tmp_path: Path
     assert said["b"].startswith("body: asks for 'response_format', which is not here")
     assert said["c"].startswith("url: got '/v1/embeddings', takes /v1/chat/completions or /v1/completions")
     assert said["e"].startswith("body: asks for a stream")
-    assert "d" in said or by_id["d"]["response"]["body"]["object"] == "chat.completion"
+    chat = by_id["d"]["response"]["body"]
+    assert chat["object"] == "chat.completion" and chat["choices"][0]["message"]["role"] == "assistant"
+    noted = chat["choices"][0]["logprobs"]["content"]
+    assert len(noted) == 3 == chat["usage"]["completion_tokens"] and len(noted[0]["top_logprobs"]) == 1
+    with pytest.raises(ValueError, match="keep: got 'status', which results have of their own"):
+        jobs.Fields(keep=["label", "status"])
 
 
 def test_parquet_and_datasets_go_in_and_parquet_comes_out(lm: LM, tmp_path: Path) -> None:
@@ -150,6 +155,31 @@ def test_parquet_and_datasets_go_in_and_parquet_comes_out(lm: LM, tmp_path: Path
     assert sorted(out["id"].to_pylist()) == sorted(f"q-{i}" for i in range(8)) and "text" in out.column_names
     assert jobs.run(lm, data, tmp_path / "out", form="parquet", part=5, max_new_tokens=3,
                     fields=jobs.Fields(prompt="question")).before == 8
+
+
+def test_parquet_holds_lines_of_several_samples(lm: LM, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", [LINES[0], {"id": "two", "prompt": "x", "options": {"num_samples": 2}}])
+    jobs.run(lm, source, tmp_path / "out", form="parquet", max_new_tokens=2)
+    by_id = {row["id"]: row for row in pq.read_table(tmp_path / "out").to_pylist()}
+    assert json.loads(by_id["two"]["new_tokens"]) == [2, 2] and json.loads(by_id["q-0"]["new_tokens"]) == 3
+    assert len(json.loads(by_id["two"]["text"])) == 2
+
+
+def test_a_process_that_is_gone_leaves_its_results_to_the_first(lm: LM, source: Path, tmp_path: Path) -> None:
+    """And each bad line is one process's to write down."""
+    source.write_text(source.read_text() + '{"id": "bad", "prompt": {}}\n{broken\n')
+    options: dict[str, Any] = dict(max_new_tokens=3, processes=2)
+    jobs.run(lm, source, tmp_path / "out", process=1, **options)
+    part = tmp_path / "out" / "part-001-00000.jsonl"
+    part.rename(part.with_name(".part-001-00000.log"))      # as if it had been killed before the last step
+    with (tmp_path / "out" / ".part-001-00000.log").open("ab") as file:
+        file.write(b'{"id": "torn')
+    jobs.run(lm, source, tmp_path / "out", **options)
+    assert len(errors(tmp_path / "out")) == 2 and not part.exists()
+    found = jobs.run(lm, source, tmp_path / "out", max_new_tokens=3)        # one process
+    assert found.before == 8 and part.exists() and not list((tmp_path / "out").glob(".part*"))
+    assert sorted(row["id"] for row in results(tmp_path / "out")) == sorted(f"q-{i}" for i in range(8))
+    assert len(errors(tmp_path / "out")) == 2
 
 
 def test_results_of_another_job_are_left_alone(lm: LM, source: Path, tmp_path: Path) -> None:
@@ -191,19 +221,18 @@ def test_a_write_that_fails_or_is_torn_loses_and_doubles_nothing(lm: LM, source:
     class Killed(BaseException):
         pass
 
+    def die(*args: Any, **kwargs: Any) -> None:
+        raise Killed
+
     # as if the process had been killed at each of these calls
-    for name in ("replace", "unlink", "replace", "fsync", "write"):
-        def die(*args: Any, **kwargs: Any) -> None:
-            raise Killed
+    for name in {"jsonl": ("write", "fsync", "replace"), "parquet": ("write", "fsync", "replace", "unlink")}[form]:
         with monkeypatch.context() as patch:
             patch.setattr(store.os if name != "unlink" else store.Path, name, die)
-            try:
+            with pytest.raises(Killed):
                 jobs.run(lm, source, out, **options)
-            except Killed:
-                pass
-    logs = list(out.glob(".part-*.log"))
-    if logs:
-        with logs[0].open("ab") as file:
+    if form == "jsonl":
+        [log] = out.glob(".part-*.log")         # Parquet's last kill left a whole part and its log
+        with log.open("ab") as file:
             file.write(b'{"id": "q-7", "te')
     jobs.run(lm, source, out, **options)
     ids = pq.read_table(out)["id"].to_pylist() if form == "parquet" else [row["id"] for row in results(out)]
@@ -222,9 +251,9 @@ def test_a_job_that_is_killed_goes_on(tiny_model: Path, tmp_path: Path, kills: i
     for turn in range(kills):
         process = subprocess.Popen(command, **quiet)      # type: ignore[call-overload]
         # at first when some results are there, later at any moment
-        start, before = time.monotonic(), sum(1 for _ in tmp_path.glob("out/.part*"))
-        while process.poll() is None and time.monotonic() < start + 60 and turn == 0:
-            if sum(path.stat().st_size for path in tmp_path.glob("out/.part*")) > 2000 * (turn + 1) - before:
+        end = time.monotonic() + 60
+        while turn == 0 and process.poll() is None and time.monotonic() < end:
+            if sum(path.stat().st_size for path in tmp_path.glob("out/.part*")) > 2000:
                 break
             time.sleep(0.02)
         time.sleep(chance.random() * (0.3 if turn == 0 else 6))
