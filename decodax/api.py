@@ -120,7 +120,7 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
                 if end is not None and time.monotonic() > end:
                     job.expire()
             parts.append(job.result())
-    return _merge(parts, order, request.samples, request.lm.pad) if size else parts[0]
+    return merge(parts, order, request.samples, request.lm.pad) if size else parts[0]
 
 
 def through_slots(request: Request, end: float | None = None, progress: bool = False, use: Use | None = None) -> Result:
@@ -136,7 +136,7 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
         for i, part in answers:
             parts[i] = part
             report(len(parts) * request.samples)
-    found = _merge([parts[i] for i in range(len(request))], list(range(len(request))), request.samples, request.lm.pad)
+    found = merge([parts[i] for i in range(len(request))], list(range(len(request))), request.samples, request.lm.pad)
     return dataclasses.replace(found, stats=dataclasses.replace(
         found.stats, forwards=use.forwards, prefill_forwards=use.prefill_forwards, seconds=use.seconds,
         prefill_seconds=use.prefill_seconds))
@@ -202,7 +202,7 @@ def one_row(where: str, lm: Any, prompt: Any, options: dict[str, Any]) -> Reques
     return Request.read(lm, prompt, where, **options)
 
 
-def _merge(parts: list[Result], order: list[int], samples: int, pad: int) -> Result:
+def merge(parts: list[Result], order: list[int], samples: int, pad: int) -> Result:
     """Results of batches as one, rows back in the order of the prompts."""
     width = max(p.tokens.shape[1] for p in parts)
     widest = max(p.stats.histogram.shape[1] for p in parts)

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.core.state import Status
+from decodax.api import merge
+from decodax.autoregressive import Autoregressive
+from decodax.core.state import State, Status
 from decodax.io.load import LM
 from decodax.job import BatchShape
 from decodax.jobs import Slots, Ticket, Use, schedule
+from decodax.jobs.schedule import unstarted
 from decodax.jobs.slots import kin, possible
 from decodax.models.diffusion import Diffusion
 from decodax.request import Request
@@ -140,6 +143,24 @@ def test_when_the_time_is_out_everything_ends() -> None:
     found = through("plain", list(range(COUNT)), end=time.monotonic() - 1)
     assert len(found) == COUNT and all(result.status == [Status.TIME] for result in found.values())
     assert dx.generate(SMALL, PROMPTS, batch_size=4, max_time=1e-3, max_new_tokens=500).status.count(Status.TIME) > 0
+
+
+class Measured(Autoregressive):
+    """Plain decoding that says how long its texts are."""
+
+    def findings(self, s: State) -> dict[str, jax.Array]:
+        return {"length": s.length}
+
+
+def test_what_a_method_found_is_in_the_order_of_the_prompts() -> None:
+    """Also where some prompts never began, for which it found nothing."""
+    found = dx.generate(SMALL, PROMPTS, algorithm=Measured(), batch_size=4, **OPTIONS)
+    assert found.findings["length"].tolist() == [len(p) + n for p, n in zip(PROMPTS, found.lengths, strict=True)]
+    request = Request.read(SMALL, PROMPTS, algorithm=Measured(), **OPTIONS)
+    ended = next(result for _, result in schedule([Ticket(request.select([1]), 1)], 1))
+    both = merge([unstarted(request.select([0])), ended], [1, 0], 1, 0)
+    assert both.findings["length"].tolist() == [found.findings["length"][1], 0]
+    assert both.status == [found.status[1], Status.TIME]
 
 
 def test_rows_that_share_memory_go_through_batches() -> None:
