@@ -79,8 +79,8 @@ def main() -> None:
                 goodput[name] = f"decoding {use.goodput:.1%}, prompts {use.prompt_tokens / use.prefill_tokens:.1%}"
     behind = f" behind {args.header} tokens" if args.header else ""
     print(f"{lm.name}, {args.requests} requests{behind}, {sum(map(len, prompts))} prompt tokens, {sum(new)} new ones "
-          f"(mean {np.mean(new):.0f}, most {max(new)}), {args.batch_size} at once; {jax.devices()[0].device_kind}; medians "
-          f"of {args.repeats}")
+          f"(mean {np.mean(new):.0f}, most {max(new)}), {args.batch_size} at once; {jax.devices()[0].device_kind}; "
+          f"medians of {args.repeats}")
     for name, times in seconds.items():
         middle = statistics.median(times)
         print(f"{name:8} {middle:7.2f} s ({min(times):.2f} to {max(times):.2f})  {sum(new) / middle:7.0f} tokens/s  "
