@@ -123,7 +123,8 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
     return merge(parts, order, request.samples, request.lm.pad) if size else parts[0]
 
 
-def through_slots(request: Request, end: float | None = None, progress: bool = False, use: Use | None = None) -> Result:
+def through_slots(request: Request, end: float | None = None, progress: bool = False, use: Use | None = None,
+                  token_budget: int | None = None) -> Result:
     """Runs a request with `batch_size` prompts at once, each in the place of one that has ended."""
     assert request.batch_size is not None
     # the longest texts first, so that few places stand empty in the end; among those of about the same length, prompts
@@ -132,7 +133,8 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
     use, parts = Use() if use is None else use, {}
     with bar(progress, "generating", len(request) * request.samples) as report:
         tickets = (Ticket(request.select([i]), i) for i in order)
-        answers = schedule(tickets, request.batch_size, end=end, longest=request.longest, more=request.more, use=use)
+        answers = schedule(tickets, request.batch_size, end=end, longest=request.longest, more=request.more, use=use,
+                           token_budget=token_budget)
         for i, part in answers:
             parts[i] = part
             report(len(parts) * request.samples)

@@ -70,11 +70,11 @@ class BatchShape:
         return batch(self.algorithm, self.model, self.mesh, rows, self.size)
 
     def read(self, request: Request, prompts: int, rows: int | None = None,
-             known: dict[tuple[int, ...], Cache] | None = None) -> tuple[Any, Policy, State, int]:
+             known: dict[tuple[int, ...], Cache] | None = None, later: bool = False) -> tuple[Any, Policy, State, int]:
         """Reads the prompts, filled up to so many, and fans out their samples, filled up to so many rows.
 
         Args:
-            known: as of `Reader`.
+            known, later: as of `Reader`.
 
         Returns:
             The model as rows came to share a cache, the policy of the rows, their state, and how many forwards it took.
@@ -83,7 +83,7 @@ class BatchShape:
         on_device = lambda policy: place(self.mesh, jax.tree.map(jnp.asarray, policy))
         policy = on_device(each.firsts)
         reader = Reader(each, self.algorithm, self.model, self.params, policy, self.mesh, self.size, self.top_logprobs,
-                        known)
+                        known, later)
         model, s, forwards = reader.read()
         if request.guidance is not None:
             model, s = guide(self.algorithm, model, self.params, policy, s, each.guidance, each.negative)

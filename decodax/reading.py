@@ -61,6 +61,7 @@ class Reader:
         mesh: where rows lie, or None. size: of the token buffer. top_logprobs: as in `drivers.begin`.
         known: caches of contexts that have been read, of one row each, which may be needed again: it is added to. None:
             nothing is kept.
+        later: whether what stands behind contexts, or all where there is none, is left to be read in the rounds.
     """
 
     request: Request
@@ -72,6 +73,7 @@ class Reader:
     size: int
     top_logprobs: int | None
     known: dict[tuple[int, ...], Cache] | None = None
+    later: bool = False
 
     def read(self) -> tuple[Model, State, int]:
         """The model, with the kind of cache that rows came to share; the state behind the prompts; and how many
@@ -79,6 +81,8 @@ class Reader:
         lengths = np.array([len(row) for row in self.request.prompts], np.int32)
         if self.request.context is not None:
             return self.model, *self._behind_contexts(lengths, self.request.context)
+        if self.later:
+            return self.model, self._begin(self.model, lengths), 0
         if common := self._common():
             shared = self.model.share(bucket(common + 1), power(int(lengths.max()) - common))
             if shared is not None:
@@ -133,6 +137,8 @@ class Reader:
         texts = [tuple(row[:n]) for row, n in zip(each.prompts, context, strict=True)]
         cache, forwards = self._held(texts) if self.known is not None else self._read_texts(texts)
         s = self._begin(self.model, lengths).replace(cache=cache)
+        if self.later:
+            return s, forwards
         left = int((lengths - context).max())
         width = min(NARROW if left < SHORT else each.chunk, each.chunk, power(left))
         return drivers.extend(self.algorithm, self.model, self.params, s, width=width), forwards - (-left // width)

@@ -20,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decodax.axes import MODEL
 from decodax.cache import Cache, CacheConfig, KVLayer, Window, dense, take
+from decodax.core.packing import Packed as PackedNodes
+from decodax.core.packing import Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
@@ -112,11 +114,26 @@ class Transformer(LayeredModel):
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
         """As `Model.apply`; goes on from a hint that is its own `PartialForward`. `keep` leaves layers out, or
         halves."""
-        begun = window.hint(PartialForward)
+        begun, packing = window.hint(PartialForward), window.hint(Packing)
         network = _network(self.config, params)
-        attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
-        hidden, entries, layers = network(_embedded(network, window, cache), window.positions, attend, self.context,
-                                          keep, begun if begun is not None and begun.model == self else None)
+        x = _embedded(network, window, cache)
+
+        def whole() -> tuple[Array, Any, tuple[Array, ...]]:
+            attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+            return network(x, window.positions, attend, self.context, keep,
+                           begun if begun is not None and begun.model == self else None)
+
+        def packed(size: int) -> tuple[Array, Any, tuple[Array, ...]]:
+            assert packing is not None
+            nodes = PackedNodes.of(window, packing, size)
+            hidden, entries, layers = network(nodes.pack(x), nodes.pack(window.positions), nodes.attend(cache),
+                                              self.context)
+            return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
+
+        if packing is None or keep is not None or begun is not None:
+            hidden, entries, layers = whole()
+        else:
+            hidden, entries, layers = packing.run(window.live, packed, whole)
         return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm)
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:

@@ -13,6 +13,7 @@ and not there to fill up.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from pathlib import Path
@@ -45,6 +46,7 @@ def main() -> None:
     p.add_argument("--longest", type=int, default=512, metavar="N", help="tokens of a row at most (default: 512)")
     p.add_argument("--header", type=int, default=0, metavar="N", help="tokens that all begin with (default: 0)")
     p.add_argument("--new", type=int, metavar="N", help="new tokens of each; default: log-normal")
+    p.add_argument("--token-budget", type=int, metavar="N", help="also with prompts read in the rounds of others")
     p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="default: plain decoding")
     p.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default: 3)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests (default: 0)")
@@ -60,23 +62,26 @@ def main() -> None:
     prompts, new = requests(lm, args.requests, args.longest, args.seed, args.header, args.new)
     request = Request.read(lm, prompts, max_new_tokens=new, batch_size=args.batch_size, algorithm=args.algorithm,
                            min_new_tokens=new)
-    seconds: dict[str, list[float]] = {"batches": [], "slots": []}
+    rides = {} if args.token_budget is None else {"rides": functools.partial(
+        through_slots, request, token_budget=args.token_budget)}
+    ways: dict[str, Any] = {"slots": functools.partial(through_slots, request), **rides}
+    seconds: dict[str, list[float]] = {"batches": [], **{name: [] for name in ways}}
     goodput: dict[str, str] = {}
     for turn in range(args.repeats + 1):        # the first compiles
-        use = Use()
-        for name, run in (("batches", lambda: through_batches(request)),
-                          ("slots", lambda use=use: through_slots(request, use=use))):
-            clock = time.perf_counter()
-            found = run()
+        clock = time.perf_counter()
+        wanted = through_batches(request)
+        if turn:
+            seconds["batches"].append(time.perf_counter() - clock)
+        rows = args.batch_size * wanted.stats.forwards
+        goodput["batches"] = f"decoding {wanted.stats.rounds.sum() / rows:.1%}"
+        for name, run in ways.items():
+            use, clock = Use(), time.perf_counter()
+            found = run(use=use)
             if turn:
                 seconds[name].append(time.perf_counter() - clock)
-            if name == "batches":
-                wanted = found
-                rows = args.batch_size * found.stats.forwards
-                goodput[name] = f"decoding {found.stats.rounds.sum() / rows:.1%}"
-            else:
-                assert (found.tokens == wanted.tokens).all()
-                goodput[name] = f"decoding {use.goodput:.1%}, prompts {use.prompt_tokens / use.prefill_tokens:.1%}"
+            assert (found.tokens == wanted.tokens).all()
+            goodput[name] = (f"decoding {use.goodput:.1%}, prompts {use.prompt_tokens / use.prefill_tokens:.1%}; rows "
+                             f"waited {use.stalled:.2f} s for the prompts of others")
     behind = f" behind {args.header} tokens" if args.header else ""
     print(f"{lm.name}, {args.requests} requests{behind}, {sum(map(len, prompts))} prompt tokens, {sum(new)} new ones "
           f"(mean {np.mean(new):.0f}, most {max(new)}), {args.batch_size} at once; {jax.devices()[0].device_kind}; "
@@ -85,7 +90,8 @@ def main() -> None:
         middle = statistics.median(times)
         print(f"{name:8} {middle:7.2f} s ({min(times):.2f} to {max(times):.2f})  {sum(new) / middle:7.0f} tokens/s  "
               f"goodput: {goodput[name]}")
-    print(f"ratio    {statistics.median(seconds['batches']) / statistics.median(seconds['slots']):.2f}")
+    for name in ways:
+        print(f"ratio of {name} {statistics.median(seconds['batches']) / statistics.median(seconds[name]):.2f}")
 
 
 if __name__ == "__main__":

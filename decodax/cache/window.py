@@ -35,6 +35,8 @@ class Window(Struct):
             wraps it. See `hint`. Whoever does not know a hint ignores it.
         certain: static; whether every live node will be committed, as in a prefill, and the nodes are a chain. A
             recurrent layer then keeps the last state alone.
+        asked: static; how many of the first nodes are asked for what follows them, where those behind are only read,
+            and not seen by them; None: any node may be.
     """
 
     tokens: Array
@@ -46,6 +48,7 @@ class Window(Struct):
     embedded: Array | None = None
     hints: tuple[Any, ...] = ()
     certain: bool = static(default=False)
+    asked: int | None = static(default=None)
 
     def hint(self, kind: type[T]) -> T | None:
         """The hint of this type, or None."""
@@ -59,6 +62,12 @@ class Window(Struct):
         """The window whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
         one = lambda x: x if x.shape[0] == 1 else x[rows]       # a mask may be one for all rows
         return jax.tree.map(one, self)
+
+    def part(self, start: int, stop: int) -> Window:
+        """Nodes `start` to `stop`, which see none of the others; without embeddings."""
+        some = lambda x: x[:, start:stop]
+        return self.replace(tokens=some(self.tokens), positions=some(self.positions), live=some(self.live),
+                            mask=self.mask[:, start:stop, start:stop])
 
     @property
     def key_positions(self) -> Array:

@@ -52,6 +52,8 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts at once (default: 16)")
     p.add_argument("--memory", metavar="SIZE",
                    help="bytes for caches, drafts and logits, such as 8GB: fewer prompts at once if they take more")
+    p.add_argument("--token-budget", type=int, metavar="N",
+                   help="tokens of a round: prompts are read in the rounds of others, as far as it goes")
     p.add_argument("--format", choices=["jsonl", "parquet"], default="jsonl", help="of results (default: jsonl)")
     p.add_argument("--part-lines", type=int, default=10_000, metavar="N", help="results of a file (default: 10000)")
     p.add_argument("--tokens", action="store_true", help="results have token ids, too")
@@ -107,7 +109,8 @@ def run(args: argparse.Namespace) -> None:
     with _progress(None if args.quiet else total, args.quiet) as report, naming_the_argument():
         found = jobs.run(lm, args.input, args.output, slots=args.batch_size, fields=fields, form=args.format,
                          part=args.part_lines, tokens=args.tokens, process=process, processes=processes,
-                         memory=args.memory, max_time=args.max_time, names=names, report=report, **options)
+                         memory=args.memory, token_budget=args.token_budget, max_time=args.max_time, names=names,
+                         report=report, **options)
     if not args.quiet:
         print(_summary(found), file=sys.stderr)
     if found.failed:

@@ -35,6 +35,8 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     window, algo = alg.propose(params, policy, s)
     out = alg.through(model).apply(params.target, window, s.cache)
     dist = policy.over(s, window, out)
+    if window.asked is not None:
+        dist = dist.first(window.asked)
     d = alg.decide(params, dist, s, window, out, algo)
     if d.rows is not None:
         s, out, dist = s.succeed(d.rows), out.rows(d.rows), dist.select(d.rows)

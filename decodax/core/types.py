@@ -51,6 +51,11 @@ class Out:
         parts = jax.tree.map(lambda x: x[rows], (self.hidden, self.entries, self.layers))
         return dataclasses.replace(self, hidden=parts[0], entries=parts[1], layers=parts[2])
 
+    def first(self, count: int) -> Out:
+        """That of the first `count` nodes."""
+        parts = jax.tree.map(lambda x: x[:, :count], (self.hidden, self.entries, self.layers))
+        return dataclasses.replace(self, hidden=parts[0], entries=parts[1], layers=parts[2])
+
     def logits(self, select: Array | None = None) -> Array:
         """`f32[B, W', V]`: the head's output at window nodes `select` (`i32[B, W']`), or at all of them."""
         return self.head(self.hidden if select is None else take(self.hidden, select))

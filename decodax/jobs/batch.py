@@ -53,8 +53,9 @@ class Progress:
 
 def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, fields: Fields | None = None,
         form: str = "jsonl", part: int = 10_000, tokens: bool = False, process: int = 0, processes: int = 1,
-        memory: str | None = None, max_time: float | None = None, names: Mapping[str, Any] | None = None,
-        report: Callable[[Progress], None] | None = None, **options: Any) -> Progress:
+        memory: str | None = None, token_budget: int | None = None, max_time: float | None = None,
+        names: Mapping[str, Any] | None = None, report: Callable[[Progress], None] | None = None,
+        **options: Any) -> Progress:
     """Answers every line of a file and keeps the answers in a directory.
 
     A result stands there as soon as its prompt has ended. Killed at any moment and called again, the job goes on with
@@ -70,7 +71,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         form: "jsonl" or "parquet". part: lines of a file. tokens: whether results have token ids, too.
         process, processes: which of how many this is; each answers its share, by the hash of the id, and writes files
             of its own. They need not know of each other.
-        memory: bytes that rows may take, as of `decodax.serve`.
+        memory, token_budget: bytes that rows may take, and tokens of a round, as of `decodax.serve`.
         max_time: seconds after which it stops; what runs then is left to the next call.
         names: what the manifest holds in place of the options of these names, or beside them.
         report: told after each result.
@@ -91,6 +92,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
     fields = fields or Fields()
     source_rows = rows(source)
     options = {key: value for key, value in options.items() if value is not None}
+    token_budget = None if token_budget is None else whole("token_budget", token_budget, 1)
     room = None if memory is None else in_bytes(memory, "memory")
     end = None if max_time is None else time.monotonic() + positive("max_time", max_time)
     said = {key: value for key, value in {**options, **(names or {})}.items() if value is not None}
@@ -134,7 +136,8 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
             yield Ticket(request, (line, len(request.prompts[0])))
 
     try:
-        for (line, prompt_tokens), result in schedule(tickets(), slots, end=end, memory=room, use=done.use):
+        for (line, prompt_tokens), result in schedule(tickets(), slots, end=end, memory=room,
+                                                              token_budget=token_budget, use=done.use):
             if Status.TIME in result.status:
                 done.stopped = True
                 break

@@ -33,7 +33,7 @@ class Ticket:
 
 
 def schedule(tickets: Iterable[Ticket], seats: int, *, ahead: int | None = None, end: float | None = None,
-             longest: int = 1, more: int = 1, memory: int | None = None,
+             longest: int = 1, more: int = 1, memory: int | None = None, token_budget: int | None = None,
              use: Use | None = None) -> Iterator[tuple[Any, Result]]:
     """Runs prompts through places that are filled again as they become free; gives tags and results as they finish.
 
@@ -49,7 +49,7 @@ def schedule(tickets: Iterable[Ticket], seats: int, *, ahead: int | None = None,
         longest, more: what places are made for at least: tokens of a row, and those that come when its cache has
             settled. What is known of all that will come spares programs and places of another size.
         memory: bytes that rows may take, by `BatchShape.row_bytes`: there are no more places than that.
-        use: is added to.
+        token_budget: tokens of a round, by `Slots`. use: is added to.
     """
     use = Use() if use is None else use
     source, waiting = iter(tickets), collections.deque[tuple[Ticket, Any]]()
@@ -78,7 +78,7 @@ def schedule(tickets: Iterable[Ticket], seats: int, *, ahead: int | None = None,
             like = [ticket.request for ticket, own in waiting if own == group]
             places = seats if open_ else min(seats, len(like))
             slots = Slots(like[0], places, max(longest, *(r.longest for r in like)), max(more, *(r.more for r in like)),
-                          use, memory)
+                          use, memory, token_budget)
         assert slots is not None
         while passed < ahead:
             chosen, prefix = _choose(waiting, group, slots)

@@ -38,8 +38,8 @@ class Served:
 
 
 def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int = 16, ahead: int | None = None,
-          memory: str | None = None, max_time: float | None = None, use: Use | None = None,
-          **options: Any) -> Iterator[Served]:
+          memory: str | None = None, token_budget: int | None = None, max_time: float | None = None,
+          use: Use | None = None, **options: Any) -> Iterator[Served]:
     """Continues prompts of any number and gives each result as it comes, not in their order.
 
     The tokens of a prompt are those that `generate` gives it alone with the same options and the same address,
@@ -61,6 +61,9 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
         memory: bytes that rows may take ("8GB"): their caches, what drafts keep, and a round's logits. There are then
             no more slots than that, by the longest of the prompts that wait. Beside them come the rows that are being
             read, an eighth, and those of up to four beginnings that are kept.
+        token_budget: tokens of a round. Prompts are then read in the rounds of others, in chunks that the budget leaves
+            room for, so that a long one does not hold them up (Sarathi-Serve). Default: they are read between rounds,
+            and so are those of methods that learn from prompts, of several samples, and all over a mesh.
         max_time: seconds for all; what has not ended then does so with `Status.TIME`.
         use: a `decodax.jobs.Use`, to which counts and times are added.
         options: of `generate`, for all prompts that do not say otherwise.
@@ -73,6 +76,7 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
     ahead = None if ahead is None else whole("ahead", ahead, 1)
     end = None if max_time is None else time.monotonic() + positive("max_time", max_time)
     room = None if memory is None else in_bytes(memory, "memory")
+    token_budget = None if token_budget is None else whole("token_budget", token_budget, 1)
     lm, options = settled(lm, options, slots)
 
     def tickets() -> Iterator[Ticket]:
@@ -83,7 +87,8 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
                 raise type(error)(f"prompts[{index}]: {error}") from error
             yield Ticket(request, (index, name))
 
-    for (index, name), result in schedule(tickets(), slots, ahead=ahead, end=end, memory=room, use=use):
+    for (index, name), result in schedule(tickets(), slots, ahead=ahead, end=end, memory=room,
+                                          token_budget=token_budget, use=use):
         yield Served(index, name, result)
 
 

@@ -23,12 +23,16 @@ from decodax.core import drivers
 from decodax.core.state import State, Status
 from decodax.core.types import Algorithm
 from decodax.job import BatchShape, collect, host_rows, on_mesh
+from decodax.jobs.piggyback import Piggyback
 from decodax.memory import afford, by_row, grows, power
 from decodax.policy import Policy
 from decodax.programs import keep_room
 from decodax.reading import chunk_width
 from decodax.request import Request
 from decodax.result import Result
+
+READERS = 2
+"""Prompts of which parts are read in one round of others: the end of one and the beginning of the next."""
 
 
 @dataclasses.dataclass
@@ -41,6 +45,7 @@ class Use:
         prompt_tokens: that were read, of `prefill_tokens` with those that fill up chunks and rows. prefix_tokens: that
             were not read, since others began with the same ones.
         seconds, prefill_seconds: of the rounds, and of reading prompts and putting them in their places.
+        stalled: of the latter, those in which rows could have been running.
     """
 
     forwards: int = 0
@@ -52,6 +57,7 @@ class Use:
     prefix_tokens: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
+    stalled: float = 0.0
 
     def add(self, other: Use) -> None:
         for field in dataclasses.fields(Use):
@@ -71,13 +77,14 @@ class Slots:
         seats: prompts at once; rounded up to a number of rows that programs are made for.
         longest: of a row, prompt and new tokens. more: tokens that come when a row's cache has settled.
         use: is added to. memory: bytes that rows may take, which may make the seats fewer.
+        token_budget: of a round: prompts are read in the rounds of others, as far as it goes, where that is possible.
 
     Raises:
         ValueError: not even the rows of one prompt fit the memory.
     """
 
     def __init__(self, first: Request, seats: int, longest: int, more: int, use: Use | None = None,
-                 memory: int | None = None):
+                 memory: int | None = None, token_budget: int | None = None):
         self.first, self.more = first, power(more)
         self.shape = shape = BatchShape.of(first, longest, self.more)
         group, each = shape.algorithm.samples or 1, first.samples
@@ -100,6 +107,12 @@ class Slots:
         self.use = Use() if use is None else use
         self.splits = shape.mesh is None and _splits(first)
         """Whether a prompt may be read in two parts, of which others share the first."""
+        self.rides = token_budget is not None and self.splits and first.samples == 1 and not first.algorithm.canvas
+        """Whether prompts are read in the rounds of others."""
+        if self.rides:
+            assert token_budget is not None
+            self.shape = dataclasses.replace(shape, algorithm=Piggyback(
+                shape.algorithm, token_budget, min(first.chunk, token_budget), min(self.few, READERS)))
         self._model: Any = None
         self._known: dict[tuple[int, ...], Any] | None = {} if shape.mesh is None else None
         self._policy: Policy | None = None
@@ -133,7 +146,7 @@ class Slots:
             prefix: so many tokens they all begin with, which are read once, also for prompts to come.
         """
         keep_room(drivers.compiled())
-        clock, each, free = time.perf_counter(), self.first.samples, self.free
+        clock, each, free, running = time.perf_counter(), self.first.samples, self.free, self.running
         whole = len(free) == len(self.seats)
         prompts = self.few if not whole else self.rows if each == 1 else self.shape.fill(len(self.seats))
         assert 0 < len(requests) <= min(prompts, len(free))
@@ -145,7 +158,7 @@ class Slots:
             self._state = self._policy = None       # what it held is free before the next is made
         with on_mesh(self.shape.mesh):
             rows = None if each == 1 else self.rows if whole else prompts * each
-            model, policy, s, forwards = self.shape.read(joined, prompts, rows, self._known)
+            model, policy, s, forwards = self.shape.read(joined, prompts, rows, self._known, self.rides and not whole)
             if whole:
                 free = list(range(len(requests)))
                 self._model, self._policy, self._state = model, policy, s
@@ -164,17 +177,20 @@ class Slots:
             jax.block_until_ready(self._state.length)
         for seat, request, tag in zip(free, requests, tags, strict=False):
             self.seats[seat] = request, tag
-        self._account(requests, prompts, forwards, prefix if new else 0, prefix, time.perf_counter() - clock)
+        seconds = time.perf_counter() - clock
+        self.use.stalled += seconds * (running > 0)
+        self._account(requests, prompts, forwards, prefix if new else 0, prefix, self.rides and not whole, seconds)
 
     def _account(self, requests: Sequence[Request], prompts: int, forwards: int, read: int, prefix: int,
-                 seconds: float) -> None:
+                 later: bool, seconds: float) -> None:
         """Adds what reading prompts took, of whose beginning so many tokens were `read`."""
         left = [len(request.prompts[0]) - 1 - prefix for request in requests]
         width = lambda left: chunk_width(left, self.first.chunk, self.shape.size)
         first = -(-(read - 1) // width(read - 1)) if read > 1 else 0        # forwards of one row
+        beside = sum(left) if later else prompts * (forwards - first) * width(max(left))
         self.use.add(Use(prefill_forwards=forwards, prefill_seconds=seconds, prompt_tokens=sum(left) + read,
                          prefix_tokens=prefix * len(left) - read,
-                         prefill_tokens=first * width(read - 1) + prompts * (forwards - first) * width(max(left))))
+                         prefill_tokens=first * width(read - 1) + beside))
 
     def advance(self, leave: int = 0, rounds: int | None = None) -> None:
         """Runs until places for `leave` prompts are free, or to the end of all.
@@ -187,6 +203,8 @@ class Slots:
         running = self.running
         left = int((np.asarray(s.max_length) - np.asarray(s.length)).max())
         bound = self.shape.algorithm.most_rounds(left, self.rows)
+        if self.rides:      # a round reads one token at least
+            bound += sum(len(request.prompts[0]) for request, _ in filter(None, self.seats))
         fewest = running - leave * self.first.samples if leave else 0
         with on_mesh(self.shape.mesh):
             s = drivers.advance(self.shape.algorithm, self._model, self.shape.params, self._policy, s,

@@ -255,11 +255,8 @@ class Distribution(Struct):
 
     def first(self, count: int) -> Distribution:
         """That of the first `count` nodes of the window, none of which sees one behind them."""
-        w = self.window
-        window = w.replace(tokens=w.tokens[:, :count], positions=w.positions[:, :count],
-                           mask=w.mask[:, :count, :count], live=w.live[:, :count])
-        return self.replace(window=window, hidden=self.hidden[:, :count], known=self.known[:, :count],
-                            predicts=self.predicts[:, :count])
+        return self.replace(window=self.window.part(0, count), hidden=self.hidden[:, :count],
+                            known=self.known[:, :count], predicts=self.predicts[:, :count])
 
     def select(self, rows: Array) -> Distribution:
         """That of rows which go on from rows `rows` (`i32[B]`): see `Decision.rows`. Keys and the policy's constants

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from decodax.cache import Feature, Window, take
+from decodax.core.packing import Packing
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.policy.base import Distribution
@@ -34,6 +35,8 @@ class Speculative(Algorithm):
             which gives a distribution at any node of a tree.
         verify: which drafts hold.
         shape: how the tree of a `Source` grows; default a chain. To a `Draft` a chain says how much of it is used.
+        packed: whether dense layers see the tokens of rows with drafts of unequal number side by side, without those
+            that fill up (EMS-SD: Ni et al., 2024). It is faster where many tokens are dead, and compiles longer.
 
     Raises:
         ValueError: a shape other than a chain for a draft that makes its own.
@@ -42,6 +45,7 @@ class Speculative(Algorithm):
     draft: Draft | Source
     verify: Verifier = SeedExact()
     shape: Shape | None = None
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if self.shape is not None and isinstance(self.draft, Draft) and not self.shape.is_chain:
@@ -99,7 +103,14 @@ class Speculative(Algorithm):
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         proposal, state = self.drafter.propose(params, policy, s, s.algo[0], self.verify.drawn)
         t = tree(s.newest, proposal, self.drafter.length)
-        return window(t, s.length - 1, s.running, proposal.probes, proposal.begun), (state, t)
+        w = window(t, s.length - 1, s.running, proposal.probes, proposal.begun)
+        return w.replace(hints=(*w.hints, self._packing(s.batch, w.width))) if self.packed else w, (state, t)
+
+    def _packing(self, rows: int, width: int) -> Packing:
+        form = self.drafter.form
+        if form is not None and (budget := form.batch_budget) is not None:
+            return Packing((-(-(rows + budget) // 8) * 8,), bounded=True)
+        return Packing(tuple(dict.fromkeys(-(-rows * width // share // 8) * 8 for share in (4, 2))))
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         state, t = algo

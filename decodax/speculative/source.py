@@ -330,6 +330,11 @@ class Shape(abc.ABC):
         """Whether a node may have several children."""
         return not self.is_chain
 
+    @property
+    def batch_budget(self) -> int | None:
+        """The most drafts that all rows of a batch have together; None: as many as the window has room for."""
+        return None
+
     @abc.abstractmethod
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         """A tree from the source's state: the proposal, the source's state after it, and for each node that was

@@ -7,7 +7,7 @@ from typing import Any
 from decodax.speculative import Adaptive, Bandit, Bass, SeedExact, Speculative, drafts, shapes
 from decodax.speculative.adaptive import NOTHING
 from decodax.speculative.measure import automatic
-from decodax.systems.shared import BATCH, DRAFT, TARGET, THEORY, alias, entry, system
+from decodax.systems.shared import BATCH, DRAFT, EXACT, TARGET, THEORY, alias, entry, system
 
 
 @entry("automatic", "Draft length by measured cost and acceptance", "", THEORY,
@@ -60,7 +60,16 @@ alias("eqspec", "seed-exact", "Batch Speculative Decoding Done Right", "Zhang et
       "rows of a batch accept different lengths and stay equal to plain decoding, as everything here does")
 
 
+@entry("ems-sd", "EMS-SD: Efficient Multi-sample Speculative Decoding for Accelerating Large Language Models",
+       "Ni et al. 2024", BATCH, "drafts of unequal number, of prompt lookup or a draft model, stand side by side in "
+       "dense layers, without tokens that fill up")
+def _ems(draft: Any = None, length: int = 8, verify: Any = EXACT) -> Any:
+    source = drafts.PromptLookup(length) if draft is None else drafts.DraftModel(draft)
+    shape = None if draft is None else shapes.ConfidenceChain(length)
+    return Speculative(source, verify, shape, packed=True)
+
+
 @entry("tetris", "TETRIS: Optimal Draft Token Selection for Batch Speculative Decoding", "Wu et al. 2025", BATCH,
        "the batch's likeliest drafts share one budget", DRAFT)
 def _tetris(draft: Any, capacity: int = 16, length: int = 7) -> Any:
-    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.Tetris(capacity, length))
+    return Speculative(drafts.DraftModel(draft), SeedExact(), shapes.Tetris(capacity, length), packed=True)

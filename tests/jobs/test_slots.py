@@ -124,6 +124,49 @@ def test_a_prompt_that_is_too_long_for_the_places_gets_longer_ones() -> None:
         assert found[i].tokens.tolist() == dx.generate(SMALL, prompt, max_new_tokens=4).tokens.tolist()
 
 
+RIDES: dict[str, tuple[LM, dict[str, Any]]] = {
+    "plain": (SMALL, {}), "samples": (SMALL, dict(num_samples=2)),
+    "drafts of unequal lengths": (SMALL, dict(algorithm="prompt-lookup:length=4")),
+    "a tree": (SMALL, dict(algorithm="token-recycling")),
+    "lengths that adapt": (SMALL, dict(algorithm="bass", draft=SMALL)),
+    "a rule for each token": (SMALL, dict(repetition_penalty=1.3, top_p=0.9)),
+    "codes": (SMALL, dict(cache="kivi:group=4,residual=8"))}
+
+
+@pytest.mark.parametrize("case", often(["plain", "drafts of unequal lengths"], RIDES))
+@pytest.mark.parametrize("budget", often([40], [40, 200]))
+def test_a_prompt_that_is_read_in_the_rounds_of_others_gets_its_tokens(case: str, budget: int) -> None:
+    """With prompts that take several rounds, and those that end in the middle of one."""
+    lm, own = RIDES[case]
+    method = own.get("algorithm")
+    if (draft := own.get("draft")) is not None:
+        own = {key: x for key, x in own.items() if key != "draft"} | {"algorithm": dx.system(method, draft=draft)}
+    prompts = [p * 4 for p in PROMPTS]
+    request = Request.read(lm, prompts, **{**OPTIONS, **own})
+    wanted = dx.generate(lm, prompts, **{**OPTIONS, **own})
+    use = Use()
+    tickets = [Ticket(request.select([i]), i) for i in range(COUNT)]
+    found = dict(schedule(tickets, 4, token_budget=budget, use=use))
+    # but for the first four, which nobody waits for; and not where several rows, a table or a draft model read a prompt
+    rides = case not in ("samples", "a tree", "lengths that adapt")
+    assert rides == (use.prefill_forwards <= -(-max(map(len, prompts)) // 32))
+    assert use.prompt_tokens == sum(len(p) - 1 for p in prompts)
+    each = request.samples
+    for i, result in found.items():
+        for j in range(each):
+            assert result.row(j).tolist() == wanted.row(i * each + j).tolist()
+            assert result.status[j] == wanted.status[i * each + j]
+            assert result.logprobs is not None and wanted.logprobs is not None
+            a, b = result.logprobs.raw[j], wanted.logprobs.raw[i * each + j]
+            np.testing.assert_allclose(a, b[:len(a)], atol=1e-5)
+
+
+def test_a_budget_that_rows_use_up_is_refused() -> None:
+    request = Request.read(SMALL, PROMPTS, **OPTIONS, algorithm="prompt-lookup:length=4")
+    with pytest.raises(ValueError, match=r"^token_budget: got 40; 8 rows with windows of 5 take 40, and prompts one m"):
+        list(schedule([Ticket(request.select([i]), i) for i in range(COUNT)], 8, token_budget=40))
+
+
 def test_tickets_are_taken_when_there_is_room() -> None:
     request, taken = Request.read(SMALL, PROMPTS, **OPTIONS), []
 
@@ -181,6 +224,10 @@ def test_a_common_beginning_is_read_once() -> None:
     assert all(found[i].row(0).tolist() == wanted.row(i).tolist() for i in range(COUNT))
     # of 8 prompts with 80 tokens in front
     assert use.prefix_tokens == 6 * 80
+    # also where what follows it is read in the rounds of others
+    rides = dict(schedule([Ticket(request.select([i]), i) for i in range(COUNT)], 4, token_budget=40, use=use))
+    assert all(rides[i].row(0).tolist() == wanted.row(i).tolist() for i in range(COUNT))
+    assert use.prefix_tokens == 2 * 6 * 80
 
 
 def test_places_are_as_many_as_the_memory_holds() -> None:

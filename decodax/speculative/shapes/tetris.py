@@ -2,8 +2,8 @@
 
 Every row drafts a chain; of all rows' drafts the `capacity` with the largest chance of being accepted, the product of
 the draft's probabilities down to them, are verified. Products never rise along a chain, so what is kept of a row is a
-prefix: easy rows get long windows and hard ones short. The window's shape is the batch's, so on its own the budget
-saves verified positions and not time; use it where rows share a fixed budget, or with `Adaptive` for the width.
+prefix: easy rows get long windows and hard ones short. The window is as wide as the longest chain; it is packed
+(`Speculative.packed`) that the budget saves time.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Tetris(Shape):
 
     def __post_init__(self) -> None:
         at_least(capacity=self.capacity, length=self.length)
+
+    @property
+    def batch_budget(self) -> int:
+        return self.capacity
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         K, s = self.length, grower.s
