@@ -288,18 +288,23 @@ SAME = {
 OFTEN = ("shifted-blocks-cached",)       # for the dual cache, Fast-dLLM's loop decides below
 
 
+GREEDY = ("anchored-cached", "inside-a-block-of-one")
+"""One of the two takes a forward more before it decides what stands behind the third prompt, and noise is addressed by
+the number of a row's forwards."""
+
+
 @functools.cache
-def outcome(alg):
-    return sample(alg, prompts(3, longest=9))
+def outcome(alg, greedy=False):
+    return sample(alg, prompts(3, longest=9), policy=dict(temperature=0, repetition_penalty=1.2) if greedy else None)
 
 
 @pytest.mark.parametrize("case", often(OFTEN, SAME))
 def test_two_ways_of_saying_the_same_agree(case):
-    left, right = SAME[case]
-    assert texts(outcome(left)) == texts(outcome(right))
+    left, right = (outcome(alg, case in GREEDY) for alg in SAME[case])
+    assert texts(left) == texts(right)
     if case.startswith("freedave"):
-        assert (np.asarray(outcome(left).stats.rounds) <= np.asarray(outcome(right).stats.rounds)).all()
-        assert np.asarray(outcome(left).stats.accepted).sum() > 0
+        assert (np.asarray(left.stats.rounds) <= np.asarray(right.stats.rounds)).all()
+        assert np.asarray(left.stats.accepted).sum() > 0
 
 
 def test_frozen_tokens_stay_and_holes_are_filled():
