@@ -5,5 +5,6 @@ from decodax.jobs.lines import Fields
 from decodax.jobs.schedule import Ticket, schedule
 from decodax.jobs.serve import Served, address, serve
 from decodax.jobs.slots import Slots, Use
+from decodax.jobs.worker import Worker
 
-__all__ = ["Fields", "Progress", "Served", "Slots", "Ticket", "Use", "address", "run", "schedule", "serve"]
+__all__ = ["Fields", "Progress", "Served", "Slots", "Ticket", "Use", "Worker", "address", "run", "schedule", "serve"]

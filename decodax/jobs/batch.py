@@ -25,6 +25,8 @@ from decodax.kvcache.selection import in_bytes
 from decodax.policy.arguments import positive, whole
 from decodax.result import Result
 
+BROKEN = "the model's logits held a NaN or an infinity"
+
 ENDS = {Status.EOS: "stop", Status.STOP: "stop"}
 """OpenAI's words for why a text ended; "length" for all others."""
 
@@ -142,7 +144,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
                 done.stopped = True
                 break
             if Status.INVALID in result.status:
-                store.fail(line.number, line.id, "the model's logits held a NaN or an infinity")
+                store.fail(line.number, line.id, BROKEN)
                 done.failed += 1
             else:
                 store.add(line.id, answer(lm, line, prompt_tokens, result, tokens))

@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,10 +208,9 @@ def _id(row: Mapping[str, Any]) -> str:
     return str(row["custom_id"] if "custom_id" in row else row["id"])
 
 
-def _parquet(log: Path, part: Path) -> None:
-    pq, pa = pyarrow("parquet"), pyarrow("lib")
-    with log.open("rb") as file:
-        rows = [json.loads(line) for line in file]
+def table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Results as a `pyarrow.Table`."""
+    pa = pyarrow("lib")
 
     def column(values: list[Any]) -> Any:
         try:
@@ -220,9 +219,14 @@ def _parquet(log: Path, part: Path) -> None:
             return pa.array([None if value is None else json.dumps(value) for value in values])
 
     names = dict.fromkeys(name for row in rows for name in row)
-    table = pa.table({name: column([row.get(name) for row in rows]) for name in names})
+    return pa.table({name: column([row.get(name) for row in rows]) for name in names})
+
+
+def _parquet(log: Path, part: Path) -> None:
+    with log.open("rb") as file:
+        rows = [json.loads(line) for line in file]
     unnamed = part.with_name(f".{part.name}.unnamed")
-    pq.write_table(table, unnamed)
+    pyarrow("parquet").write_table(table(rows), unnamed)
     with unnamed.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(unnamed, part)
