@@ -41,6 +41,12 @@ def _seed_exact(draft: Any, length: int = 4, shape: Any = None) -> Any:
     return Speculative(drafts.DraftModel(draft), SeedExact(), shape or shapes.Chain(length))
 
 
+@entry("pearl", "PEARL: Parallel Speculative Decoding with Adaptive Draft Length", "Liu et al. 2024", LINEAR,
+       "the draft model writes the next chain while the target verifies the last one", DRAFT)
+def _pearl(draft: Any, gamma: int = 4) -> Any:
+    return Speculative(drafts.Pearl(drafts.DraftModel(draft), gamma))
+
+
 @entry("block-verification", "Block Verification Accelerates Speculative Decoding", "Sun et al. 2024", THEORY,
        "drafts are accepted jointly, never fewer in expectation", DRAFT, "distribution-exact")
 def _block(draft: Any, length: int = 6) -> Any:

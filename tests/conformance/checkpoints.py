@@ -39,12 +39,14 @@ QWEN = {**SIZES, "rms_norm_eps": 1e-6, "bos_token_id": EOS, "eos_token_id": EOS,
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """`config`: its config.json. `seed`: of its weights. `spread`: their standard deviation. `peak`: that of the
-    output head, on which the confidences depend."""
+    output head, on which the confidences depend. `near`: another one, whose weights these are but for so much of their
+    own."""
 
     config: dict[str, Any]
     seed: int = 0
     spread: float = 0.3
     peak: float = 0.8
+    near: tuple[str, float] | None = None
 
 
 CHECKPOINTS = {
@@ -83,6 +85,8 @@ CHECKPOINTS = {
 }
 CHECKPOINTS["llada-shifted"] = Checkpoint({
     **CHECKPOINTS["llada"].config, "diffusion": {"mask": MASK, "shift": True}}, seed=10)
+# a draft model that mostly agrees
+CHECKPOINTS["llama-near"] = dataclasses.replace(CHECKPOINTS["llama"], seed=11, near=("llama", 0.06))
 """By name. A checkpoint that has cases must not change; add another one."""
 
 
@@ -97,7 +101,11 @@ def weights(name: str) -> dict[str, np.ndarray]:
             return (1 + 0.1 * draw).astype(np.float32)
         return (draw * (c.peak if path.startswith("lm_head") else c.spread)).astype(np.float32)
 
-    return {path: one(path, leaf.shape) for path, leaf in sorted(leaves.items())}
+    own = {path: one(path, leaf.shape) for path, leaf in sorted(leaves.items())}
+    if c.near is None:
+        return own
+    other, share = weights(c.near[0]), np.float32(c.near[1])
+    return {path: other[path] + share * x for path, x in own.items()}
 
 
 @functools.cache

@@ -25,7 +25,7 @@ CASES = Path(__file__).parent / "cases"
 # one of each kind of rule; for the caches and the rules that decide when a text is ready, tests/diffusion has the
 # authors' loops in NumPy
 OFTEN = {
-    "assisted-generation", "prompt-lookup", "token-recycling", "pgj", "self-speculative",       # drafts
+    "assisted-generation", "prompt-lookup", "token-recycling", "pearl", "pgj", "self-speculative",      # drafts
     "llada", "dream", "maskgit", "mdlm", "remdm",                   # as many as a schedule says, by rank or by chance
     "fast-dllm", "entropy-bounded", "prophet",                      # as many as are sure
     "fast-dllm-2", "sdar", "llada2.1", "sdlm", "sbd", "diffusion-gemma",        # models of blocks

@@ -29,7 +29,7 @@ NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.a
 # by default what reads a node's own text and what truncates; together: also a banned word, a bias and XTC
 ELSEWHERE = {
     "block-verification", "blockwise-top-k", "clasp", "confidence-threshold", "confidence-tree", "del", "disco",
-    "dyspec", "ems-sd", "exp3spec", "greedy-verification", "hgj", "improved-mcsd", "knn-ssd", "mcsd", "pgj",
+    "dyspec", "ems-sd", "exp3spec", "greedy-verification", "hgj", "improved-mcsd", "knn-ssd", "mcsd", "pearl", "pgj",
     "prompt-lookup", "rsd-s", "sam-decoding", "seed-exact", "self-speculative", "sequoia", "sjd", "specdec++",
     "specinfer", "spectr", "speculative-decoding", "staged", "stand", "tetris", "tli", "triforce", "uag"}
 """What is decoded here only with `--all`: in default tests, tests of its own under `tests/speculative` or

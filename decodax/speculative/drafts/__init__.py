@@ -17,6 +17,7 @@ from decodax.speculative.drafts.merged import Merged
 from decodax.speculative.drafts.model import DraftModel
 from decodax.speculative.drafts.ngram import NGram, NGramModel
 from decodax.speculative.drafts.own_cache import OwnCache
+from decodax.speculative.drafts.pearl import Pearl
 from decodax.speculative.drafts.prompt_lookup import PromptLookup
 from decodax.speculative.drafts.realigned import Realigned
 from decodax.speculative.drafts.recycling import TokenRecycling
@@ -30,5 +31,5 @@ from decodax.speculative.drafts.trie import Trie
 
 __all__ = ["ADED", "HGJ", "PGJ", "PJ", "SJD", "CLaSp", "DraftExit", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
            "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "Merged", "NGram",
-           "NGramModel", "OwnCache", "PromptLookup", "Realigned", "Staged", "Stand", "SuffixAutomaton", "SuffixTree",
-           "TargetRooted", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
+           "NGramModel", "OwnCache", "Pearl", "PromptLookup", "Realigned", "Staged", "Stand", "SuffixAutomaton",
+           "SuffixTree", "TargetRooted", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
