@@ -11,11 +11,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import diffusion, jobs, kvcache, policy, systems
+    from decodax import choice, diffusion, jobs, kvcache, policy, systems
     from decodax.api import Stream, generate, stream
     from decodax.autoregressive import Autoregressive
     from decodax.cache import Cache, Window
     from decodax.canvas import Frame, Infilled, Watch, infill, watch
+    from decodax.choice.front import Chosen, choose
     from decodax.core.round import python_loop, run, step
     from decodax.core.start import init_state
     from decodax.core.state import State, Status
@@ -52,11 +53,12 @@ __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["diffusion", "jobs", "kvcache", "policy", "systems"],
+    "decodax": ["choice", "diffusion", "jobs", "kvcache", "policy", "systems"],
     "decodax.api": ["Stream", "generate", "stream"],
     "decodax.autoregressive": ["Autoregressive"],
     "decodax.cache": ["Cache", "Window"],
     "decodax.canvas": ["Frame", "Infilled", "Watch", "infill", "watch"],
+    "decodax.choice.front": ["Chosen", "choose"],
     "decodax.core.round": ["python_loop", "run", "step"],
     "decodax.core.start": ["init_state"],
     "decodax.core.state": ["State", "Status"],
@@ -79,12 +81,13 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
-    "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result", "Scores",
-    "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance", "Watch",
-    "Window", "automatic", "cache_programs", "diffusion", "drafts", "entry", "fit_layers", "fit_predictor", "fit_tree",
-    "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy", "python_loop", "quantize",
-    "run", "save", "score", "serve", "shapes", "step", "stream", "system", "systems", "watch", "zoo",
+    "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Chosen", "Decision", "Frame", "Infilled",
+    "KSeq", "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
+    "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
+    "Watch", "Window", "automatic", "cache_programs", "choice", "choose", "diffusion", "drafts", "entry",
+    "fit_layers", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes",
+    "load", "policy", "python_loop", "quantize", "run", "save", "score", "serve", "shapes", "step", "stream",
+    "system", "systems", "watch", "zoo",
 ]
 
 

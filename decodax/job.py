@@ -169,6 +169,16 @@ class Job:
         if seconds is not None and spent < seconds:
             self.burst = min(self.burst * 2, 256)
 
+    def end(self, rows: np.ndarray) -> None:
+        """Ends those of `rows` (`bool[B]`) that still run: nobody waits for them."""
+        wide = np.zeros(self.state.batch, bool)
+        wide[:len(rows)] = rows
+        status = np.array(self.state.status)
+        status[wide & (status == Status.RUNNING)] = Status.TIME
+        with on_mesh(self.request.lm.mesh):
+            self.state = self.state.replace(status=jax.device_put(status, self.state.status.sharding))
+        self.status = status[:len(self.status)]
+
     def expire(self) -> None:
         """Ends the rows that still run: their time is out."""
         self.status = np.where(self.status == Status.RUNNING, np.int32(Status.TIME), self.status)

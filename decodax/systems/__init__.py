@@ -5,8 +5,8 @@ come to the same algorithm are one entry and an alias of it. The makers lie in `
 `lengths`; those of masked diffusion in `decodax.diffusion`. The table is that of `decodax.registry`; users add to it by
 `entry`.
 
->>> system("prompt-lookup", length=5)
-Speculative(draft=PromptLookup(length=5, max_ngram=3, min_ngram=1, pick='latest'), verify=SeedExact(), shape=None)
+>>> system("prompt-lookup", length=5).draft
+PromptLookup(length=5, max_ngram=3, min_ngram=1, pick='latest')
 """
 
 from decodax.registry import SYSTEMS, Guarantee, Needs, System, alias, entry, find, parse, system

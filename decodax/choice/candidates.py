@@ -1,0 +1,105 @@
+"""Several answers to one prompt, and what it means to choose among them."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from decodax.result import Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """Answers to one prompt, `n` of them.
+
+    Attributes:
+        texts: `n`. prompt: what they answer; None if nobody said.
+        log_probs: `f64[n]`, the natural log-probability of each under the model, summed over its tokens; None if it is
+            not known. lengths: `i64[n]`, tokens of each; None if they are not known.
+    """
+
+    texts: Sequence[str]
+    prompt: Any = None
+    log_probs: np.ndarray | None = None
+    lengths: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.texts):
+            raise ValueError("texts: got none, takes one or more")
+        for name in ("log_probs", "lengths"):
+            if (given := getattr(self, name)) is not None and np.shape(given) != (len(self.texts),):
+                raise ValueError(f"{name}: got shape {np.shape(given)}, takes ({len(self.texts)},)")
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> Candidates:
+        """Those at `rows`, in that order."""
+        part = lambda x: None if x is None else np.asarray(x)[np.asarray(rows, int)]
+        return dataclasses.replace(self, texts=[self.texts[int(i)] for i in rows], log_probs=part(self.log_probs),
+                                   lengths=part(self.lengths))
+
+    @property
+    def probable(self) -> np.ndarray:
+        """`log_probs`.
+
+        Raises:
+            ValueError: they are not known.
+        """
+        if self.log_probs is None:
+            raise ValueError("log_probs: got None, but the rule weighs candidates by how probable they are")
+        return np.asarray(self.log_probs, np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a rule chose among candidates.
+
+    Attributes:
+        index: of the chosen one. scores: `f64[n]`, of each; the larger the better. -inf: left out.
+    """
+
+    index: int
+    scores: np.ndarray
+
+
+class Rule(abc.ABC):
+    """A rule that chooses among candidates: derive a frozen dataclass from this, whose fields are its options."""
+
+    @abc.abstractmethod
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        """`f64[n]`: how good each candidate is; the larger the better."""
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """The candidate with the largest score; of several such the first.
+
+        Raises:
+            ValueError: a score is a NaN.
+        """
+        scores = np.asarray(self.scores(candidates), np.float64)
+        if scores.shape != (len(candidates),):
+            raise ValueError(f"{type(self).__name__}: got scores of shape {scores.shape}, takes ({len(candidates)},)")
+        if np.isnan(scores).any():
+            raise ValueError(f"{type(self).__name__}: the score of candidate {int(np.isnan(scores).argmax())} is a NaN")
+        return Choice(int(scores.argmax()), scores)
+
+
+def candidates_of(result: Result, prompts: Sequence[Any], samples: int) -> list[Candidates]:
+    """The candidates of each prompt, from a generation with so many samples of each.
+
+    Raises:
+        ValueError: the model has no tokenizer, so there are no texts.
+    """
+    if result.text is None:
+        raise ValueError("lm: has no tokenizer, and rules choose among texts")
+    sums = None if result.logprobs is None else result.logprobs.raw.astype(np.float64).sum(1)
+    out = []
+    for i, prompt in enumerate(prompts):
+        rows = slice(i * samples, (i + 1) * samples)
+        out.append(Candidates(result.text[rows], prompt, None if sums is None else sums[rows],
+                              result.lengths[rows].astype(np.int64)))
+    return out
