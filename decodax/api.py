@@ -120,7 +120,7 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
                 if end is not None and time.monotonic() > end:
                     job.expire()
             parts.append(job.result())
-    return merge(parts, order, request.samples, request.lm.pad) if size else parts[0]
+    return merge(parts, order, request.answers, request.lm.pad) if size else parts[0]
 
 
 def through_slots(request: Request, end: float | None = None, progress: bool = False, use: Use | None = None,
@@ -138,7 +138,7 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
         for i, part in answers:
             parts[i] = part
             report(len(parts) * request.samples)
-    found = merge([parts[i] for i in range(len(request))], list(range(len(request))), request.samples, request.lm.pad)
+    found = merge([parts[i] for i in range(len(request))], list(range(len(request))), request.answers, request.lm.pad)
     return dataclasses.replace(found, stats=dataclasses.replace(
         found.stats, forwards=use.forwards, prefill_forwards=use.prefill_forwards, seconds=use.seconds,
         prefill_seconds=use.prefill_seconds))

@@ -185,9 +185,11 @@ class Job:
 
     def result(self) -> Result:
         """What came out."""
+        with on_mesh(self.request.lm.mesh):
+            s = drivers.outcome(self.algorithm, self.state)
+            found = self.algorithm.findings(s)
         # without the rows that fill up the batch
-        found = self.algorithm.findings(self.state)
-        result = collect(self.request, host_rows(self.state, np.arange(len(self.status))), self.status,
+        result = collect(self.request, host_rows(s, np.arange(len(self.status))), self.status,
                          {name: np.asarray(x)[:len(self.status)] for name, x in found.items()})
         return dataclasses.replace(result, stats=dataclasses.replace(
             result.stats, forwards=self.forwards, prefill_forwards=self.prefill_forwards, seconds=self.seconds,
@@ -203,14 +205,18 @@ def collect(request: Request, s: State, status: np.ndarray, findings: dict[str, 
     """The result of a request's rows, without times and counts of the batch that they ran in.
 
     Args:
-        s: of these rows alone, on the host. status: `i32[B]`, why each ended.
+        s: of these rows alone, on the host. status: `i32[B]`, why each ended that is running in `s`.
     """
+    status = np.where(s.status == Status.RUNNING, status, s.status)
+    first = np.arange(len(status)).reshape(-1, request.samples)[:, :request.answers].reshape(-1)
+    if len(first) < len(status):
+        s, status, findings = jax.tree.map(lambda x: x[first], (s, status, findings))
     tokens, lengths = new_tokens(s, request.lm.pad)
     text, tokenizer = None, request.lm.tokenizer
     if tokenizer is not None:
         text = [tokenizer.continuation(
-            request.prompts[i // request.samples], tokens[i, :n].tolist(), stop=request.stop,
-            min_new=int(request.min_new[i // request.samples]), skip_special_tokens=request.skip_special_tokens,
+            request.prompts[i // request.answers], tokens[i, :n].tolist(), stop=request.stop,
+            min_new=int(request.min_new[i // request.answers]), skip_special_tokens=request.skip_special_tokens,
             include_stop=request.include_stop) for i, n in enumerate(lengths)]
     stats: dict[str, Any] = {k: getattr(s.stats, k).astype(np.int64)
                              for k in ("rounds", "drafted", "accepted", "histogram")}

@@ -37,6 +37,7 @@ from decodax.policy.arguments import (
 )
 from decodax.policy.build import DEFAULTS, assemble, unknown_argument
 from decodax.policy.config import NEUTRAL, blaming, merge
+from decodax.search import arguments as beams
 
 CHUNK = 256
 """Prompt tokens a prefill round."""
@@ -103,6 +104,9 @@ class Request:
         lm = model(lm)
         check_names(where, sampling)
         said = _Config(lm)
+        sampling, num_samples = _returns(where, dict(sampling), num_samples)
+        search = None if algorithm is not None else beams.read(sampling, said.or_given)
+        algorithm = _searching(search, algorithm, sampling)
         if not all(map(is_whole, lm.eos)):
             raise ValueError(f"{said.origin}: eos_token_id: got {shown(lm.generation_config.get('eos_token_id'))}, "
                              "takes a token id or a list of them")
@@ -126,6 +130,8 @@ class Request:
         if cache is not None:
             lm = with_cache(lm, cache)
         method = chosen(lm, algorithm, (batch_size or count) * (wanted or 1))
+        if method.samples is not None and wanted is not None:
+            method = method.answering(wanted)
         samples = _samples(method, wanted, where)
         at_once = (batch_size or count) * samples
         lengths = np.array([len(row) for row in ids], np.int64)
@@ -153,7 +159,8 @@ class Request:
                              "guidance_scale; takes a method that reads the cache alone, without those")
         guidance, negative = _guidance(lm, method, budget, guidance_scale, negative_prompts, said)
         skip = flag("skip_special_tokens", skip_special_tokens)
-        policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said)
+        policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said,
+                         search is not None)
         if strings:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
@@ -180,6 +187,11 @@ class Request:
     def longest(self) -> int:
         """Tokens of the longest row, prompt and new ones."""
         return max(len(row) + int(new) for row, new in zip(self.prompts, self.max_new, strict=True))
+
+    @property
+    def answers(self) -> int:
+        """Rows of the result that a prompt has."""
+        return self.algorithm.answers or self.samples
 
     @property
     def firsts(self) -> Policy:
@@ -234,7 +246,7 @@ def _contexts(lm: LM, context: Any, count: int) -> list[list[int]]:
 
 ELSEWHERE = {
     "batch": "batch_size= splits prompts into batches", "vocab_size": "it is the model's own",
-    "stops": "stop= takes the strings", "num_return_sequences": "it is num_samples= here",
+    "stops": "stop= takes the strings",
     "n": "it is num_samples= here", "max_tokens": "it is max_new_tokens= here", "stop_strings": "it is stop= here",
     "stop_token_ids": "it is eos_token_id= here", "streamer": "decodax.stream gives pieces of text as they come",
     "assistant_model": "algorithm=decodax.system('seed-exact', draft=decodax.load(...)) drafts with a model",
@@ -253,6 +265,10 @@ FRONT += ["progress", "every", "ends"]
 """Arguments of front ends, which no policy is made of."""
 
 
+OTHERS = ("num_return_sequences", *beams.ARGUMENTS)
+"""Arguments that say neither a policy nor how it is run."""
+
+
 def check_names(where: str, sampling: Mapping[str, Any]) -> None:
     """Checks the names of sampling arguments.
 
@@ -264,8 +280,8 @@ def check_names(where: str, sampling: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}: {where} takes no such argument; {ELSEWHERE[name]}")
         if name in FRONT:
             raise TypeError(f"{name}: {where} takes no such argument")
-        if name not in DEFAULTS and name not in NEUTRAL:
-            near = difflib.get_close_matches(name, [*FRONT, *DEFAULTS], n=3, cutoff=0.6)
+        if name not in DEFAULTS and name not in NEUTRAL and name not in OTHERS:
+            near = difflib.get_close_matches(name, [*FRONT, *DEFAULTS, *OTHERS], n=3, cutoff=0.6)
             raise TypeError(f"{name}: unknown argument; did you mean {' or '.join(near)}?" if near else
                             unknown_argument(name))
 
@@ -325,16 +341,41 @@ def _room(lm: LM, longest: int, name: str, what: str = "prompt and new tokens") 
                       stacklevel=outside())
 
 
+def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[dict[str, Any], Any]:
+    """The arguments without `num_return_sequences`, which is transformers' name for `num_samples`."""
+    returns = sampling.pop("num_return_sequences", None)
+    if returns is not None:
+        if num_samples is not None:
+            raise ValueError("num_samples and num_return_sequences: got both, takes one of them")
+        if where != "generate" and returns != 1:
+            raise ValueError(f"num_return_sequences: got {shown(returns)}; for generate only, {where} gives one text")
+    return sampling, num_samples if returns is None else returns
+
+
+def _searching(search: Algorithm | None, algorithm: Any, sampling: dict[str, Any]) -> Any:
+    """The method, and `sampling` without the arguments of beam search."""
+    for name in beams.ARGUMENTS:
+        value = sampling.get(name)
+        if algorithm is not None and value is not None and value is not False and value != NEUTRAL.get(name, (1,))[-1]:
+            raise ValueError(f"{name}: got {shown(value)} beside an algorithm; takes one of them, such as "
+                             "algorithm=decodax.search.BeamSearch(4)")
+        if search is not None or name not in NEUTRAL:
+            sampling.pop(name, None)
+    if search is None:
+        return algorithm
+    # what the model's generation config says of beams has been read
+    sampling.update({name: NEUTRAL[name][-1] for name in beams.ARGUMENTS if name in NEUTRAL})
+    return search
+
+
 def _samples(method: Algorithm, wanted: int | None, where: str) -> int:
     """Rows of a prompt: as many as asked for, or as the method works on together."""
     together = method.samples
-    if together is None or together == wanted:
+    if together is None:
         return wanted or 1
     if where != "generate":
         raise ValueError(f"algorithm: {method.name} works on {together} rows a prompt, and {where} has one; use "
                          "generate")
-    if wanted is not None:
-        raise ValueError(f"num_samples: got {wanted}, {method.name} works on {together} rows a prompt")
     return together
 
 
@@ -371,8 +412,8 @@ def _guidance(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negativ
 
 
 def _policy(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, sampling: dict[str, Any],
-            said: _Config) -> Policy:
-    """The policy of all rows."""
+            said: _Config, searching: bool) -> Policy:
+    """The policy of all rows. Beams (`searching`) want a way on beside each end of a sequence."""
     config = dict(said.entries)
     for name in ("guidance_scale", "max_length", "max_new_tokens", "min_new_tokens"):
         config.pop(name, None)
@@ -383,7 +424,10 @@ def _policy(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, sampli
     values = [given.pop(name) for name in named]
     ends: Any = next((e for e in values if e is not None), []) if named else lm.eos
     with blaming(said.origin, () if named else ("eos_token_id",)):
-        some = (id_rows("eos_token_id", ends, len(lengths), lm.vocab_size, samples) >= 0).any()
+        rows = id_rows("eos_token_id", ends, len(lengths), lm.vocab_size, samples)
+        some = (rows >= 0).any()
+    if searching:
+        given.setdefault("min_tokens_to_keep", rows.shape[1] + 1)
     if not some:      # there is no end that a least length could forbid
         for source in (given, config):
             if source.get("min_length") is not None:

@@ -47,6 +47,8 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
         status = jnp.where(cuts, jnp.asarray(reason, jnp.int32), status)
         count = jnp.where(cuts, jnp.maximum(limit, 0).astype(jnp.int32), count)
     stop = jnp.take_along_axis(jnp.concatenate([s.stop[:, None], stop], 1), count[:, None], 1)[:, 0]
+    if d.status is not None:
+        status = jnp.where(s.running & (status == Status.RUNNING), d.status, status)
     return count, status, stop
 
 

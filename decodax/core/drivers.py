@@ -32,7 +32,7 @@ begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
     programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _extend, _fan_out, _fan_out_shared,
-                     _refill, stack_rows, advance)
+                     _refill, stack_rows, advance, _outcome)
     return sum(program._cache_size() for program in programs)
 
 
@@ -150,6 +150,17 @@ def advance(alg: Algorithm, model: Model, params: Params, policy: Any, s: State,
     """Runs until all rows have finished, or no more than `fewest` are running, `max_rounds` rounds at most. Pass both
     as `i32[]` arrays."""
     return run(alg, model, params, policy, s, max_rounds, fewest=0 if fewest is None else fewest)
+
+
+def outcome(alg: Algorithm, s: State) -> State:
+    """`alg.outcome(s)` without the cache, compiled."""
+    s = s.replace(cache=None)
+    return s if type(alg).outcome is Algorithm.outcome else _outcome(alg, s)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _outcome(alg: Algorithm, s: State) -> State:
+    return auto_region(alg.outcome, s, like=s)
 
 
 def refill(s: State, policy: Any, new: State, new_policy: Any, rows: Array) -> tuple[State, Any]:

@@ -245,6 +245,8 @@ class Decision(Struct):
             here is of the rows after that move: tokens that follow the chosen row's text, slots and sources in its
             window. What a row is by its place does not move: its key, so that two copies of a row draw different
             tokens, its bounds and the constants of its policy.
+        status: `i32[B]`, a `Status` with which the method itself ends a row behind these tokens where nothing else
+            does; `Status.RUNNING` goes on. None: it ends none.
     """
 
     tokens: Array
@@ -257,6 +259,7 @@ class Decision(Struct):
     record: Record | None = None
     idle: Array | None = None
     rows: Array | None = None
+    status: Array | None = None
 
 
 class Observer(Protocol):
@@ -341,6 +344,26 @@ class Algorithm(abc.ABC):
         """Rows of one prompt that it works on together, side by side (beams, particles); None: rows know nothing of one
         another. `generate` then makes so many rows of each prompt, after `init`."""
         return None
+
+    @property
+    def answers(self) -> int | None:
+        """How many of those rows, the first ones, are the answers to a prompt; None: all."""
+        return None
+
+    def answering(self, count: int) -> Algorithm:
+        """This method with so many answers to a prompt, if it works on rows together.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if count != (self.answers or self.samples):
+            raise ValueError(f"num_samples: got {count}, {self.name} works on {self.samples} rows a prompt")
+        return self
+
+    def outcome(self, s: State) -> State:
+        """The state whose rows are what has been found, behind the last round or where somebody stops earlier: of a
+        method that keeps finished texts beside its rows. A row that is still running has not been ended."""
+        return s
 
     def findings(self, s: State) -> dict[str, Array]:
         """What it has found of each row beside the tokens (scores, weights): arrays `[B, ...]` for

@@ -227,9 +227,8 @@ class Slots:
                 and not (self._status[i * each:(i + 1) * each] == Status.RUNNING).any()]
         if not done or s is None:
             return []
-        # most methods find nothing beside the tokens
-        own = type(self.shape.algorithm).findings is not Algorithm.findings
-        findings = {name: np.asarray(x) for name, x in self.shape.algorithm.findings(s).items()} if own else {}
+        s = drivers.outcome(self.shape.algorithm, s)
+        findings = {name: np.asarray(x) for name, x in self.shape.algorithm.findings(s).items()}
         host, out = host_rows(s, np.arange(self.rows)), []
         for seat in done:
             request, tag = self.seats[seat]

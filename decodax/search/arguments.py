@@ -1,0 +1,53 @@
+"""Beam search by the arguments of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from decodax.policy.arguments import shown, whole
+from decodax.search.beams import BeamSearch
+
+ARGUMENTS = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "patience",
+             "renormalize_logits")
+"""What `read` takes."""
+
+
+def read(given: Mapping[str, Any], said: Callable[..., Any]) -> BeamSearch | None:
+    """The search that arguments and a generation config ask for; None: a single beam.
+
+    Args:
+        given: those of `ARGUMENTS` that the caller gave. said: `said(name, given, read, default)` gives the argument, or
+            the config's entry, as read.
+
+    Raises:
+        ValueError, TypeError: by name what is out of its range, or has no effect without beams.
+    """
+    value = lambda name, read, default: said(name, given.get(name), read, default)
+    width = value("num_beams", lambda name, x: whole(name, x, 1), 1)
+    if width == 1:
+        asked = [name for name in ("num_beam_groups", "diversity_penalty", "patience", "length_penalty",
+                                   "early_stopping") if given.get(name) not in (None, 1, 0, False)]
+        if asked:
+            raise ValueError(f"{asked[0]}: got {shown(given[asked[0]])} with one beam; takes num_beams=2 or more")
+        return None
+    number = lambda name, x: _number(name, x)
+    return BeamSearch(
+        width, length_penalty=value("length_penalty", number, 1.0),
+        early_stopping=value("early_stopping", _early, False), patience=value("patience", number, 1.0),
+        groups=value("num_beam_groups", lambda name, x: whole(name, x, 1), 1),
+        diversity_penalty=value("diversity_penalty", number, 0.0),
+        renormalize=value("renormalize_logits", _early, False))
+
+
+def _number(name: str, x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or x != x:
+        raise ValueError(f"{name}: got {shown(x)}, takes a number")
+    return float(x)
+
+
+def _early(name: str, x: Any) -> Any:
+    if not (isinstance(x, bool) or (name == "early_stopping" and x == "never")):
+        raise ValueError(f"{name}: got {shown(x)}, takes True{', False or ' if name == 'early_stopping' else ' or '}"
+                         f"{'never' if name == 'early_stopping' else 'False'}")
+    return x

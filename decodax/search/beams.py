@@ -1,0 +1,527 @@
+"""Beam search: the most promising texts of a prompt side by side, one round a token.
+
+The rules are those of the vectorised search of transformers, for each prompt by itself. On the same pool stand beam
+sampling, patience, diverse groups, regularised scores, and drafted beams.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.cache import Feature, Window, causal, take
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.core.record import Record, record
+from decodax.core.state import State, Status
+from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.policy.draw import exponentials
+from decodax.search.pool import Finished, append
+from decodax.search.uid import UID
+from decodax.speculative.grown import Grown
+from decodax.speculative.source import Draft, Shape, Source
+from decodax.speculative.tree import Tree, tree, window
+from decodax.struct import Struct, struct
+
+EarlyStopping = bool | Literal["never"]
+Counting = Literal["chosen", "candidates"]
+
+
+@struct
+class Beams(Struct):
+    """The state of a search. Each row is a live beam, and has a place for a finished text.
+
+    Attributes:
+        score: `f32[B]` of the live beam, with penalties; -inf of one that is dead. log_prob: `f32[B]`, without them.
+        beams: `i32[B, N]`, as in `Finished`. surprisals: what a regulariser knows of each beam, or None.
+        finished: the texts that have ended. ended: `i32[B]`, how many the row's group has had. over: `bool[B]`, whether
+            its search is over.
+        drafts: the state of the draft, or None.
+    """
+
+    score: Array
+    log_prob: Array
+    beams: Array
+    surprisals: Any
+    finished: Finished
+    ended: Array
+    over: Array
+    drafts: Any
+
+
+@struct
+class Text(Struct):
+    """Texts in the middle of a round: what each goes on from, and what has been appended. Axes `[P, n]`, `M` last.
+
+    Attributes:
+        origin: `i32`, the beam of the group that it goes on from; of a text that has ended, from `k` on, the place.
+        count: `i32`, how many tokens have been appended. tokens: `i32[..., M]`. nodes: `i32[..., M]`, whose logits
+            decided them. beams: `i32[..., M]`. processed: `f32[..., M]`, their log-probabilities after the policy.
+        score, log_prob: `f32`. status: `i32`. surprisals: or None.
+    """
+
+    origin: Array
+    count: Array
+    tokens: Array
+    nodes: Array
+    beams: Array
+    processed: Array
+    score: Array
+    log_prob: Array
+    status: Array
+    surprisals: Any
+
+    def pick(self, index: Array) -> Text:
+        """Those of `index` (`i32[P, n']`)."""
+        return jax.tree.map(lambda x: take(x, index), self)
+
+    def join(self, other: Text) -> Text:
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), self, other)
+
+
+@struct
+class Group(Struct):
+    """A group of beams in the middle of a round, `[P, ...]`: `live` and `finished` texts, the live ones' window `node`
+    and state of the stop automaton `stop` (`i32[P, k]`), and `ended`, `over`, `goes` (whether it makes another step in
+    this round), `steps` (how many it has made)."""
+
+    live: Text
+    finished: Text
+    node: Array
+    stop: Array
+    ended: Array
+    over: Array
+    goes: Array
+    steps: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearch(Algorithm):
+    """Beam search, and beam sampling where the policy samples.
+
+    Each step takes the best candidates of all live beams of a prompt. Those that end and are among the best `width` go
+    to a pool, scored by their log-probability over `length ** length_penalty`; the best of the others live on. The
+    policy acts on log-probabilities, and its output is not normalised again unless `renormalize` says so: so the search
+    under a ban or a grammar is for the likeliest of the allowed texts. Log-probabilities of a policy that samples are
+    divided by its temperature, and the candidates drawn without replacement.
+
+    The result has the best `returns` texts of each prompt, the best first. One that does not exist ends as
+    `Status.DEAD_END` and is empty. Numbers may change without a retrace.
+
+    Attributes:
+        width: `K`, live beams of a prompt, and places of its pool.
+        returns: texts of a prompt in the result.
+        length_penalty: positive prefers long texts, negative short ones.
+        early_stopping: when the search of a prompt is over. True: once the pool has had `patience` times `K` texts.
+            False: once no live beam would enter a full pool if it ended at its present length. "never": once none can
+            at any length.
+        patience: with `early_stopping=True` (Kasai et al., 2022).
+        groups: `G`, of `K / G` beams each, which are searched one after the other, each with a pool of its own (Diverse
+            Beam Search: Vijayakumar et al., 2016).
+        diversity_penalty: what a token's score loses for each time that the groups before have taken it in this step.
+        counting: what "taken" means: "chosen" by their live beams, as in transformers, or among their "candidates", as
+            in fairseq.
+        uid: a regulariser of surprisal, of which the score loses `strength` times; None without.
+        renormalize: normalises the policy's output.
+        draft: what drafts a window for each beam, in which steps are made as far as it has all live beams. The result
+            is that of the search without it.
+        shape: as in `Speculative`.
+
+    Raises:
+        ValueError: a number out of its range, or a combination that makes no sense.
+    """
+
+    width: int
+    returns: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    patience: float = 1.0
+    groups: int = 1
+    diversity_penalty: float = 0.0
+    counting: Counting = "chosen"
+    uid: UID | None = None
+    strength: float = 0.0
+    renormalize: bool = False
+    draft: Draft | Source | None = None
+    shape: Shape | None = None
+
+    def __post_init__(self) -> None:
+        at_least = lambda name, low: getattr(self, name) >= low
+        for name, low in (("width", 1), ("returns", 1), ("groups", 1), ("diversity_penalty", 0), ("strength", 0)):
+            if not at_least(name, low):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes {low} or more")
+        if self.returns > self.width:
+            raise ValueError(f"returns: got {self.returns} for a width of {self.width}, takes at most that")
+        if self.width % self.groups:
+            raise ValueError(f"groups: got {self.groups} for a width of {self.width}, takes a divisor of it")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f"early_stopping: got {self.early_stopping!r}, takes True, False or 'never'")
+        if not self.patience > 0 or (self.patience != 1 and self.early_stopping is not True):
+            raise ValueError(f"patience: got {self.patience!r} with early_stopping={self.early_stopping!r}, takes a "
+                             "number above 0 with early_stopping=True")
+        if self.counting not in ("chosen", "candidates"):
+            raise ValueError(f"counting: got {self.counting!r}, takes 'chosen' or 'candidates'")
+        if self.strength and self.uid is None:
+            raise ValueError(f"strength: got {self.strength!r} without uid")
+
+    @property
+    def drafter(self) -> Draft | None:
+        return Grown(self.draft, self.shape) if isinstance(self.draft, Source) else self.draft
+
+    @property
+    def emits(self) -> int:
+        return 1 if self.drafter is None else self.drafter.length + 1
+
+    @property
+    def commits(self) -> int:
+        return self.emits
+
+    @property
+    def samples(self) -> int:
+        return self.width
+
+    @property
+    def answers(self) -> int:
+        return self.returns
+
+    def answering(self, count: int) -> BeamSearch:
+        if count > self.width:
+            raise ValueError(f"num_samples: got {count} for {self.width} beams, takes at most as many")
+        return dataclasses.replace(self, returns=count)
+
+    @property
+    def name(self) -> str:
+        return f"BeamSearch({self.width})"
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:
+        return frozenset() if self.drafter is None else self.drafter.cache_needs
+
+    @property
+    def weights(self) -> Any:
+        """Numbers that may change without a retrace, and the draft's weights."""
+        number = lambda x: np.float32(x)
+        return (tuple(map(number, (self.length_penalty, self.patience, self.diversity_penalty, self.strength))),
+                None if self.draft is None else self.draft.weights)
+
+    def bare(self) -> BeamSearch:
+        stops = {"patience": 1.0}
+        return dataclasses.replace(self, length_penalty=1.0, diversity_penalty=0.0, strength=0.0, **stops,
+                                   draft=None if self.draft is None else self.draft.bare())
+
+    def fit(self, budget: int) -> BeamSearch:
+        return self if self.draft is None else dataclasses.replace(self, draft=self.draft.fit(budget))
+
+    def through(self, model: Any) -> Any:
+        return model if self.draft is None else self.draft.through(model)
+
+    @property
+    def observer(self) -> Any:
+        reader = None if self.drafter is None else self.drafter.reader
+        return None if reader is None else BeamReader(reader)
+
+    def findings(self, s: State) -> dict[str, Array]:
+        """`score`; `log_prob` of the text; `beam_indices` `i32[B, N]`, from which beam each token went on, -1 behind
+        the last."""
+        held = s.algo.finished
+        return {"score": held.score, "log_prob": held.log_prob, "beam_indices": held.beams}
+
+    def init(self, params: Params, s: State) -> Beams:
+        zeros = jnp.zeros(s.batch, jnp.float32)
+        return Beams(score=zeros, log_prob=zeros, beams=jnp.full_like(s.tokens, -1),
+                     surprisals=None if self.uid is None else self.uid.init(zeros), finished=Finished.empty(s),
+                     ended=jnp.zeros_like(s.length), over=jnp.zeros(s.batch, bool),
+                     drafts=None if self.drafter is None else self.drafter.init(self._of_draft(params), s))
+
+    def _of_draft(self, params: Params) -> Params:
+        return params.replace(draft=None if params.draft is None else params.draft[1])
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        if self.drafter is None:
+            return causal(s.newest[:, None], s.length - 1, s.running[:, None]), (s.algo, None)
+        drawn: Any = "ranked"
+        proposal, drafts = self.drafter.propose(self._of_draft(params), policy, s, s.algo.drafts, drawn)
+        t = tree(s.newest, proposal, self.drafter.length)
+        return window(t, s.length - 1, s.running, proposal.probes, proposal.begun), (s.algo.replace(drafts=drafts), t)
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        algo, t = algo
+        if t is not None and window.width > t.size:
+            dist = dist.first(t.size)
+        raw = jax.nn.log_softmax(dist.logits(), -1)
+        # the policy acts on log-probabilities; at temperature 1 where it is greedy
+        processed = dist.replace(hidden=raw, head=_same).warm.processed()
+        if self.renormalize:
+            processed = jax.nn.log_softmax(processed, -1)
+        step = Step(self, params.draft[0], dist.policy, s, processed, t)
+        groups = step.begin(algo)
+        if self.emits == 1:
+            groups = step(groups)
+        else:
+            groups = lax.while_loop(lambda groups: functools.reduce(jnp.logical_or, [g.goes.any() for g in groups]),
+                                    step, groups)
+        d, algo = self._decision(s, window, raw, processed, algo, groups)
+        if self.drafter is not None:
+            assert t is not None
+            d = d.replace(drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=jnp.maximum(d.count - 1, 0))
+            drafts = jax.tree.map(lambda x: x[d.rows], algo.drafts)
+            algo = algo.replace(drafts=self.drafter.observe(s.succeed(d.rows), window.select(d.rows), out.rows(d.rows),
+                                                            d, drafts))
+        return d.replace(algo=algo)
+
+    def _decision(self, s: State, window: Window, raw: Array, processed: Array, algo: Beams,
+                  groups: tuple[Group, ...]) -> tuple[Decision, Beams]:
+        """What a round comes to."""
+        k, B = self.width // self.groups, s.batch
+        flat = lambda xs: jnp.concatenate(xs, 1).reshape(B, *xs[0].shape[2:])
+        rows_of = lambda pick: jax.tree.map(lambda *xs: flat(xs), *map(pick, groups))
+        each = lambda x: jnp.repeat(x[:, None], k, 1)
+        live, done = rows_of(lambda g: g.live), rows_of(lambda g: g.finished)
+        over, ended, steps = rows_of(lambda g: (each(g.over), each(g.ended), each(g.steps)))
+        own = jnp.arange(B, dtype=jnp.int32)
+        first = own // k * k                                            # of each row's group
+        broken = jnp.isnan(processed).any((1, 2)) & s.running
+        broken = jnp.repeat(broken.reshape(-1, self.width).any(1), self.width)
+        works = s.running & ~broken
+        where = lambda new, old: jax.tree.map(
+            lambda a, b: jnp.where(works.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
+
+        # the live beams
+        rows, count = where(first + live.origin, own), jnp.where(works & ~over, steps, 0)
+        on = (live.nodes[:, :, None] == jnp.arange(window.width)) & (
+            jnp.arange(self.emits, dtype=jnp.int32) < count[:, None])[:, :, None]
+        slots = jnp.where(on.any(1), window.positions[rows], -1)
+        status = jnp.where(broken, jnp.int32(Status.INVALID), jnp.where(works & over, jnp.int32(Status.LENGTH),
+                                                                        jnp.int32(Status.RUNNING)))
+        made = s.length - s.prompt_length
+        score, log_prob, surprisals = where((live.score, live.log_prob, live.surprisals),
+                                            (algo.score, algo.log_prob, algo.surprisals))
+        beams = append(algo.beams[rows], live.beams, made[rows], count)
+
+        # the texts that have ended: from a live beam, or from where they were
+        joins = works & (done.origin < k)
+        source = where(first + jnp.where(done.origin < k, done.origin, done.origin - k), own)
+        new = jnp.where(joins, done.count, 0)
+        held = algo.finished.select(source)
+        text = lambda live, held: jax.tree.map(
+            lambda a, b: jnp.where(joins.reshape(-1, *[1] * (a.ndim - 1)), a[source], b), live, held)
+        noted = text(s.record, held.record)
+        if s.record is not None:
+            noted = jax.tree.map(lambda x, y: append(x, y, s.length[source], new), noted,
+                                 self._record(raw, source, done, s.record.count))
+        finished = Finished(
+            tokens=append(text(s.tokens, held.tokens), done.tokens, s.length[source], new),
+            length=text(s.length, held.length) + new, record=noted,
+            beams=append(text(algo.beams, held.beams), done.beams, made[source], new),
+            **{n: where(getattr(done, n), getattr(algo.finished, n)) for n in ("status", "score", "log_prob")})
+        algo = algo.replace(score=score, log_prob=log_prob, surprisals=surprisals, beams=beams, finished=finished,
+                            ended=where(ended, algo.ended), over=algo.over | (works & over))
+        noted = None if s.record is None else self._record(raw, rows, live, s.record.count)
+        return Decision(tokens=live.tokens, count=count, slots=slots, source=live.nodes, algo=None, rows=rows,
+                        status=status, record=noted), algo
+
+    def _record(self, raw: Array, rows: Array, text: Text, count: int) -> Record:
+        """Of the tokens that texts `[B, M]` have come by, decided at nodes of rows `rows`."""
+        logits = take(raw[rows], text.nodes)
+        return record(logits, logits, text.tokens, count).replace(processed=text.processed)
+
+    def outcome(self, s: State) -> State:
+        """The best texts of each prompt. Where the search was cut short, live beams take the empty places."""
+        by_prompt = lambda x: x.reshape(-1, self.width, *x.shape[1:])
+        held, algo = s.algo.finished, s.algo
+        filled, cut = held.score > -jnp.inf, ~algo.over & (algo.score > -jnp.inf)
+        none = jnp.where(s.status == Status.INVALID, s.status, jnp.int32(Status.DEAD_END))
+        ended = held.replace(length=jnp.where(filled, held.length, s.prompt_length),
+                             status=jnp.where(filled, held.status, none))
+        live = Finished(tokens=s.tokens, length=s.length, status=s.status, score=jnp.where(cut, algo.score, -jnp.inf),
+                        log_prob=algo.log_prob, beams=algo.beams, record=s.record)
+        both = jax.tree.map(lambda a, b: jnp.concatenate([by_prompt(a), by_prompt(b)], 1), ended, live)
+        # what has ended stands before what has not, and both before what there is not
+        rank = jnp.concatenate([by_prompt(jnp.where(filled, 0, 2)), by_prompt(jnp.where(cut, 1, 3))], 1)
+        order = jnp.lexsort((-both.score, rank), axis=1)[:, :self.width]
+        best = jax.tree.map(lambda x: take(x, order).reshape(-1, *x.shape[2:]), both)
+        return s.replace(tokens=best.tokens, length=best.length, status=best.status, record=best.record,
+                         algo=algo.replace(finished=best))
+
+
+class Step:
+    """One step of all groups, made of what a round has scored."""
+
+    def __init__(self, alg: BeamSearch, numbers: tuple[Any, ...], policy: Any, s: State, processed: Array,
+                 t: Tree | None):
+        self.alg, self.s, self.tree = alg, s, t
+        self.length_penalty, self.patience, self.diversity, self.strength = numbers
+        self.k = alg.width // alg.groups
+        self.stops, self.eos = policy.stops, self.grouped(policy.eos)[:, :, 0]      # [P, G, E]
+        self.cold = self.grouped(policy.greedy)[:, 0, 0]
+        self.log_p = self.grouped(processed)                                        # [P, G, k, W, V]
+        self.most = None if t is None or (far := s.cache.horizon()) is None else self.grouped(far).min((1, 2))
+        if t is not None:
+            wide = lambda x: self.grouped(jnp.broadcast_to(jnp.asarray(x), t.tokens.shape))
+            self.parents, self.tokens, self.live = wide(t.parents), wide(t.tokens), wide(t.live)
+
+    def grouped(self, x: Array) -> Array:
+        """`[B, ...]` as `[P, G, k, ...]`."""
+        return x.reshape(-1, self.alg.groups, self.k, *x.shape[1:])
+
+    def begin(self, algo: Beams) -> tuple[Group, ...]:
+        """The groups before the first step."""
+        s, k, M = self.s, self.k, self.alg.emits
+        started = s.length > s.prompt_length
+        alone = jnp.arange(s.batch) % k == 0            # at first all live beams are the same text, which counts once
+        score = jnp.where(started, algo.score, jnp.where(alone, 0, -jnp.inf))
+        none = jnp.zeros((s.batch, M), jnp.int32)
+        place = jnp.arange(s.batch, dtype=jnp.int32) % k
+
+        def text(origin: Array, of: Any, score: Array, status: Array) -> Text:
+            return Text(origin=origin, count=jnp.zeros_like(origin), tokens=none, nodes=none, beams=none,
+                        processed=none.astype(jnp.float32), score=score, log_prob=of.log_prob, status=status,
+                        surprisals=algo.surprisals)
+
+        live = text(place, algo, score, jnp.full_like(s.status, Status.RUNNING))
+        done = text(place + k, algo.finished, algo.finished.score, algo.finished.status)
+        goes = s.running & ~algo.over
+        parts = [jax.tree.map(lambda x, g=g: self.grouped(x)[:, g], (live, done, jnp.zeros_like(place), s.stop,
+                                                                    algo.ended, algo.over, goes))
+                 for g in range(self.alg.groups)]
+        return tuple(Group(live=live, finished=done, node=node, stop=stop, ended=ended[:, 0], over=over[:, 0],
+                           goes=goes[:, 0], steps=jnp.zeros_like(ended[:, 0]))
+                     for live, done, node, stop, ended, over, goes in parts)
+
+    def __call__(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        taken: Any = jnp.zeros((groups[0].goes.shape[0], self.log_p.shape[-1]), jnp.float32)
+        after = []
+        for i, g in enumerate(groups):
+            new, more = self.group(i, g, taken if i else None)
+            mark = lambda a, b, g=g: jnp.where(g.goes.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+            after.append(jax.tree.map(mark, new, g))
+            taken = mark(taken.at[jnp.arange(taken.shape[0])[:, None], more].add(1, mode="drop"), taken)
+        # each group looks at what those in front of it did in the same step, so they go on together
+        together = functools.reduce(jnp.logical_and, [g.goes | g.over for g in after])
+        return tuple(g.replace(goes=g.goes & together) for g in after)
+
+    def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
+        """One step of group `i`, and the tokens `i32[P, n]` that it counts as taken; the vocabulary's size for none."""
+        alg, s, k = self.alg, self.s, self.k
+        log_p = self.at_nodes(i, g)                                                     # [P, k, V]
+        V = log_p.shape[-1]
+        shared = lambda x: self.grouped(x)[:, i, :1]                                    # [P, 1]
+        made = shared(s.length - s.prompt_length) + g.steps[:, None] + 1                # tokens of a candidate
+        budget = shared(s.max_length - s.prompt_length)
+
+        gain = log_p
+        if alg.uid is not None:
+            known = jax.tree.map(lambda x: x[..., None], g.live.surprisals)
+            after = alg.uid.after(known, log_p, log_p.max(-1, keepdims=True))
+            gain = log_p - self.strength * (alg.uid.value(after) - alg.uid.value(known))
+        if taken is not None:
+            gain = gain - self.diversity * taken[:, None]
+        total = g.live.score[..., None] + jnp.where(log_p == -jnp.inf, -jnp.inf, gain)
+
+        # candidates: so many that k of them do not end
+        count = min(max(2, 1 + self.eos.shape[-1]) * k, k * V)
+        index = self.ranked(i, g, total, count)
+        beam, token = index // V, (index % V).astype(jnp.int32)
+        at = lambda x: jnp.take_along_axis(x.reshape(x.shape[0], -1), index, 1)
+        best, own = at(total), at(log_p)
+        ripe = made > shared(s.min_new)
+        eos = (token[..., None] == self.eos[:, i, None]).any(-1) & ripe
+        stop, hit = take(g.stop, beam), jnp.zeros_like(eos)
+        if self.stops is not None:
+            stop, hit = self.stops.advance(stop, token)
+        ends = eos | (hit & ripe) | (made >= budget)
+        why = jnp.where(eos, Status.EOS, jnp.where(hit & ripe, Status.STOP, Status.LENGTH)).astype(jnp.int32)
+        text = self.longer(i, g, beam, token, own, best, log_p)
+
+        # those among the first k that end join the finished texts; the others live on
+        norm = lambda length: length.astype(jnp.float32) ** self.length_penalty
+        joins = ends & (jnp.arange(count) < k) & (best > -jnp.inf)
+        done = g.finished.join(text.replace(score=jnp.where(joins, best / norm(made), -jnp.inf), status=why))
+        done = done.pick(lax.top_k(done.score, k)[1])
+        going = lax.top_k(jnp.where(ends, -jnp.inf, best), k)[1]
+        live = text.pick(going)
+        live = live.replace(score=take(jnp.where(ends, -jnp.inf, best), going))
+
+        # whether that was the last step
+        ended = g.ended + joins.sum(1, dtype=jnp.int32)
+        alive = live.score[:, 0] > -jnp.inf
+        if alg.early_stopping is True:
+            goes = alive & (ended < self.patience * k)
+        else:
+            longest = jnp.where(self.length_penalty > 0, budget, made) if alg.early_stopping == "never" else made
+            goes = alive & (live.score[:, 0] / norm(longest)[:, 0] > done.score[:, -1])
+        over = ~goes | (made >= budget)[:, 0]
+
+        steps = g.steps + 1
+        goes, node = self.next_nodes(i, g, live, take(beam, going), take(token, going))
+        goes = goes & ~over & (steps < alg.emits)
+        if self.most is not None:
+            goes = goes & (steps < self.most)
+        counted = live.tokens[jnp.arange(live.score.shape[0])[:, None], jnp.arange(k), g.steps[:, None]]
+        counted = jnp.where(live.score > -jnp.inf, counted, V)
+        if alg.counting == "candidates":
+            counted = jnp.where(best > -jnp.inf, token, V)[:, :2 * k]
+        return Group(live=live, finished=done, node=node, stop=take(stop, going), ended=ended, over=over, goes=goes,
+                     steps=steps), counted
+
+    def at_nodes(self, i: int, g: Group) -> Array:
+        """What may follow each live beam: `f32[P, k, V]`."""
+        log_p = self.log_p[:, i]
+        return log_p[:, :, 0] if self.tree is None else jax.vmap(lambda x, row, node: x[row, node])(
+            log_p, g.live.origin, g.node)
+
+    def ranked(self, i: int, g: Group, total: Array, count: int) -> Array:
+        """The first `count` candidates of `f32[P, k, V]`, in order: the best, or draws without replacement."""
+        P, k, V = total.shape
+
+        def drawn() -> Array:
+            # each place draws by its own address, whichever text it holds
+            keys_of, place = self.grouped(self.s.key)[:, i], self.grouped(self.s.length)[:, i] + g.steps[:, None]
+            address = keys.addresses(keys_of.reshape(-1), place.reshape(-1, 1), Purpose.TOKEN)
+            noise = -jnp.log(exponentials(address[:, 0], V)).reshape(P, k, V)
+            return total + jnp.where(self.cold[:, None, None], 0, noise)
+
+        scores = lax.cond(self.cold.all(), lambda: total, drawn)
+        return lax.top_k(scores.reshape(P, -1), count)[1]
+
+    def longer(self, i: int, g: Group, beam: Array, token: Array, own: Array, best: Array, log_p: Array) -> Text:
+        """The candidates as texts."""
+        text = g.live.pick(beam)
+        here = jnp.arange(self.alg.emits) == g.steps[:, None, None]
+        put = lambda new, old: jnp.where(here, new[..., None], old)
+        surprisals = text.surprisals
+        if self.alg.uid is not None:
+            surprisals = self.alg.uid.after(surprisals, own, take(log_p.max(-1), beam))
+        return text.replace(
+            count=text.count + 1, tokens=put(token, text.tokens), nodes=put(take(g.node, beam), text.nodes),
+            beams=put(beam.astype(jnp.int32) + i * self.k, text.beams), processed=put(own, text.processed), score=best,
+            log_prob=text.log_prob + own, surprisals=surprisals)
+
+    def next_nodes(self, i: int, g: Group, live: Text, beam: Array, token: Array) -> tuple[Array, Array]:
+        """Whether all live beams stand in the window, `bool[P]`, and where, `i32[P, k]`."""
+        if self.tree is None:
+            return jnp.zeros_like(g.over), jnp.zeros_like(g.node)
+        of = lambda x: take(x[:, i], live.origin)                                       # [P, k, n]
+        hit = (of(self.parents) == take(g.node, beam)[..., None]) & (of(self.tokens) == token[..., None])
+        hit = hit & of(self.live)
+        return (hit.any(-1) | (live.score == -jnp.inf)).all(1), jnp.argmax(hit, -1).astype(jnp.int32)
+
+
+def _same(log_p: Array) -> Array:
+    return log_p
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamReader:
+    """The observer of a search with drafts: what of them reads prompts."""
+
+    reader: Any
+
+    def observe(self, s: State, window: Window, out: Out, algo: Beams) -> Beams:
+        return algo.replace(drafts=self.reader.observe(s, window, out, None, algo.drafts))
