@@ -48,6 +48,6 @@ def _number(name: str, x: Any) -> float:
 
 def _early(name: str, x: Any) -> Any:
     if not (isinstance(x, bool) or (name == "early_stopping" and x == "never")):
-        raise ValueError(f"{name}: got {shown(x)}, takes True{', False or ' if name == 'early_stopping' else ' or '}"
-                         f"{'never' if name == 'early_stopping' else 'False'}")
+        takes = "True, False or 'never'" if name == "early_stopping" else "True or False"
+        raise ValueError(f"{name}: got {shown(x)}, takes {takes}")
     return x

@@ -25,12 +25,17 @@ from decodax.policy.draw import exponentials
 from decodax.search.pool import Finished, append
 from decodax.search.uid import UID
 from decodax.speculative.grown import Grown
+from decodax.speculative.shapes.fixed import Fixed
 from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Tree, tree, window
 from decodax.struct import Struct, struct
 
 EarlyStopping = bool | Literal["never"]
 Counting = Literal["chosen", "candidates"]
+
+
+TWO_CHAINS = Fixed.of([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]])
+"""Survivors stand often under one beam, so a window must hold more than the likeliest token."""
 
 
 @struct
@@ -131,7 +136,7 @@ class BeamSearch(Algorithm):
         renormalize: normalises the policy's output.
         draft: what drafts a window for each beam, in which steps are made as far as it has all live beams. The result
             is that of the search without it.
-        shape: as in `Speculative`.
+        shape: how the tree of a `Source` grows; default the two likeliest tokens, each with a chain of two behind it.
 
     Raises:
         ValueError: a number out of its range, or a combination that makes no sense.
@@ -167,12 +172,17 @@ class BeamSearch(Algorithm):
                              "number above 0 with early_stopping=True")
         if self.counting not in ("chosen", "candidates"):
             raise ValueError(f"counting: got {self.counting!r}, takes 'chosen' or 'candidates'")
+        if self.shape is not None and not isinstance(self.draft, Source):
+            raise ValueError(f"shape: got one with {type(self.draft).__name__}, which makes its own trees or none; "
+                             "takes a Source")
         if self.strength and self.uid is None:
             raise ValueError(f"strength: got {self.strength!r} without uid")
 
     @property
     def drafter(self) -> Draft | None:
-        return Grown(self.draft, self.shape) if isinstance(self.draft, Source) else self.draft
+        if isinstance(self.draft, Source):
+            return Grown(self.draft, self.shape or self.draft.shape or TWO_CHAINS)
+        return self.draft
 
     @property
     def emits(self) -> int:
@@ -270,7 +280,8 @@ class BeamSearch(Algorithm):
         if self.drafter is not None:
             assert t is not None
             d = d.replace(drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=jnp.maximum(d.count - 1, 0))
-            drafts = jax.tree.map(lambda x: x[d.rows], algo.drafts)
+            # what is fixed, and so one for all rows, stays
+            drafts = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[d.rows], algo.drafts)
             algo = algo.replace(drafts=self.drafter.observe(s.succeed(d.rows), window.select(d.rows), out.rows(d.rows),
                                                             d, drafts))
         return d.replace(algo=algo)
@@ -333,7 +344,7 @@ class BeamSearch(Algorithm):
 
     def outcome(self, s: State) -> State:
         """The best texts of each prompt. Where the search was cut short, live beams take the empty places."""
-        by_prompt = lambda x: x.reshape(-1, self.width, *x.shape[1:])
+        by_prompt = lambda x: x.reshape(s.batch // self.width, self.width, *x.shape[1:])
         held, algo = s.algo.finished, s.algo
         filled, cut = held.score > -jnp.inf, ~algo.over & (algo.score > -jnp.inf)
         none = jnp.where(s.status == Status.INVALID, s.status, jnp.int32(Status.DEAD_END))
@@ -345,7 +356,7 @@ class BeamSearch(Algorithm):
         # what has ended stands before what has not, and both before what there is not
         rank = jnp.concatenate([by_prompt(jnp.where(filled, 0, 2)), by_prompt(jnp.where(cut, 1, 3))], 1)
         order = jnp.lexsort((-both.score, rank), axis=1)[:, :self.width]
-        best = jax.tree.map(lambda x: take(x, order).reshape(-1, *x.shape[2:]), both)
+        best = jax.tree.map(lambda x: take(x, order).reshape(s.batch, *x.shape[2:]), both)
         return s.replace(tokens=best.tokens, length=best.length, status=best.status, record=best.record,
                          algo=algo.replace(finished=best))
 
@@ -368,7 +379,7 @@ class Step:
 
     def grouped(self, x: Array) -> Array:
         """`[B, ...]` as `[P, G, k, ...]`."""
-        return x.reshape(-1, self.alg.groups, self.k, *x.shape[1:])
+        return x.reshape(self.s.batch // self.alg.width, self.alg.groups, self.k, *x.shape[1:])
 
     def begin(self, algo: Beams) -> tuple[Group, ...]:
         """The groups before the first step."""
@@ -435,7 +446,8 @@ class Step:
         stop, hit = take(g.stop, beam), jnp.zeros_like(eos)
         if self.stops is not None:
             stop, hit = self.stops.advance(stop, token)
-        ends = eos | (hit & ripe) | (made >= budget)
+        closed = eos | (hit & ripe)
+        ends = closed | (made >= budget)
         why = jnp.where(eos, Status.EOS, jnp.where(hit & ripe, Status.STOP, Status.LENGTH)).astype(jnp.int32)
         text = self.longer(i, g, beam, token, own, best, log_p)
 
@@ -444,9 +456,12 @@ class Step:
         joins = ends & (jnp.arange(count) < k) & (best > -jnp.inf)
         done = g.finished.join(text.replace(score=jnp.where(joins, best / norm(made), -jnp.inf), status=why))
         done = done.pick(lax.top_k(done.score, k)[1])
-        going = lax.top_k(jnp.where(ends, -jnp.inf, best), k)[1]
-        live = text.pick(going)
-        live = live.replace(score=take(jnp.where(ends, -jnp.inf, best), going))
+        going = lax.top_k(jnp.where(closed, -jnp.inf, best), k)[1]
+        score = take(jnp.where(ends, -jnp.inf, best), going)
+        chosen = going
+        # a dead beam is a copy of the best, so that it neither ends nor asks for a node of its own
+        going = jnp.where(score == -jnp.inf, going[:, :1], going)
+        live = text.pick(going).replace(score=score)
 
         # whether that was the last step
         ended = g.ended + joins.sum(1, dtype=jnp.int32)
@@ -463,10 +478,8 @@ class Step:
         goes = goes & ~over & (steps < alg.emits)
         if self.most is not None:
             goes = goes & (steps < self.most)
-        counted = live.tokens[jnp.arange(live.score.shape[0])[:, None], jnp.arange(k), g.steps[:, None]]
-        counted = jnp.where(live.score > -jnp.inf, counted, V)
-        if alg.counting == "candidates":
-            counted = jnp.where(best > -jnp.inf, token, V)[:, :2 * k]
+        counted = jnp.where(best > -jnp.inf, token, V)
+        counted = counted[:, :2 * k] if alg.counting == "candidates" else take(counted, chosen)
         return Group(live=live, finished=done, node=node, stop=take(stop, going), ended=ended, over=over, goes=goes,
                      steps=steps), counted
 
