@@ -16,6 +16,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from decodax.constraints import front as constraints
 from decodax.core.stops import stop_strings
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
@@ -23,6 +24,7 @@ from decodax.io.prompts import read_prompts
 from decodax.memory import afford, power
 from decodax.methods import chosen, model, stop_table, with_cache
 from decodax.policy import Policy
+from decodax.policy.base import Temperature
 from decodax.policy.arguments import (
     flag,
     id_rows,
@@ -107,6 +109,7 @@ class Request:
         sampling, num_samples = _returns(where, dict(sampling), num_samples)
         search = None if algorithm is not None else beams.read(sampling, said.or_given)
         algorithm = _searching(search, algorithm, sampling)
+        held = {name: sampling.pop(name, None) for name in constraints.ARGUMENTS}
         if not all(map(is_whole, lm.eos)):
             raise ValueError(f"{said.origin}: eos_token_id: got {shown(lm.generation_config.get('eos_token_id'))}, "
                              "takes a token id or a list of them")
@@ -161,6 +164,8 @@ class Request:
         skip = flag("skip_special_tokens", skip_special_tokens)
         policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said,
                          search is not None)
+        if (asked := constraints.read(held, count)) is not None:
+            policy = _constrained(asked, lm, method, policy, lengths + budget, budget, samples)
         if strings:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
@@ -227,7 +232,7 @@ class Request:
         first = requests[0]
         lists: Any = lambda pick: None if pick(first) is None else [x for request in requests for x in pick(request)]
         arrays = lambda pick: jax.tree.map(lambda *xs: np.concatenate(xs), *map(pick, requests))
-        policy = arrays(lambda r: r.policy.replace(stops=None)).replace(stops=first.policy.stops)
+        policy = arrays(lambda r: r.policy.own).sharing(first.policy)
         return dataclasses.replace(
             first, prompts=lists(lambda r: r.prompts), context=arrays(lambda r: r.context),
             behind=lists(lambda r: r.behind), max_new=arrays(lambda r: r.max_new), min_new=arrays(lambda r: r.min_new),
@@ -265,7 +270,7 @@ FRONT += ["progress", "every", "ends"]
 """Arguments of front ends, which no policy is made of."""
 
 
-OTHERS = ("num_return_sequences", *beams.ARGUMENTS)
+OTHERS = ("num_return_sequences", *beams.ARGUMENTS, *constraints.ARGUMENTS)
 """Arguments that say neither a policy nor how it is run."""
 
 
@@ -366,6 +371,21 @@ def _searching(search: Algorithm | None, algorithm: Any, sampling: dict[str, Any
     # what the model's generation config says of beams has been read
     sampling.update({name: NEUTRAL[name][-1] for name in beams.ARGUMENTS if name in NEUTRAL})
     return search
+
+
+def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, ends: np.ndarray, budget: np.ndarray,
+                 samples: int) -> Policy:
+    """The policy with constraints in front of its temperature."""
+    if method.canvas:
+        name = next(x[0] for x in asked if x is not None)
+        raise ValueError(f"{name}: {method.name} fills positions in any order; takes a method that writes from left to "
+                         "right")
+    link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, np.asarray(policy.eos),
+                                        np.repeat(ends, samples), budget, samples)
+    chain = list(policy.transforms)
+    at = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
+    chain.insert(at, link.replace(place=len(policy.tables)))
+    return policy.replace(transforms=tuple(chain), tables=(*policy.tables, table))
 
 
 def _samples(method: Algorithm, wanted: int | None, where: str) -> int:

@@ -172,9 +172,8 @@ def refill(s: State, policy: Any, new: State, new_policy: Any, rows: Array) -> t
     """
     if s.cache is not None and not s.cache.by_row:
         raise ValueError(f"cache: rows of {type(s.cache).__name__} share memory, so none can be replaced alone")
-    stops = policy.stops        # which all rows share
-    s, policy = _refill((s, policy.replace(stops=None)), (new, new_policy.replace(stops=None)), rows)
-    return s, policy.replace(stops=stops)
+    s, mine = _refill((s, policy.own), (new, new_policy.own), rows)
+    return s, mine.sharing(policy)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -263,11 +263,12 @@ def possible(request: Request) -> bool:
 def kin(request: Request) -> Any:
     """What requests have in common whose prompts may stand in one batch: compared with `==`."""
     lm, policy = request.lm, request.policy
-    leaves, structure = jax.tree.flatten(policy.replace(stops=None))
+    leaves, structure = jax.tree.flatten(policy.own)
     of = lambda tree: jax.tree.map(lambda x: (x.shape[1:], str(x.dtype)), tree)
     weights = tuple(map(id, jax.tree.leaves((lm.params, request.algorithm.weights, request.algorithm.roles))))
     inputs = jax.tree.flatten(request.inputs)
     return (request.algorithm, weights, lm.model, lm.mesh, lm.vocab_size, request.samples, request.stop,
             request.logprobs, request.chunk, request.skip_special_tokens, request.include_stop, structure,
             tuple(of(x) for x in leaves), inputs[1], tuple(of(x) for x in inputs[0]), request.context is None,
-            request.guidance is None, request.behind is None, request.max_time)
+            request.guidance is None, request.behind is None, request.max_time,
+            tuple(map(id, jax.tree.leaves(policy.tables))))

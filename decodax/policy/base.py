@@ -73,6 +73,10 @@ class Transform(Struct):
     needs: ClassVar[Reads] = "nothing"
     stage: ClassVar[Stage] = "logits"
 
+    def bound(self, tables: tuple[Any, ...]) -> Transform:
+        """This transform with what it reads of the policy's `tables`, which rows share."""
+        return self
+
     def init(self, ctx: Context) -> PyTree:
         """State after the prompt `ctx`."""
         return None
@@ -147,18 +151,20 @@ class Policy(Struct):
         transforms: applied in order; every array leaf has a leading batch axis.
         eos: `i32[B, E]` tokens that end a row, padded with -1.
         stops: the automaton of stop strings (`decodax.core.stops.StopTable`), shared by all rows, or None.
+        tables: what transforms read and all rows share; see `Transform.bound`.
         vocab_size: entries of the logits that it is for, if that is known.
     """
 
     transforms: tuple[Transform, ...]
     eos: Array
     stops: Any = None
+    tables: tuple[Any, ...] = ()
     vocab_size: int | None = static(default=None)
 
     def init(self, tokens: Array, length: Array, prompt_length: Array, key: Array) -> PyTree:
         """Per-row states of the transforms after a prompt: `i32[B, N]`, `i32[B]`, `i32[B]`, `key[B]`."""
         def one(transforms: tuple[Transform, ...], *row: Array) -> PyTree:
-            return tuple(t.init(Context(*row)) for t in transforms)
+            return tuple(t.init(Context(*row)) for t in _bound(transforms, self.tables))
 
         return jax.vmap(one)(self.transforms, tokens, length, prompt_length, key)
 
@@ -190,6 +196,15 @@ class Policy(Struct):
         part = lambda links, x: dist._map(tuple(t for t, _ in links), tuple(z for _, z in links), x, nodes)
         raw = part(chain[:cut], logits)
         return raw, lambda: part(chain[cut:], raw)
+
+    @property
+    def own(self) -> Policy:
+        """Without what rows share."""
+        return self.replace(stops=None, tables=())
+
+    def sharing(self, other: Policy) -> Policy:
+        """With what the rows of another policy share."""
+        return self.replace(stops=other.stops, tables=other.tables)
 
     def select(self, rows: Array) -> Policy:
         """The policy whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
@@ -332,7 +347,8 @@ class Distribution(Struct):
         states, logits = self._walk()
         state = jax.tree.map(lambda x: take(x, node), states)
         log_prob = jnp.take_along_axis(jax.nn.log_softmax(take(logits, node)), jnp.maximum(token, 0)[:, None], 1)[:, 0]
-        return jax.vmap(_advance)(self.policy.transforms, state, token, log_prob)
+        move = lambda transforms, *row: _advance(_bound(transforms, self.policy.tables), *row)
+        return jax.vmap(move)(self.policy.transforms, state, token, log_prob)
 
     def _contexts(self, nodes: Array | None, transforms: tuple[Transform, ...]) -> Context:
         """Contexts `[B, W', ...]` of the nodes; without tokens where no transform reads any."""
@@ -362,7 +378,8 @@ class Distribution(Struct):
     def _map(self, transforms: tuple[Transform, ...], states: PyTree, logits: Array, nodes: Array | None) -> Array:
         """The chain at each node by itself: states do not change along the window."""
         def row(transforms: tuple[Transform, ...], states: PyTree, contexts: Context, logits: Array) -> Array:
-            return jax.vmap(lambda ctx, x: _chain(transforms, states, ctx, x))(contexts, logits)
+            chain = _bound(transforms, self.policy.tables)
+            return jax.vmap(lambda ctx, x: _chain(chain, states, ctx, x))(contexts, logits)
 
         if not transforms:
             return logits
@@ -376,6 +393,8 @@ class Distribution(Struct):
         """
         def row(transforms: tuple[Transform, ...], start: PyTree, contexts: Context, logits: Array, tokens: Array,
                 parent: Array) -> tuple[PyTree, Array]:
+            transforms = _bound(transforms, self.policy.tables)
+
             def visit(carry: tuple[PyTree, Array], x: tuple[Any, ...]) -> tuple[Any, tuple[PyTree, Array]]:
                 states, log_probs = carry       # [W, ...]; log_probs[i, j]: of token j after node i
                 node, ctx, raw, up = x
@@ -394,6 +413,10 @@ class Distribution(Struct):
         contexts = self._contexts(None, self.policy.transforms)
         return jax.vmap(row)(self.policy.transforms, self.texts.states, contexts, self.logits(), self.window.tokens,
                              parents(self.window))
+
+
+def _bound(transforms: tuple[Transform, ...], tables: tuple[Any, ...]) -> tuple[Transform, ...]:
+    return tuple(t.bound(tables) for t in transforms)
 
 
 def _chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logits: Array) -> Array:

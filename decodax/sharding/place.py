@@ -15,12 +15,13 @@ from decodax.policy import Policy
 def batch_specs(tree: Any) -> Any:
     """A `PartitionSpec` for each leaf of a state or policy: rows over the data axis.
 
-    The stop automaton is shared by all rows, so it is replicated.
+    What all rows of a policy share is replicated.
     """
     specs = rows(tree)
-    if not isinstance(tree, Policy) or tree.stops is None:
+    if not isinstance(tree, Policy):
         return specs
-    return specs.replace(stops=jax.tree.map(lambda x: PartitionSpec(), tree.stops))
+    whole = lambda shared: jax.tree.map(lambda x: PartitionSpec(), shared)
+    return specs.replace(stops=whole(tree.stops), tables=whole(tree.tables))
 
 
 def place(mesh: Mesh | None, tree: Any) -> Any:
@@ -31,8 +32,8 @@ def place(mesh: Mesh | None, tree: Any) -> Any:
     """
     if mesh is None or DATA not in mesh.shape:
         return tree
-    for leaf in jax.tree.leaves(tree):
-        if leaf.ndim and leaf.shape[0] % mesh.shape[DATA] and not (isinstance(tree, Policy) and tree.stops is not None):
+    for leaf in jax.tree.leaves(tree.own if isinstance(tree, Policy) else tree):
+        if leaf.ndim and leaf.shape[0] % mesh.shape[DATA]:
             raise ValueError(f"a batch of {leaf.shape[0]} rows does not divide over {mesh.shape[DATA]} replicas "
                              f"(mesh axis {DATA!r})")
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, batch_specs(tree))

@@ -267,13 +267,10 @@ def test_beams_of_a_prompt_know_nothing_of_the_others() -> None:
         np.testing.assert_allclose(whole.logprobs.raw[i][:len(own)], own, atol=1e-5)
 
 
-@pytest.mark.parametrize("cache", often(["paged"], ["paged", "hydragen", "int8"]))
+@pytest.mark.parametrize("cache", often(["paged"], ["paged", "hydragen"]))
 def test_caches_fork(cache: str) -> None:
     given: dict[str, Any] = dict(num_beams=3, num_samples=3, max_new_tokens=NEW)
     plain, found = dx.generate(lm(), PROMPTS, **given), dx.generate(lm(), PROMPTS, cache=cache, **given)
-    if cache == "int8":
-        assert found.findings["score"].shape == plain.findings["score"].shape
-        return
     assert found.tokens.tolist() == plain.tokens.tolist()
     np.testing.assert_allclose(found.findings["score"], plain.findings["score"], atol=1e-5)
 

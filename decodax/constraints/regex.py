@@ -1,0 +1,199 @@
+"""Regular expressions as automata over the bytes of UTF-8.
+
+The syntax is that of Python's `re`, read by its own parser; classes such as `\\d` are those of ASCII, as in ECMAScript
+and JSON Schema. What no finite automaton can do, or what looks beyond the text, is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from decodax.constraints.dfa import Builder, Dfa
+
+Part = tuple[int, int]
+TOP = 0x10FFFF
+
+CATEGORIES = {
+    "CATEGORY_DIGIT": [(48, 57)], "CATEGORY_SPACE": [(9, 13), (32, 32)],
+    "CATEGORY_WORD": [(48, 57), (65, 90), (95, 95), (97, 122)]}
+
+
+def regex(pattern: str) -> Dfa:
+    """The texts that a regular expression matches as a whole.
+
+    >>> word = regex("[a-c]+|é")
+    >>> word.accepts(b"abc"), word.accepts("é".encode()), word.accepts(b"")
+    (True, True, False)
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: it is none, it matches nothing, or it has what an automaton cannot do: references, look-around,
+            anchors inside of it, atomic groups.
+    """
+    if not isinstance(pattern, str):
+        raise TypeError(f"regex: got {pattern!r}, takes a string")
+    b = Builder()
+    found = b.build(Reader(b, pattern).whole())
+    if found.empty:
+        raise ValueError(f"regex: {pattern!r} matches nothing")
+    return found
+
+
+def search(pattern: str) -> Dfa:
+    """The texts in which a regular expression is found somewhere, as `pattern` in JSON Schema: `^` in front and `$`
+    behind tie it to the ends.
+
+    Raises:
+        TypeError, ValueError: as `regex`.
+    """
+    b = Builder()
+    return b.build(Reader(b, pattern).found())
+
+
+class Reader:
+    """Puts the parts of one expression into a builder."""
+
+    def __init__(self, b: Builder, pattern: str):
+        self.b, self.pattern = b, pattern
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            try:
+                compiled = re.compile(pattern)
+                self.tree = list(re._parser.parse(pattern))     # type: ignore[attr-defined]
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"regex: {pattern!r}: {error}") from error
+        if flags := compiled.flags & ~(re.UNICODE | re.DOTALL):
+            raise ValueError(f"regex: {pattern!r}: no flags but (?s); got {re.RegexFlag(flags)!r}")
+        self.dotall = bool(compiled.flags & re.DOTALL)
+
+    def wrong(self, what: str) -> ValueError:
+        return ValueError(f"regex: {self.pattern!r}: {what} cannot be a constraint")
+
+    def whole(self) -> Part:
+        tree = list(self.tree)
+        front, back = self._anchors(tree)
+        del front, back                 # a match of the whole text is tied to both ends in any case
+        return self.sequence(tree)
+
+    def found(self) -> Part:
+        branches = [list(x) for x in self.tree[0][1][1]] if len(self.tree) == 1 and str(self.tree[0][0]) == "BRANCH" \
+            else [list(self.tree)]
+        parts = []
+        for tree in branches:           # each alternative has anchors of its own
+            front, back = self._anchors(tree)
+            part = self.sequence(tree)
+            more = lambda: self.b.star(self.characters([(0, TOP)]))
+            parts.append(self.b.seq(*([] if front else [more()]), part, *([] if back else [more()])))
+        return self.b.any_of(*parts)
+
+    @staticmethod
+    def _anchors(tree: list[Any]) -> tuple[bool, bool]:
+        """Takes `^` and `$` off the ends of a sequence."""
+        at = lambda node, names: str(node[0]) == "AT" and str(node[1]) in names
+        front = bool(tree) and at(tree[0], ("AT_BEGINNING", "AT_BEGINNING_STRING"))
+        if front:
+            del tree[0]
+        back = bool(tree) and at(tree[-1], ("AT_END", "AT_END_STRING"))
+        if back:
+            del tree[-1]
+        return front, back
+
+    def sequence(self, tree: Iterable[Any]) -> Part:
+        return self.b.seq(*[self.node(str(op), value) for op, value in tree])
+
+    def node(self, op: str, value: Any) -> Part:
+        if op == "LITERAL":
+            return self.characters([(value, value)])
+        if op == "NOT_LITERAL":
+            return self.characters(_other([(value, value)]))
+        if op == "ANY":
+            return self.characters([(0, TOP)] if self.dotall else _other([(10, 10)]))
+        if op == "IN":
+            return self.characters(self.members(value))
+        if op == "BRANCH":
+            return self.b.any_of(*map(self.sequence, value[1]))
+        if op == "SUBPATTERN":
+            if value[1] or value[2]:
+                raise self.wrong("a change of flags")
+            return self.sequence(value[3])
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, inner = value
+            bound = None if str(most) == "MAXREPEAT" else int(most)
+            return self.b.repeat(lambda: self.sequence(inner), int(least), bound)
+        names = {"GROUPREF": "a reference to a group", "GROUPREF_EXISTS": "a reference to a group",
+                 "ASSERT": "a look at what follows", "ASSERT_NOT": "a look at what follows", "AT": "an anchor inside",
+                 "ATOMIC_GROUP": "an atomic group", "POSSESSIVE_REPEAT": "a possessive repetition"}
+        raise self.wrong(names.get(op, op.lower()))
+
+    def members(self, items: Any) -> list[tuple[int, int]]:
+        """The characters of a class."""
+        spans: list[tuple[int, int]] = []
+        negated = False
+        for op, value in items:
+            if str(op) == "NEGATE":
+                negated = True
+            elif str(op) == "LITERAL":
+                spans.append((value, value))
+            elif str(op) == "RANGE":
+                spans.append(value)
+            elif str(op) == "CATEGORY":
+                name = str(value)
+                spans += _other(CATEGORIES[name.replace("_NOT_", "_")]) if "_NOT_" in name else CATEGORIES[name]
+            else:
+                raise self.wrong(str(op).lower())
+        return _other(spans) if negated else spans
+
+    def characters(self, spans: list[tuple[int, int]]) -> Part:
+        """One character."""
+        return characters(self.b, spans)
+
+
+def characters(b: Builder, spans: Iterable[tuple[int, int]]) -> Part:
+    """One character of some ranges of code points, in UTF-8; surrogates are none."""
+    start, end = b.state(), b.state()
+    for low, high in spans:
+        for sequence in utf8(low, high):
+            here = start
+            for i, (first, last) in enumerate(sequence):
+                there = end if i == len(sequence) - 1 else b.state()
+                b.moves[here].append((first, last, there))
+                here = there
+    return start, end
+
+
+def utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
+    """The encodings of a range of code points, as sequences of ranges of bytes.
+
+    >>> utf8(0x61, 0x7A), utf8(0xE9, 0xE9)
+    ([[(97, 122)]], [[(195, 195), (169, 169)]])
+    """
+    for a, z in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, TOP)):
+        if low < a <= high:
+            return utf8(low, a - 1) + utf8(a, high)
+        if low <= z < high:
+            return utf8(low, z) + utf8(z + 1, high)
+    if low > high or (0xD800 <= low and high <= 0xDFFF):
+        return []
+    first, last = chr(low).encode(), chr(high).encode()
+    # ranges whose last bytes are full, so that each byte has a range of its own
+    for tail in range(1, len(first)):
+        block = 64 ** tail
+        if low // block != high // block:
+            if low % block:
+                return utf8(low, low // block * block + block - 1) + utf8(low // block * block + block, high)
+            if high % block != block - 1:
+                return utf8(low, high // block * block - 1) + utf8(high // block * block, high)
+    return [list(zip(first, last, strict=True))]
+
+
+def _other(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The characters that are in none of the ranges."""
+    found, at = [], 0
+    for low, high in sorted(spans):
+        if low > at:
+            found.append((at, low - 1))
+        at = max(at, high + 1)
+    return [*found, (at, TOP)] if at <= TOP else found
