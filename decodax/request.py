@@ -24,7 +24,6 @@ from decodax.io.prompts import read_prompts
 from decodax.memory import afford, power
 from decodax.methods import chosen, model, stop_table, with_cache
 from decodax.policy import Policy
-from decodax.policy.base import Temperature
 from decodax.policy.arguments import (
     flag,
     id_rows,
@@ -37,6 +36,7 @@ from decodax.policy.arguments import (
     whole_rows,
     wrong,
 )
+from decodax.policy.base import Temperature
 from decodax.policy.build import DEFAULTS, assemble, unknown_argument
 from decodax.policy.config import NEUTRAL, blaming, merge
 from decodax.search import arguments as beams

@@ -98,6 +98,22 @@ class Result:
     def __len__(self) -> int:
         return len(self.status)
 
+    @property
+    def log_weights(self) -> np.ndarray:
+        """`f64[B]`: the log of how much likelier each text is under the model than under what it was drawn from.
+
+        Weighted by `exp` of it, samples under a constraint, a truncation or another temperature are samples of the
+        model, held to the texts that could be drawn. Under a constraint alone, at temperature 1, it is the log of the
+        share of the model's probability that the constraint left, summed over the tokens. Rows must sample: what greedy
+        decoding takes was not drawn.
+
+        Raises:
+            ValueError: log-probabilities were not asked for (`logprobs=0`).
+        """
+        if self.logprobs is None:
+            raise ValueError("log_weights: needs log-probabilities; pass logprobs=0 to generate")
+        return (self.logprobs.raw.astype(np.float64) - self.logprobs.processed).sum(1)
+
     def row(self, i: int) -> np.ndarray:
         """`i32[n]`: the new tokens of row `i`, without padding."""
         return self.tokens[i, :self.lengths[i]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 import reprlib
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,19 @@ def add(p: argparse.ArgumentParser) -> None:
     g.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
                    help="any other argument of decodax.generate, as JSON; may be given several times")
 
+    g = p.add_argument_group("beams")
+    g.add_argument("--num-beams", type=int, metavar="N", help="beam search with so many beams; default: 1, none")
+    g.add_argument("--length-penalty", type=float, metavar="X",
+                   help="power of the length by which a text's log-probability is divided (default: 1)")
+    g.add_argument("--early-stopping", choices=["true", "false", "never"],
+                   help="when the search is over: with as many texts as beams, once no beam is better now, or once\n"
+                        "none can be better at any length (default: false)")
+
+    g = p.add_argument_group("constraints", "The text is held to a language; one of them.")
+    g.add_argument("--regex", metavar="PATTERN", help="a regular expression that the whole text matches")
+    g.add_argument("--json-schema", metavar="FILE_OR_JSON", help="a JSON Schema under which the text is valid")
+    g.add_argument("--choice", action="append", metavar="TEXT", help="one of these; may be given several times")
+
     g = p.add_argument_group("algorithm")
     g.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]",
                    help="a system of `decodax systems`, such as prompt-lookup:length=5; default: plain decoding, or a "
@@ -72,7 +86,14 @@ def add(p: argparse.ArgumentParser) -> None:
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of the policy that were given."""
-    options = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
+    named = [name for name, *_ in SAMPLING] + ["num_beams", "length_penalty", "regex"]
+    options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
+    if args.early_stopping is not None:
+        options["early_stopping"] = {"true": True, "false": False}.get(args.early_stopping, args.early_stopping)
+    if args.choice is not None:
+        options["choices"] = args.choice
+    if args.json_schema is not None:
+        options["json_schema"] = _schema(args.json_schema)
     for item in args.set:
         name, equals, value = item.partition("=")
         if not equals or not name.isidentifier():
@@ -85,6 +106,15 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise UsageError(f"--set {name}: got {reprlib.repr(value)}, takes a JSON value ({error})") from error
     return options
+
+
+def _schema(given: str) -> Any:
+    """A schema as JSON, or in a file."""
+    try:
+        text = given if given.lstrip().startswith("{") else pathlib.Path(given).read_text(encoding="utf-8")
+        return json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema: got {reprlib.repr(given)}, takes JSON or a file of it ({error})") from error
 
 
 def load(args: argparse.Namespace) -> tuple[LM, Algorithm | None]:

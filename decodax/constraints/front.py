@@ -125,4 +125,5 @@ def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.
             texts = "no text that it allows can be written with this vocabulary" if least >= len(found.distance) + 1 \
                 else f"the shortest text that it allows takes {least} tokens, with the end of the sequence"
             raise ValueError(f"{asked[i][0]}: prompt {i} has room for {budgets[i]} new tokens; {texts}")  # type: ignore[index]
-    return Constrained(start=np.repeat(starts, samples), end=ends.astype(np.int32)), table
+    start, end = np.repeat(starts, samples), ends.astype(np.int32)
+    return Constrained(start=start, end=end), table    # type: ignore[arg-type]

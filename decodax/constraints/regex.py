@@ -16,9 +16,15 @@ from decodax.constraints.dfa import Builder, Dfa
 Part = tuple[int, int]
 TOP = 0x10FFFF
 
-CATEGORIES = {
+Spans = list[tuple[int, int]]
+
+CATEGORIES: dict[str, Spans] = {
     "CATEGORY_DIGIT": [(48, 57)], "CATEGORY_SPACE": [(9, 13), (32, 32)],
     "CATEGORY_WORD": [(48, 57), (65, 90), (95, 95), (97, 122)]}
+
+ECMA_SPACE: Spans = [(9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+                     (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
+ECMA_LINE_ENDS: Spans = [(10, 10), (13, 13), (0x2028, 0x2029)]
 
 
 def regex(pattern: str) -> Dfa:
@@ -44,20 +50,22 @@ def regex(pattern: str) -> Dfa:
 
 def search(pattern: str) -> Dfa:
     """The texts in which a regular expression is found somewhere, as `pattern` in JSON Schema: `^` in front and `$`
-    behind tie it to the ends.
+    behind tie it to the ends, and white space and line ends are ECMAScript's.
 
     Raises:
         TypeError, ValueError: as `regex`.
     """
     b = Builder()
-    return b.build(Reader(b, pattern).found())
+    return b.build(Reader(b, pattern, ECMA_SPACE, ECMA_LINE_ENDS).found())
 
 
 class Reader:
     """Puts the parts of one expression into a builder."""
 
-    def __init__(self, b: Builder, pattern: str):
-        self.b, self.pattern = b, pattern
+    def __init__(self, b: Builder, pattern: str, space: Spans = CATEGORIES["CATEGORY_SPACE"],
+                 line_ends: Spans = [(10, 10)]):       # noqa: B006
+        self.b, self.pattern, self.line_ends = b, pattern, line_ends
+        self.categories = {**CATEGORIES, "CATEGORY_SPACE": space}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             try:
@@ -110,7 +118,7 @@ class Reader:
         if op == "NOT_LITERAL":
             return self.characters(_other([(value, value)]))
         if op == "ANY":
-            return self.characters([(0, TOP)] if self.dotall else _other([(10, 10)]))
+            return self.characters([(0, TOP)] if self.dotall else _other(self.line_ends))
         if op == "IN":
             return self.characters(self.members(value))
         if op == "BRANCH":
@@ -141,7 +149,8 @@ class Reader:
                 spans.append(value)
             elif str(op) == "CATEGORY":
                 name = str(value)
-                spans += _other(CATEGORIES[name.replace("_NOT_", "_")]) if "_NOT_" in name else CATEGORIES[name]
+                own = self.categories[name.replace("_NOT_", "_")]
+                spans += _other(own) if "_NOT_" in name else own
             else:
                 raise self.wrong(str(op).lower())
         return _other(spans) if negated else spans

@@ -36,8 +36,10 @@ ANY_TYPE = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"
 DIGITS = 15
 """Digits of an integer, and of a fraction, at most: what a float holds."""
 
+YEAR = r"(\d{3}[1-9]|\d{2}[1-9]\d|\d[1-9]\d{2}|[1-9]\d{3})"
+
 FORMATS = {
-    "date": r"\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))",
+    "date": YEAR + r"-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))",
     "time": r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)",
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "ipv4": r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
@@ -197,9 +199,9 @@ class Compiler:
             kinds = [_kinds(x, self) for x in each]
             for i in range(len(each)):
                 for j in range(i):
-                    apart = kinds[i] is not None and kinds[j] is not None and not (kinds[i] & kinds[j])
-                    simple = not ((kinds[i] or {"object"}) & (kinds[j] or {"object"}) & {"object", "array"})
-                    if not apart and not (simple and (languages[i] & languages[j]).empty):
+                    # of objects and arrays a language holds one order, so that apart languages prove nothing
+                    both = (kinds[i] or set(BY_TYPE)) & (kinds[j] or set(BY_TYPE))
+                    if both and not (not both & {"object", "array"} and (languages[i] & languages[j]).empty):
                         raise Unsupported(f"json_schema: {at}/oneOf: {i} and {j} may hold of one value; takes anyOf, "
                                           "or alternatives of different types or values")
             return self.b.any_of(*map(self.b.dfa, languages))

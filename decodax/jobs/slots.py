@@ -21,7 +21,6 @@ import numpy as np
 from decodax.axes import DATA
 from decodax.core import drivers
 from decodax.core.state import State, Status
-from decodax.core.types import Algorithm
 from decodax.job import BatchShape, collect, host_rows, on_mesh
 from decodax.jobs.piggyback import Piggyback
 from decodax.memory import afford, by_row, grows, power

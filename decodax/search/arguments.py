@@ -17,8 +17,8 @@ def read(given: Mapping[str, Any], said: Callable[..., Any]) -> BeamSearch | Non
     """The search that arguments and a generation config ask for; None: a single beam.
 
     Args:
-        given: those of `ARGUMENTS` that the caller gave. said: `said(name, given, read, default)` gives the argument, or
-            the config's entry, as read.
+        given: those of `ARGUMENTS` that the caller gave.
+        said: `said(name, given, read, default)` gives the argument, or the config's entry, as read.
 
     Raises:
         ValueError, TypeError: by name what is out of its range, or has no effect without beams.

@@ -221,8 +221,7 @@ class BeamSearch(Algorithm):
                 None if self.draft is None else self.draft.weights)
 
     def bare(self) -> BeamSearch:
-        stops = {"patience": 1.0}
-        return dataclasses.replace(self, length_penalty=1.0, diversity_penalty=0.0, strength=0.0, **stops,
+        return dataclasses.replace(self, length_penalty=1.0, patience=1.0, diversity_penalty=0.0, strength=0.0,
                                    draft=None if self.draft is None else self.draft.bare())
 
     def fit(self, budget: int) -> BeamSearch:
@@ -278,12 +277,13 @@ class BeamSearch(Algorithm):
                                     step, groups)
         d, algo = self._decision(s, window, raw, processed, algo, groups)
         if self.drafter is not None:
-            assert t is not None
+            assert t is not None and d.rows is not None
+            rows = d.rows
             d = d.replace(drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=jnp.maximum(d.count - 1, 0))
             # what is fixed, and so one for all rows, stays
-            drafts = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[d.rows], algo.drafts)
-            algo = algo.replace(drafts=self.drafter.observe(s.succeed(d.rows), window.select(d.rows), out.rows(d.rows),
-                                                            d, drafts))
+            drafts = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[rows], algo.drafts)
+            algo = algo.replace(drafts=self.drafter.observe(s.succeed(rows), window.select(rows), out.rows(rows), d,
+                                                            drafts))
         return d.replace(algo=algo)
 
     def _decision(self, s: State, window: Window, raw: Array, processed: Array, algo: Beams,

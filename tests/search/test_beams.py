@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def equal_to_transformers(directory: Path, **options: Any) -> int:
     for i, prompt in enumerate(PROMPTS):
         ids, rows = torch.tensor([prompt]), range(i * each, (i + 1) * each)
         out = theirs(directory).generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=23, do_sample=False,
-                                         return_dict_in_generate=True, output_scores=True, output_logits=True, **options)
+                                         return_dict_in_generate=True, output_scores=True, output_logits=True,
+                                         **options)
         wanted = [(text[:(indices >= 0).sum()].tolist(), indices[indices >= 0].tolist())
                   for text, indices in zip(out.sequences[:, len(prompt):], out.beam_indices, strict=True)]
         assert [(ours.row(j).tolist(), beams_of(ours, j)) for j in rows] == wanted
@@ -210,8 +212,9 @@ class Groups:
 def test_groups_see_what_those_before_them_took(counting: Any) -> None:
     prompt, new = (1, 3, 4), 4
     wanted = sorted((x for g in Groups(3, 2, 0.8, counting)(prompt, new) for x in g), key=lambda x: -x[1])
-    out = dx.generate(small(), [list(prompt)], max_new_tokens=new, eos_token_id=[], num_samples=6, logit_bias={EOS: -1e9},
-                      algorithm=BeamSearch(6, groups=3, diversity_penalty=0.8, counting=counting, length_penalty=0.0))
+    out = dx.generate(small(), [list(prompt)], max_new_tokens=new, eos_token_id=[], num_samples=6,
+                      logit_bias={EOS: -1e9}, algorithm=BeamSearch(
+                          6, groups=3, diversity_penalty=0.8, counting=counting, length_penalty=0.0))
     np.testing.assert_allclose(out.findings["score"], [score for _, score in wanted], rtol=1e-4)
     assert sorted(tuple(out.row(i).tolist()) for i in range(6)) == sorted(text for text, _ in wanted)
 
@@ -285,7 +288,8 @@ def test_texts_that_are_not_there_say_so() -> None:
 
 
 def test_broken_logits_end_the_search() -> None:
-    broken = dataclasses.replace(small(), params=dict(small().params, head=small().params["head"].at[0, 0].set(jnp.nan)))
+    head = small().params["head"].at[0, 0].set(jnp.nan)
+    broken = dataclasses.replace(small(), params=dict(small().params, head=head))
     out = dx.generate(broken, [[1, 3], [4]], num_beams=2, num_samples=2, max_new_tokens=4)
     assert out.status == [dx.Status.INVALID] * 4
 
@@ -309,3 +313,11 @@ def test_a_search_that_is_cut_short_gives_what_it_has() -> None:
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dx.generate(small(), [[1, 3]], max_new_tokens=4, **given)
+
+
+@pytest.mark.matrix
+def test_the_guide_runs_as_it_stands() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "search.md"
+    names: dict[str, Any] = {"__name__": "guide"}
+    for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
+        exec(compile(block, str(guide), "exec", dont_inherit=True), names)

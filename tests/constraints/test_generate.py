@@ -1,0 +1,152 @@
+"""Constraints on texts of models: each text is of its language, however it is decoded, and closes within its budget."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+import decodax as dx
+from decodax.constraints import json_schema, regex
+from decodax.io.load import LM
+from tests.matrix import often
+
+CALL = r"[a-z]{1,6}\(\d{0,3}\)"
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"},
+                                           "tags": {"type": "array", "items": {"enum": ["a", "b"]}}},
+          "required": ["name", "n"]}
+PROMPTS = ["one", "def f(", ""]
+
+
+@pytest.fixture(scope="module")
+def lm(tiny_model: Path) -> LM:
+    return dx.load(tiny_model)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {}, "sampled": dict(temperature=1.0), "samples": dict(temperature=1.5, num_samples=3, top_p=0.9),
+    "beams": dict(num_beams=3, num_samples=2), "beam sampling": dict(num_beams=3, temperature=1.0),
+    "places": dict(temperature=1.0, batch_size=2), "penalties": dict(repetition_penalty=1.3, temperature=1.0)}
+
+
+@pytest.mark.parametrize("way", often(["sampled", "beams"], WAYS))
+def test_texts_are_of_their_language(lm: LM, way: str) -> None:
+    each: list[dict[str, Any]] = [dict(regex=CALL), dict(choices=["yes", "no", "no way"]), dict(json_schema=PERSON)]
+    checks = [lambda t: re.fullmatch(CALL, t), lambda t: t in ("yes", "no", "no way"),
+              lambda t: jsonschema.validate(json.loads(t), PERSON) or True]
+    for given, check in zip(each, checks, strict=True):
+        out = dx.generate(lm, ["one", "def f("], max_new_tokens=60, **given, **WAYS[way])
+        assert out.text is not None and all(map(check, out.text)), out.text
+        assert {*out.status} == {dx.Status.EOS}
+
+
+@pytest.mark.parametrize("algorithm", often(["prompt-lookup:length=4"], [
+    "prompt-lookup:length=4", "token-recycling", "lookahead", "suffix", "jacobi"]))
+@pytest.mark.parametrize("temperature", often([1.0], [0.0, 1.0]))
+def test_speculation_changes_nothing(lm: LM, algorithm: str, temperature: float) -> None:
+    prompts = ["one", '{"name": "x", "n": 3}', "def f("]
+    given: dict[str, Any] = dict(json_schema=[PERSON, PERSON, None], max_new_tokens=40, temperature=temperature)
+    plain, found = dx.generate(lm, prompts, **given), dx.generate(lm, prompts, algorithm=algorithm, **given)
+    assert found.tokens.tolist() == plain.tokens.tolist() and found.status == plain.status
+    assert plain.text is not None
+    for text in plain.text[:2]:
+        jsonschema.validate(json.loads(text), PERSON)
+    free = dx.generate(lm, prompts, max_new_tokens=40, temperature=temperature)
+    assert free.row(2).tolist() == plain.row(2).tolist()            # a row without a constraint is free
+
+
+def test_drafted_beams_keep_to_it(lm: LM) -> None:
+    from decodax.search import BeamSearch
+    from decodax.speculative import drafts
+
+    given: dict[str, Any] = dict(regex=CALL, max_new_tokens=14, num_samples=2)
+    plain = dx.generate(lm, PROMPTS[:2], algorithm=BeamSearch(2), **given)
+    found = dx.generate(lm, PROMPTS[:2], algorithm=BeamSearch(2, draft=drafts.DraftModel(lm)), **given)
+    assert found.tokens.tolist() == plain.tokens.tolist() and found.text is not None
+    assert all(re.fullmatch(CALL, t) for t in found.text)
+
+
+def test_every_budget_closes(lm: LM) -> None:
+    """From the shortest possible on."""
+    with pytest.raises(ValueError, match=r"^json_schema: prompt 0 has room for 1 new tokens; the shortest") as error:
+        dx.generate(lm, "one", json_schema=PERSON, max_new_tokens=1)
+    found = re.search(r"takes (\d+) tokens", str(error.value))
+    assert found is not None
+    least = int(found[1])
+    budgets = list(range(least, least + 20))
+    out = dx.generate(lm, ["one"] * 20, json_schema=PERSON, max_new_tokens=budgets, temperature=1.2)
+    assert out.text is not None and {*out.status} == {dx.Status.EOS}
+    for text in out.text:
+        jsonschema.validate(json.loads(text), PERSON)
+    assert out.lengths[0] == least and all(n <= b for n, b in zip(out.lengths, budgets, strict=True))
+    # without an end of the sequence the text is whole where its budget ends
+    whole = dx.generate(lm, ["one"] * 3, regex=r"(ab)+", max_new_tokens=[2, 5, 8], eos_token_id=[])
+    assert whole.text is not None and all(re.fullmatch("(ab)+", t) for t in whole.text)
+
+
+def test_the_law_is_the_models_held_to_the_language(lm: LM) -> None:
+    """Weighted samples of a choice have the model's own proportions. At 1e-5."""
+    texts, rows = ["ab", "a", "ba", "b"], 4000
+    assert lm.tokenizer is not None
+    out = dx.generate(lm, ["one"] * rows, choices=texts, max_new_tokens=4, temperature=1.0, logprobs=0, seed=3)
+    assert out.text is not None and out.logprobs is not None
+    counts = np.array([out.text.count(t) for t in texts])
+    # by hand: every way to write a text in tokens, each token by the model's chances held to what goes on
+    ways: dict[tuple[int, ...], tuple[float, float, str]] = {}
+    for i in range(rows):
+        row = tuple(out.row(i).tolist())
+        ways[row] = float(out.logprobs.raw[i].sum()), float(out.logprobs.processed[i].sum()), out.text[i]
+    drawn = np.array([sum(np.exp(q) for _, q, text in ways.values() if text == t) for t in texts])
+    assert abs(drawn.sum() - 1) < 0.01          # all ways were met but for rare ones
+    assert chisquare(counts, drawn / drawn.sum() * rows).pvalue > 1e-5
+    weights, mass = np.exp(out.log_weights), sum(np.exp(p) for p, _, _ in ways.values())
+    assert abs(weights.mean() / mass - 1) < 5 * weights.std() / mass / rows ** 0.5 + 0.01
+
+
+@pytest.mark.parametrize(("given", "error", "message"), [
+    (dict(regex="("), ValueError, "^regex: "), (dict(regex=3), TypeError, "^regex: got 3"),
+    (dict(choices=[]), ValueError, "^choices: "), (dict(choices="yes"), ValueError, "^choices: "),
+    (dict(choices=[""]), ValueError, "^choices: got an empty"),
+    (dict(json_schema="{"), ValueError, "^json_schema: not JSON"),
+    (dict(json_schema={"not": {}}), ValueError, "^json_schema: #/not"),
+    (dict(regex="a", choices=["a"]), ValueError, "^regex and choices: got both for prompt 0"),
+    (dict(regex=["a", "b"]), ValueError, "^regex: got 2 for 1 prompts"),
+    (dict(regex="[☃]{40}"), ValueError, "^regex: prompt 0 has room for 8 new tokens")])
+def test_what_is_no_constraint_is_refused(lm: LM, given: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        dx.generate(lm, "one", max_new_tokens=8, **given)
+
+
+def test_a_constraint_and_a_ban_that_leave_nothing_end_the_row(lm: LM) -> None:
+    assert lm.tokenizer is not None
+    ids = [i for i, b in enumerate(lm.tokenizer.token_bytes(True)) if b"y" in b]
+    out = dx.generate(lm, "one", choices=["yes", "yet"], max_new_tokens=8, suppress_tokens=ids)
+    assert out.status == [dx.Status.DEAD_END] and out.lengths[0] == 0
+
+
+def test_another_constraint_of_the_same_size_compiles_nothing(lm: LM) -> None:
+    from decodax.core import drivers
+
+    dx.generate(lm, "one", regex="[a-c]{2,3}", max_new_tokens=8)
+    before = drivers.compiled()
+    for given in (dict(regex="[x-z]{2}"), dict(choices=["on", "off"])):
+        dx.generate(lm, "one", max_new_tokens=8, **given)
+    assert drivers.compiled() == before
+
+
+def test_languages_are_made_once() -> None:
+    assert json_schema(PERSON) is json_schema(json.dumps(PERSON)) and regex("a").accepts(b"a")
+
+
+@pytest.mark.matrix
+def test_the_guide_runs_as_it_stands() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "constraints.md"
+    names: dict[str, Any] = {"__name__": "guide"}
+    for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
+        exec(compile(block, str(guide), "exec", dont_inherit=True), names)

@@ -1,0 +1,207 @@
+"""Automata of regular expressions and schemas against Python's `re` and the `jsonschema` package."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from decodax.constraints import Dfa, TokenDfa, Unsupported, json_schema, regex
+from decodax.constraints.dfa import Builder, literals
+from decodax.constraints.regex import search
+from decodax.constraints.tokens import Trie
+
+PATTERNS = [
+    r"(ab)*c?é?", r"[a-z]{2,3}é?(foo|bar)*", r"[^a]+", r".", r"\d+(\.\d+)?", r"[\w.]+@[\w]+\.(com|org)",
+    r"(?:a|b){0,3}c+?", r"[а-яё]{2}", r"\S\s\W", r"[\U00010000-\U0010ffff😀]", r"^ab$", r"(?s).x", r"a{3}|b{2,}",
+    r"[^\x00-\x7f]", r"[^\D5-7]", "", r"x{2}", r"(a|ab)(c|bcd)(d*)"]
+
+
+def walk(language: Dfa, rng: random.Random, longest: int = 40) -> bytes:
+    """A text of a language, of about so many bytes at most."""
+    far, state, text = language.distance(), 0, b""
+    while True:
+        moves = [b for b in range(256) if language.next[state, b] >= 0]
+        if language.final[state] and (not moves or rng.random() < 0.3 or len(text) > longest):
+            return text
+        byte = min(moves, key=lambda b: far[language.next[state, b]]) if len(text) > longest else rng.choice(moves)
+        text, state = text + bytes([byte]), int(language.next[state, byte])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_regular_expression_matches_what_python_matches(pattern: str) -> None:
+    rng, whole, part = random.Random(1), regex(pattern), search(pattern)
+    for _ in range(100):
+        assert re.fullmatch(pattern, walk(whole, rng).decode(), re.ASCII)
+    for _ in range(800):
+        text = "".join(rng.choice("abcd é15.@xё😀\n") for _ in range(rng.randint(0, 5)))
+        assert bool(re.fullmatch(pattern, text, re.ASCII)) == whole.accepts(text.encode())
+        assert bool(re.search(pattern.replace("$", r"\Z"), text, re.ASCII)) == part.accepts(text.encode())
+
+
+@pytest.mark.parametrize(("pattern", "what"), [
+    (r"(a)\1", "a reference to a group"), (r"a(?=b)", "a look at what follows"), (r"a\bb", "an anchor inside"),
+    (r"(?i)a", "no flags"), (r"a(", r"missing \)"), (r"(?>a)b", "an atomic group"), (r"a^b", "an anchor inside")])
+def test_what_no_automaton_can_do_is_refused(pattern: str, what: str) -> None:
+    with pytest.raises(ValueError, match=f"^regex: .*{what}"):
+        regex(pattern)
+
+
+def test_languages_are_cut_and_joined() -> None:
+    words, with_ab = regex("[a-z]{2,4}"), regex(".*ab.*")
+    both, rest = words & with_ab, words - with_ab
+    for letters in itertools.chain.from_iterable(itertools.product("abz", repeat=n) for n in range(6)):
+        text = "".join(letters)
+        assert both.accepts(text.encode()) == (2 <= len(text) <= 4 and "ab" in text)
+        assert rest.accepts(text.encode()) == (2 <= len(text) <= 4 and "ab" not in text)
+    assert (words & regex("[0-9]+")).empty
+    b = Builder()
+    twice = b.build(b.repeat(lambda: b.bytes(b"xy"), 1, 2))
+    assert [twice.accepts(b"xy" * n) for n in range(4)] == [False, True, True, False] and len(twice) == 5
+
+
+@pytest.mark.parametrize("pattern", [r"(ab)*c?é?", r"[ab]{2,4}|c", r"(a|é)+bc"])
+def test_tokens_move_as_their_bytes_do(pattern: str) -> None:
+    """Also tokens that are pieces of a character, that two tokens have in common, and that add nothing."""
+    tokens = [b"a", b"b", b"ab", b"c", b"", b"abc", "é".encode(), b"\xc3", b"\xa9b", b"a", b"<end>"]
+    language, end, barred = regex(pattern), 10, 5
+    found = TokenDfa.build([literals([b"zz"]), language], Trie.build(tokens), [end], [barred])
+    shortest = None
+    for n in range(5):
+        for sequence in itertools.product([t for t in range(len(tokens)) if t not in (4, end)], repeat=n):
+            state = int(found.starts[1])
+            for token in (*sequence, end):
+                state = int(found.next[state, found.classes[token]]) if state >= 0 else -1
+            allowed = barred not in sequence and language.accepts(b"".join(tokens[t] for t in sequence))
+            assert (state == len(found.next) - 1) == allowed
+            if allowed and shortest is None:
+                shortest = n + 1
+    assert found.distance[found.starts[1]] == shortest
+    without = TokenDfa.build([language], Trie.build(tokens), [])
+    assert shortest is not None and without.distance[0] <= shortest - 1
+
+
+SCHEMAS: list[Any] = [
+    {"type": "object", "properties": {
+        "name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 3}},
+     "required": ["name", "age"]},
+    {"type": "integer", "minimum": -37, "exclusiveMaximum": 1205}, {"type": "number", "minimum": -2, "maximum": 3},
+    {"type": "number", "exclusiveMinimum": 0}, {"type": "number"},
+    {"type": "number", "exclusiveMinimum": 2, "exclusiveMaximum": 3}, {"type": "number", "maximum": -4},
+    {"type": "string", "pattern": "^[a-z\"\\\\]+$", "minLength": 3, "maxLength": 6},
+    {"type": "string", "format": "date-time"}, {"type": "string", "format": "uuid"},
+    {"type": "string", "format": "ipv4"}, {"type": "string", "pattern": r"^\S.\s$"},
+    {"type": "string", "minLength": 2, "maxLength": 4}, {"enum": ["a", 1, None, {"x": [1, 2]}]}, {"const": "é\n"},
+    {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
+    {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}},
+    {"type": "object", "additionalProperties": {"type": "boolean"}},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "items": False},
+    {"type": "array", "prefixItems": [{"type": "integer"}], "items": {"type": "null"}, "minItems": 2},
+    {"type": "object", "properties": {x: {"type": "null"} for x in "abc"}, "minProperties": 1, "maxProperties": 2,
+     "additionalProperties": False},
+    {"$defs": {"p": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}}, "type": "array",
+     "items": {"$ref": "#/$defs/p"}, "minItems": 1},
+    {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+    {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}]},
+    {"type": ["string", "null"], "minLength": 2}]
+
+
+FORMATS = jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])
+
+
+@FORMATS.checks("time", raises=ValueError)
+@FORMATS.checks("date-time", raises=ValueError)
+def _is_time(value: Any) -> bool:
+    if isinstance(value, str):
+        datetime.datetime.fromisoformat(value if "T" in value else f"2000-01-01T{value}")       # raises ValueError
+    return True
+
+
+def valid(schema: Any, text: bytes) -> None:
+    jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:40])
+def test_texts_of_a_schema_are_valid(schema: Any) -> None:
+    rng, language = random.Random(2), json_schema(schema)
+    for _ in range(30):
+        valid(schema, walk(language, rng))
+
+
+def test_valid_values_are_accepted() -> None:
+    person = SCHEMAS[0]
+    for value, right in (({"name": "Ada \"x\" é", "age": 36, "tags": ["a", "bb"]}, True),
+                         ({"name": "x", "age": 151}, False), ({"name": "x", "age": 0, "tags": []}, True),
+                         ({"age": 3, "name": "x"}, False)):
+        for separators in ((",", ":"), (", ", ": ")):
+            text = json.dumps(value, separators=separators).encode()
+            assert json_schema(person).accepts(text) == right, text
+    assert json_schema({"type": "string"}).accepts(b'"\\ud83d\\ude00\\n\\u00e9"')
+    assert not json_schema({"type": "string"}).accepts(b'"\\ud83d"')            # half a character
+    for n in range(-40, 1210):
+        assert json_schema(SCHEMAS[1]).accepts(str(n).encode()) == (-37 <= n < 1205)
+
+
+@pytest.mark.parametrize(("schema", "place"), [
+    ({"type": "object", "properties": {"a": {"not": {}}}}, "#/properties/a/not"), ({"type": "object"}, "#/additional"),
+    ({"type": "array", "items": {"$ref": "#"}}, "#/items/\\$ref.*holds itself|#/\\$ref.*holds itself"),
+    ({"type": "integer", "multipleOf": 3}, "#/multipleOf"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf"),
+    ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "#/uniqueItems"), (True, "#: any value"),
+    ({"type": "string", "format": "iri"}, "#/format"), ({"type": "string", "pattern": "(?=a)"}, "#/pattern"),
+    ({"type": "string", "if": {}}, "#/if"), ({"minimum": 3}, "#: without a type"),
+    ({"type": "object", "properties": {}, "required": ["x"]}, "#/required: 'x'")])
+def test_a_keyword_that_is_not_honoured_is_named(schema: Any, place: str) -> None:
+    with pytest.raises(Unsupported, match=f"^json_schema: ({place})"):
+        json_schema(schema)
+
+
+@pytest.mark.parametrize("schema", ["{", 3, {"type": "thing"}, {"$ref": "#/$defs/x"}, {"enum": 3}, {"type": "string",
+                                    "minLength": -1}, {"type": "integer", "minimum": 5, "maximum": 2}])
+def test_what_is_no_schema_is_an_error(schema: Any) -> None:
+    with pytest.raises(ValueError, match=r"^json_schema: "):
+        json_schema(schema)
+
+
+def simple(rng: random.Random, depth: int = 3) -> Any:
+    """A schema of what is honoured."""
+    kind = rng.choice(["string", "integer", "number", "boolean", "null", "enum", "pattern", "format",
+                       *(["object", "object", "array", "anyOf", "tuple"] if depth else [])])
+    low = rng.randint(-50, 50)
+    deeper = lambda: simple(rng, depth - 1)
+    if kind == "object":
+        names = rng.sample(["a", "b", "name", "é", "x y", 'q"'], rng.randint(1, 4))
+        more: dict[str, Any] = rng.choice([{}, {"additionalProperties": False}, {"additionalProperties": deeper()}])
+        return {"type": "object", "properties": {n: deeper() for n in names},
+                "required": rng.sample(names, rng.randint(0, len(names))), **more}
+    return {
+        "string": lambda: {"type": "string", "minLength": low % 3, **rng.choice([{}, {"maxLength": 3 + low % 4}])},
+        "integer": lambda: {"type": "integer", "minimum": low, **rng.choice([{}, {"maximum": low + low % 70}])},
+        "number": lambda: {"type": "number", rng.choice(["minimum", "exclusiveMinimum"]): low,
+                           rng.choice(["maximum", "exclusiveMaximum"]): low + 1 + low % 9},
+        "boolean": lambda: {"type": "boolean"}, "null": lambda: {"type": "null"},
+        "enum": lambda: {"enum": rng.sample(["x", 1, None, True, "é", [1, "a"], {"k": 2}], 3)},
+        "pattern": lambda: {"type": "string", "pattern": rng.choice(["^[a-z]+$", r"\d", "^x", r'["\\]$', "é|ß"])},
+        "format": lambda: {"type": "string", "format": rng.choice(["date", "time", "uuid", "ipv4"])},
+        "array": lambda: {"type": "array", "items": deeper(), "minItems": low % 3,
+                          **rng.choice([{}, {"maxItems": 3}])},
+        "tuple": lambda: {"type": "array", "prefixItems": [deeper(), deeper()], "items": rng.choice([False, deeper()])},
+        "anyOf": lambda: {"anyOf": [deeper(), deeper()]}}[kind]()
+
+
+@pytest.mark.parametrize("first", [0, *[pytest.param(n, marks=pytest.mark.matrix) for n in range(40, 1000, 40)]])
+def test_texts_of_random_schemas_are_valid(first: int) -> None:
+    """A thousand of them in all, none refused."""
+    for i in range(first, first + 40):
+        rng = random.Random(i)
+        schema = simple(rng)
+        language = json_schema(schema)
+        for _ in range(5):
+            valid(schema, walk(language, rng))
