@@ -354,6 +354,7 @@ def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[di
             raise ValueError("num_samples and num_return_sequences: got both, takes one of them")
         if where != "generate" and returns != 1:
             raise ValueError(f"num_return_sequences: got {shown(returns)}; for generate only, {where} gives one text")
+        returns = whole("num_return_sequences", returns, 1)
     return sampling, num_samples if returns is None else returns
 
 

@@ -198,12 +198,16 @@ def test_samples_stop_strings_and_time_of_a_config_are_honoured(lm):
 
 
 def test_what_a_config_asks_for_and_is_not_here_says_how_to_go_on(lm):
+    contrasts = said(lm, penalty_alpha=0.6)
+    with pytest.raises(ValueError, match=r"penalty_alpha=0.6: .*; pass penalty_alpha=0.0 to decode without it"):
+        dx.generate(contrasts, IDS)
+    assert Request.read(contrasts, IDS, penalty_alpha=0.0).policy.transforms
+    with pytest.raises(ValueError, match=r"penalty_alpha: got 0\.6, which a policy does not express"):
+        dx.generate(lm, IDS, penalty_alpha=0.6)
     beams = said(lm, num_beams=4)
+    assert Request.read(beams, IDS).samples == 4 and Request.read(beams, IDS, num_beams=1).samples == 1
     with pytest.raises(ValueError, match=r"num_beams=4: .*; pass num_beams=1 to decode without it"):
-        dx.generate(beams, IDS)
-    assert Request.read(beams, IDS, num_beams=1).policy.transforms
-    with pytest.raises(ValueError, match="num_beams: got 2, which a policy does not express"):
-        dx.generate(lm, IDS, num_beams=2)
+        dx.generate(beams, IDS, algorithm="prompt-lookup")
 
 
 def test_a_wrong_value_of_a_config_is_named_with_where_it_stands(lm):

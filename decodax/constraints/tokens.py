@@ -23,8 +23,8 @@ class Trie:
     """The tokens of a vocabulary by their bytes. Level by level; the nodes of a level are sorted by parent.
 
     Attributes:
-        size: of the vocabulary. byte: for each level, the byte of each node. children: for each level, `i64[n + 1]`,
-            where the children of each node begin on the next one. ends: for each level, `i64[n + 1]`, where the tokens
+        size: of the vocabulary. byte: for each level, the byte of each node. children: for each level, `i32[n + 1]`,
+            where the children of each node begin on the next one. ends: for each level, `i32[n + 1]`, where the tokens
             that end at each node begin in `tokens`, an array for each level.
     """
 
@@ -48,16 +48,16 @@ class Trie:
             # the tokens that end on this level
             here = live[lengths[live] == depth]
             here = here[np.argsort(node[here], kind="stable")]
-            tokens.append(here)
-            ends.append(np.searchsorted(node[here], np.arange(nodes + 1)))
+            tokens.append(here.astype(np.int32))
+            ends.append(np.searchsorted(node[here], np.arange(nodes + 1)).astype(np.int32))
             live = live[lengths[live] > depth]
             if not len(live):
-                children.append(np.zeros(nodes + 1, np.int64))
+                children.append(np.zeros(nodes + 1, np.int32))
                 break
             code = node[live] * 256 + flat[start[live] + depth]
             known, node[live] = np.unique(code, return_inverse=True)
-            byte.append((known % 256).astype(np.int64))
-            children.append(np.searchsorted(known // 256, np.arange(nodes + 1)))
+            byte.append((known % 256).astype(np.int32))
+            children.append(np.searchsorted(known // 256, np.arange(nodes + 1)).astype(np.int32))
             depth, nodes = depth + 1, len(known)
         return cls(len(lengths), byte, children, ends, tokens)
 
@@ -121,10 +121,10 @@ class TokenDfa:
 def _lift(following: np.ndarray, trie: Trie) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All moves by a token: from which state, by which, to which."""
     source, tokens, target = [], [], []
-    chunk = 64
+    chunk = 32          # of which the arrays stay in a processor's cache
     for low in range(0, len(following), chunk):
-        begin = np.arange(low, min(low + chunk, len(following)))
-        node, now = np.zeros(len(begin), np.int64), begin
+        begin = np.arange(low, min(low + chunk, len(following)), dtype=np.int32)
+        node, now = np.zeros(len(begin), np.int32), begin
         for depth, starts in enumerate(trie.children):
             which, at = _expand(node, trie.ends[depth])
             source.append(begin[which])
@@ -141,10 +141,18 @@ def _lift(following: np.ndarray, trie: Trie) -> tuple[np.ndarray, np.ndarray, np
 
 def _expand(node: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each node the entries from `starts[node]` to `starts[node + 1]`: which node, and which entry."""
-    first, count = starts[node], starts[node + 1] - starts[node]
-    which = np.repeat(np.arange(len(node)), count)
-    skip = np.cumsum(count) - count
-    return which, np.arange(len(which)) - skip[which] + first[which]
+    first = starts[node]
+    count = starts[node + 1] - first
+    if not count.any():
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    live = np.flatnonzero(count).astype(np.int32)
+    first, count = first[live], count[live]
+    # steps of 1, but for the first entry of each node
+    at = np.ones(int(count.sum()), np.int32)
+    at[0] = first[0]
+    begins = np.cumsum(count)[:-1]
+    at[begins] = first[1:] - (first[:-1] + count[:-1] - 1)
+    return np.repeat(live, count), np.cumsum(at, dtype=np.int32)
 
 
 def _classes(source: np.ndarray, token: np.ndarray, target: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -97,7 +97,7 @@ SCHEMAS: list[Any] = [
     {"type": "number", "exclusiveMinimum": 2, "exclusiveMaximum": 3}, {"type": "number", "maximum": -4},
     {"type": "string", "pattern": "^[a-z\"\\\\]+$", "minLength": 3, "maxLength": 6},
     {"type": "string", "format": "date-time"}, {"type": "string", "format": "uuid"},
-    {"type": "string", "format": "ipv4"}, {"type": "string", "pattern": r"^\S.\s$"},
+    {"type": "string", "format": "ipv4"}, {"type": "string", "pattern": r"^\w.\D$"},
     {"type": "string", "minLength": 2, "maxLength": 4}, {"enum": ["a", 1, None, {"x": [1, 2]}]}, {"const": "é\n"},
     {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
     {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}},

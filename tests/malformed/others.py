@@ -38,9 +38,12 @@ def others(rng: random.Random) -> Case:
         pair("max_time", [0, -1, "1", True, math.nan, math.inf, [1.0], Thing(), 1j, {}, b"1"]),
         pair("forced_bos_token_id", [375, 10 ** 9, 1.5, "1", -2, [1], Thing(), math.nan, True]),
         *[(n, 1, (n,)) for n in ("temprature", "max_tokens", "batch", "vocab_size", "stops", "num_beam", "streamer",
-                                 "num_return_sequences", "generation_config", "zzz", "attention_mask", "n", "where",
+                                 "generation_config", "zzz", "attention_mask", "n", "where",
                                  "ends", "every", "behind")],
-        pair("num_beams", [2, "x", 1.5, [1], -1, Thing()]), pair("penalty_alpha", [0.6, "x"])])
+        pair("num_beams", [0, "x", 1.5, [1], -1, Thing()]),
+        pair("num_return_sequences", [0, "x", 1.5, [1], -1, Thing()]), pair("regex", ["(", 3, ["a", "b"], Thing()]),
+        pair("json_schema", ["{", 3, {"not": {}}, ["a"], Thing()]), pair("choices", ["x", [], [""], [3], Thing()]),
+        pair("penalty_alpha", [0.6, "x"])])
     what = f"{name}={value!r:.60}"
     draw = rng.random()
     if draw < 0.12:
