@@ -76,6 +76,12 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         context: what stands in front of the prompts, one for all or one for each. A policy chooses from it what the
             cache keeps before it sees the prompts, so that several questions are asked of one compressed text; contexts
             that are the same are read once, with any cache.
+        num_beams, num_return_sequences, length_penalty, early_stopping, patience, num_beam_groups, diversity_penalty,
+            renormalize_logits: beam search with so many beams, as in transformers; `num_return_sequences` is another
+            name for `num_samples`. `findings` has the scores. See `decodax.search.BeamSearch`.
+        regex, json_schema, choices: what the text must match as a whole, be valid under, or be one of; one for all, or
+            a list of one for each prompt, in which None leaves it free. Each text closes within its budget. See
+            `decodax.constraints`.
         sampling: what the policy is built from, by the names of Hugging Face's GenerationConfig: temperature, top_k,
             top_p, min_p, repetition_penalty, bad_words_ids, ... See `decodax.policy.build`. They override the model's
             generation config; without any the decoding is greedy. Each is one for all, one for each prompt, or one for
