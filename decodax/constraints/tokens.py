@@ -72,12 +72,14 @@ class TokenDfa:
             state, from which nothing goes on.
         distance: `i32[S]`, the fewest tokens that complete the text, with the end of the sequence if there is one.
         starts: `i32[n]`, the first state of each of the automata that it is made of.
+        forced: `i32[S]`, the longest token with which the text goes on where only one text can follow; -1 elsewhere.
     """
 
     classes: np.ndarray
     next: np.ndarray
     distance: np.ndarray
     starts: np.ndarray
+    forced: np.ndarray
 
     @classmethod
     def build(cls, parts: Sequence[Dfa], trie: Trie, eos: Sequence[int], banned: Sequence[int] = ()) -> TokenDfa:
@@ -115,7 +117,8 @@ class TokenDfa:
             far[-1] = 0
         else:
             far[:-1][final] = 0
-        return cls(classes.astype(np.int32), table, _distances(table, far), sizes[:-1].astype(np.int32))
+        return cls(classes.astype(np.int32), table, _distances(table, far), sizes[:-1].astype(np.int32),
+                   np.append(_forced(following, final, trie, barred), DEAD).astype(np.int32))
 
 
 def _lift(following: np.ndarray, trie: Trie) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -137,6 +140,27 @@ def _lift(following: np.ndarray, trie: Trie) -> tuple[np.ndarray, np.ndarray, np
             alive = now >= 0
             begin, node, now = begin[which][alive], node[alive], now[alive]
     return np.concatenate(source), np.concatenate(tokens), np.concatenate(target)
+
+
+def _forced(following: np.ndarray, final: np.ndarray, trie: Trie, barred: np.ndarray) -> np.ndarray:
+    """For each state the longest token of the text that must follow, or -1."""
+    found: np.ndarray = np.full(len(final), DEAD)
+    one = ((following >= 0).sum(1) == 1) & ~final
+    only = np.argmax(following >= 0, 1)
+    for state in np.flatnonzero(one).tolist():
+        here, node = state, 0
+        for depth in range(len(trie.byte)):
+            if not one[here]:
+                break
+            low, high = trie.children[depth][node], trie.children[depth][node + 1]
+            node = int(low + np.searchsorted(trie.byte[depth][low:high], only[here]))
+            if node >= high or trie.byte[depth][node] != only[here]:
+                break
+            here = int(following[here, only[here]])
+            ends = trie.tokens[depth + 1][trie.ends[depth + 1][node]:trie.ends[depth + 1][node + 1]]
+            if len(free := ends[~barred[ends]]):
+                found[state] = free[0]
+    return found
 
 
 def _expand(node: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

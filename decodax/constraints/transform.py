@@ -19,12 +19,13 @@ class TokenTable(Struct):
     same size does not retrace.
 
     Attributes:
-        classes: `u16[V]` or `i32[V]`. next: `i16[S, C]` or `i32[S, C]`. distance: `i32[S]`.
+        classes: `u16[V]` or `i32[V]`. next: `i16[S, C]` or `i32[S, C]`. distance, forced: `i32[S]`.
     """
 
     classes: Array
     next: Array
     distance: Array
+    forced: Array
 
     @classmethod
     def of(cls, automaton: TokenDfa) -> TokenTable:
@@ -34,7 +35,12 @@ class TokenTable(Struct):
         distance = np.pad(automaton.distance, wide[0], constant_values=FAR)
         return cls(classes=jnp.asarray(automaton.classes, jnp.uint16 if columns <= 1 << 16 else jnp.int32),
                    next=jnp.asarray(following, jnp.int16 if states < 1 << 15 else jnp.int32),
-                   distance=jnp.asarray(distance, jnp.int32))
+                   distance=jnp.asarray(distance, jnp.int32),
+                   forced=jnp.asarray(np.pad(automaton.forced, wide[0], constant_values=-1), jnp.int32))
+
+    def move(self, state: Array, token: Array) -> Array:
+        """The states after `token`, both `i32[...]`; -1 where it is not allowed."""
+        return self.next[jnp.maximum(state, 0), self.classes[jnp.maximum(token, 0)].astype(jnp.int32)].astype(jnp.int32)
 
 
 def _power(n: int, least: int) -> int:
@@ -72,7 +78,6 @@ class Constrained(Transform):
         return jnp.where((state < 0) | fits[t.classes.astype(jnp.int32)], logits, -jnp.inf)
 
     def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
-        t: TokenTable = self.table
-        after = t.next[jnp.maximum(state, 0), t.classes[jnp.maximum(token, 0)].astype(jnp.int32)].astype(jnp.int32)
+        after = self.table.move(state, token)
         # a draft that is not allowed is never accepted; what follows it does not matter, but must be a state
         return jnp.where(state < 0, state, jnp.maximum(after, 0))

@@ -16,11 +16,12 @@ URLS = ("/v1/chat/completions", "/v1/completions")
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "n": "num_samples",
            "stop": "stop", "seed": "seed", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
            "min_p": "min_p", "repetition_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-           "frequency_penalty": "frequency_penalty", "min_tokens": "min_new_tokens"}
+           "frequency_penalty": "frequency_penalty", "min_tokens": "min_new_tokens", "guided_regex": "regex",
+           "guided_choice": "choices", "guided_json": "json_schema"}
 """What the body of a request may ask for, in the words of OpenAI and vLLM, and what it is called here."""
 
 IGNORED = ("model", "messages", "prompt", "user", "metadata", "store", "stream", "stream_options", "service_tier",
-           "logit_bias", "logprobs", "top_logprobs")
+           "logit_bias", "logprobs", "top_logprobs", "response_format", "structured_outputs")
 """What else may stand there: it is read apart, or changes nothing in a batch."""
 
 
@@ -137,10 +138,28 @@ class Fields:
                 options["logit_bias"] = {int(token): bias for token, bias in body["logit_bias"].items()}
             except (ValueError, AttributeError) as error:
                 raise LineError(f"logit_bias: got {body['logit_bias']!r}, takes biases by token ids") from error
+        options.update(_language(body))
         wanted = body.get("logprobs")
         if wanted is not None and wanted is not False:
             options["logprobs"] = body.get("top_logprobs") or 0 if wanted is True else wanted
         return Line(number, name, prompt, options, api="chat.completion" if chat else "text_completion")
+
+
+def _language(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What the text is held to: by `response_format`, as OpenAI has it, or `structured_outputs`, as vLLM has it."""
+    form, wanted = body.get("response_format"), body.get("structured_outputs")
+    if wanted is not None:
+        names = {"regex": "regex", "choice": "choices", "json": "json_schema"}
+        if not isinstance(wanted, Mapping) or not wanted or wanted.keys() - names.keys():
+            raise LineError(f"structured_outputs: got {wanted!r:.80}, takes {', '.join(names)}")
+        return {names[key]: value for key, value in wanted.items()}
+    if form is None or form == {"type": "text"}:
+        return {}
+    inner = form.get("json_schema") if isinstance(form, Mapping) and form.get("type") == "json_schema" else None
+    if not isinstance(inner, Mapping) or "schema" not in inner:
+        raise LineError(f"response_format: got {form!r:.80}, takes {{'type': 'json_schema', 'json_schema': {{'schema': "
+                        "...}}}} or {'type': 'text'}")
+    return {"json_schema": inner["schema"]}
 
 
 def rows(path: str | Path) -> Iterator[tuple[int, Any]]:

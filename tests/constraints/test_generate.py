@@ -21,7 +21,7 @@ CALL = r"[a-z]{1,6}\(\d{0,3}\)"
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"},
                                            "tags": {"type": "array", "items": {"enum": ["a", "b"]}}},
           "required": ["name", "n"]}
-PROMPTS = ["one", "def f(", ""]
+PROMPTS = ["one", "def f(", "x"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,21 @@ def test_speculation_changes_nothing(lm: LM, algorithm: str, temperature: float)
         jsonschema.validate(json.loads(text), PERSON)
     free = dx.generate(lm, prompts, max_new_tokens=40, temperature=temperature)
     assert free.row(2).tolist() == plain.row(2).tolist()            # a row without a constraint is free
+
+
+@pytest.mark.parametrize("base", often([False], [False, True]))
+def test_what_must_follow_is_drafted(lm: LM, base: bool) -> None:
+    from decodax.speculative import drafts
+
+    alg = dx.Speculative(drafts.Forced(6, drafts.PromptLookup(4) if base else None))
+    named = {"type": "object", "properties": {"identifier": {"type": "boolean"}, "description": {"type": "null"}},
+             "required": ["identifier", "description"]}
+    given: dict[str, Any] = dict(json_schema=[named, None, PERSON], max_new_tokens=60, temperature=1.0)
+    plain, found = dx.generate(lm, PROMPTS, **given), dx.generate(lm, PROMPTS, algorithm=alg, **given)
+    assert found.tokens.tolist() == plain.tokens.tolist() and found.status == plain.status
+    assert found.stats.rounds[0] < 0.8 * plain.stats.rounds[0]
+    free = dx.generate(lm, "one", max_new_tokens=9, algorithm=alg)
+    assert base or int(free.stats.drafted[0]) == 0
 
 
 def test_drafted_beams_keep_to_it(lm: LM) -> None:

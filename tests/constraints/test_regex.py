@@ -83,6 +83,10 @@ def test_tokens_move_as_their_bytes_do(pattern: str) -> None:
             if allowed and shortest is None:
                 shortest = n + 1
     assert found.distance[found.starts[1]] == shortest
+    follows = language.next >= 0
+    for state, token in enumerate(found.forced[found.starts[1]:-1].tolist()):
+        alone = follows[state].sum() == 1 and not language.final[state]
+        assert token < 0 or (alone and token != barred and language.next[state, tokens[token][0]] >= 0)
     without = TokenDfa.build([language], Trie.build(tokens), [])
     assert shortest is not None and without.distance[0] <= shortest - 1
 

@@ -112,7 +112,11 @@ def test_requests_to_openais_api_are_answered_in_its_form(lm: LM, tmp_path: Path
     source = written(tmp_path / "in.jsonl", [
         line("a", body), line("b", {**body, "response_format": {}}), line("c", body, "/v1/embeddings"),
         line("d", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 3, "logprobs": True,
-                   "top_logprobs": 1}, "/v1/chat/completions"), line("e", {**body, "stream": True})])
+                   "top_logprobs": 1}, "/v1/chat/completions"), line("e", {**body, "stream": True}),
+        line("f", {**body, "n": 1, "logprobs": None, "max_tokens": 9, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}}),
+        line("g", {**body, "n": 1, "logprobs": None, "max_tokens": 9, "structured_outputs": {"choice": ["on", "off"]}}),
+        line("h", {**body, "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}})])
     jobs.run(lm, source, tmp_path / "out")
     by_id = {row["custom_id"]: row for row in results(tmp_path / "out")}
     response = by_id["a"]["response"]
@@ -126,7 +130,10 @@ def test_requests_to_openais_api_are_answered_in_its_form(lm: LM, tmp_path: Path
     usage = response["body"]["usage"]
     assert usage["completion_tokens"] == 8 and usage["total_tokens"] == 8 + usage["prompt_tokens"]
     said = {row["id"]: row["error"] for row in errors(tmp_path / "out")}
-    assert said["b"].startswith("body: asks for 'response_format', which is not here")
+    assert said["b"].startswith("response_format: got {}, takes {'type': 'json_schema'")
+    assert "#/not: this keyword is not honoured" in said["h"]
+    text = lambda name: by_id[name]["response"]["body"]["choices"][0]["text"]
+    assert text("f") in ("true", "false") and text("g") in ("on", "off")
     assert said["c"].startswith("url: got '/v1/embeddings', takes /v1/chat/completions or /v1/completions")
     assert said["e"].startswith("body: asks for a stream")
     chat = by_id["d"]["response"]["body"]

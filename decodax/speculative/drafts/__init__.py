@@ -7,6 +7,7 @@ from decodax.speculative.drafts.draft_exit import DraftExit
 from decodax.speculative.drafts.dynamic_exit import DynamicExit
 from decodax.speculative.drafts.fallback import Fallback
 from decodax.speculative.drafts.fastcot import FastCoT
+from decodax.speculative.drafts.forced import Forced
 from decodax.speculative.drafts.input_guided import InputGuided
 from decodax.speculative.drafts.intersection import Intersection
 from decodax.speculative.drafts.jacobi import HGJ, PGJ, PJ, Jacobi
@@ -30,6 +31,6 @@ from decodax.speculative.drafts.target_rooted import TargetRooted
 from decodax.speculative.drafts.trie import Trie
 
 __all__ = ["ADED", "HGJ", "PGJ", "PJ", "SJD", "CLaSp", "DraftExit", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
-           "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "Merged", "NGram",
+           "Forced", "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "Merged", "NGram",
            "NGramModel", "OwnCache", "Pearl", "PromptLookup", "Realigned", "Staged", "Stand", "SuffixAutomaton",
            "SuffixTree", "TargetRooted", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
