@@ -205,10 +205,13 @@ def _donating(cache: Cache | None, plain: Any, shared: Any, *args: Any) -> Any:
 
 
 def _fanned(s: State, policy: Any, rows: Array, live: Array, *address: Array) -> State:
-    key = keys.row_keys(*address)
-    s = s.select(rows)
-    status = jnp.where(live, s.status, jnp.int32(Status.LENGTH))
-    return s.replace(key=key, status=status, policy=policy.init(s.tokens, s.length, s.prompt_length, key))
+    def samples(s: State, policy: Any, rows: Array, live: Array, *address: Array) -> State:
+        key = keys.row_keys(*address)
+        s = s.select(rows)
+        status = jnp.where(live, s.status, jnp.int32(Status.LENGTH))
+        return s.replace(key=key, status=status, policy=policy.init(s.tokens, s.length, s.prompt_length, key))
+
+    return auto_region(samples, s, policy, rows, live, *address)
 
 
 _fan_out, _fan_out_shared = jax.jit(_fanned), jax.jit(_fanned, donate_argnums=0)

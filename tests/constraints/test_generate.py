@@ -47,7 +47,7 @@ def test_texts_are_of_their_language(lm: LM, way: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", often(["prompt-lookup:length=4"], [
-    "prompt-lookup:length=4", "token-recycling", "lookahead", "suffix", "jacobi"]))
+    "prompt-lookup:length=4", "token-recycling", "lookahead", "suffix-decoding", "jacobi"]))
 @pytest.mark.parametrize("temperature", often([1.0], [0.0, 1.0]))
 def test_speculation_changes_nothing(lm: LM, algorithm: str, temperature: float) -> None:
     prompts = ["one", '{"name": "x", "n": 3}', "def f("]

@@ -1,0 +1,33 @@
+"""Samples, beams and constraints over a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+import decodax as dx
+from tests.matrix import often
+
+pytestmark = pytest.mark.mesh
+
+WAYS: dict[str, dict[str, Any]] = {
+    "samples": dict(num_samples=3, temperature=1.0), "beams": dict(num_beams=2, num_samples=2, logprobs=0),
+    "beams under a constraint": dict(num_beams=2, regex="[a-z]{1,9}"),
+    "a constraint": dict(temperature=1.0, json_schema={"type": "array", "items": {"type": "boolean"}})}
+
+
+@pytest.mark.parametrize(("kind", "way"), often([(AxisType.Explicit, "beams under a constraint")], [
+    (kind, way) for kind in list(AxisType)[:2] for way in WAYS]))
+def test_a_mesh_gives_the_texts_of_one_device(tiny_model: Path, kind: AxisType, way: str) -> None:
+    alone = dx.load(tiny_model)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    spread = dataclasses.replace(
+        alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
+    given = dict(max_new_tokens=10, **WAYS[way])
+    want, out = (dx.generate(lm, ["one", "def f(", "x", "b"], **given) for lm in (alone, spread))
+    assert out.text == want.text and out.status == want.status
