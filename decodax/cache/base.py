@@ -89,6 +89,10 @@ class Cache(Struct, abc.ABC):
         """The cache whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
         return jax.tree.map(lambda x: x[rows], self)
 
+    def succeed(self, rows: Array) -> Self:
+        """As `select`, with as many rows (`i32[B]`), in each round: a cache that can do so moves less."""
+        return self.select(rows)
+
     def truncate(self, length: Array) -> Self:
         """Without the entries at positions from `length` (`i32[B]`) on. Needs the feature "truncation"."""
         raise NotImplementedError(f"{type(self).__name__} does not support truncation")

@@ -21,6 +21,9 @@ from decodax.cache.key_values import KeyValues, empty_kv, key_widths
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 from decodax.struct import static, struct
 
+BLOCK = 32
+"""Slots that rows which go on from one another move at once."""
+
 
 @struct
 class Dense(KeyValues):
@@ -57,6 +60,21 @@ class Dense(KeyValues):
         kv = tuple(write(held, jnp.concatenate(entry, -1), slots)
                    for held, entry in zip(self.kv, entries, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def succeed(self, rows: Array) -> Dense:
+        # where they lie, block by block as far as the longest row, and not at all where each row goes on from itself
+        if not self.capacity:
+            return self.select(rows)
+        block = BLOCK if self.capacity % BLOCK == 0 else self.capacity
+        stays = (rows == jnp.arange(rows.shape[0], dtype=rows.dtype)).all()
+        blocks = jnp.where(stays, 0, -(-self.length.max() // block)).astype(jnp.int32)
+
+        def move(i: Array, kv: tuple[Array, ...]) -> tuple[Array, ...]:
+            of = lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block, 2)
+            return tuple(jax.lax.dynamic_update_slice_in_dim(x, of(x)[rows], i * block, 2) for x in kv)
+
+        return self.replace(kv=jax.lax.fori_loop(jnp.int32(0), blocks, move, self.kv), length=self.length[rows],
+                            given=jax.tree.map(lambda x: x[rows], self.given))
 
     def truncate(self, length: Array) -> Dense:
         return self.replace(length=jnp.minimum(self.length, length))
