@@ -85,6 +85,10 @@ class Transform(Struct):
         """Maps `f32[V]` to `f32[V]`; -inf removes a token."""
         raise NotImplementedError
 
+    def note(self, state: PyTree, ctx: Context, logits: Array) -> PyTree:
+        """The state with what `advance` will want to know of `logits`, those that this transform was shown."""
+        return state
+
     def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
         """State after `token`, which had `log_prob` under the whole chain's distribution."""
         return state
@@ -379,7 +383,7 @@ class Distribution(Struct):
         """The chain at each node by itself: states do not change along the window."""
         def row(transforms: tuple[Transform, ...], states: PyTree, contexts: Context, logits: Array) -> Array:
             chain = _bound(transforms, self.policy.tables)
-            return jax.vmap(lambda ctx, x: _chain(chain, states, ctx, x))(contexts, logits)
+            return jax.vmap(lambda ctx, x: _chain(chain, states, ctx, x)[1])(contexts, logits)
 
         if not transforms:
             return logits
@@ -401,7 +405,7 @@ class Distribution(Struct):
                 before = jax.tree.map(lambda s: s[up], states)
                 moved = _advance(transforms, before, tokens[node], log_probs[up, node])
                 state = jax.tree.map(lambda a, b: jnp.where(up < 0, a, b), start, moved)
-                out = _chain(transforms, state, ctx, raw)
+                state, out = _chain(transforms, state, ctx, raw)
                 states = jax.tree.map(lambda s, new: s.at[node].set(new), states, state)
                 return (states, log_probs.at[node].set(jax.nn.log_softmax(out)[tokens])), (state, out)
 
@@ -419,15 +423,17 @@ def _bound(transforms: tuple[Transform, ...], tables: tuple[Any, ...]) -> tuple[
     return tuple(t.bound(tables) for t in transforms)
 
 
-def _chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logits: Array) -> Array:
-    cold, only = None, logits
+def _chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logits: Array) -> tuple[PyTree, Array]:
+    """The states with what the transforms noted, and what they made of the logits."""
+    cold, only, noted = None, logits, []
     for transform, state in zip(transforms, states, strict=True):
+        noted.append(transform.note(state, ctx, logits))
         logits = transform.logits(state, ctx, logits)
         if isinstance(transform, Temperature) and not isinstance(transform, WarmTemperature):
             zero = transform.temperature == 0
             cold, only = (zero, logits) if cold is None else (cold | zero, jnp.where(cold, only, logits))
     # a greedy row keeps its one token: `draw` takes it without a look at what stands behind the temperature
-    return logits if cold is None else jnp.where(cold, only, logits)
+    return tuple(noted), logits if cold is None else jnp.where(cold, only, logits)
 
 
 def _advance(transforms: tuple[Transform, ...], states: PyTree, token: Array, log_prob: Array) -> PyTree:

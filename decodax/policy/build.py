@@ -19,6 +19,8 @@ from decodax.policy.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigm
 from decodax.policy.arguments import bias_rows, id_rows, is_neutral, per_row, sequence_rows, whole, wrong
 from decodax.policy.bans import AllowedTokens, BadWords, BeginSuppress, LogitBias, SequenceBias, SuppressTokens
 from decodax.policy.base import Policy, Reads, Stage, Temperature, Transform
+from decodax.policy.bregman import BregmanTopK
+from decodax.policy.degeneration import FSD, NonMonotonicEnd
 from decodax.policy.length import UNBOUNDED, ExponentialDecayLength, ForcedBOS, ForcedEOS, MinLength
 from decodax.policy.penalties import EncoderRepetition, PresenceFrequency, Repetition
 from decodax.policy.repeats import Dry, EncoderNoRepeatNgram, NoRepeatNgram
@@ -29,13 +31,15 @@ LARGEST_SORTED_K = 128
 """Up to this `k`, `lax.top_k` finds the threshold of top-k faster than bisection does."""
 
 SAMPLING = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "top_n_sigma",
-            "xtc_probability", "mirostat_tau", "dynatemp_range")
+            "xtc_probability", "mirostat_tau", "dynatemp_range", "bregman_lambda")
 """What only shapes sampling: greedy decoding does not change by it."""
 
 COMPANIONS = {
     "dry_base": "dry_multiplier", "dry_allowed_length": "dry_multiplier", "dry_penalty_last_n": "dry_multiplier",
     "dry_sequence_breakers": "dry_multiplier", "xtc_threshold": "xtc_probability", "mirostat_eta": "mirostat_tau",
-    "dynatemp_exponent": "dynatemp_range"}
+    "dynatemp_exponent": "dynatemp_range", "bregman_alpha": "bregman_lambda", "bregman_dual": "bregman_lambda",
+    "fsd_beta": "fsd_alpha", "fsd_k": "fsd_alpha", "fsd_n": "fsd_alpha", "fsd_stop_words": "fsd_alpha",
+    "fsd_stop_weight": "fsd_alpha"}
 """What has no effect without another argument."""
 
 
@@ -52,7 +56,9 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
           dry_allowed_length: Any = 2, dry_penalty_last_n: Any = -1, dry_sequence_breakers: Any = None,
           xtc_probability: Any = None, xtc_threshold: Any = 0.1, top_n_sigma: Any = None, mirostat_tau: Any = None,
           mirostat_eta: Any = 0.1, dynatemp_range: Any = None, dynatemp_exponent: Any = 1.0,
-          min_tokens_to_keep: int = 1, transforms: tuple[Transform, ...] = (), eos: Any = None,
+          bregman_lambda: Any = None, bregman_alpha: Any = 1.5, bregman_dual: Any = False, fsd_alpha: Any = None,
+          fsd_beta: Any = 0.9, fsd_k: Any = 3, fsd_n: Any = 3, fsd_stop_words: Any = None, fsd_stop_weight: Any = 0.0,
+          nmst_epsilon: Any = None, min_tokens_to_keep: int = 1, transforms: tuple[Transform, ...] = (), eos: Any = None,
           eos_token_id: Any = None, vocab_size: int | None = None, stops: Any = None, **unknown: Any) -> Policy:
     """A policy for `batch` rows.
 
@@ -76,6 +82,12 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
         watermarking_config: a dictionary with greenlist_ratio, bias, hashing_key, seeding_scheme, context_width.
         dry_sequence_breakers: token sequences.
         dynatemp_range: the temperature then acts behind truncation, as in llama.cpp, and within this range.
+        bregman_lambda, bregman_alpha, bregman_dual: Bregman top-k (`BregmanTopK`): the cost of a token that stays, the
+            divergence, and whether its dual is taken.
+        fsd_alpha, fsd_beta, fsd_k, fsd_n, fsd_stop_words, fsd_stop_weight: frustratingly simple decoding (`FSD`), for
+            greedy rows: the weight of the n-gram model, its smoothing, the tokens looked at, the longest n-gram, and
+            ids of tokens for which it counts less. `fsd_k` and `fsd_n` are static.
+        nmst_epsilon: the end of a sequence is ever likelier (`NonMonotonicEnd`).
         min_tokens_to_keep: for the truncations that have it in transformers; static.
         transforms: further ones, `[B, ...]` fields, each where its `stage` says (see `Transform`), in the given order.
         eos, eos_token_id: tokens that end a row: an id, a list, or a list for each row.
@@ -123,7 +135,7 @@ def assemble(batch: int, arguments: Mapping[str, Any], samples: int = 1) -> Poli
     samplers = _samplers(a, own["probabilities"])
     cold = next(t.temperature == 0 for t in samplers if isinstance(t, Temperature))
     chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *own["logits"], *_watermark(a, cold),
-             *samplers, *_watermark(a, ~cold), *own["last"]]
+             *_against_ngrams(a, cold), *samplers, *_watermark(a, ~cold), *own["last"]]
     return Policy(transforms=tuple(chain), eos=eos, stops=given["stops"], vocab_size=given["vocab_size"])
 
 
@@ -271,12 +283,24 @@ def _ends(a: _Arguments) -> list[Transform]:
         chain.append(ExponentialDecayLength(a.eos("exponential_decay_length_penalty"),
                                             parts.count("exponential_decay_length_penalty[0]"),
                                             parts.number("exponential_decay_length_penalty[1]", 0, open_low=True)))
+    if a.asks("nmst_epsilon", 0):
+        chain.append(NonMonotonicEnd(a.eos("nmst_epsilon"), a.number("nmst_epsilon", 0, 1, open_high=True)))
     if a.asks("suppress_tokens"):
         chain.append(SuppressTokens(a.ids("suppress_tokens", bounded=False)))
     if a.asks("begin_suppress_tokens"):
         chain.append(BeginSuppress(a.ids("begin_suppress_tokens", bounded=False),
                                    _array(np.full(a.batch, a.given["forced_bos_token_id"] is not None))))
     return chain
+
+
+def _against_ngrams(a: _Arguments, cold: Any) -> list[Transform]:
+    if not a.asks("fsd_alpha", 0):
+        return []
+    alpha = a.number("fsd_alpha", 0, 1)
+    if ((alpha > 0) & ~cold).any():
+        raise ValueError(f"fsd_alpha: got {a.given['fsd_alpha']!r} with a temperature; takes greedy rows")
+    return [FSD(alpha, a.number("fsd_beta", 0, 1, neutral=0.9), a.number("fsd_stop_weight", 0, neutral=0),
+                a.ids("fsd_stop_words"), whole("fsd_k", a.given["fsd_k"], 1), whole("fsd_n", a.given["fsd_n"], 1, 16))]
 
 
 def _own(a: _Arguments) -> dict[str, list[Transform]]:
@@ -355,6 +379,11 @@ def _samplers(a: _Arguments, own: list[Transform]) -> list[Transform]:
         chain.append(Epsilon(a.number("epsilon_cutoff", 0, 1, open_high=True), keep))
     if a.asks("eta_cutoff", 0):
         chain.append(Eta(a.number("eta_cutoff", 0, 1, open_high=True), keep))
+    bregman = a.number("bregman_alpha", 1, neutral=1.5)
+    if a.asks("bregman_lambda", 0):
+        if not isinstance(a.given["bregman_dual"], bool):
+            raise wrong("bregman_dual", a.given["bregman_dual"], "True or False")
+        chain.append(BregmanTopK(a.number("bregman_lambda", 0), bregman, a.given["bregman_dual"]))
     chain += own
     threshold = a.number("xtc_threshold", 0, 1, neutral=0.1)
     if a.asks("xtc_probability", 0):

@@ -1,0 +1,94 @@
+"""Transforms against texts that repeat themselves without end, or never end."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.policy.base import Context, PyTree, Transform
+from decodax.policy.threshold import members, probabilities
+from decodax.struct import static, struct
+
+
+@struct
+class FSD(Transform):
+    """Frustratingly simple decoding (Yang et al., 2024): the model against an n-gram model of the text so far.
+
+    Of the `k` most likely tokens that with the largest `(1 - alpha) p - alpha g`, where `g` is what the n-gram model,
+    smoothed from the longest n-gram down, says of it. Greedy by nature: behind it stands the largest value.
+
+    Attributes:
+        alpha: `f32[B]` in [0, 1]; 0 changes nothing. beta: `f32[B]`, the share that a longer n-gram takes of what is
+            left. stop_weight: `f32[B]`, what `g` counts for at the tokens `stop_words`, `i32[B, W]`, -1 for none.
+        k, n: static, tokens that are looked at, and the longest n-gram.
+    """
+
+    alpha: Array
+    beta: Array
+    stop_weight: Array
+    stop_words: Array
+    k: int = static(default=3)
+    n: int = static(default=3)
+
+    needs = "sequence"
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        p = probabilities(logits)[1]
+        best, ids = lax.top_k(p, min(self.k, p.shape[-1]))
+        light = members(self.stop_words, logits.shape[-1])[ids]
+        penalty = self.anti(ctx, ids) * jnp.where(light, self.stop_weight, 1)
+        score = jnp.where(best > 0, (1 - self.alpha) * best - self.alpha * penalty, -jnp.inf)
+        chosen = jnp.full_like(logits, -jnp.inf).at[ids].set(score)
+        return jnp.where((self.alpha == 0) | jnp.isnan(logits).any(), logits, chosen)
+
+    def anti(self, ctx: Context, ids: Array) -> Array:
+        """`f32[k]`: how likely the n-gram model finds tokens."""
+        place = jnp.arange(ctx.tokens.shape[0])
+        here = place < ctx.length
+        hits = here & (ctx.tokens == ids[:, None])                      # [k, N], where each token stands
+        seen = []                                                       # what stands behind the last i tokens
+        for i in range(self.n):
+            last = ctx.tokens[jnp.maximum(ctx.length - i, 0)] if i else None
+            same = here if i == 0 else seen[-1] & (jnp.roll(ctx.tokens, i) == last) & (place >= i)
+            seen.append(same)
+        score, left = jnp.zeros(ids.shape), jnp.ones(ids.shape)
+        for i in reversed(range(self.n)):
+            count, total = (hits & seen[i]).sum(-1), seen[i].sum()
+            share = self.beta if i else 1
+            known = (count > 0) & (ctx.length >= i)
+            score += jnp.where(known, left * share * count / jnp.maximum(total + (1 if i else 0), 1), 0)
+            left = jnp.where(known, left * (1 - self.beta), left)
+        return jnp.where(ctx.length < self.n - 1, 0, score)
+
+
+@struct
+class NonMonotonicEnd(Transform):
+    """The probability of the end becomes at least `1 - (1 - epsilon) ** t` at the `t`-th token (Choi et al., 2023, NMST).
+
+    It need not rise from token to token, and yet tends to 1, so that a text of any length ends. With `s`, the sigmoid of
+    the end's logit, it is `(1 - s) (1 - (1 - epsilon) ** t) + s`; the others share the rest as they did. The paper
+    trains models with this head; any model can be decoded with it.
+
+    Attributes:
+        ends: `i32[B, E]`, -1 for none. epsilon: `f32[B]` in (0, 1); 0 changes nothing.
+    """
+
+    ends: Array
+    epsilon: Array
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        ends = members(self.ends, logits.shape[-1])
+        time = (ctx.length - ctx.prompt_length + 1).astype(jnp.float32)
+        sums = lambda keep: _log_sum(jnp.where(keep, logits, -jnp.inf))
+        end, rest = sums(ends), sums(~ends)
+        bound = -jnp.expm1(time * jnp.log1p(-self.epsilon))
+        s = 1 / (1 + jnp.exp(-end))
+        p = (1 - s) * bound + s
+        new = jnp.where(ends, logits - end + jnp.log(p), logits - rest + jnp.log1p(-p))
+        left_alone = (self.epsilon == 0) | (end == -jnp.inf) | (rest == -jnp.inf) | jnp.isnan(logits).any()
+        return jnp.where(left_alone, logits, new)
+
+
+def _log_sum(x: Array) -> Array:
+    top = x.max()
+    return jnp.where(top == -jnp.inf, -jnp.inf, top + jnp.log(jnp.exp(x - jnp.where(top == -jnp.inf, 0, top)).sum()))
