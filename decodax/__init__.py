@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import choice, diffusion, jobs, kvcache, policy, systems
+    from decodax import choice, diffusion, jobs, kvcache, policy, readout, systems
     from decodax.api import Stream, generate, stream
     from decodax.autoregressive import Autoregressive
     from decodax.cache import Cache, Window
@@ -53,7 +53,7 @@ __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["choice", "diffusion", "jobs", "kvcache", "policy", "systems"],
+    "decodax": ["choice", "diffusion", "jobs", "kvcache", "policy", "readout", "systems"],
     "decodax.api": ["Stream", "generate", "stream"],
     "decodax.autoregressive": ["Autoregressive"],
     "decodax.cache": ["Cache", "Window"],
@@ -86,7 +86,7 @@ __all__ = [
     "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
     "Watch", "Window", "automatic", "cache_programs", "choice", "choose", "diffusion", "drafts", "entry",
     "fit_layers", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes",
-    "load", "policy", "python_loop", "quantize", "run", "save", "score", "serve", "shapes", "step", "stream",
+    "load", "policy", "python_loop", "quantize", "readout", "run", "save", "score", "serve", "shapes", "step", "stream",
     "system", "systems", "watch", "zoo",
 ]
 

@@ -36,9 +36,12 @@ from decodax.policy.arguments import (
     whole_rows,
     wrong,
 )
+from decodax.policy.arithmetic import Arithmetic, evenly
 from decodax.policy.base import Temperature
 from decodax.policy.build import DEFAULTS, assemble, unknown_argument
 from decodax.policy.config import NEUTRAL, blaming, merge
+from decodax.readout.dola import asked as read_out
+from decodax.search import BeamSearch
 from decodax.search import arguments as beams
 
 CHUNK = 256
@@ -107,8 +110,10 @@ class Request:
         check_names(where, sampling)
         said = _Config(lm)
         sampling, num_samples = _returns(where, dict(sampling), num_samples)
-        search = None if algorithm is not None else beams.read(sampling, said.or_given)
+        lm = read_out(lm, sampling.pop("dola_layers", None), said.or_given)
+        search = None if algorithm is not None else beams.read(lm, sampling, said.or_given)
         algorithm = _searching(search, algorithm, sampling)
+        even = flag("arithmetic_sampling", sampling.pop("arithmetic_sampling", None) or False)
         held = {name: sampling.pop(name, None) for name in constraints.ARGUMENTS}
         if not all(map(is_whole, lm.eos)):
             raise ValueError(f"{said.origin}: eos_token_id: got {shown(lm.generation_config.get('eos_token_id'))}, "
@@ -163,14 +168,17 @@ class Request:
         guidance, negative = _guidance(lm, method, budget, guidance_scale, negative_prompts, said)
         skip = flag("skip_special_tokens", skip_special_tokens)
         policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said,
-                         search is not None)
+                         isinstance(search, BeamSearch))
         if (asked := constraints.read(held, count)) is not None:
             policy = _constrained(asked, lm, method, policy, lengths + budget, budget, samples)
+        words = np.array([divmod(s, 1 << 32) for s in seeds], np.uint32)
+        if even:
+            policy = _even(method, policy, evenly(words, np.array(addresses, np.uint32), samples))
         if strings:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
         return cls(lm=lm, algorithm=method, prompts=ids, context=settle, behind=behind, max_new=budget.astype(np.int32),
-                   min_new=np.array(least, np.int32), seeds=np.array([divmod(s, 1 << 32) for s in seeds], np.uint32),
+                   min_new=np.array(least, np.int32), seeds=words,
                    request_ids=np.array(addresses, np.uint32), inputs=_inputs(inputs, count),
                    guidance=guidance, negative=negative, policy=policy,
                    samples=samples, stop=strings, chunk=whole("chunk", chunk, 1), batch_size=batch_size,
@@ -270,7 +278,7 @@ FRONT += ["progress", "every", "ends"]
 """Arguments of front ends, which no policy is made of."""
 
 
-OTHERS = ("num_return_sequences", *beams.ARGUMENTS, *constraints.ARGUMENTS)
+OTHERS = ("num_return_sequences", "dola_layers", "arithmetic_sampling", *beams.ARGUMENTS, *constraints.ARGUMENTS)
 """Arguments that say neither a policy nor how it is run."""
 
 
@@ -367,11 +375,22 @@ def _searching(search: Algorithm | None, algorithm: Any, sampling: dict[str, Any
                              "algorithm=decodax.search.BeamSearch(4)")
         if search is not None or name not in NEUTRAL:
             sampling.pop(name, None)
+    sampling["dola_layers"] = NEUTRAL["dola_layers"][-1]        # it has been read
     if search is None:
         return algorithm
     # what the model's generation config says of beams has been read
     sampling.update({name: NEUTRAL[name][-1] for name in beams.ARGUMENTS if name in NEUTRAL})
+    if not isinstance(search, BeamSearch):
+        sampling["top_k"] = None            # it says how many candidates there are
     return search
+
+
+def _even(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy:
+    """The policy whose samples have evenly spaced codes."""
+    if method.canvas or method.samples is not None:
+        raise ValueError(f"arithmetic_sampling: {method.name} draws its samples in a way of its own; takes a method "
+                         "that draws them token by token")
+    return policy.replace(transforms=(*policy.transforms, link))
 
 
 def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, ends: np.ndarray, budget: np.ndarray,

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = (
     "struct", "progress", "axes", "pallas_kernels", "cache", "core", "registry", "policy", "autoregressive",
-    "constraints", "speculative", "search", "diffusion", "models", "kvcache", "sharding", "io", "systems", "result",
+    "constraints", "readout", "speculative", "search", "diffusion", "models", "kvcache", "sharding", "io", "systems", "result",
     "memory", "programs", "methods", "request", "reading", "job", "jobs", "api", "choice", "scoring", "canvas", "bench",
     "cli", "__main__",
 )

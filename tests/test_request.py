@@ -20,6 +20,7 @@ from decodax.core.state import Status
 from decodax.io.text import Tokenizer
 from decodax.models.diffusion import Diffusion
 from decodax.request import Request
+from decodax.search.contrastive import ContrastiveSearch, hidden_width
 from tests.small_tokenizers import byte_level, of_words, save
 
 IDS = [[40, 41, 42, 43, 44], [50, 51]]
@@ -198,12 +199,12 @@ def test_samples_stop_strings_and_time_of_a_config_are_honoured(lm):
 
 
 def test_what_a_config_asks_for_and_is_not_here_says_how_to_go_on(lm):
-    contrasts = said(lm, penalty_alpha=0.6)
-    with pytest.raises(ValueError, match=r"penalty_alpha=0.6: .*; pass penalty_alpha=0.0 to decode without it"):
-        dx.generate(contrasts, IDS)
-    assert Request.read(contrasts, IDS, penalty_alpha=0.0).policy.transforms
-    with pytest.raises(ValueError, match=r"penalty_alpha: got 0\.6, which a policy does not express"):
-        dx.generate(lm, IDS, penalty_alpha=0.6)
+    contrasts = said(lm, penalty_alpha=0.6, top_k=5)
+    assert Request.read(contrasts, IDS).algorithm == ContrastiveSearch(hidden_width(lm), 0.6, 5)
+    assert isinstance(Request.read(contrasts, IDS, penalty_alpha=0.0).algorithm, dx.Autoregressive)
+    held = said(lm, force_words_ids=[[1]])
+    with pytest.raises(ValueError, match=r"force_words_ids=\[\[1\]\]: .*; pass force_words_ids=None"):
+        dx.generate(held, IDS)
     beams = said(lm, num_beams=4)
     assert Request.read(beams, IDS).samples == 4 and Request.read(beams, IDS, num_beams=1).samples == 1
     with pytest.raises(ValueError, match=r"num_beams=4: .*; pass num_beams=1 to decode without it"):

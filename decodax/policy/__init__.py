@@ -16,10 +16,10 @@ from decodax.policy.warpers import Epsilon, Eta, MinP, TopH, TopK, TopP, Typical
 from decodax.policy.watermark import Detection, GreenList, detect
 
 __all__ = [
-    "FSD", "UNBOUNDED", "XTC", "AllowedTokens", "Arithmetic", "BadWords", "BeginSuppress", "BregmanTopK", "Context", "Custom", "Detection", "Distribution",
-    "Dry", "DynamicTemperature", "EncoderNoRepeatNgram", "EncoderRepetition", "Epsilon", "Eta",
-    "ExponentialDecayLength", "ForcedBOS", "ForcedEOS", "GreenList", "LogitBias", "MinLength", "MinP", "Mirostat2",
-    "NoRepeatNgram", "NonMonotonicEnd", "Policy", "PresenceFrequency", "Repetition", "SequenceBias", "SuppressTokens", "Temperature",
-    "TopH", "TopK", "TopNSigma", "TopP", "Transform", "Typical", "build", "detect", "from_generation_config",
-    "generation_settings",
+    "FSD", "UNBOUNDED", "XTC", "AllowedTokens", "Arithmetic", "BadWords", "BeginSuppress", "BregmanTopK", "Context",
+    "Custom", "Detection", "Distribution", "Dry", "DynamicTemperature", "EncoderNoRepeatNgram", "EncoderRepetition",
+    "Epsilon", "Eta", "ExponentialDecayLength", "ForcedBOS", "ForcedEOS", "GreenList", "LogitBias", "MinLength", "MinP",
+    "Mirostat2", "NoRepeatNgram", "NonMonotonicEnd", "Policy", "PresenceFrequency", "Repetition", "SequenceBias",
+    "SuppressTokens", "Temperature", "TopH", "TopK", "TopNSigma", "TopP", "Transform", "Typical", "build", "detect",
+    "from_generation_config", "generation_settings",
 ]

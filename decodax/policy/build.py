@@ -58,8 +58,9 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
           mirostat_eta: Any = 0.1, dynatemp_range: Any = None, dynatemp_exponent: Any = 1.0,
           bregman_lambda: Any = None, bregman_alpha: Any = 1.5, bregman_dual: Any = False, fsd_alpha: Any = None,
           fsd_beta: Any = 0.9, fsd_k: Any = 3, fsd_n: Any = 3, fsd_stop_words: Any = None, fsd_stop_weight: Any = 0.0,
-          nmst_epsilon: Any = None, min_tokens_to_keep: int = 1, transforms: tuple[Transform, ...] = (), eos: Any = None,
-          eos_token_id: Any = None, vocab_size: int | None = None, stops: Any = None, **unknown: Any) -> Policy:
+          nmst_epsilon: Any = None, min_tokens_to_keep: int = 1, transforms: tuple[Transform, ...] = (),
+          eos: Any = None, eos_token_id: Any = None, vocab_size: int | None = None, stops: Any = None,
+          **unknown: Any) -> Policy:
     """A policy for `batch` rows.
 
     Numbers are one for all rows or a list of one for each (None in it: neutral); token lists are one for all rows or

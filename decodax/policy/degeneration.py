@@ -63,10 +63,10 @@ class FSD(Transform):
 
 @struct
 class NonMonotonicEnd(Transform):
-    """The probability of the end becomes at least `1 - (1 - epsilon) ** t` at the `t`-th token (Choi et al., 2023, NMST).
+    """NMST (Choi et al., 2023): the end's probability is at least `1 - (1 - epsilon) ** t` at the `t`-th token.
 
-    It need not rise from token to token, and yet tends to 1, so that a text of any length ends. With `s`, the sigmoid of
-    the end's logit, it is `(1 - s) (1 - (1 - epsilon) ** t) + s`; the others share the rest as they did. The paper
+    It need not rise from token to token, and yet tends to 1, so that every text ends. With `s`, the sigmoid of the
+    end's logit, it is `(1 - s) (1 - (1 - epsilon) ** t) + s`; the others share the rest as they did. The paper
     trains models with this head; any model can be decoded with it.
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -114,3 +114,14 @@ def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
     if distance not in ("reference", "jensen-shannon"):
         raise ValueError(f"distance: got {distance!r}, takes 'reference' or 'jensen-shannon'")
     return dataclasses.replace(lm, model=DoLa(model, found, relative_top, distance))
+
+
+def asked(lm: Loaded, given: Any, said: Callable[..., Any]) -> Any:
+    """The model as the argument `dola_layers`, or a generation config, has it read."""
+    def read(name: str, layers: Any) -> Any:
+        whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
+        if not isinstance(layers, str) and not (isinstance(layers, Sequence) and all(map(whole, layers))):
+            raise ValueError(f"dola_layers: got {layers!r}, takes 'low', 'high', or numbers of layers")
+        return dola(lm, layers)
+
+    return said("dola_layers", given, read, lm)

@@ -1,23 +1,30 @@
-"""Beam search by the arguments of transformers."""
+"""Beam search and contrastive search by the arguments of transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from decodax.core.loaded import Loaded
+from decodax.core.types import Algorithm
 from decodax.policy.arguments import shown, whole
 from decodax.search.beams import BeamSearch
+from decodax.search.contrastive import ContrastiveSearch, hidden_width
 
 ARGUMENTS = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "patience",
-             "renormalize_logits")
+             "renormalize_logits", "penalty_alpha")
 """What `read` takes."""
 
 
-def read(given: Mapping[str, Any], said: Callable[..., Any]) -> BeamSearch | None:
-    """The search that arguments and a generation config ask for; None: a single beam.
+CANDIDATES = 4
+"""Of contrastive search, where nobody says how many."""
+
+
+def read(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any]) -> Algorithm | None:
+    """The search that arguments and a generation config ask for; None: a single beam, and no penalty.
 
     Args:
-        given: those of `ARGUMENTS` that the caller gave.
+        given: those of `ARGUMENTS` that the caller gave, among others.
         said: `said(name, given, read, default)` gives the argument, or the config's entry, as read.
 
     Raises:
@@ -25,19 +32,33 @@ def read(given: Mapping[str, Any], said: Callable[..., Any]) -> BeamSearch | Non
     """
     value = lambda name, read, default: said(name, given.get(name), read, default)
     width = value("num_beams", lambda name, x: whole(name, x, 1), 1)
+    alpha = value("penalty_alpha", _number, 0.0)
+    if alpha:
+        return _contrastive(lm, given, said, alpha, width)
     if width == 1:
         asked = [name for name in ("num_beam_groups", "diversity_penalty", "patience", "length_penalty",
                                    "early_stopping") if given.get(name) not in (None, 1, 0, False)]
         if asked:
             raise ValueError(f"{asked[0]}: got {shown(given[asked[0]])} with one beam; takes num_beams=2 or more")
         return None
-    number = lambda name, x: _number(name, x)
     return BeamSearch(
-        width, length_penalty=value("length_penalty", number, 1.0),
-        early_stopping=value("early_stopping", _early, False), patience=value("patience", number, 1.0),
+        width, length_penalty=value("length_penalty", _number, 1.0),
+        early_stopping=value("early_stopping", _early, False), patience=value("patience", _number, 1.0),
         groups=value("num_beam_groups", lambda name, x: whole(name, x, 1), 1),
-        diversity_penalty=value("diversity_penalty", number, 0.0),
+        diversity_penalty=value("diversity_penalty", _number, 0.0),
         renormalize=value("renormalize_logits", _early, False))
+
+
+def _contrastive(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any], alpha: float, width: int
+                 ) -> ContrastiveSearch:
+    if width != 1:
+        raise ValueError(f"penalty_alpha: got {shown(alpha)} with num_beams={width}; takes one beam")
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"penalty_alpha: got {shown(alpha)}, takes a number from 0 to 1")
+    if any(given.get(name) for name in ("temperature", "do_sample")):
+        raise ValueError(f"penalty_alpha: got {shown(alpha)} with a temperature; contrastive search is greedy")
+    k = said("top_k", given.get("top_k"), lambda name, x: whole(name, x, 1), CANDIDATES)
+    return ContrastiveSearch(hidden_width(lm), alpha, min(k, lm.vocab_size))
 
 
 def _number(name: str, x: Any) -> float:

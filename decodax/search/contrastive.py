@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Feature, Window
+from decodax.cache import Feature, Window, causal
+from decodax.core.loaded import Loaded
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Observer, Out, Params
 from decodax.policy.draw import winner
@@ -30,6 +31,15 @@ class Said(Struct):
     candidates: Array
     chances: Array
     ready: Array
+
+
+def hidden_width(lm: Loaded) -> int:
+    """Entries of a hidden state."""
+    def hidden(params: Any) -> Array:
+        window = causal(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+        return lm.model.apply(params, window, lm.model.init_cache(1, 16, params=params)).hidden
+
+    return jax.eval_shape(hidden, lm.params).shape[-1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,8 @@ ONE_BY_ONE = {
     "forced-eos": dict(forced_eos_token_id=1, max_new_tokens=12), "min-new": dict(min_new_tokens=6),
     "length-decay": dict(exponential_decay_length_penalty=(3, 1.5)),
     "dynamic-temperature": dict(dynatemp_range=0.5), "xtc": dict(xtc_probability=0.7, xtc_threshold=0.05),
+    "bregman": dict(bregman_lambda=0.02), "bregman-dual": dict(bregman_lambda=0.02, bregman_alpha=2, bregman_dual=True),
+    "end-in-time": dict(nmst_epsilon=0.003, logit_bias={1: -30.0}),
     "watermark": dict(watermarking_config=dict(greenlist_ratio=0.5, bias=3.0)),
 }
 

@@ -43,7 +43,9 @@ def others(rng: random.Random) -> Case:
         pair("num_beams", [0, "x", 1.5, [1], -1, Thing()]),
         pair("num_return_sequences", [0, "x", 1.5, [1], -1, Thing()]), pair("regex", ["(", 3, ["a", "b"], Thing()]),
         pair("json_schema", ["{", 3, {"not": {}}, ["a"], Thing()]), pair("choices", ["x", [], [""], [3], Thing()]),
-        pair("penalty_alpha", [0.6, "x"])])
+        pair("penalty_alpha", [1.6, "x", -1, Thing()]), pair("dola_layers", ["x", [99], 3, [1.5], Thing()]),
+        pair("fsd_alpha", [2, "x", -1, Thing()]), pair("bregman_lambda", ["x", -1, math.nan]),
+        pair("nmst_epsilon", ["x", 1, -1]), pair("arithmetic_sampling", ["x", 3, Thing()])])
     what = f"{name}={value!r:.60}"
     draw = rng.random()
     if draw < 0.12:

@@ -1,0 +1,122 @@
+"""Sampling rules of papers: Bregman top-k against the exhaustive minimum, ends in time, arithmetic sampling's law."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+from scipy.stats import chi2
+
+import decodax as dx
+from decodax.core import keys
+from decodax.policy import BregmanTopK, Context, NonMonotonicEnd
+from decodax.policy.arithmetic import evenly
+from tests.matrix import often
+from tests.search.test_contrastive import PROMPTS, net
+
+
+def divergence(x: np.ndarray, y: np.ndarray, a: float) -> np.ndarray:
+    if a == 1:
+        return x * np.log(x / y) - x + y
+    return x ** a / (a * (a - 1)) - y ** a / (a * (a - 1)) - y ** (a - 1) / (a - 1) * (x - y)
+
+
+@pytest.mark.parametrize(("alpha", "dual"), often([(1.5, False), (2.0, True)],
+                                                  [(a, d) for a in (1.0, 1.2, 1.5, 2.0, 3.0) for d in (False, True)
+                                                   if a > 1 or not d]))
+def test_bregman_top_k_is_the_least_of_its_objective_over_all_supports(alpha: float, dual: bool) -> None:
+    for seed, cost in enumerate((0.1, 0.02, 0.005)):
+        p = np.random.default_rng(seed).dirichlet(np.full(6, 0.7))
+        best: tuple[float, Any] = np.inf, None
+        for size in range(1, 7):
+            for kept in map(list, itertools.combinations(range(6), size)):
+                rest = [i for i in range(6) if i not in kept]
+
+                def objective(z: np.ndarray, p: Any = p, kept: list[int] = kept, rest: list[int] = rest) -> float:
+                    q = np.maximum(np.exp(z - z.max()) / np.exp(z - z.max()).sum(), 1e-300)
+                    if dual:
+                        return (divergence(p[kept], q, alpha).sum()
+                                + (p[rest] ** alpha / (alpha * (alpha - 1))).sum())
+                    return divergence(q, p[kept], alpha).sum() + (p[rest] ** alpha / alpha).sum()
+
+                found = minimize(objective, np.log(p[kept]), method="BFGS", options=dict(gtol=1e-9))
+                if found.fun + cost * size < best[0]:
+                    q = np.zeros(6)
+                    q[kept] = np.exp(found.x - found.x.max()) / np.exp(found.x - found.x.max()).sum()
+                    best = found.fun + cost * size, q
+        link = BregmanTopK(jnp.float32(cost), jnp.float32(alpha), dual)
+        got = np.exp(np.asarray(link.logits(None, None, jnp.log(jnp.asarray(p, jnp.float32)))))  # type: ignore[arg-type]
+        np.testing.assert_allclose(got, best[1], atol=2e-3)
+
+
+def test_bregman_top_k_leaves_bad_rows_and_a_cost_of_0_alone() -> None:
+    link = BregmanTopK(jnp.float32(0), jnp.float32(1.5))
+    x = jnp.array([1.0, 2.0, -jnp.inf])
+    assert np.array_equal(link.logits(None, None, x), x)      # type: ignore[arg-type]
+    held = BregmanTopK(jnp.float32(0.1), jnp.float32(1.5))
+    assert np.isnan(held.logits(None, None, jnp.array([1.0, jnp.nan]))).any()       # type: ignore[arg-type]
+    assert (held.logits(None, None, jnp.full(3, -jnp.inf)) == -jnp.inf).all()        # type: ignore[arg-type]
+    alone = held.logits(None, None, jnp.array([0.0, -jnp.inf, -jnp.inf]))       # type: ignore[arg-type]
+    assert alone[0] == 0 and (alone[1:] == -jnp.inf).all()
+
+
+def test_an_end_comes_as_likely_as_its_bound_says() -> None:
+    logits, eps = np.array([0.3, -1.0, 2.0, 0.7]), 0.1
+    for t in (1, 2, 9):
+        ctx = Context(jnp.zeros(0, jnp.int32), jnp.int32(4 + t), jnp.int32(5), jax.random.key(0))
+        out = NonMonotonicEnd(jnp.array([1, -1]), jnp.float32(eps)).logits(None, ctx, jnp.asarray(logits, jnp.float32))
+        s, f = 1 / (1 + np.exp(1.0)), 1 - (1 - eps) ** t
+        end = (1 - s) * f + s
+        others = np.exp(np.delete(logits, 1))
+        want = np.insert((1 - end) * others / others.sum(), 1, end)
+        np.testing.assert_allclose(jnp.exp(out), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("samples", [8])
+def test_even_samples_are_samples_and_even(samples: int) -> None:
+    V, steps, groups = 5, 3, 12_000
+    p = np.random.default_rng(0).dirichlet(np.ones(V), size=steps).astype(np.float32)
+    seeds: Any = np.stack([np.zeros(groups, np.uint32), np.arange(groups, dtype=np.uint32)], 1)
+    link = jax.tree.map(jnp.asarray, evenly(seeds, np.zeros(groups, np.uint32), samples))
+    count = groups * samples
+    address = keys.row_keys(jnp.repeat(jnp.asarray(seeds), samples, 0), jnp.zeros(count, jnp.uint32),
+                            jnp.tile(jnp.arange(samples), groups).astype(jnp.uint32))
+
+    def text(t: Any, key: jax.Array) -> jax.Array:
+        state, out = t.init(None), []
+        for i in range(steps):
+            ctx = Context(jnp.zeros(0, jnp.int32), jnp.int32(i), jnp.int32(0), key)
+            logits = jnp.log(jnp.asarray(p[i]))
+            out.append(t.logits(state, ctx, logits).argmax())
+            state = t.advance(t.note(state, ctx, logits), out[-1], 0.0)
+        return jnp.stack(out)
+
+    tokens = np.asarray(jax.jit(jax.vmap(text))(link, address))
+    seen: Any = np.zeros((V,) * steps)
+    np.add.at(seen, tuple(tokens.T), 1)
+    want = np.einsum("a,b,c->abc", *p) * count
+    some = want > 5
+    assert chi2.sf(((seen - want) ** 2 / want)[some].sum(), some.sum()) > 1e-4
+    first = tokens[:, 0].reshape(groups, samples)
+    counts = np.stack([(first == v).sum(1) for v in range(V)], 1)
+    assert (np.abs(counts - p[0] * samples) < 1.2).all()        # of an interval each sample's code meets its share
+    assert np.abs(np.cov(counts[:, 0])) < 0.5 * samples * p[0, 0] * (1 - p[0, 0])
+
+
+def test_even_samples_are_more_different_and_the_same_with_drafts() -> None:
+    options: dict[str, Any] = dict(max_new_tokens=4, temperature=1.0, num_samples=8, eos_token_id=[])
+    different: Any = lambda out: np.mean([len({tuple(t) for t in out.tokens[i:i + 8]}) for i in range(0, len(out), 8)])
+    short = {**options, "max_new_tokens": 1}
+    spread = [[different(dx.generate(net(), PROMPTS, arithmetic_sampling=even, seed=seed, **short))
+               for seed in range(6)] for even in (True, False)]
+    assert np.mean(spread[0]) > np.mean(spread[1])
+    even = dx.generate(net(), PROMPTS, arithmetic_sampling=True, **options)
+    drafted = dx.generate(net(), PROMPTS, arithmetic_sampling=True, algorithm="prompt-lookup:length=3", **options)
+    assert np.array_equal(drafted.tokens, even.tokens)
+    alone = dx.generate(net(), PROMPTS[1], arithmetic_sampling=True, request_ids=[1], **options)
+    assert np.array_equal(alone.tokens, even.tokens[8:16])
