@@ -32,7 +32,7 @@ begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
     programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _extend, _fan_out, _fan_out_shared,
-                     _refill, stack_rows, advance, _outcome)
+                     _refill, stack_rows, advance, _outcome, _fork)
     return sum(program._cache_size() for program in programs)
 
 
@@ -180,6 +180,21 @@ def refill(s: State, policy: Any, new: State, new_policy: Any, rows: Array) -> t
 def _refill(held: Any, new: Any, rows: Array) -> Any:
     put = lambda held, new, rows: jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), held, new)
     return auto_region(put, held, new, rows, like=held)
+
+
+def fork(s: State, rows: Array, key: Array) -> State:
+    """The state whose row `i` goes on from what row `rows[i]` was, with the key `key[i]`; also what the method keeps of
+    it. `s` is donated."""
+    return _fork(s, rows, key)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fork(s: State, rows: Array, key: Array) -> State:
+    def moved(s: State, rows: Array, key: Array) -> State:
+        algo = jax.tree.map(lambda x: x[rows], s.algo)
+        return s.succeed(rows).replace(algo=algo, key=key)
+
+    return auto_region(moved, s, rows, key, like=s)
 
 
 def fan_out(s: State, policy: Any, rows: Array, live: Array, *address: Array) -> State:

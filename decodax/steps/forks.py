@@ -1,0 +1,303 @@
+"""Rows of one compiled batch that go on by steps, fork, and are fed, between bounded runs.
+
+A step ends at a delimiter, after so many tokens, or where the text ends. Between steps the host looks at the texts,
+weighs them, and says which row goes on from which. Nothing that has been read is read again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decodax.core import drivers
+from decodax.core.state import State, Status
+from decodax.core.stops import first_match, stop_strings
+from decodax.job import Job, collect, host_rows, on_mesh
+from decodax.request import Request
+from decodax.result import Result
+
+WAITING = Status.LENGTH
+"""What the device takes a row for that stands between two steps."""
+
+
+@dataclasses.dataclass
+class Forks:
+    """`n` rows of each of `P` prompts. Arrays about rows have the shape `[P, n]`.
+
+    Attributes:
+        job: the batch. n: rows of a prompt. until, step_tokens: what ends a step. stop: what ends a text.
+        status: `i32[P, n]`, why a text has ended; `Status.RUNNING` where it has not.
+        lengths: `i64[P, n]`, tokens of each row, with the prompt. spent: tokens made so far, also of rows that are gone.
+        fed: tokens that were put in. generation: how often rows have forked.
+    """
+
+    job: Job
+    n: int
+    until: tuple[str, ...]
+    step_tokens: int | None
+    stop: tuple[str, ...]
+    status: np.ndarray
+    lengths: np.ndarray
+    bound: np.ndarray
+    keys: Any
+    spent: int = 0
+    fed: int = 0
+    generation: int = 0
+
+    @classmethod
+    def begin(cls, lm: Any, prompts: Any, n: int, *, until: str | Sequence[str] | None = None,
+              step_tokens: int | None = None, **options: Any) -> Self:
+        """Reads the prompts, and makes `n` rows of each.
+
+        Args:
+            until: strings with which a step ends; they are part of it. step_tokens: tokens of a step at most. Without
+                either, a step is the whole text.
+            options: of `decodax.generate`. `max_new_tokens` bounds the whole text, with what is fed.
+
+        Raises:
+            ValueError, TypeError: as `decodax.generate`; or a method that works on rows of its own.
+        """
+        ends, stop = stop_strings(until), stop_strings(options.pop("stop", None))
+        if step_tokens is not None and (isinstance(step_tokens, bool) or step_tokens < 1):
+            raise ValueError(f"step_tokens: got {step_tokens!r}, takes a whole number from 1 on, or None")
+        if both := sorted(set(ends) & set(stop)):
+            raise ValueError(f"until and stop: got {both[0]!r} in both")
+        request = Request.read(lm, prompts, num_samples=n, **{"logprobs": 0, **options, "stop": [*stop, *ends] or None})
+        if request.algorithm.samples is not None or request.algorithm.canvas:
+            raise ValueError(f"algorithm: {request.algorithm.name} keeps rows of its own; takes a method that writes "
+                             "each text from left to right")
+        job = Job.begin(request)
+        shape = (len(request), n)
+        first = host_rows(job.state, np.arange(len(request) * n))
+        return cls(job=job, n=n, until=ends, step_tokens=step_tokens, stop=stop,
+                   status=np.asarray(first.status).reshape(shape).copy(), keys=job.state.key.copy(),
+                   lengths=first.length.reshape(shape).astype(np.int64),
+                   bound=first.max_length.reshape(shape).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.status)
+
+    @property
+    def rows(self) -> int:
+        return self.status.size
+
+    @property
+    def live(self) -> np.ndarray:
+        """`bool[P, n]`: texts that have not ended."""
+        return self.status == Status.RUNNING
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return self.job.request.prompts
+
+    def rng(self, prompt: int) -> np.random.Generator:
+        """Random numbers of a prompt at this generation: of its seed and address, whoever stands beside it."""
+        r = self.job.request
+        words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), self.generation]
+        return np.random.default_rng(np.random.SeedSequence(words))
+
+    def extend(self, which: np.ndarray | None = None, tokens: int | None = None, whole: bool = False) -> np.ndarray:
+        """Lets rows write one step more.
+
+        Args:
+            which: `bool[P, n]`; None: all that live. tokens: in place of `step_tokens`. whole: to the text's end.
+
+        Returns:
+            `bool[P, n]`, which rows have written.
+        """
+        which = self.live if which is None else which & self.live
+        tokens = self.step_tokens if tokens is None else tokens
+        before = self.lengths.copy()
+        todo = which.copy()
+        while todo.any():
+            limit = self.bound if tokens is None or whole else np.minimum(before + tokens, self.bound)
+            self._set(np.where(todo, Status.RUNNING, WAITING), limit)
+            self.job.advance(None)
+            state = host_rows(self.job.state, np.arange(self.rows))
+            status, length = (x.reshape(self.status.shape) for x in (state.status, state.length))
+            self.lengths = np.where(todo, length, self.lengths).astype(np.int64)
+            full = self.lengths >= self.bound
+            matched = (status == Status.STOP) & ~self._ended_by_stop(todo & (status == Status.STOP))
+            waits = matched | ((status == Status.LENGTH) & ~full)
+            self.status = np.where(todo & ~waits, status, self.status)
+            self.status = np.where(todo & waits & full, Status.LENGTH, self.status).astype(np.int32)
+            # to the end of the text through the ends of steps
+            todo = todo & waits & ~full if whole else np.zeros_like(todo)
+        self.spent += int((self.lengths - before).sum())
+        return which
+
+    def _ended_by_stop(self, rows: np.ndarray) -> np.ndarray:
+        """Of rows that a string has stopped, those that one of `stop` has."""
+        if not rows.any() or not self.stop or not self.until:
+            return rows if self.stop else np.zeros_like(rows)
+        out = np.zeros_like(rows)
+        texts = self.texts(rows, raw=True)
+        for p, i in zip(*np.nonzero(rows), strict=True):
+            out[p, i] = first_match(texts[p][i], self.stop) is not None
+        return out
+
+    def fork(self, parents: np.ndarray) -> None:
+        """Row `i` of prompt `p` goes on from what row `parents[p, i]` was. A row that goes on from itself is as it was;
+        the others draw by keys of their own."""
+        parents = np.asarray(parents, np.int64)
+        own = np.arange(self.n)
+        if (parents == own).all():
+            return
+        self.generation += 1
+        rows = np.arange(self.job.state.batch)
+        rows[:self.rows] = (np.arange(len(self))[:, None] * self.n + parents).reshape(-1)
+        moved = rows != np.arange(len(rows))
+        with on_mesh(self.job.request.lm.mesh):
+            again = jax.vmap(jax.random.fold_in, (0, None))(self.keys, self.generation)
+            key = jnp.where(jnp.asarray(moved), again, self.job.state.key)
+            self.job.state = drivers.fork(self.job.state, jnp.asarray(rows, jnp.int32), key)
+        take = lambda x: np.take_along_axis(x, parents, 1)
+        self.status, self.lengths = take(self.status), take(self.lengths)
+
+    def feed(self, texts: Sequence[Sequence[str | Sequence[int] | None]]) -> None:
+        """Puts a text, or ids, behind rows that live; None: nothing. What does not fit ends the row.
+
+        Raises:
+            ValueError: a link of the policy keeps a state of its own, which could not follow.
+        """
+        if jax.tree.leaves(self.job.state.policy):
+            raise ValueError("feed: a link of the policy follows the text token by token, and cannot follow this one")
+        tokenizer = self.job.request.lm.tokenizer
+        new: list[list[int]] = [[] for _ in range(self.job.state.batch)]
+        for p, row in enumerate(texts):
+            for i, text in enumerate(row):
+                if text is None or not len(text) or not self.live[p, i]:
+                    continue
+                if isinstance(text, str):
+                    if tokenizer is None:
+                        raise ValueError("feed: got a text, and the model has no tokenizer")
+                    text = tokenizer.encode(text, add_special_tokens=False)
+                ids = [int(t) for t in text]
+                if self.lengths[p, i] + len(ids) >= self.bound[p, i]:
+                    self.status[p, i] = Status.LENGTH
+                    continue
+                new[p * self.n + i] = ids
+                self.lengths[p, i] += len(ids)
+                self.fed += len(ids)
+        if not any(new):
+            return
+        s = self.job.state
+        tokens, length = np.array(s.tokens), np.array(s.length)
+        for row, ids in enumerate(new):
+            tokens[row, length[row]:length[row] + len(ids)] = ids
+            length[row] += len(ids)
+        given = np.array([bool(ids) for ids in new])
+        with on_mesh(self.job.request.lm.mesh):
+            put = lambda x, like: jax.device_put(x, like.sharding)
+            at = put(length, s.length)
+            status = put(np.where(given, Status.RUNNING, WAITING).astype(np.int32), s.status)
+            prompt_length = s.prompt_length
+            told: State = s.replace(tokens=put(tokens, s.tokens), length=at, prompt_length=at + 0, status=status)
+            told = drivers.extend(self.job.algorithm, self.job.model, self.job.params, told,
+                                  width=min(32, s.cache.capacity))
+            stop = put(np.where(given, 0, np.asarray(s.stop)).astype(np.int32), s.stop)
+            self.job.state = told.replace(prompt_length=prompt_length, stop=stop)
+        broken = (np.asarray(self.job.state.status) == Status.INVALID)[:self.rows].reshape(self.status.shape)
+        self.status = np.where(broken, Status.INVALID, self.status)
+
+    def cut(self, p: int, i: int) -> None:
+        """Ends a row where it stands."""
+        self.status[p, i] = Status.LENGTH
+
+    def rewind(self, made: np.ndarray) -> None:
+        """Takes rows back to their first tokens, `made[p, i]` of the new ones; -1 leaves a row alone. They live again.
+
+        Raises:
+            ValueError: the cache, or a link of the policy, cannot go back, or the method keeps something of its own.
+        """
+        s = self.job.state
+        if not (made >= 0).any():
+            return
+        if jax.tree.leaves((s.policy, s.algo)) or "truncation" not in s.cache.supports:
+            raise ValueError("rewind: takes a cache that can be cut short, a method that keeps nothing beside it, and a "
+                             "policy without links that follow the text token by token")
+        start = np.array([[len(prompt)] for prompt in self.prompts])
+        back = made >= 0
+        self.generation += 1
+        self.lengths = np.where(back, start + made, self.lengths)
+        self.status = np.where(back, Status.RUNNING, self.status).astype(np.int32)
+        wide = np.array(s.length)
+        wide[:self.rows] = np.where(back.reshape(-1), self.lengths.reshape(-1), wide[:self.rows])
+        moved = np.zeros(s.batch, bool)
+        moved[:self.rows] = back.reshape(-1)
+        with on_mesh(self.job.request.lm.mesh):
+            again = jax.vmap(jax.random.fold_in, (0, None))(self.keys, self.generation)
+            length = jax.device_put(wide, s.length.sharding)
+            held = jnp.arange(s.tokens.shape[1]) < length[:, None]
+            record = jax.tree.map(lambda x: jnp.where(held.reshape(*held.shape, *[1] * (x.ndim - 2)), x, 0), s.record)
+            self.job.state = s.replace(length=length, cache=s.cache.truncate(length - 1), record=record,
+                                       stop=jnp.where(moved, 0, s.stop), key=jnp.where(moved, again, s.key))
+
+    def ahead(self, which: np.ndarray | None = None, tokens: int | None = None) -> Forks:
+        """A copy in which rows are written on, to the end or by so many tokens; this one stays where it is."""
+        job = dataclasses.replace(self.job, state=jax.tree.map(lambda x: x.copy(), self.job.state))
+        other = dataclasses.replace(self, job=job, status=self.status.copy(), lengths=self.lengths.copy(), spent=0)
+        other.extend(which, tokens, whole=tokens is None)
+        self.spent += other.spent
+        return other
+
+    def tokens(self, p: int, i: int) -> list[int]:
+        """The new tokens of a row."""
+        return self._host_tokens()[p * self.n + i, len(self.prompts[p]):int(self.lengths[p, i])].tolist()
+
+    def _host_tokens(self) -> np.ndarray:
+        return np.asarray(self.job.state.tokens)
+
+    def texts(self, which: np.ndarray | None = None, raw: bool = False) -> list[list[Any]]:
+        """The new text of each row, up to the string that ended it; ids without a tokenizer. Those that are not in
+        `which` are empty. `raw`: also that string and what its token has behind it."""
+        lm, held = self.job.request.lm, self._host_tokens()
+        out: list[list[Any]] = []
+        for p, prompt in enumerate(self.prompts):
+            row: list[Any] = []
+            for i in range(self.n):
+                ids = held[p * self.n + i, len(prompt):int(self.lengths[p, i])].tolist()
+                if which is not None and not which[p, i]:
+                    row.append("" if lm.tokenizer else [])
+                elif lm.tokenizer is None:
+                    row.append(ids)
+                else:
+                    stop = self.stop if self.status[p, i] == Status.STOP and not raw else ()
+                    row.append(lm.tokenizer.continuation(prompt, ids, stop=stop,
+                                                         skip_special_tokens=self.job.request.skip_special_tokens))
+            out.append(row)
+        return out
+
+    def log_probs(self, processed: bool = False) -> np.ndarray:
+        """`f64[P, n]`: of each row's new tokens under the model, or under the policy. What was fed counts 0."""
+        record = self.job.state.record
+        assert record is not None
+        values = np.asarray(record.processed if processed else record.raw)[:self.rows].astype(np.float64)
+        first = np.array([len(prompt) for prompt in self.prompts]).repeat(self.n)
+        place = np.arange(values.shape[1])
+        inside = (place >= first[:, None]) & (place < self.lengths.reshape(-1)[:, None])
+        return np.where(inside, values, 0).sum(1).reshape(self.status.shape)
+
+    def result(self) -> Result:
+        """All rows as `decodax.generate` gives them."""
+        self._set(np.where(self.live, Status.TIME, self.status), self.bound)
+        s = host_rows(self.job.state, np.arange(self.rows))
+        job = self.job
+        request = dataclasses.replace(job.request, stop=self.stop)
+        result = collect(request, s, self.status.reshape(-1), {})
+        return dataclasses.replace(result, stats=dataclasses.replace(
+            result.stats, forwards=job.forwards, prefill_forwards=job.prefill_forwards, seconds=job.seconds,
+            prefill_seconds=job.prefill_seconds))
+
+    def _set(self, status: np.ndarray, bound: np.ndarray) -> None:
+        s = self.job.state
+        wide, limit = np.full(s.batch, WAITING, np.int32), np.array(s.max_length)
+        wide[:self.rows], limit[:self.rows] = status.reshape(-1), bound.reshape(-1)
+        with on_mesh(self.job.request.lm.mesh):
+            self.job.state = s.replace(status=jax.device_put(wide, s.status.sharding),
+                                       max_length=jax.device_put(limit, s.max_length.sharding))

@@ -1,0 +1,62 @@
+"""`explore`: searches over texts that grow step by step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from decodax.io.load import LM
+from decodax.methods import model
+from decodax.steps.explorer import Explored, Explorer
+from decodax.steps.forks import Forks
+from decodax.steps.table import explorer
+
+
+def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer, *,
+            until: str | Sequence[str] | None = None, step_tokens: int | None = None,
+            options: dict[str, Any] | None = None, **sampling: Any) -> Explored:
+    """Answers each prompt by a search over steps, on forks of one compiled state.
+
+    >>> import decodax as dx
+    >>> dx.explore("pycode", "def area(", "particle-filter", options={"reward": judge},
+    ...            until="\\n", temperature=0.8).text                                     # doctest: +SKIP
+
+    Args:
+        lm, prompts: as of `generate`.
+        by: a search, or the name of one (`decodax.steps.EXPLORERS`).
+        until: strings with which a step ends. step_tokens: tokens of a step at most. Without either, a step is the
+            whole text.
+        options: of the search, where it is given by name: `options={"reward": judge, "n": 16}`.
+        sampling: arguments of `generate`: `temperature`, `max_new_tokens`, `algorithm`, `cache`, `stop`, ... With
+            `algorithm` any system that writes from left to right writes the steps.
+
+    Raises:
+        ValueError: an unknown search or option, or one that is missing; or as `generate`.
+        TypeError: as `generate`.
+    """
+    lm = model(lm)
+    chosen = explorer(by, **(options or {})) if isinstance(by, str) else by
+    if not isinstance(chosen, Explorer):
+        raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
+    if not isinstance(by, str) and options:
+        raise ValueError("options: got some beside a search that is made already")
+    for name in ("num_samples", "num_return_sequences"):
+        if name in sampling:
+            raise TypeError(f"{name}: explore takes no such argument; the search says how many rows it takes")
+    forks = Forks.begin(lm, prompts, chosen.rows, until=until, step_tokens=step_tokens, **sampling)
+    found = chosen.search(forks, asked(prompts, forks.prompts))
+    texts = forks.texts()
+    index = found.scores.argmax(1) if found.index is None else np.asarray(found.index)
+    return Explored(text=[row[int(i)] for row, i in zip(texts, index, strict=True)], index=index, texts=texts,
+                    scores=found.scores, weights=found.weights, log_evidence=found.log_evidence, tokens=forks.spent,
+                    fed=forks.fed, result=forks.result())
+
+
+def asked(prompts: Any, ids: Sequence[list[int]]) -> list[Any]:
+    """The prompts as they were given, one by one; as ids where that is not plain."""
+    given = [prompts] if isinstance(prompts, str) else prompts
+    same = isinstance(given, (list, tuple)) and len(given) == len(ids) and not all(isinstance(x, int) for x in given)
+    return list(given) if same else list(ids)
