@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import choice, diffusion, jobs, kvcache, policy, readout, systems
+    from decodax import choice, diffusion, jobs, kvcache, policy, readout, steps, systems
     from decodax.api import Stream, generate, stream
     from decodax.autoregressive import Autoregressive
     from decodax.cache import Cache, Window
@@ -47,13 +47,14 @@ if TYPE_CHECKING:
         fit_tree,
         shapes,
     )
+    from decodax.steps.front import explore
     from decodax.systems import entry, system
 
 __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["choice", "diffusion", "jobs", "kvcache", "policy", "readout", "systems"],
+    "decodax": ["choice", "diffusion", "jobs", "kvcache", "policy", "readout", "steps", "systems"],
     "decodax.api": ["Stream", "generate", "stream"],
     "decodax.autoregressive": ["Autoregressive"],
     "decodax.cache": ["Cache", "Window"],
@@ -76,6 +77,7 @@ _HOMES = {
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
                             "TypicalAcceptance", "automatic", "drafts", "fit_layers", "fit_predictor", "fit_tree",
                             "shapes"],
+    "decodax.steps": ["explore"],
     "decodax.systems": ["entry", "system"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -84,10 +86,10 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Chosen", "Decision", "Frame", "Infilled",
     "KSeq", "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
     "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
-    "Watch", "Window", "automatic", "cache_programs", "choice", "choose", "diffusion", "drafts", "entry",
+    "Watch", "Window", "automatic", "cache_programs", "choice", "choose", "diffusion", "drafts", "entry", "explore",
     "fit_layers", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes",
-    "load", "policy", "python_loop", "quantize", "readout", "run", "save", "score", "serve", "shapes", "step", "stream",
-    "system", "systems", "watch", "zoo",
+    "load", "policy", "python_loop", "quantize", "readout", "run", "save", "score", "serve", "shapes", "step", "steps",
+    "stream", "system", "systems", "watch", "zoo",
 ]
 
 

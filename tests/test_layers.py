@@ -10,9 +10,9 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = (
     "struct", "progress", "axes", "pallas_kernels", "cache", "core", "registry", "policy", "autoregressive",
-    "constraints", "readout", "speculative", "search", "diffusion", "models", "kvcache", "sharding", "io", "systems", "result",
-    "memory", "programs", "methods", "request", "reading", "job", "jobs", "api", "choice", "scoring", "canvas", "bench",
-    "cli", "__main__",
+    "constraints", "readout", "speculative", "search", "diffusion", "models", "kvcache", "sharding", "io", "systems",
+    "result", "memory", "programs", "methods", "request", "reading", "job", "jobs", "api", "choice", "scoring", "steps",
+    "canvas", "bench", "cli", "__main__",
 )
 """Lowest first."""
 

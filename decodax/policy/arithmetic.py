@@ -82,7 +82,7 @@ def evenly(seeds: np.ndarray, requests: np.ndarray, samples: int) -> Arithmetic:
     """
     shared = keys.row_keys(jnp.asarray(seeds), jnp.asarray(requests), jnp.full(len(requests), np.uint32(2 ** 32 - 1)))
     shift = jax.vmap(lambda key: keys.address(keys.at(key, jnp.int32(0), Purpose.TRANSFORM))[0])(shared)
-    shift = np.asarray(shift) % CELLS
-    low: Any = (np.arange(samples) + shift[:, None] / CELLS) / samples
+    cell = np.asarray(shift) % CELLS
+    low: Any = (np.arange(samples) + cell[:, None] / CELLS) / samples
     size: Any = np.full(low.size, 1 / (CELLS * samples), np.float32)
     return Arithmetic(low.astype(np.float32).reshape(-1), size)

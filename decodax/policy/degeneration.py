@@ -46,7 +46,7 @@ class FSD(Transform):
         place = jnp.arange(ctx.tokens.shape[0])
         here = place < ctx.length
         hits = here & (ctx.tokens == ids[:, None])                      # [k, N], where each token stands
-        seen = []                                                       # what stands behind the last i tokens
+        seen: list[Array] = []      # what stands behind the last i tokens
         for i in range(self.n):
             last = ctx.tokens[jnp.maximum(ctx.length - i, 0)] if i else None
             same = here if i == 0 else seen[-1] & (jnp.roll(ctx.tokens, i) == last) & (place >= i)

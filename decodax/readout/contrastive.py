@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class TwoCaches(Cache, Struct):
         return self.expert.capacity
 
     @property
-    def length(self) -> Array:      # type: ignore[override]
+    def length(self) -> Array:
         return self.expert.length
 
     def _each(self, f: Callable[[Any], Any]) -> TwoCaches:
@@ -150,4 +150,4 @@ def contrast(lm: Loaded, amateur: Loaded, alpha: float = 0.1, beta: float | None
     if temperature <= 0 or (beta is not None and beta < 0):
         raise ValueError(f"temperature and beta: got {temperature} and {beta}, takes one above 0, and one from 0 on")
     model = Contrastive(lm.model, amateur.model, alpha, beta, temperature)
-    return dataclasses.replace(lm, model=model, params=(lm.params, amateur.params))
+    return dataclasses.replace(cast(Any, lm), model=model, params=(lm.params, amateur.params))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
     Raises:
         ValueError: a model whose layers cannot be seen, or layers that it does not have.
     """
-    model = lm.model
+    model, given = lm.model, cast(Any, lm)
     if not isinstance(model, LayeredModel):
         raise ValueError(f"dola: takes a model whose layers can be seen; got {type(model).__name__}")
     depth = model.depth
@@ -113,7 +113,7 @@ def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
         raise ValueError(f"relative_top: got {relative_top}, takes a number in (0, 1]")
     if distance not in ("reference", "jensen-shannon"):
         raise ValueError(f"distance: got {distance!r}, takes 'reference' or 'jensen-shannon'")
-    return dataclasses.replace(lm, model=DoLa(model, found, relative_top, distance))
+    return dataclasses.replace(given, model=DoLa(model, found, relative_top, distance))
 
 
 def asked(lm: Loaded, given: Any, said: Callable[..., Any]) -> Any:
@@ -122,6 +122,6 @@ def asked(lm: Loaded, given: Any, said: Callable[..., Any]) -> Any:
         whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
         if not isinstance(layers, str) and not (isinstance(layers, Sequence) and all(map(whole, layers))):
             raise ValueError(f"dola_layers: got {layers!r}, takes 'low', 'high', or numbers of layers")
-        return dola(lm, layers)
+        return dola(lm, cast(Any, layers))
 
     return said("dola_layers", given, read, lm)

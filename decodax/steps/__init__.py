@@ -1,17 +1,20 @@
 """Search over texts that grow step by step, on forks of one compiled state: see `explore`.
 
-The vocabulary is small. `Forks.extend` lets rows write a step, a search weighs what they have written, `Forks.fork` says
-which row goes on from which, `Forks.feed` puts text behind rows, and `Forks.ahead` looks how rows would go on.
+The vocabulary is small. `Forks.extend` lets rows write a step, a search weighs what they have written, `Forks.fork`
+says which row goes on from which, `Forks.feed` puts text behind rows, and `Forks.ahead` looks how rows would go on.
 """
 
 from decodax.steps.beam import AStar, StepBeams, mean_shortfall
+from decodax.steps.drafting import atts, lookahead_reasoning, same_words
 from decodax.steps.explorer import Explored, Explorer, Ranked, resample
 from decodax.steps.forks import Forks
 from decodax.steps.front import explore
+from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding, k_means, tf_idf
 from decodax.steps.table import EXPLORERS, explorer
 from decodax.steps.tree import TreePO
 
 __all__ = ["EXPLORERS", "SMC", "AStar", "Explored", "Explorer", "Forks", "ParticleFilter", "PhiDecoding", "Ranked",
-           "Steering", "StepBeams", "TreePO", "explore", "explorer", "k_means", "mean_shortfall", "resample", "tf_idf"]
+           "Steering", "StepBeams", "TreePO", "TrimR", "WithTools", "atts", "explore", "explorer", "k_means",
+           "lookahead_reasoning", "mean_shortfall", "resample", "same_words", "tf_idf"]

@@ -55,8 +55,8 @@ def _no_cost(scores: Sequence[float]) -> float:
 @dataclasses.dataclass(frozen=True)
 class AStar(Explorer):
     """A*-decoding (Chatziveroglou, 2025): best-first search over texts. Of all unfinished texts the one with the least
-    `f = g + 1 - reward` is written on by `branch` different steps, until a text that has ended is the best, `answers` of
-    them have been found, or `expansions` texts have been expanded.
+    `f = g + 1 - reward` is written on by `branch` different steps, until `answers` texts that have ended are better
+    than it, or `expansions` texts have been expanded.
 
     What the path so far costs, `g`, is not published in full: it is `cost` of the rewards along it, by default nothing,
     so that texts are taken by their reward alone; `decodax.steps.mean_shortfall` adds the mean of `1 - reward`.

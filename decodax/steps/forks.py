@@ -32,8 +32,9 @@ class Forks:
     Attributes:
         job: the batch. n: rows of a prompt. until, step_tokens: what ends a step. stop: what ends a text.
         status: `i32[P, n]`, why a text has ended; `Status.RUNNING` where it has not.
-        lengths: `i64[P, n]`, tokens of each row, with the prompt. spent: tokens made so far, also of rows that are gone.
-        fed: tokens that were put in. generation: how often rows have forked.
+        lengths: `i64[P, n]`, tokens of each row, with the prompt. bound: `i64[P, n]`, how many it may have.
+        keys: of the places. spent: tokens made so far, also of rows that are gone. fed: tokens that were put in.
+        generation: how often rows have forked.
     """
 
     job: Job
@@ -72,12 +73,14 @@ class Forks:
             raise ValueError(f"algorithm: {request.algorithm.name} keeps rows of its own; takes a method that writes "
                              "each text from left to right")
         job = Job.begin(request)
+        # ends of steps count from the first token on; an end of sequence is kept back by the policy
+        job.state = job.state.replace(min_new=jnp.zeros_like(job.state.min_new))
         shape = (len(request), n)
         first = host_rows(job.state, np.arange(len(request) * n))
         return cls(job=job, n=n, until=ends, step_tokens=step_tokens, stop=stop,
                    status=np.asarray(first.status).reshape(shape).copy(), keys=job.state.key.copy(),
-                   lengths=first.length.reshape(shape).astype(np.int64),
-                   bound=first.max_length.reshape(shape).astype(np.int64))
+                   lengths=np.asarray(first.length, np.int64).reshape(shape),
+                   bound=np.asarray(first.max_length, np.int64).reshape(shape))
 
     def __len__(self) -> int:
         return len(self.status)
@@ -138,8 +141,15 @@ class Forks:
         out = np.zeros_like(rows)
         texts = self.texts(rows, raw=True)
         for p, i in zip(*np.nonzero(rows), strict=True):
-            out[p, i] = first_match(texts[p][i], self.stop) is not None
+            least = int(self.job.request.min_new[p])
+            after = len(self._text(p, self.tokens(p, i)[:least - 1])) if least > 1 else 0
+            out[p, i] = first_match(texts[p][i], self.stop, after) is not None
         return out
+
+    def _text(self, p: int, ids: list[int]) -> str:
+        request = self.job.request
+        assert request.lm.tokenizer is not None
+        return request.lm.tokenizer.continuation(self.prompts[p], ids, skip_special_tokens=request.skip_special_tokens)
 
     def fork(self, parents: np.ndarray) -> None:
         """Row `i` of prompt `p` goes on from what row `parents[p, i]` was. A row that goes on from itself is as it was;
@@ -169,6 +179,7 @@ class Forks:
             raise ValueError("feed: a link of the policy follows the text token by token, and cannot follow this one")
         tokenizer = self.job.request.lm.tokenizer
         new: list[list[int]] = [[] for _ in range(self.job.state.batch)]
+        row: Any
         for p, row in enumerate(texts):
             for i, text in enumerate(row):
                 if text is None or not len(text) or not self.live[p, i]:
@@ -188,9 +199,9 @@ class Forks:
             return
         s = self.job.state
         tokens, length = np.array(s.tokens), np.array(s.length)
-        for row, ids in enumerate(new):
-            tokens[row, length[row]:length[row] + len(ids)] = ids
-            length[row] += len(ids)
+        for i, ids in enumerate(new):
+            tokens[i, length[i]:length[i] + len(ids)] = ids
+            length[i] += len(ids)
         given = np.array([bool(ids) for ids in new])
         with on_mesh(self.job.request.lm.mesh):
             put = lambda x, like: jax.device_put(x, like.sharding)
@@ -219,8 +230,8 @@ class Forks:
         if not (made >= 0).any():
             return
         if jax.tree.leaves((s.policy, s.algo)) or "truncation" not in s.cache.supports:
-            raise ValueError("rewind: takes a cache that can be cut short, a method that keeps nothing beside it, and a "
-                             "policy without links that follow the text token by token")
+            raise ValueError("rewind: takes a cache that can be cut short, a method that keeps nothing beside it, and "
+                             "a policy without links that follow the text token by token")
         start = np.array([[len(prompt)] for prompt in self.prompts])
         back = made >= 0
         self.generation += 1

@@ -62,16 +62,18 @@ class ParticleFilter(Explorer):
     def rows(self) -> int:
         return self.n
 
+    def _odds(self, prompt: Any, texts: Sequence[Any]) -> np.ndarray:
+        return _odds(np.asarray(self.reward(prompt, texts), np.float64))
+
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         zeros = np.zeros((len(forks), self.n))
         score, last = zeros, zeros
         while (running := forks.live.any(1)).any():
             wrote = forks.extend()
-            score = scored(lambda prompt, texts: _odds(np.asarray(self.reward(prompt, texts), np.float64)), forks, asked,
-                           wrote, score)
+            score = scored(self._odds, forks, asked, wrote, score)
             weight = normal(score - last if self.increment else score)
             parents = np.tile(np.arange(self.n), (len(forks), 1))
-            for p in np.flatnonzero(running):
+            for p in np.flatnonzero(running).tolist():
                 parents[p] = resample(weight[p], forks.rng(p), self.resampling)
             forks.fork(parents)
             score = np.take_along_axis(score, parents, 1)
@@ -163,7 +165,7 @@ class Steering(Explorer):
         return self.n * self.factor
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
-        shape, copies = (len(forks), self.rows), np.repeat(np.arange(self.n), self.factor)
+        shape = len(forks), self.rows
         # the first copies hold the particles; a particle that has ended has one copy, with all of its weight
         weight, value = np.full(shape, -np.inf), np.zeros(shape)
         weight[:, :self.n] = -np.log(self.n)

@@ -56,9 +56,9 @@ def _soft(x: np.ndarray) -> np.ndarray:
 class PhiDecoding(Explorer):
     """phi-Decoding (Xu et al., 2025): adaptive foresight sampling.
 
-    Each of `beams` texts tries `samples` next steps. Those whose mean log-probability a token is not above the mean less
-    `sigma` standard deviations are given up. The others are written to their end, and judged by that foresight: its
-    advantage is its mean log-probability less that of its parent's; texts with alike foresights form `clusters`. Of
+    Each of `beams` texts tries `samples` next steps. Those whose mean log-probability a token is not above the mean
+    less `sigma` standard deviations are given up. The others are written to their end, and judged by that foresight:
+    its advantage is its mean log-probability less that of its parent's; texts with alike foresights form `clusters`. Of
     those with a positive advantage `beams` steps are drawn without replacement, by half the softmax of their advantage
     over `temperature` and half the softmax of their cluster's share. It stops to look ahead when more than a share of
     `agreement` of them has lain in one cluster, or all steps that were drawn are the same, from the step `first` on, or
@@ -104,7 +104,7 @@ class PhiDecoding(Explorer):
             forks.extend(forks.live & looks[:, None])
             mean = (forks.log_probs() - start_p) / (forks.lengths - start_n + 1e-8)
             keep = np.zeros((P, n), bool)
-            for p in np.flatnonzero(looks):
+            for p in np.flatnonzero(looks).tolist():
                 keep[p] = mean[p] > mean[p].mean() - self.sigma * mean[p].std()
                 if (lacks := self.beams - int(keep[p].sum())) > 0:
                     rest = np.flatnonzero(~keep[p])
@@ -116,7 +116,7 @@ class PhiDecoding(Explorer):
             ahead = seen.texts(keep)
             after = (seen.log_probs() - before_p) / (seen.lengths - before_n + 1e-8)
             parents = np.tile(own, (P, 1))
-            for p in np.flatnonzero(looks):
+            for p in np.flatnonzero(looks).tolist():
                 rows = np.flatnonzero(keep[p])
                 gain = after[p, rows] - value[p, spread[p, rows]]
                 told = [ahead[p][i][len(cut[p][i]):] for i in rows]
@@ -139,7 +139,7 @@ class PhiDecoding(Explorer):
         good = np.flatnonzero((gain > 0) & np.array([bool(t.strip()) for t in told]))
         if len(good) < self.beams:
             return rng.choice(len(gain), self.beams, False, _soft(gain / self.temperature)), False
-        label = k_means(self.vectors([told[i] for i in good]), self.clusters, rng)
+        label = k_means(self.vectors([told[i] for i in good.tolist()]), self.clusters, rng)
         sizes = np.bincount(label)
         weight = (_soft((sizes / len(good))[label]) + _soft(gain[good] / self.temperature)) / 2
         chosen = good[rng.choice(len(good), self.beams, False, weight)]

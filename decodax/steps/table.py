@@ -8,6 +8,7 @@ from typing import Any
 from decodax.registry import near
 from decodax.steps.beam import AStar, StepBeams
 from decodax.steps.explorer import Explorer
+from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding
 from decodax.steps.tree import TreePO
@@ -37,8 +38,8 @@ class Entry:
 
 EXPLORERS = {entry.name: entry for entry in (
     Entry("particle-filter", "A Probabilistic Inference Approach to Inference-Time Scaling of LLMs using "
-          "Particle-Based Monte Carlo Methods", "Puri et al. 2025", "particles resampled by the odds of a process reward",
-          ParticleFilter),
+          "Particle-Based Monte Carlo Methods", "Puri et al. 2025",
+          "particles resampled by the odds of a process reward", ParticleFilter),
     Entry("smc", "Sequential Monte Carlo Steering of Large Language Models", "Lew et al. 2023",
           "weighted samples of the model times a potential, with an estimate of how much that is", SMC),
     Entry("smc-steering", "Sequential Monte Carlo Steering of Large Language Models", "Lew et al. 2023",
@@ -50,7 +51,12 @@ EXPLORERS = {entry.name: entry for entry in (
     Entry("phi-decoding", "phi-Decoding: Adaptive Foresight Sampling for Balanced Inference-Time Exploration and "
           "Exploitation", "Xu et al. 2025", "steps judged by how the model goes on from them", PhiDecoding),
     Entry("treepo", "TreePO: Bridging the Gap of Policy Optimization and Efficacy and Inference Efficiency with "
-          "Heuristic Tree-based Modeling", "Li et al. 2025", "a tree of segments that share their beginnings", TreePO))}
+          "Heuristic Tree-based Modeling", "Li et al. 2025", "a tree of segments that share their beginnings", TreePO),
+    Entry("with-tools", "Inference Scaling for Long-Context Retrieval Augmented Generation", "Yue et al. 2024",
+          "a text that stops at calls, and goes on behind what they gave (IterDRAG; DTA-Llama: several calls at once)",
+          WithTools),
+    Entry("trimr", "TrimR: Verifier-based Training-Free Thinking Compression for Efficient Test-Time Scaling",
+          "Lin et al. 2025", "a verifier ends thoughts that only say again what is known", TrimR))}
 """All of them, by name."""
 
 

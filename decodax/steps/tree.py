@@ -43,8 +43,8 @@ class TreePO(Explorer):
     segment, "likely" or "unlikely".
 
     Attributes:
-        n: texts wanted. divergence: branches of a text. first: bounds of the first branching. depth: segments of a text.
-        weights: as above. reward: of whole texts, for the choice; None: the likeliest a token.
+        n: texts wanted. divergence: branches of a text. first: bounds of the first branching. depth: segments of a
+            text. weights: as above. reward: of whole texts, for the choice; None: the likeliest a token.
     """
 
     n: int = 16
@@ -56,7 +56,8 @@ class TreePO(Explorer):
 
     def __post_init__(self) -> None:
         if self.divergence < 1 or not 1 <= self.first[0] <= self.first[1]:
-            raise ValueError(f"divergence and first: got {self.divergence} and {self.first}, take 1 or more, and bounds")
+            raise ValueError(f"divergence and first: got {self.divergence} and {self.first}, take 1 or more, and two "
+                             "bounds")
         if self.weights not in ("even", "likely", "unlikely"):
             raise ValueError(f"weights: got {self.weights!r}, takes 'even', 'likely' or 'unlikely'")
 
@@ -112,7 +113,7 @@ class TreePO(Explorer):
 
     def _fall_back(self, forks: Forks, held: np.ndarray, segments: np.ndarray) -> None:
         """Lets free rows begin again within a text of the tree: they go on from a beginning of it."""
-        parents = np.tile(np.arange(self.n), held.shape[:1] + (1,))
+        parents = np.tile(np.arange(self.n), (len(held), 1))
         lengths = np.where(held, -1, 0)
         for p in range(len(forks)):
             rng, done, free = forks.rng(p), np.flatnonzero(held[p]), np.flatnonzero(~held[p])

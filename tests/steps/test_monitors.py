@@ -1,0 +1,80 @@
+"""Texts with tools, thoughts cut short, and steps that a small model drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax import steps
+from tests.laws.test_systems import lm as worded
+
+OPTIONS: dict[str, Any] = dict(max_new_tokens=24, min_new_tokens=24)
+
+
+def test_a_result_stands_behind_its_call_and_is_read() -> None:
+    lm, seen = worded("llama"), []
+
+    def act(prompt: Any, text: str) -> str:
+        seen.append((prompt, text))
+        return "hg"
+
+    tools = steps.WithTools(act, rounds=2, last="fa")
+    out = steps.explore(lm, ["abcd", "hgh"], tools, until=["b", "c", "e"], **OPTIONS)
+    assert {p for p, _ in seen} <= {"abcd", "hgh"} and len(seen) == 4
+    for p, prompt in enumerate(("abcd", "hgh")):
+        first, second = [t for q, t in seen if q == prompt]
+        assert out.text[p].startswith(first + "hg") and out.text[p].startswith(second + "hgfa")
+        # the text goes on as the model has it behind what was put there
+        ids = out.result.row(p).tolist()
+        assert lm.tokenizer is not None
+        rest = dx.generate(lm, [lm.tokenizer.encode(prompt) + ids[:-2]], max_new_tokens=2, min_new_tokens=2)
+        assert rest.row(0).tolist() == ids[-2:]
+    assert lm.tokenizer is not None
+    assert out.fed == sum(len(lm.tokenizer.encode(t, add_special_tokens=False)) for t in ("hg", "hgfa")) * 2
+
+
+def test_thoughts_that_repeat_are_ended_once() -> None:
+    lm, asked = worded("llama"), []
+
+    def redundant(prompt: Any, thoughts: Any) -> bool:
+        asked.append(list(thoughts))
+        return True
+
+    out = steps.explore(lm, ["abcd"], steps.TrimR(redundant, guidance="hghg", patience=2, least=1),
+                        until=["b", "c", "e", "a"], **OPTIONS)
+    assert [len(x) for x in asked] == [2, 3]
+    assert out.text[0].startswith("".join(asked[-1]) + "hghg")
+    free = steps.explore(lm, ["abcd"], steps.TrimR(lambda p, t: False, guidance="hghg"), until=["b", "c"], **OPTIONS)
+    assert free.text == dx.generate(lm, ["abcd"], **OPTIONS).text
+
+
+@pytest.mark.parametrize("draft", ["llama", "sliding"])
+def test_steps_drafted_and_compared_word_for_word_are_the_targets_own(draft: str) -> None:
+    lm, prompts = worded("llama"), ["abcd", "hgh"]
+    plain = dx.generate(lm, prompts, **OPTIONS)
+    out = steps.lookahead_reasoning(lm, worded(draft), prompts, until=["a", "b", "c", "d", "e"], depth=2,
+                                    same=str.__eq__, step_tokens=6, **OPTIONS)
+    assert out.text == plain.text
+    if draft == "llama":                # a draft that is the target is always right
+        assert sum(out.accepted) > 0 and out.rounds < max(out.steps)
+    looser = steps.lookahead_reasoning(lm, worded(draft), prompts, until=["a", "b", "c"], depth=2,
+                                       same=lambda a, b: True, step_tokens=6, **OPTIONS)
+    assert sum(looser.accepted) >= sum(looser.steps) // 2
+
+
+def test_chunks_stand_by_their_rank() -> None:
+    lm, small, prompts = worded("llama"), worded("toy"), ["abcd", "hgh", "cab"]
+    every = steps.atts(lm, small, prompts, step_tokens=3, cut=1.0, **OPTIONS)
+    assert every.accepted == every.turns and min(every.turns) > 3
+    assert every.text == dx.generate(small, prompts, **OPTIONS).text or all(every.text)
+    none = steps.atts(lm, small, prompts, step_tokens=3, cut=0.0, calibration=[0.0] * 50, **OPTIONS)
+    assert sum(none.accepted) == 0 and none.text == dx.generate(lm, prompts, **OPTIONS).text
+    half = steps.atts(lm, small, prompts, step_tokens=3, cut=0.5, **OPTIONS)
+    values = np.concatenate(half.p_values)
+    assert 0 < sum(half.accepted) < sum(half.turns) and (values > 0).all() and (values <= 1).all()
+    assert sum(half.accepted) == (values >= 0.5).sum()
+    with pytest.raises(ValueError, match="cut: got 2"):
+        steps.atts(lm, small, prompts, cut=2)

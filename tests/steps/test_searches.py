@@ -1,0 +1,211 @@
+"""Searches over steps: laws by enumeration, rules by what they must come to."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import logsumexp
+
+import decodax as dx
+from decodax import steps
+from decodax.cache import causal
+from decodax.models import Transformer, llama
+from decodax.steps.explorer import log_mean, normal, settled
+from decodax.steps.particles import kept
+from decodax.steps.phi import k_means, tf_idf
+from decodax.steps.tree import shares
+from tests.search.test_contrastive import PROMPTS, net
+
+V, NEW, EOS = 5, 4, 2
+
+
+@functools.cache
+def tiny() -> dx.LM:
+    network = Transformer(llama(vocab=V, width=8, layers=1, heads=2, kv_heads=1, mlp=8, context=64))
+    weights = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, network.init_params(jax.random.key(4)))
+    return dx.LM(model=network, params=weights, vocab_size=V, generation_config={"eos_token_id": EOS})
+
+
+@functools.cache
+def law(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+    """The probability of each text."""
+    lm = tiny()
+    texts = [t for n in range(1, NEW + 1) for t in itertools.product(range(V), repeat=n)
+             if EOS not in t[:-1] and (n == NEW or t[-1] == EOS)]
+    full = np.array(list(itertools.product(range(V), repeat=NEW)), np.int32)
+    tokens = np.concatenate([np.tile(prompt, (len(full), 1)), full], 1)
+    out = lm.model.apply(lm.params, causal(jnp.asarray(tokens), jnp.zeros(len(tokens), jnp.int32)),
+                         lm.model.init_cache(len(tokens), 16))
+    log_p = np.asarray(jax.nn.log_softmax(out.logits()), np.float64)[:, len(prompt) - 1:-1]
+    table = {tuple(row): log_p[i] for i, row in enumerate(full.tolist())}
+    return {t: float(np.exp(sum(table[(*t, *[0] * (NEW - len(t)))][k, x] for k, x in enumerate(t)))) for t in texts}
+
+
+def potential(prompt: Any, texts: Any) -> list[float]:
+    """Favours 3, and rules out 1 behind 1. It is a product over tokens."""
+    return [-np.inf if any(a == b == 1 for a, b in itertools.pairwise(t)) else 0.8 * sum(x == 3 for x in t)
+            for t in map(list, texts)]
+
+
+def target(prompt: tuple[int, ...]) -> tuple[dict[tuple[int, ...], float], float]:
+    weights = {t: p * float(np.exp(potential(None, [t])[0])) for t, p in law(prompt).items()}
+    total = sum(weights.values())
+    return {t: w / total for t, w in weights.items()}, total
+
+
+def frequencies(out: steps.Explored) -> dict[tuple[int, ...], float]:
+    assert out.weights is not None
+    found: dict[tuple[int, ...], float] = {}
+    for text, weight in zip(out.texts[0], out.weights[0], strict=True):
+        found[tuple(text)] = found.get(tuple(text), 0) + weight
+    return found
+
+
+OPTIONS: dict[str, Any] = dict(step_tokens=1, max_new_tokens=NEW, temperature=1.0)
+
+
+@pytest.mark.parametrize(("count", "near"), [(1000, 0.08), pytest.param(10_000, 0.02, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("least", [0.5, pytest.param(1.0, marks=pytest.mark.matrix),
+                                   pytest.param(0.0, marks=pytest.mark.matrix)])
+def test_particles_have_the_law_of_model_and_potential(count: int, near: float, least: float) -> None:
+    prompt = (1, 3)
+    want, total = target(prompt)
+    out = steps.explore(tiny(), [list(prompt)], steps.SMC(potential, n=count, least=least), **OPTIONS)
+    assert out.log_evidence is not None
+    assert abs(np.exp(out.log_evidence[0]) / total - 1) < near
+    got = frequencies(out)
+    assert sum(abs(got.get(t, 0) - w) for t, w in want.items()) / 2 < (3.5 if count < 5000 else 6) * near
+
+
+def test_a_twist_and_a_late_potential_change_no_law() -> None:
+    prompt = (1, 3)
+    want, total = target(prompt)
+    guess = lambda prompt, texts: [0.3 * x for x in potential(prompt, texts)]
+    for search in (steps.SMC(potential, n=1000, twist=guess), steps.SMC(potential, n=1000, ended=True)):
+        out = steps.explore(tiny(), [list(prompt)], search, **OPTIONS)
+        assert out.log_evidence is not None and abs(np.exp(out.log_evidence[0]) / total - 1) < 0.12
+        got = frequencies(out)
+        assert sum(abs(got.get(t, 0) - w) for t, w in want.items()) / 2 < 0.3
+
+
+def test_steering_is_unbiased() -> None:
+    prompt = (1, 3)
+    want, total = target(prompt)
+    first: dict[int, float] = {}
+    for t, w in want.items():
+        first[t[0]] = first.get(t[0], 0) + w
+    out = steps.explore(tiny(), [list(prompt)] * 300, steps.Steering(potential, n=4, factor=3), **OPTIONS)
+    assert out.log_evidence is not None and out.weights is not None
+    evidence = np.exp(out.log_evidence)
+    assert abs(evidence.mean() - total) < 4 * evidence.std() / np.sqrt(300) + 1e-9
+    got = np.zeros(V)           # weighted by the evidence, particles are unbiased
+    for p in range(300):
+        for text, weight in zip(out.texts[p], out.weights[p], strict=True):
+            got[text[0]] += weight * evidence[p] / evidence.sum() if weight else 0
+    assert abs(got - [first.get(x, 0) for x in range(V)]).max() < 0.06
+
+
+def reward(prompt: Any, texts: Any) -> list[float]:
+    return [1 / (1 + np.exp(-(0.7 * sum(x == 3 for x in t) - 0.5 * sum(x == 1 for x in t)))) for t in map(list, texts)]
+
+
+@pytest.mark.parametrize("increment", [False, True])
+def test_the_particle_filter_has_the_law_of_its_weights(increment: bool) -> None:
+    prompt, odds = (1, 3), lambda t: (lambda r: r / (1 - r))(reward(None, [t])[0])
+    # of a text that has ended the last odds count again at each step that the others take
+    weigh = lambda t: odds(t) if increment else np.prod([odds(t[:min(k + 1, len(t))]) for k in range(NEW)])
+    weights = {t: p * weigh(t) for t, p in law(prompt).items()}
+    total = sum(weights.values())
+    search = steps.ParticleFilter(reward, n=2000, increment=increment, resampling="systematic")
+    out = steps.explore(tiny(), [list(prompt)], search, **OPTIONS)
+    got: dict[tuple[int, ...], float] = {}
+    for text in out.texts[0]:
+        got[tuple(text)] = got.get(tuple(text), 0) + 1 / 2000
+    distance = sum(abs(got.get(t, 0) - w / total) for t, w in weights.items()) / 2
+    assert distance < 0.2
+    plain = sum(abs(p - weights[t] / total) for t, p in law(prompt).items()) / 2
+    assert distance < 0.6 * plain
+    assert out.scores[0, out.index[0]] == out.scores[0].max()
+
+
+def test_step_beams_take_the_best_of_each_step() -> None:
+    seen: list[list[tuple[int, ...]]] = []
+
+    def judge(prompt: Any, texts: Any) -> list[float]:
+        seen.append([tuple(t) for t in texts])
+        return reward(prompt, texts)
+
+    out = steps.explore(tiny(), [[1, 3]], steps.StepBeams(judge, n=6, width=3), **OPTIONS)
+    for before, after in itertools.pairwise(seen):
+        scores = reward(None, before)
+        best = {before[i] for i in np.argsort(-np.array(scores), kind="stable")[:2]}
+        assert {t[:-1] for t in after} <= best
+    assert out.scores[0].max() == max(reward(None, out.texts[0]))
+
+
+def test_a_star_expands_the_best_first_and_finds_the_best() -> None:
+    out = steps.explore(tiny(), [[1, 3], [0]], steps.AStar(reward, n=40, branch=12, expansions=60), **OPTIONS)
+    for p in range(2):
+        ended = [t for i, t in enumerate(out.texts[p]) if out.result.status[p * 40 + i] in (dx.Status.EOS,
+                                                                                          dx.Status.LENGTH)]
+        assert reward(None, [out.text[p]])[0] == max(reward(None, ended))
+    few = steps.explore(tiny(), [[1, 3]], steps.AStar(reward, n=40, branch=12, expansions=3), **OPTIONS)
+    assert few.tokens <= 36 < out.tokens
+
+
+def test_foresight_and_trees_write_whole_texts() -> None:
+    points = lambda texts: np.array([[len(t)] for t in texts], float)
+    from tests.laws.test_systems import lm as worded
+    phi = steps.PhiDecoding(beams=2, samples=3, steps=3, first=2, vectors=points)
+    out = steps.explore(worded("llama"), ["abcd", "h"], phi, step_tokens=3, max_new_tokens=12, temperature=0.8)
+    assert out.tokens > out.result.lengths.sum() and out.index.max() < 2
+    again = steps.explore(worded("llama"), ["abcd", "h"], phi, step_tokens=3, max_new_tokens=12, temperature=0.8)
+    assert again.text == out.text
+    tree = steps.explore(net(), PROMPTS, steps.TreePO(n=8), step_tokens=4, max_new_tokens=16, min_new_tokens=16,
+                         temperature=1.0)
+    assert (tree.result.lengths == 16).all()
+    assert tree.tokens < 3 * 8 * 16                         # beginnings are shared
+    for p in range(3):
+        assert len({tuple(t) for t in tree.texts[p]}) > 4
+
+
+def test_parts() -> None:
+    rng = np.random.default_rng(0)
+    assert shares(np.array([1.0, 1.0, 2.0]), 11).tolist() == [3, 3, 5]
+    assert settled(np.array([2, 2, 2, 0])).tolist() == [0, 2, 2, 2]
+    np.testing.assert_allclose(log_mean(np.array([0.0, -np.inf, np.log(3)])), np.log(4 / 3))
+    assert normal(np.array([-np.inf, -np.inf])).tolist() == [0.5, 0.5]
+    x = np.concatenate([rng.normal(0, 0.1, (5, 2)), rng.normal(5, 0.1, (4, 2))])
+    label = k_means(x, 2, rng)
+    assert len(set(label[:5])) == len(set(label[5:])) == 1 and label[0] != label[8]
+    v = tf_idf(["the cat", "the cat", "a dog ran"])
+    np.testing.assert_allclose(v[0] @ v[1], 1)
+    assert v[0] @ v[2] == 0
+    # each row is kept with the probability that makes its new weight unbiased
+    logs = np.log(rng.dirichlet(np.full(7, 0.4)))
+    total = np.zeros(7)
+    for _ in range(4000):
+        chosen, new = kept(logs, 3, rng)
+        assert len(set(chosen.tolist())) == 3
+        total[chosen] += np.exp(new)
+    np.testing.assert_allclose(total / 4000, np.exp(logs), atol=0.02)
+    assert np.isclose(logsumexp(logs), 0)
+
+
+@pytest.mark.parametrize(("given", "options", "message"), [
+    ("particles", {}, "explore: unknown name 'particles'; near ones: particle-filter"),
+    ("smc", {}, "explore: 'smc' needs potential="), ("treepo", dict(x=1), "explore: 'treepo' takes no option 'x'"),
+    ("step-beams", dict(reward=reward, n=5, width=2), "width: got 2 for 5 rows"),
+    ("a-star", dict(reward=reward, n=2, branch=2), "branch: got 2 for 2 rows"),
+    ("particle-filter", dict(reward=lambda p, t: [2.0] * len(t)), "reward: got 2 to 2"),
+    ("step-beams", dict(reward=lambda p, t: [np.nan] * len(t)), "score: got array"),
+    (5, {}, "by: got int")])
+def test_what_makes_no_sense_is_refused(given: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        steps.explore(tiny(), [[1, 3]], given, options=options, **OPTIONS)
