@@ -79,9 +79,15 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         num_beams, num_return_sequences, length_penalty, early_stopping, patience, num_beam_groups, diversity_penalty,
             renormalize_logits: beam search with so many beams, as in transformers; `num_return_sequences` is another
             name for `num_samples`. `findings` has the scores. See `decodax.search.BeamSearch`.
-        regex, json_schema, choices: what the text must match as a whole, be valid under, or be one of; one for all, or
-            a list of one for each prompt, in which None leaves it free. Each text closes within its budget. See
-            `decodax.constraints`.
+        penalty_alpha, top_k: contrastive search with so many candidates; see `decodax.search.ContrastiveSearch`.
+        dola_layers: DoLa, "low", "high" or numbers of layers; see `decodax.readout.dola`.
+        arithmetic_sampling: the samples of a prompt cover the distribution evenly; see `decodax.policy.Arithmetic`.
+        regex, json_schema, choices, grammar, tools: what the text must match as a whole, be valid under, be one of, be
+            made by (in the notation of Lark), or call; one for all, or a list of one for each prompt, in which None
+            leaves it free. Each text closes within its budget, but under a grammar whose rules refer to themselves.
+        tool_choice, tool_tags: "auto", "required" or a tool's name; what stands around a call.
+        required_phrases, banned_phrases: what must stand in a text, and what must not; lists, or one for each prompt.
+        constraint_after: a text, such as the end of a reasoning, behind which the constraint begins.
         sampling: what the policy is built from, by the names of Hugging Face's GenerationConfig: temperature, top_k,
             top_p, min_p, repetition_penalty, bad_words_ids, ... See `decodax.policy.build`. They override the model's
             generation config; without any the decoding is greedy. Each is one for all, one for each prompt, or one for

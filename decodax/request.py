@@ -400,10 +400,16 @@ def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, en
         name = next(x[0] for x in asked if x is not None)
         raise ValueError(f"{name}: {method.name} fills positions in any order; takes a method that writes from left to "
                          "right")
-    link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, np.asarray(policy.eos),
-                                        np.repeat(ends, samples), budget, samples)
-    chain = list(policy.transforms)
+    chain, eos = list(policy.transforms), np.asarray(policy.eos)
     at = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
+    hosted = constraints.match(asked, lm.tokenizer, lm.vocab_size, eos, samples)
+    if hosted is not None:
+        chain.insert(at, hosted)
+        asked = [None if x is not None and x[0] == "grammar" and constraints.hosted(x[1]) else x for x in asked]
+        if all(x is None for x in asked):
+            return policy.replace(transforms=tuple(chain))
+    link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, eos, np.repeat(ends, samples), budget,
+                                        samples)
     chain.insert(at, link.replace(place=len(policy.tables)))
     return policy.replace(transforms=tuple(chain), tables=(*policy.tables, table))
 

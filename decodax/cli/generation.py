@@ -71,6 +71,7 @@ def add(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("constraints", "The text is held to a language; one of them.")
     g.add_argument("--regex", metavar="PATTERN", help="a regular expression that the whole text matches")
     g.add_argument("--json-schema", metavar="FILE_OR_JSON", help="a JSON Schema under which the text is valid")
+    g.add_argument("--grammar", metavar="FILE_OR_TEXT", help="a grammar in the notation of Lark, with a rule start")
     g.add_argument("--choice", action="append", metavar="TEXT", help="one of these; may be given several times")
 
     g = p.add_argument_group("algorithm")
@@ -94,6 +95,8 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
         options["choices"] = args.choice
     if args.json_schema is not None:
         options["json_schema"] = _schema(args.json_schema)
+    if args.grammar is not None:
+        options["grammar"] = _grammar(args.grammar)
     for item in args.set:
         name, equals, value = item.partition("=")
         if not equals or not name.isidentifier():
@@ -115,6 +118,16 @@ def _schema(given: str) -> Any:
         return json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--json-schema: got {reprlib.repr(given)}, takes JSON or a file of it ({error})") from error
+
+
+def _grammar(given: str) -> str:
+    """A grammar as text, or in a file."""
+    if ":" in given and not pathlib.Path(given).is_file():
+        return given
+    try:
+        return pathlib.Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--grammar: got {reprlib.repr(given)}, takes a grammar or a file of one ({error})") from error
 
 
 def load(args: argparse.Namespace) -> tuple[LM, Algorithm | None]:

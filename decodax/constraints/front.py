@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from decodax.constraints.dfa import Dfa, literals
+from decodax.constraints.dfa import Dfa, TooLarge, literals
+from decodax.constraints.ebnf import Elsewhere, Recursive, ebnf
+from decodax.constraints.hosted import Hosted, Matcher
+from decodax.constraints.phrases import TAGS, after, anything, frozen_tools, phrases, tools
 from decodax.constraints.regex import regex
 from decodax.constraints.schema import canonical, json_schema
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.constraints.transform import Constrained, TokenTable
-from decodax.policy.arguments import shown
+from decodax.policy.arguments import shown, wrong
 
-ARGUMENTS = ("regex", "json_schema", "choices")
+BASES = ("regex", "json_schema", "choices", "grammar", "tools")
+ARGUMENTS = (*BASES, "tool_choice", "tool_tags", "required_phrases", "banned_phrases", "constraint_after")
 """What `read` takes."""
 
 Key = tuple[str, Any]
@@ -33,12 +38,12 @@ def read(given: Mapping[str, Any], prompts: int) -> list[Key | None] | None:
     """
     found: list[Key | None] = [None] * prompts
     asked = False
-    for name in ARGUMENTS:
+    for name in BASES:
         if (value := given.get(name)) is None:
             continue
         asked = True
         many = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-        if name == "choices":
+        if name in ("choices", "tools"):
             many = many and any(isinstance(x, Sequence) and not isinstance(x, str) for x in value)
         values = list(value) if many else [value] * prompts
         if len(values) != prompts:
@@ -49,14 +54,73 @@ def read(given: Mapping[str, Any], prompts: int) -> list[Key | None] | None:
             if (other := found[i]) is not None:
                 raise ValueError(f"{other[0]} and {name}: got both for prompt {i}, takes one of them")
             found[i] = (name, _key(name, x))
+            if name == "tools":
+                found[i] = (name, (_key(name, x), *_calls(given)))
+    if given.get("tools") is None and (lone := [n for n in ("tool_choice", "tool_tags") if given.get(n) is not None]):
+        raise ValueError(f"{lone[0]}: got {shown(given[lone[0]])} without tools")
+    required, banned = (_each_phrases(name, given.get(name), prompts) for name in ("required_phrases",
+                                                                                  "banned_phrases"))
+    markers = given.get("constraint_after")
+    markers = list(markers) if isinstance(markers, (list, tuple)) else [markers] * prompts
+    if len(markers) != prompts:
+        raise ValueError(f"constraint_after: got {len(markers)} for {prompts} prompts, takes one, or one for each")
+    for i in range(prompts):
+        if required[i] or banned[i]:
+            asked = True
+            found[i] = ("phrases", (_regular(found[i], "required_phrases" if required[i] else "banned_phrases"),
+                                    required[i], banned[i]))
+        if markers[i] is None:
+            continue
+        if not isinstance(markers[i], str) or not markers[i]:
+            raise wrong("constraint_after", markers[i], "a text that is not empty")
+        if found[i] is None:
+            raise ValueError(f"constraint_after: got {markers[i]!r} without a constraint that begins there")
+        found[i] = ("after", (_regular(found[i], "constraint_after"), markers[i]))
     return found if asked and any(x is not None for x in found) else None
 
 
+def _regular(key: Key | None, name: str) -> Key | None:
+    if key is not None and key[0] == "grammar" and hosted(key[1]):
+        raise ValueError(f"{name}: got some beside a grammar whose rules refer to themselves; takes one that needs no "
+                         "stack")
+    return key
+
+
+def _calls(given: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
+    choice, tags = given.get("tool_choice"), given.get("tool_tags")
+    if isinstance(choice, Mapping):             # as OpenAI names one
+        choice = (choice.get("function") or {}).get("name")
+    if choice is not None and not isinstance(choice, str):
+        raise wrong("tool_choice", choice, "'auto', 'required' or a tool's name")
+    if tags is not None and (isinstance(tags, str) or len(tags) != 2 or not all(isinstance(t, str) for t in tags)):
+        raise wrong("tool_tags", tags, "two texts, in front of a call and behind it")
+    return choice or "auto", TAGS if tags is None else tuple(tags)
+
+
+def _each_phrases(name: str, value: Any, prompts: int) -> list[tuple[str, ...]]:
+    """The phrases of each prompt."""
+    if value is None:
+        return [()] * prompts
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, Sequence):
+        raise wrong(name, value, "a list of texts, or such a list for each prompt")
+    each = any(x is None or not isinstance(x, str) for x in value)
+    rows = list(value) if each else [value] * prompts
+    if len(rows) != prompts:
+        raise ValueError(f"{name}: got {len(rows)} for {prompts} prompts, takes one list, or one for each")
+    for row in rows:
+        if row is not None and (isinstance(row, str) or not all(isinstance(t, str) and t for t in row)):
+            raise wrong(name, row, "texts that are not empty")
+    return [tuple(row or ()) for row in rows]
+
+
 def _key(name: str, x: Any) -> Any:
-    if name == "regex":
+    if name in ("regex", "grammar"):
         if not isinstance(x, str):
-            raise TypeError(f"regex: got {shown(x)}, takes a string")
+            raise TypeError(f"{name}: got {shown(x)}, takes a string")
         return x
+    if name == "tools":
+        return frozen_tools(x)
     if name == "json_schema":
         return canonical(x)
     if isinstance(x, str) or not isinstance(x, Sequence) or not all(isinstance(t, str) for t in x) or not x:
@@ -72,24 +136,62 @@ def language(key: Key) -> Dfa:
     name, value = key
     if name == "regex":
         return regex(value)
+    if name == "grammar":
+        return ebnf(value)
+    if name == "tools":
+        return tools(json.loads(value[0]), *value[1:])
+    if name == "phrases":
+        return phrases(anything() if value[0] is None else language(value[0]), *value[1:])
+    if name == "after":
+        return after(value[1], language(value[0]))
     return json_schema(value) if name == "json_schema" else literals(text.encode() for text in value)
 
 
-class _Bytes:
-    """The bytes of a vocabulary, compared by the tokenizer that they are of."""
+@functools.lru_cache(maxsize=256)
+def hosted(grammar: str) -> bool:
+    """Whether a grammar needs the matcher on the host: it refers to itself, or has what is not read here."""
+    if grammar.lstrip().startswith("{"):        # as llguidance writes grammars
+        return True
+    try:
+        ebnf(grammar)
+    except (Recursive, Elsewhere, TooLarge):
+        return True
+    return False
 
-    def __init__(self, tokenizer: Any, size: int):
-        self.tokenizer, self.size = tokenizer, size
+
+def markers_of(key: Key | None) -> tuple[str, ...]:
+    """The texts of special tokens that a constraint may want written."""
+    if key is None:
+        return ()
+    if key[0] == "after":
+        return (key[1][1], *markers_of(key[1][0]))
+    if key[0] == "phrases":
+        return markers_of(key[1][0])
+    return tuple(key[1][2]) if key[0] == "tools" else ()
+
+
+class _Bytes:
+    """The bytes of a vocabulary, compared by the tokenizer that they are of. Special tokens have none, but for those
+    that stand in `markers`."""
+
+    def __init__(self, tokenizer: Any, size: int, markers: tuple[str, ...] = ()):
+        self.tokenizer, self.size, self.markers = tokenizer, size, markers
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bytes) and (other.tokenizer, other.size) == (self.tokenizer, self.size)
+        return isinstance(other, _Bytes) and (other.tokenizer, other.size, other.markers) == (
+            self.tokenizer, self.size, self.markers)
 
     def __hash__(self) -> int:
-        return hash((id(self.tokenizer), self.size))
+        return hash((id(self.tokenizer), self.size, self.markers))
 
     def all(self) -> tuple[bytes, ...]:
-        found = tuple(self.tokenizer.token_bytes(True))[:self.size]
-        return found + (b"",) * (self.size - len(found))
+        found = list(self.tokenizer.token_bytes(True))[:self.size]
+        if self.markers:
+            wanted = [m.encode() for m in self.markers]
+            for i, text in enumerate(self.tokenizer.token_bytes(False)[:self.size]):
+                if not found[i] and text and any(text in m for m in wanted):
+                    found[i] = text
+        return tuple(found) + (b"",) * (self.size - len(found))
 
 
 @functools.lru_cache(maxsize=32)
@@ -118,7 +220,8 @@ def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.
     if len(ways) > 1:
         raise ValueError(f"{name}: prompts with different eos_token_id cannot be constrained together")
     keys = tuple(dict.fromkeys(x for x in asked if x is not None))
-    found, table = _table(keys, _Bytes(tokenizer, vocab_size), ways.pop(), tuple(sorted(banned)))
+    marked = tuple(sorted({m for x in keys for m in markers_of(x)}))
+    found, table = _table(keys, _Bytes(tokenizer, vocab_size, marked), ways.pop(), tuple(sorted(banned)))
     starts = np.array([-1 if x is None else found.starts[keys.index(x)] for x in asked], np.int32)
     for i, start in enumerate(starts.tolist()):
         if start >= 0 and 0 < budgets[i] < (least := int(found.distance[start])):
@@ -127,3 +230,28 @@ def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.
             raise ValueError(f"{asked[i][0]}: prompt {i} has room for {budgets[i]} new tokens; {texts}")  # type: ignore[index]
     start, end = np.repeat(starts, samples), ends.astype(np.int32)
     return Constrained(start=start, end=end), table    # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=16)
+def _matcher(grammars: tuple[str, ...], vocabulary: _Bytes, eos: tuple[int, ...]) -> Matcher:
+    encode = functools.partial(vocabulary.tokenizer.encode, add_special_tokens=False)
+    return Matcher(grammars, vocabulary.all(), eos, encode)
+
+
+def match(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.ndarray, samples: int) -> Hosted | None:
+    """The transform of rows whose grammars need a stack; None: there are none.
+
+    Raises:
+        ImportError, ValueError: as `Matcher`; there is no tokenizer, or rows end in different ways.
+    """
+    stacked = [x[1] if x is not None and x[0] == "grammar" and hosted(x[1]) else None for x in asked]
+    if not any(x is not None for x in stacked):
+        return None
+    if tokenizer is None:
+        raise ValueError("grammar: constraints need a tokenizer, and this model has none")
+    ways = {tuple(sorted({int(x) for x in row if x >= 0})) for row in eos}
+    if len(ways) > 1:
+        raise ValueError("grammar: prompts with different eos_token_id cannot be constrained together")
+    grammars = tuple(dict.fromkeys(x for x in stacked if x is not None))
+    which: Any = np.repeat(np.array([-1 if x is None else grammars.index(x) for x in stacked], np.int32), samples)
+    return Hosted(which, _matcher(grammars, _Bytes(tokenizer, vocab_size), ways.pop()))

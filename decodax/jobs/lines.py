@@ -17,7 +17,7 @@ RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tok
            "stop": "stop", "seed": "seed", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
            "min_p": "min_p", "repetition_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
            "frequency_penalty": "frequency_penalty", "min_tokens": "min_new_tokens", "guided_regex": "regex",
-           "guided_choice": "choices", "guided_json": "json_schema"}
+           "guided_choice": "choices", "guided_json": "json_schema", "guided_grammar": "grammar"}
 """What the body of a request may ask for, in the words of OpenAI and vLLM, and what it is called here."""
 
 IGNORED = ("model", "messages", "prompt", "user", "metadata", "store", "stream", "stream_options", "service_tier",
@@ -149,7 +149,7 @@ def _language(body: Mapping[str, Any]) -> dict[str, Any]:
     """What the text is held to: by `response_format`, as OpenAI has it, or `structured_outputs`, as vLLM has it."""
     form, wanted = body.get("response_format"), body.get("structured_outputs")
     if wanted is not None:
-        names = {"regex": "regex", "choice": "choices", "json": "json_schema"}
+        names = {"regex": "regex", "choice": "choices", "json": "json_schema", "grammar": "grammar"}
         if not isinstance(wanted, Mapping) or not wanted or wanted.keys() - names.keys():
             raise LineError(f"structured_outputs: got {wanted!r:.80}, takes {', '.join(names)}")
         return {names[key]: value for key, value in wanted.items()}

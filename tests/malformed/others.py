@@ -41,9 +41,13 @@ def others(rng: random.Random) -> Case:
                                  "generation_config", "zzz", "attention_mask", "n", "where",
                                  "ends", "every", "behind")],
         pair("num_beams", [0, "x", 1.5, [1], -1, Thing()]),
-        pair("num_return_sequences", [0, "x", 1.5, [1], -1, Thing()]), pair("regex", ["(", 3, ["a", "b"], Thing()]),
+        pair("num_return_sequences", [0, "x", 1.5, [1], -1, Thing()]), pair("regex", ["(", 3, ["a", "b", "c"], Thing()]),
         pair("json_schema", ["{", 3, {"not": {}}, ["a"], Thing()]), pair("choices", ["x", [], [""], [3], Thing()]),
         pair("penalty_alpha", [1.6, "x", -1, Thing()]), pair("dola_layers", ["x", [99], 3, [1.5], Thing()]),
+        pair("grammar", ["start: (", "x", 3, Thing(), "start: b", ""]),
+        pair("tools", ["x", [], [3], [{"a": 1}], Thing()]),
+        pair("required_phrases", [3, [""], [3], Thing()]), pair("banned_phrases", [3, [""], [[3]], Thing()]),
+        pair("constraint_after", ["x", 3, ""]), pair("tool_choice", ["auto", 3]),
         pair("fsd_alpha", [2, "x", -1, Thing()]), pair("bregman_lambda", ["x", -1, math.nan]),
         pair("nmst_epsilon", ["x", 1, -1]), pair("arithmetic_sampling", ["x", 3, Thing()])])
     what = f"{name}={value!r:.60}"

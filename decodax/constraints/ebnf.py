@@ -1,0 +1,246 @@
+"""Grammars in the notation of Lark, as far as their rules do not refer to themselves: these are regular.
+
+The language is that of the rules as they stand; there is no lexer in front of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from typing import Any
+
+from decodax.constraints.dfa import Builder, Dfa
+from decodax.constraints.regex import Reader
+
+Part = tuple[int, int]
+
+COMMON = {
+    "DIGIT": r"[0-9]", "HEXDIGIT": r"[0-9a-fA-F]", "INT": r"[0-9]+", "SIGNED_INT": r"[+-]?[0-9]+",
+    "DECIMAL": r"([0-9]+\.[0-9]*|\.[0-9]+)", "LETTER": r"[a-zA-Z]", "UCASE_LETTER": "[A-Z]", "LCASE_LETTER": "[a-z]",
+    "WORD": "[a-zA-Z]+", "CNAME": "[a-zA-Z_][a-zA-Z0-9_]*", "NEWLINE": r"(\r?\n)+", "WS": r"[ \t\f\r\n]+",
+    "WS_INLINE": r"[ \t]+", "ESCAPED_STRING": r'"([^"\\]|\\.)*"',
+    "FLOAT": r"([0-9]+[eE][+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)",
+    "NUMBER": r"([0-9]+([eE][+-]?[0-9]+)?|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)",
+    "SIGNED_NUMBER": r"[+-]?([0-9]+([eE][+-]?[0-9]+)?|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)"}
+"""What `%import common.NAME` brings."""
+
+TOKENS = re.compile(
+    r"(?P<comment>//[^\n]*|\#[^\n]*)|(?P<string>\"(?:\\.|[^\"\\\n])*\"i?)|(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)"
+    r"|(?P<name>[a-zA-Z_][a-zA-Z0-9_]*)|(?P<number>[0-9]+)|(?P<dots>\.\.)|(?P<arrow>->)|(?P<command>%[a-z]+)"
+    r"|(?P<line>\n)|(?P<space>[ \t\r]+)|(?P<op>[:|()\[\]?*+~{},.!@])")
+
+
+class Recursive(ValueError):
+    """A rule refers to itself, so that no finite automaton does."""
+
+
+class Elsewhere(ValueError):
+    """The grammar has what is not read here."""
+
+
+def ebnf(grammar: str) -> Dfa:
+    """The texts that a grammar's rule `start` makes.
+
+    Rules have names in lower case, terminals in upper case; an expression has alternatives (`|`), groups, options
+    (`[...]`, `?`), repetitions (`*`, `+`, `~ n`, `~ n..m`, `{n,m}`), texts (with `i` behind them in either case),
+    ranges of characters and regular expressions. `%import common.NAME` brings the usual terminals.
+
+    >>> ebnf('start: "a" b*  b: "x" | /[0-9]/'.replace("  ", chr(10))).accepts(b"ax7")
+    True
+
+    Raises:
+        Recursive: a rule refers to itself. Elsewhere: `%ignore` and the like. ValueError: it is no such grammar.
+    """
+    if not isinstance(grammar, str):
+        raise TypeError(f"grammar: got {grammar!r}, takes a string")
+    rules = _Parser(grammar).rules()
+    if "start" not in rules:
+        raise ValueError("grammar: has no rule start")
+    b = Builder()
+    found = b.build(_Maker(b, rules).name("start", ()))
+    if found.empty:
+        raise ValueError("grammar: no text fits it")
+    return found
+
+
+class _Parser:
+    """The rules as trees: tuples of what a node is and what it has."""
+
+    def __init__(self, source: str):
+        self.source, self.items, at = source, [], 0
+        while at < len(source):
+            found = TOKENS.match(source, at)
+            if found is None:
+                raise self.wrong(at, f"{source[at]!r} says nothing here")
+            kind = str(found.lastgroup)
+            if kind not in ("comment", "space"):
+                self.items.append((kind, found.group(), at))
+            at = found.end()
+        self.items.append(("line", "\n", at))
+        self.at = 0
+
+    def wrong(self, at: int, what: str) -> ValueError:
+        line = self.source.count("\n", 0, at) + 1
+        return ValueError(f"grammar: line {line}: {what}")
+
+    def peek(self, ahead: int = 0) -> tuple[str, str, int]:
+        return self.items[min(self.at + ahead, len(self.items) - 1)]
+
+    def take(self, *texts: str) -> bool:
+        if self.peek()[1] in texts and self.peek()[0] in ("op", "dots", "arrow"):
+            self.at += 1
+            return True
+        return False
+
+    def rules(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while self.at < len(self.items):
+            kind, text, at = self.peek()
+            if kind == "line":
+                self.at += 1
+            elif kind == "command":
+                self.command(found)
+            else:
+                while self.take("?", "!"):
+                    pass
+                kind, name, at = self.peek()
+                if kind != "name":
+                    raise self.wrong(at, f"{text!r} is no name of a rule")
+                self.at += 1
+                if self.take("."):
+                    self.at += 1                    # a priority, which does not change the language
+                if not self.take(":"):
+                    raise self.wrong(at, f"{name!r} wants a colon behind it")
+                if name in found:
+                    raise self.wrong(at, f"the rule {name!r} stands there twice")
+                found[name] = self.choice()
+        return found
+
+    def command(self, found: dict[str, Any]) -> None:
+        _, text, at = self.peek()
+        if text != "%import":
+            raise Elsewhere(f"grammar: line {self.source.count(chr(10), 0, at) + 1}: {text} is not honoured")
+        names = [x[1] for x in self.items[self.at + 1:self.at + 6] if x[0] in ("name", "op", "arrow")]
+        if len(names) < 3 or names[:2] != ["common", "."] or names[2] not in COMMON:
+            raise self.wrong(at, f"takes common.NAME, one of {', '.join(COMMON)}")
+        alias = names[4] if len(names) > 4 and names[3] == "->" else names[2]
+        found[alias] = ("regex", COMMON[names[2]], at)
+        while self.peek()[0] != "line":
+            self.at += 1
+
+    def choice(self) -> Any:
+        parts = [self.sequence()]
+        while True:
+            skip = self.at
+            while self.peek()[0] == "line" and skip < len(self.items) - 1 and self.items[self.at][0] == "line" \
+                    and self.at < len(self.items) - 1:
+                self.at += 1
+            if not self.take("|"):
+                self.at = skip
+                return ("choice", parts) if len(parts) > 1 else parts[0]
+            parts.append(self.sequence())
+
+    def sequence(self) -> Any:
+        parts = []
+        while True:
+            kind, text, _ = self.peek()
+            if kind in ("string", "regex", "name") or text in ("(", "["):
+                parts.append(self.repeated())
+            elif self.take("->"):
+                self.at += 1                        # the name of an alternative
+            else:
+                return ("sequence", parts)
+
+    def repeated(self) -> Any:
+        part = self.atom()
+        while True:
+            if self.take("?"):
+                part = ("repeat", part, 0, 1)
+            elif self.take("*"):
+                part = ("repeat", part, 0, None)
+            elif self.take("+"):
+                part = ("repeat", part, 1, None)
+            elif self.take("~"):
+                low = self.number()
+                part = ("repeat", part, low, self.number() if self.take("..") else low)
+            elif self.take("{"):
+                low = self.number() if self.peek()[0] == "number" else 0
+                high: int | None = low
+                if self.take(","):
+                    high = self.number() if self.peek()[0] == "number" else None
+                if not self.take("}"):
+                    raise self.wrong(self.peek()[2], "a brace is not closed")
+                part = ("repeat", part, low, high)
+            else:
+                return part
+
+    def number(self) -> int:
+        kind, text, at = self.peek()
+        if kind != "number":
+            raise self.wrong(at, f"{text!r} is no number")
+        self.at += 1
+        return int(text)
+
+    def atom(self) -> Any:
+        kind, text, at = self.peek()
+        self.at += 1
+        if kind == "string":
+            if self.take(".."):
+                other = self.peek()[1]
+                self.at += 1
+                return ("range", _text(text), _text(other), at)
+            return ("text", _text(text), text.endswith("i"), at)
+        if kind == "regex":
+            body, _, flags = text[1:].rpartition("/")
+            if set(flags) - set("s"):
+                raise self.wrong(at, f"/{body}/ has the flags {flags!r}; takes s")
+            return ("regex", (f"(?{flags})" if flags else "") + body.replace(r"\/", "/"), at)
+        if kind == "name":
+            return ("name", text, at)
+        inner = self.choice()
+        while self.peek()[0] == "line" and self.at < len(self.items) - 1:
+            self.at += 1
+        if not self.take(")" if text == "(" else "]"):
+            raise self.wrong(at, f"{text!r} is not closed")
+        return inner if text == "(" else ("repeat", inner, 0, 1)
+
+
+def _text(source: str) -> str:
+    return str(ast.literal_eval(source.removesuffix("i")))
+
+
+class _Maker:
+    """Parts of an automaton, of the trees."""
+
+    def __init__(self, b: Builder, rules: dict[str, Any]):
+        self.b, self.rules = b, rules
+
+    def name(self, name: str, inside: tuple[str, ...]) -> Part:
+        if name in inside:
+            raise Recursive(f"grammar: the rule {name!r} refers to itself ({' -> '.join((*inside, name))})")
+        if name not in self.rules:
+            raise ValueError(f"grammar: there is no rule {name!r}")
+        return self.part(self.rules[name], (*inside, name))
+
+    def part(self, tree: Any, inside: tuple[str, ...]) -> Part:
+        b, make = self.b, lambda x: self.part(x, inside)
+        match tree:
+            case ("choice", parts):
+                return b.any_of(*map(make, parts))
+            case ("sequence", parts):
+                return b.seq(*map(make, parts))
+            case ("repeat", part, low, high):
+                again: Callable[[], Part] = lambda: make(part)
+                return b.star(make(part)) if (low, high) == (0, None) else b.repeat(again, low, high)
+            case ("name", name, _):
+                return self.name(name, inside)
+            case ("regex", pattern, _):
+                return Reader(b, pattern).whole()
+            case ("range", low, high, _):
+                return Reader(b, f"[{re.escape(low)}-{re.escape(high)}]").whole()
+            case ("text", text, either, _):
+                if not either:
+                    return b.bytes(text.encode())
+                return b.seq(*(b.any_of(*(b.bytes(x.encode()) for x in {c.lower(), c.upper()})) for c in text))
+        raise AssertionError(tree)

@@ -1,0 +1,141 @@
+"""Grammars with a stack: a matcher on the host, asked once a round for all positions.
+
+The matcher is that of llguidance (an extra: `pip install decodax[grammar]`). Its answer is a function of the text
+alone, so drafts, trees, beams and forks change nothing; matchers of recent texts are kept, and a text that goes on from
+one of them costs one token.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.policy.base import Context, PyTree, Transform
+from decodax.struct import static, struct
+
+KEPT = 8192
+"""Matchers of recent texts."""
+
+
+class Matcher:
+    """Some grammars over one vocabulary.
+
+    It is compared by identity, since it is static under jit.
+
+    Raises:
+        ImportError: llguidance is not installed. ValueError: a grammar that is none.
+    """
+
+    def __init__(self, grammars: Sequence[str], token_bytes: Sequence[bytes], eos: Sequence[int], encode: Any):
+        try:
+            import llguidance
+        except ImportError:
+            raise ImportError("grammar: a grammar whose rules refer to themselves takes llguidance; "
+                              "pip install 'decodax[grammar]'") from None
+        if not eos:
+            raise ValueError("grammar: takes a model with an end of sequence, which says that a text is complete")
+        self.llguidance, self.size, self.eos = llguidance, len(token_bytes), tuple(eos)
+        special = [i for i, t in enumerate(token_bytes) if not t]
+        names = [bytes(t) if t else b"\xff" + f"[{i}]".encode() for i, t in enumerate(token_bytes)]
+        words = _Vocabulary(eos[0], names, special, encode)
+        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words))
+        self.grammars, self.first = list(grammars), []
+        for grammar in grammars:
+            matcher = self._fresh(grammar)
+            if matcher.is_error():
+                raise ValueError(f"grammar: {matcher.get_error()}")
+            self.first.append(matcher)
+        self.known: collections.OrderedDict[tuple[int, tuple[int, ...]], Any] = collections.OrderedDict()
+        self.lock = threading.Lock()
+
+    def _fresh(self, grammar: str) -> Any:
+        text = grammar if grammar.lstrip().startswith("{") else self.llguidance.LLMatcher.grammar_from_lark(grammar)
+        return self.llguidance.LLMatcher(self.tokenizer, text)
+
+    def after(self, which: int, text: tuple[int, ...]) -> Any:
+        """The matcher behind a text, or None if the text is not the beginning of any that is allowed."""
+        key = which, text
+        if key in self.known:
+            self.known.move_to_end(key)
+            return self.known[key]
+        if not text:
+            return self.first[which]
+        before = self.after(which, text[:-1])
+        found = None
+        if before is not None and text[-1] not in self.eos:
+            found = before.deep_copy()
+            if not found.consume_token(text[-1]) or found.is_error():
+                found = None
+        self.known[key] = found
+        if len(self.known) > KEPT:
+            self.known.popitem(last=False)
+        return found
+
+    def masks(self, which: np.ndarray, tokens: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """`u8[..., ceil(V / 8)]`, a bit a token from the low one on: which may come next. All of them where `which` is
+        negative, and where the text is none that is allowed: there nobody goes."""
+        shape = np.broadcast_shapes(np.shape(which), np.shape(length))
+        out = np.full((*shape, -(-self.size // 8)), 255, np.uint8)
+        flat = out.reshape(-1, out.shape[-1])
+        each = [np.broadcast_to(x, shape).reshape(-1) for x in (which, begin, length)]
+        rows = np.broadcast_to(tokens, (*shape, np.shape(tokens)[-1])).reshape(len(flat), -1)
+        with self.lock:
+            for i, (w, a, b) in enumerate(zip(*each, strict=True)):
+                text = rows[i, a:b]
+                if w < 0 or (text < 0).any():
+                    continue
+                matcher = self.after(int(w), tuple(text.tolist()))
+                if matcher is not None:
+                    flat[i] = self._allowed(matcher)
+        return out
+
+    def _allowed(self, matcher: Any) -> np.ndarray:
+        bits: np.ndarray = np.zeros(self.size, bool)
+        if matcher.is_stopped():
+            bits[list(self.eos)] = True
+        else:
+            bias = np.frombuffer(matcher.compute_logit_bias(), np.uint8)
+            bits[:len(bias)] = bias[:self.size] > 0
+            bits[list(self.eos)] = matcher.is_accepting()
+        return np.packbits(bits, bitorder="little")
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, eos: int, tokens: list[bytes], special: list[int], encode: Any):
+        self.eos_token_id, self.bos_token_id, self.tokens = eos, None, tokens
+        self.special_token_ids, self.encode = special, encode
+
+    def __call__(self, text: Any) -> list[int]:
+        return self.encode(text if isinstance(text, str) else bytes(text).decode("utf-8", "replace"))
+
+
+@struct
+class Hosted(Transform):
+    """Lets only those tokens through that a grammar's matcher allows. It does not know how many tokens a text still
+    takes: one that the budget cuts ends as `Status.LENGTH`.
+
+    Attributes:
+        which: `i32[B]`, the grammar of each row; -1: none. matcher: static.
+    """
+
+    which: Array
+    matcher: Any = static()
+
+    needs = "sequence"
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        size = logits.shape[-1]
+        shape = jax.ShapeDtypeStruct((-(-self.matcher.size // 8),), jnp.uint8)
+        bits = jax.pure_callback(self.matcher.masks, shape, self.which, ctx.tokens, ctx.prompt_length, ctx.length,
+                                 vmap_method="broadcast_all")
+        allowed = (bits[jnp.arange(size) // 8] >> (jnp.arange(size) % 8).astype(jnp.uint8)) & 1
+        return jnp.where(allowed.astype(bool) | jnp.isnan(logits), logits, -jnp.inf)
