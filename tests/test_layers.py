@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     "struct", "progress", "axes", "pallas_kernels", "cache", "core", "registry", "policy", "autoregressive",
     "constraints", "readout", "speculative", "search", "diffusion", "models", "kvcache", "sharding", "io", "systems",
-    "result", "memory", "programs", "methods", "request", "reading", "job", "jobs", "api", "choice", "scoring", "steps",
+    "result", "memory", "programs", "methods", "request", "reading", "job", "jobs", "api", "scoring", "choice", "steps",
     "canvas", "bench", "cli", "__main__",
 )
 """Lowest first."""

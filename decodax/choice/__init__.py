@@ -2,6 +2,7 @@
 
 from decodax.choice.best import BestOfN, Likelihood, QualityAware, allocate
 from decodax.choice.candidates import Candidates, Choice, Rule
+from decodax.choice.consensus import Asked, Corrected, EquilibriumRanking, equilibrium
 from decodax.choice.finish import first_finish
 from decodax.choice.front import Chosen, choose
 from decodax.choice.mbr import MBR, AggregateMBR, LowRankMBR, PruningMBR
@@ -10,6 +11,6 @@ from decodax.choice.table import RULES, rule
 from decodax.choice.utilities import chrf, exact, token_f1
 from decodax.choice.vote import SelfConsistency
 
-__all__ = ["MBR", "RULES", "AggregateMBR", "BestOfN", "Candidates", "Choice", "Chosen", "Likelihood", "LowRankMBR",
-           "PairRanker", "PruningMBR", "QualityAware", "Rule", "SelfConsistency", "allocate", "choose", "chrf", "exact",
-           "first_finish", "rule", "token_f1"]
+__all__ = ["MBR", "RULES", "AggregateMBR", "Asked", "BestOfN", "Candidates", "Choice", "Chosen", "Corrected",
+           "EquilibriumRanking", "Likelihood", "LowRankMBR", "PairRanker", "PruningMBR", "QualityAware", "Rule",
+           "SelfConsistency", "allocate", "choose", "chrf", "equilibrium", "exact", "first_finish", "rule", "token_f1"]

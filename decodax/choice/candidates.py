@@ -19,18 +19,20 @@ class Candidates:
     Attributes:
         texts: `n`. prompt: what they answer; None if nobody said.
         log_probs: `f64[n]`, the natural log-probability of each under the model, summed over its tokens; None if it is
-            not known. lengths: `i64[n]`, tokens of each; None if they are not known.
+            not known. lengths: `i64[n]`, tokens of each; None if they are not known. log_weights: `f64[n]`, how much
+            likelier each is under the model than under what it was drawn from (`Result.log_weights`), or None.
     """
 
     texts: Sequence[str]
     prompt: Any = None
     log_probs: np.ndarray | None = None
     lengths: np.ndarray | None = None
+    log_weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if not len(self.texts):
             raise ValueError("texts: got none, takes one or more")
-        for name in ("log_probs", "lengths"):
+        for name in ("log_probs", "lengths", "log_weights"):
             if (given := getattr(self, name)) is not None and np.shape(given) != (len(self.texts),):
                 raise ValueError(f"{name}: got shape {np.shape(given)}, takes ({len(self.texts)},)")
 
@@ -41,7 +43,7 @@ class Candidates:
         """Those at `rows`, in that order."""
         part = lambda x: None if x is None else np.asarray(x)[np.asarray(rows, int)]
         return dataclasses.replace(self, texts=[self.texts[int(i)] for i in rows], log_probs=part(self.log_probs),
-                                   lengths=part(self.lengths))
+                                   lengths=part(self.lengths), log_weights=part(self.log_weights))
 
     @property
     def probable(self) -> np.ndarray:
@@ -97,9 +99,10 @@ def candidates_of(result: Result, prompts: Sequence[Any], samples: int) -> list[
     if result.text is None:
         raise ValueError("lm: has no tokenizer, and rules choose among texts")
     sums = None if result.logprobs is None else result.logprobs.raw.astype(np.float64).sum(1)
+    weights = None if result.logprobs is None else result.log_weights
     out = []
     for i, prompt in enumerate(prompts):
         rows = slice(i * samples, (i + 1) * samples)
         out.append(Candidates(result.text[rows], prompt, None if sums is None else sums[rows],
-                              result.lengths[rows].astype(np.int64)))
+                              result.lengths[rows].astype(np.int64), None if weights is None else weights[rows]))
     return out

@@ -103,4 +103,5 @@ def _asked(prompts: Any, ids: Any) -> list[Any]:
 
 def _both(a: Candidates, b: Candidates) -> Candidates:
     join: Any = lambda x, y: None if x is None or y is None else np.concatenate([x, y])
-    return Candidates([*a.texts, *b.texts], a.prompt, join(a.log_probs, b.log_probs), join(a.lengths, b.lengths))
+    return Candidates([*a.texts, *b.texts], a.prompt, join(a.log_probs, b.log_probs), join(a.lengths, b.lengths),
+                      join(a.log_weights, b.log_weights))

@@ -7,6 +7,7 @@ from typing import Any
 
 from decodax.choice.best import BestOfN, Likelihood, QualityAware
 from decodax.choice.candidates import Rule
+from decodax.choice.consensus import Asked, Corrected, EquilibriumRanking
 from decodax.choice.mbr import MBR, AggregateMBR, LowRankMBR, PruningMBR
 from decodax.choice.pairs import PairRanker
 from decodax.choice.vote import SelfConsistency
@@ -50,7 +51,14 @@ RULES = {entry.name: entry for entry in (
           "Trabelsi et al. 2024", "a part of the utilities, and the rest by a matrix of low rank", LowRankMBR),
     Entry("quality-aware", "Quality-Aware Decoding for Neural Machine Translation", "Fernandes et al. 2022",
           "the best by an estimate of quality, then another rule", QualityAware),
-    Entry("pair-reranker", "LLM-Blender", "Jiang et al. 2023", "the winner of comparisons of two", PairRanker))}
+    Entry("pair-reranker", "LLM-Blender", "Jiang et al. 2023", "the winner of comparisons of two", PairRanker),
+    Entry("equilibrium-ranking", "The Consensus Game: Language Model Generation via Equilibrium Search",
+          "Jacob et al. 2024", "what the model as a generator and as a judge of texts agree on", EquilibriumRanking),
+    Entry("universal-self-consistency", "Universal Self-Consistency for Large Language Models", "Chen et al. 2023",
+          "what a model names that sees all candidates", Asked),
+    Entry("local-normalization", "Local Normalization Distortion and the Thermodynamic Formalism of Decoding "
+          "Strategies for Large Language Models", "Kempton and Burrell 2025", "a draw by what truncation took from each",
+          Corrected))}
 """All of them, by name."""
 
 
