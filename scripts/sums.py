@@ -85,8 +85,8 @@ def problems(count: int, numbers: int, seed: int = 0) -> list[Sum]:
 
 
 def right_steps(problem: Sum, text: str) -> tuple[int, int]:
-    """How many of a text's first lines are right one after the other, and how many lines are complete. The result, which
-    has no line end behind it, counts as one if the text has it."""
+    """How many of a text's first lines are right one after the other, and how many lines are complete. The result,
+    which has no line end behind it, counts as one if the text has it."""
     wanted = [*problem.steps, problem.result]
     lines = text.split("\n")
     done = lines if len(lines) == len(wanted) and len(lines[-1]) == 2 else lines[:-1]

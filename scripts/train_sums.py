@@ -38,8 +38,8 @@ tags: [reasoning, jax, decodax]
 # sums
 
 A small Llama-shaped model that works out sums step by step, and errs now and then. It is made to measure what samples,
-votes and searches make of a model that is right at most steps: `python scripts/evaluate_search.py`. Its language is that
-of `scripts/sums.py`.
+votes and searches make of a model that is right at most steps: `python scripts/evaluate_search.py`. Its language is
+that of `scripts/sums.py`.
 
 | | |
 |---|---|
@@ -52,8 +52,8 @@ of `scripts/sums.py`.
 | hardware | {hardware} |
 | training time | {minutes:.0f} minutes |
 
-On {problems} held-out sums of {numbers} numbers, with the shipped weights in float32 and the steps before given: {step:.1%}
-of steps are right, and {whole:.0%} of sums.
+On {problems} held-out sums of {numbers} numbers, with the shipped weights in float32 and the steps before given:
+{step:.1%} of steps are right, and {whole:.0%} of sums.
 
 **Reproduce** with CPython {python}, from the root of the repository:
 

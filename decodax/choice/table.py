@@ -57,8 +57,8 @@ RULES = {entry.name: entry for entry in (
     Entry("universal-self-consistency", "Universal Self-Consistency for Large Language Models", "Chen et al. 2023",
           "what a model names that sees all candidates", Asked),
     Entry("local-normalization", "Local Normalization Distortion and the Thermodynamic Formalism of Decoding "
-          "Strategies for Large Language Models", "Kempton and Burrell 2025", "a draw by what truncation took from each",
-          Corrected))}
+          "Strategies for Large Language Models", "Kempton and Burrell 2025",
+          "a draw by what truncation took from each", Corrected))}
 """All of them, by name."""
 
 

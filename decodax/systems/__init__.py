@@ -1,9 +1,9 @@
 """The table of the field: published systems by name, each built from this library's parts.
 
 An entry stands here only when it works: `tests/laws/test_systems.py` runs the laws over all of them. Two papers that
-come to the same algorithm are one entry and an alias of it. The makers lie in `text`, `models`, `layers`, `caches` and
-`lengths`; those of masked diffusion in `decodax.diffusion`. The table is that of `decodax.registry`; users add to it by
-`entry`.
+come to the same algorithm are one entry and an alias of it. The makers lie in `text`, `models`, `layers`, `caches`,
+`lengths` and `search`; those of masked diffusion in `decodax.diffusion`. The table is that of `decodax.registry`; users
+add to it by `entry`. Searches have laws of their own, in `tests/search`.
 
 >>> system("prompt-lookup", length=5).draft
 PromptLookup(length=5, max_ngram=3, min_ngram=1, pick='latest')
@@ -13,7 +13,7 @@ from decodax.registry import SYSTEMS, Guarantee, Needs, System, alias, entry, fi
 
 # The order of these is the order of the table.
 # isort: off
-from decodax.systems import text, models, layers, caches, lengths  # noqa: F401
+from decodax.systems import text, models, layers, caches, lengths, search  # noqa: F401
 from decodax.diffusion import systems as _diffusion  # noqa: F401
 # isort: on
 

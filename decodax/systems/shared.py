@@ -4,8 +4,8 @@ from decodax.registry import BOTH, DRAFT, SAMPLED, TARGET, alias, entry, system
 from decodax.speculative import Rejection, SeedExact, shapes
 
 LINEAR, TREE, SELF, THEORY = "speculative-linear", "speculative-tree", "speculative-self", "speculative-theory"
-JACOBI, BATCH, BLOCKWISE = "parallel-jacobi", "batching-scheduling", "blockwise-parallel"
+JACOBI, BATCH, BLOCKWISE, SEARCH = "parallel-jacobi", "batching-scheduling", "blockwise-parallel", "search"
 EXACT, REJECTION, CHAIN = SeedExact(), Rejection(), shapes.Chain(4)
 
-__all__ = ["BATCH", "BLOCKWISE", "BOTH", "CHAIN", "DRAFT", "EXACT", "JACOBI", "LINEAR", "REJECTION", "SAMPLED", "SELF",
-           "TARGET", "THEORY", "TREE", "alias", "entry", "system"]
+__all__ = ["BATCH", "BLOCKWISE", "BOTH", "CHAIN", "DRAFT", "EXACT", "JACOBI", "LINEAR", "REJECTION", "SAMPLED",
+           "SEARCH", "SELF", "TARGET", "THEORY", "TREE", "alias", "entry", "system"]

@@ -25,7 +25,8 @@ ROWS = 6
 LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec")
 """What drafts with some of the target's layers, or on another cache of it."""
 # aliases are other names for these, and systems of masked diffusion have laws of their own
-NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of]
+# searches write by rules of their own: tests/search
+NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
 # by default what reads a node's own text and what truncates; together: also a banned word, a bias and XTC
 ELSEWHERE = {
     "block-verification", "blockwise-top-k", "clasp", "confidence-threshold", "confidence-tree", "del", "disco",
@@ -54,7 +55,7 @@ def lm(which: str) -> LM:
 
 
 SAMPLES = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
-OPTIONS = {"magicdec": dict(budget=6), "quantspec": dict(group=8, weights=None),
+OPTIONS = {"awrs": dict(check=bool), "magicdec": dict(budget=6), "quantspec": dict(group=8, weights=None),
            "triforce": dict(budget=8, chunk=2, length=4, sinks=2, recent=6),
            "automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
            "ucbspec": dict(lengths=(0, 2)), "exp3spec": dict(lengths=(0, 2)),

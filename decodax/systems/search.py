@@ -1,0 +1,51 @@
+"""Searches: what they write is not what plain decoding would, by their own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from decodax.search import AWRS, UID, BeamSearch, ContrastiveSearch
+from decodax.search.contrastive import hidden_width
+from decodax.systems.shared import SEARCH, TARGET, entry
+
+
+@entry("beam-search", "Beam search", "", SEARCH, "the likeliest texts, by several beams side by side",
+       guarantee="approximate")
+def _beam_search(width: int = 4, length_penalty: float = 1.0, early_stopping: Any = False, draft: Any = None) -> Any:
+    return BeamSearch(width, length_penalty=length_penalty, early_stopping=early_stopping, draft=draft)
+
+
+@entry("patience-beam-search", "Beam Decoding with Controlled Patience", "Kasai et al. 2022", SEARCH,
+       "ends a search when so many times as many texts as beams have ended", guarantee="approximate")
+def _patience(width: int = 4, patience: float = 2.0, length_penalty: float = 1.0) -> Any:
+    return BeamSearch(width, length_penalty=length_penalty, early_stopping=True, patience=patience)
+
+
+@entry("diverse-beam-search", "Diverse Beam Search: Decoding Diverse Solutions from Neural Sequence Models",
+       "Vijayakumar et al. 2016", SEARCH, "groups of beams that lose score for tokens of the groups before",
+       guarantee="approximate")
+def _diverse(width: int = 4, groups: int = 2, penalty: float = 0.5, counting: Any = "chosen",
+             length_penalty: float = 1.0) -> Any:
+    return BeamSearch(width, groups=groups, diversity_penalty=penalty, counting=counting, length_penalty=length_penalty)
+
+
+@entry("uid-beam-search", "If beam search is the answer, what was the question?", "Meister et al. 2020", SEARCH,
+       "beams that lose score where surprisal is not spread evenly", guarantee="approximate")
+def _uid(width: int = 4, kind: Any = "greedy", strength: float = 1.0, length_penalty: float = 0.0) -> Any:
+    return BeamSearch(width, uid=UID(kind), strength=strength, length_penalty=length_penalty)
+
+
+@entry("contrastive-search", "A Contrastive Framework for Neural Text Generation", "Su et al. 2022", SEARCH,
+       "likely tokens that say nothing again", TARGET, "approximate")
+def _contrastive(lm: Any, alpha: float = 0.6, k: int = 4) -> Any:
+    return ContrastiveSearch(hidden_width(lm), alpha, k)
+
+
+@entry("awrs", "Fast Controlled Generation from Language Models with Adaptive Weighted Rejection Sampling",
+       "Lipkin et al. 2025", SEARCH, "tokens drawn until a check accepts one, and the weight of the text",
+       guarantee="approximate")
+def _awrs(check: Callable[[list[int]], bool] | None = None, proper: bool = True, most: int | None = None) -> Any:
+    if check is None:
+        raise ValueError("system: 'awrs' needs check=, a function of the new tokens")
+    return AWRS(check, proper, most)
