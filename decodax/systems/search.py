@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from decodax.search import AWRS, UID, BeamSearch, ContrastiveSearch
+from decodax.search import AWRS, UID, BeamSearch, ContrastiveSearch, StochasticBeams
 from decodax.search.contrastive import hidden_width
 from decodax.systems.shared import SEARCH, TARGET, entry
 
@@ -34,6 +34,13 @@ def _diverse(width: int = 4, groups: int = 2, penalty: float = 0.5, counting: An
        "beams that lose score where surprisal is not spread evenly", guarantee="approximate")
 def _uid(width: int = 4, kind: Any = "greedy", strength: float = 1.0, length_penalty: float = 0.0) -> Any:
     return BeamSearch(width, uid=UID(kind), strength=strength, length_penalty=length_penalty)
+
+
+@entry("stochastic-beam-search", "Stochastic Beams and Where to Find Them: The Gumbel-Top-k Trick for Sampling "
+       "Sequences Without Replacement", "Kool et al. 2019", SEARCH, "different texts, drawn without replacement",
+       guarantee="approximate")
+def _stochastic(k: int = 4) -> Any:
+    return StochasticBeams(k)
 
 
 @entry("contrastive-search", "A Contrastive Framework for Neural Text Generation", "Su et al. 2022", SEARCH,

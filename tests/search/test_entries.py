@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from scipy.stats import chi2
 
 import decodax as dx
-from decodax.search import AWRS
+from decodax.search import AWRS, StochasticBeams
 from decodax.search.rejection import ranked
 from decodax.systems import SYSTEMS
 from tests.matrix import often
@@ -59,6 +62,43 @@ def test_weights_are_the_allowed_probability_on_average() -> None:
     assert sum(abs(found.get(t, 0) - p) for t, p in held.items()) / 2 < 0.08 * total
     calls = out.findings["calls"]
     assert (calls >= 2).all() and calls.mean() < NEW * V * 0.8          # far from the whole vocabulary each time
+
+
+def test_stochastic_beams_draw_without_replacement() -> None:
+    prompt, count = (1, 2), 6000
+    out = dx.generate(tiny(), [list(prompt)] * count, algorithm=StochasticBeams(2), temperature=1.0, max_new_tokens=3)
+    p: dict[tuple[int, ...], float] = {}
+    for text, chance in law(prompt).items():        # texts of three tokens
+        p[text[:3]] = p.get(text[:3], 0) + chance
+    pairs: dict[Any, int] = {}
+    for i in range(count):
+        first, second = (tuple(out.row(2 * i + j).tolist()) for j in range(2))
+        assert first != second
+        pairs[first, second] = pairs.get((first, second), 0) + 1
+    want = {(a, b): count * p[a] * p[b] / (1 - p[a]) for a in p for b in p if a != b}
+    some = [pair for pair, n in want.items() if n > 5]
+    statistic = sum((pairs.get(pair, 0) - want[pair]) ** 2 / want[pair] for pair in some)
+    rest = sum(want[pair] for pair in want) - sum(want[pair] for pair in some)
+    seen = count - sum(pairs.get(pair, 0) for pair in some)
+    assert chi2.sf(statistic + (seen - rest) ** 2 / rest, len(some)) > 1e-4
+    # the estimate of a mean is without bias: here of the number of threes
+    threes = np.array([sum(t == 3 for t in out.row(i)) for i in range(2 * count)])
+    weights = np.exp(out.findings["log_weight"].astype(float))
+    each = (threes * weights).reshape(count, 2).sum(1)
+    mean = sum(chance * sum(t == 3 for t in text) for text, chance in p.items())
+    assert abs(each.mean() - mean) < 4 * each.std() / np.sqrt(count)
+    chances = [p[tuple(out.row(i).tolist())] for i in range(50)]
+    np.testing.assert_allclose(np.exp(out.findings["log_prob"][:50]), chances, rtol=1e-4)
+
+
+def test_more_draws_than_texts_and_broken_logits() -> None:
+    out = dx.generate(tiny(), [[1, 2]], algorithm=StochasticBeams(9), temperature=1.0, max_new_tokens=1)
+    assert sorted(out.row(i).tolist() for i in range(5)) == [[t] for t in range(V)]
+    assert out.status[5:] == [dx.Status.DEAD_END] * 4
+    np.testing.assert_allclose(np.exp(out.findings["log_weight"][:5]), np.exp(out.findings["log_prob"][:5]))
+    broken = dataclasses.replace(tiny(), params=jax.tree.map(lambda x: x * np.nan, tiny().params))
+    assert set(dx.generate(broken, [[1, 2]], algorithm=StochasticBeams(2), max_new_tokens=2).status) == {
+        dx.Status.INVALID}
 
 
 def test_one_token_by_complete_enumeration() -> None:

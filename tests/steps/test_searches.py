@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -209,3 +211,13 @@ def test_parts() -> None:
 def test_what_makes_no_sense_is_refused(given: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         steps.explore(tiny(), [[1, 3]], given, options=options, **OPTIONS)
+
+
+@pytest.mark.matrix
+def test_the_guide_runs_as_it_stands() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "explore.md").read_text()
+    names: dict[str, Any] = {}
+    for source in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
+        exec(source, names)
+    for name in steps.EXPLORERS:
+        assert f"| `{name}` |" in guide
