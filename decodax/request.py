@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from decodax.constraints import front as constraints
+from decodax.constraints.canvas import OnCanvas
 from decodax.core.stops import stop_strings
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
@@ -25,6 +26,7 @@ from decodax.memory import afford, power
 from decodax.methods import chosen, model, stop_table, with_cache
 from decodax.policy import Policy
 from decodax.policy.arguments import (
+    MOST,
     flag,
     id_rows,
     is_whole,
@@ -170,7 +172,7 @@ class Request:
         policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said,
                          isinstance(search, BeamSearch))
         if (asked := constraints.read(held, count)) is not None:
-            policy = _constrained(asked, lm, method, policy, lengths + budget, budget, samples)
+            policy = _constrained(asked, lm, method, policy, lengths + budget, budget, samples, behind is not None)
         words = np.array([divmod(s, 1 << 32) for s in seeds], np.uint32)
         if even:
             policy = _even(method, policy, evenly(words, np.array(addresses, np.uint32), samples))
@@ -394,14 +396,15 @@ def _even(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy:
 
 
 def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, ends: np.ndarray, budget: np.ndarray,
-                 samples: int) -> Policy:
-    """The policy with constraints in front of its temperature."""
-    if method.canvas:
-        name = next(x[0] for x in asked if x is not None)
-        raise ValueError(f"{name}: {method.name} fills positions in any order; takes a method that writes from left to "
-                         "right")
+                 samples: int, given: bool) -> Policy:
+    """The policy with constraints in front of its temperature. `given`: the canvas is part of the text already."""
+    if given:
+        budget = np.full_like(budget, MOST)
     chain, eos = list(policy.transforms), np.asarray(policy.eos)
     at = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
+    if method.canvas and any(x is not None and x[0] == "grammar" and constraints.hosted(x[1]) for x in asked):
+        raise ValueError(f"grammar: {method.name} fills positions in any order; takes a grammar whose rules do not refer "
+                         "to themselves")
     hosted = constraints.match(asked, lm.tokenizer, lm.vocab_size, eos, samples)
     if hosted is not None:
         chain.insert(at, hosted)
@@ -410,7 +413,8 @@ def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, en
             return policy.replace(transforms=tuple(chain))
     link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, eos, np.repeat(ends, samples), budget,
                                         samples)
-    chain.insert(at, link.replace(place=len(policy.tables)))
+    link = link.replace(place=len(policy.tables))
+    chain.insert(at, OnCanvas(link.start, link.end, link.place, whole=given) if method.canvas else link)
     return policy.replace(transforms=tuple(chain), tables=(*policy.tables, table))
 
 

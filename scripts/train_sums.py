@@ -80,7 +80,7 @@ OUTSIDE = 0.02
 class SumsOptions:
     """One run. Fields before `output` decide the weights."""
 
-    steps: int = 1600
+    steps: int = 900
     peak: float = 3e-3
     warmup: int = 200
     weight_decay: float = 0.05

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import Feature, Window, take
+from decodax.constraints.canvas import OUTSIDE, OnCanvas, Region, accepted
 from decodax.core.keys import Purpose
 from decodax.core.record import record
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import INVALID, Algorithm, Decision, Out, Params
 from decodax.diffusion.adapter import Nodes
 from decodax.diffusion.canvas import Canvas, cut, look, paste, survey
 from decodax.diffusion.policies import Seen, View
+from decodax.diffusion.rules.stops import EndOfText
 from decodax.diffusion.stats import statistics
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Distribution
@@ -317,6 +319,9 @@ class Round(Algorithm):
             draws = [here.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
                                salt=c.round + len(of.verify.taken[k])) for k in range(K)]
             token = jnp.concatenate(draws, 1)
+        link = next((t for t in dist.policy.transforms if isinstance(t, OnCanvas)), None)
+        if link is not None:
+            token = self._held(link, dist, s, c, here, flat, token, node, first.shape[0])
         rules = (of.windows, of.score, of.unmask, of.remask, *of.stops)
         second = None
         if any(rule.of == "policy" for rule in rules):
@@ -330,6 +335,34 @@ class Round(Algorithm):
         note = None if c.record is None else record(logits, here.log_probs(), token, c.record.count)
         note = note if note is None else jax.tree.map(lambda x: x.reshape(B, K, W, *x.shape[2:]), note)
         return seen, note, entries
+
+    def _held(self, link: OnCanvas, dist: Any, s: State, c: Canvas, here: Distribution, flat: View, token: Array,
+              node: Array, count: int) -> Array:
+        """`i32[B, K * W]`: tokens of one text of the language that rows are held to, canvas by canvas."""
+        if self.of.verify.assists:
+            raise ValueError("constraints: a second model decides what is unmasked; takes a sampler without one")
+        if any(not isinstance(stop, EndOfText) for stop in self.of.stops):
+            raise ValueError("constraints: a rule ends texts early, which may not be whole then; takes a sampler without "
+                             "such a rule")
+        (B, width), W = token.shape, flat.tokens.shape[1]
+        split = lambda x: x.reshape(B * count, W, *x.shape[2:])
+        each = lambda x: jnp.repeat(x, count, 0)
+        front, behind = map(split, here.stages())
+        # what a truncation has left out is taken only where the language wants it; of greedy rows all count alike
+        cold = each(dist.policy.greedy)
+        soft = jnp.where(behind == -jnp.inf, jax.nn.log_softmax(front) - OUTSIDE, jax.nn.log_softmax(behind))
+        weights = jnp.where(front == -jnp.inf, -jnp.inf, jnp.where(cold[:, None, None], jax.nn.log_softmax(front), soft))
+        # positions that this round has not looked at may hold anything that is not banned
+        reached = each(node >= 0)[..., None]
+        weights = jnp.where(reached, weights, jnp.where(front == -jnp.inf, -jnp.inf, 0.0))
+        place = jnp.arange(c.tokens.shape[1], dtype=jnp.int32)
+        region = Region(tokens=each(c.tokens), known=each(~c.open & (place < c.end[:, None])),
+                        begin=each(s.prompt_length), end=flat.end, start=flat.start, given=flat.tokens, open=flat.masked)
+        link = link.replace(start=each(link.start), end=each(link.end))
+        new = accepted(link, dist.policy.tables, each(dist.policy.eos), region, weights, cold,
+                       flat.addresses(Purpose.CANVAS), split(token))
+        # broken logits stay visible
+        return jnp.where(split(token) == INVALID, INVALID, new).reshape(B, width)
 
     def _noted(self, view: View, after: View, drafts: View, results: View, seen: Seen, path: Array, c: Canvas,
                note: Any) -> tuple[View, Any]:

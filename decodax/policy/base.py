@@ -312,6 +312,14 @@ class Distribution(Struct):
             return out if nodes is None else take(out, nodes)
         return self._map(self.policy.transforms, self.texts.states, self.logits(nodes), nodes)
 
+    def stages(self) -> tuple[Array, Array]:
+        """`f32[B, W, V]`: the chain's output in front of the temperature, and in the end with 1 for a temperature of 0,
+        where no transform has a state. Between the two only truncations forbid a token."""
+        chain = self.policy.warm.transforms
+        cut = next((i for i, t in enumerate(chain) if isinstance(t, Temperature)), len(chain))
+        front = self._map(chain[:cut], self.texts.states[:cut], self.logits(), None)
+        return front, self._map(chain[cut:], self.texts.states[cut:], front, None)
+
     def log_probs(self, nodes: Array | None = None) -> Array:
         """Normalised log-probabilities `f32[B, W', V]`; all -inf where the policy allows nothing."""
         logits = self.processed(nodes)

@@ -1,0 +1,153 @@
+"""Constraints on a canvas, whose positions are decided in any order.
+
+Tokens that are allowed one by one may clash with one another: of two letters that a word allows at two places not every
+pair makes a word. So the tokens that a round offers for the open positions are those of *one* text that the automaton
+accepts, drawn from the product of the positions' distributions; a sampler that commits some of them and forgets the
+others leaves a canvas that can always be completed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.constraints.transform import Constrained, TokenTable
+from decodax.core.types import DEAD_END
+from decodax.policy.base import Context, PyTree
+from decodax.policy.draw import draw, winner
+from decodax.struct import Struct, static, struct
+
+OUTSIDE = 1e4
+"""What a token loses that a truncation has left out: such tokens are taken where the language wants one of them."""
+
+
+@struct
+class OnCanvas(Constrained):
+    """Holds texts on a canvas to a language. The sampler reads it; as a link of the chain it changes nothing.
+
+    Attributes:
+        whole: static; whether something stands behind the open positions, as in infilling. The text is then from the
+            prompt to the canvas's end, without an end of the sequence.
+    """
+
+    whole: bool = static(default=False)
+
+    def init(self, ctx: Context) -> PyTree:
+        return None
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        return logits
+
+    def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
+        return state
+
+
+@struct
+class Region(Struct):
+    """A part of a canvas. Row level: no batch axis.
+
+    Attributes:
+        tokens: `i32[N]` the whole canvas. known: `bool[N]`, decided positions. begin, end: `i32[]`, the text's.
+        start: `i32[]`, the region's first position; all before it are known. given: `i32[W]` its tokens as this draft
+            has them. open: `bool[W]`, which of them are to be decided.
+    """
+
+    tokens: Array
+    known: Array
+    begin: Array
+    end: Array
+    start: Array
+    given: Array
+    open: Array
+
+
+def accepted(link: OnCanvas, tables: tuple[Any, ...], eos: Array, region: Region, weights: Array, cold: Array,
+             address: Array, first: Array) -> Array:
+    """One text of the language for the open positions of each region: `i32[R, W]`.
+
+    Args:
+        link: its fields `[R]`. tables: the policy's. eos: `i32[R, E]`. region: `[R, ...]`. weights: `f32[R, W, V]`,
+            logarithms; -inf for what is banned. cold: `bool[R]`: the likeliest such text, and not a draw.
+        address: `u32[R, W, 2]`. first: `i32[R, W]`, what stands where a row is free.
+    """
+    table: TokenTable = tables[link.place]
+    rows = jax.vmap(lambda start, end, *row: _row(table, link.whole, start, *row))
+    found = rows(link.start, link.end, eos, region, weights, cold, address)
+    return jnp.where(link.start[:, None] < 0, first, found)
+
+
+def _row(table: TokenTable, whole: bool, start: Array, eos: Array, region: Region, weights: Array, cold: Array,
+         address: Array) -> Array:
+    classes = table.classes.astype(jnp.int32)
+    states, columns = table.next.shape
+    following = table.next.astype(jnp.int32)
+    # behind an end of the sequence there are only further ones
+    ends = (jnp.arange(classes.shape[0]) == eos[:, None]).any(0)
+    last = jnp.argmax((table.distance == 0) & (following < 0).all(1))
+    closed = jnp.zeros(columns, bool).at[jnp.where(ends, classes, columns)].set(True, mode="drop")
+    following = following.at[last].set(jnp.where(closed, last, -1))
+    dead = -jnp.inf
+
+    def move(state: Array, token: Array) -> Array:
+        return jnp.where(state < 0, state, following[jnp.maximum(state, 0), classes[jnp.maximum(token, 0)]])
+
+    # the state in front of the region
+    place = jnp.arange(region.tokens.shape[0], dtype=jnp.int32)
+    behind = lambda state, x: (jnp.where((x[0] >= region.begin) & (x[0] < region.start), move(state, x[1]), state), None)
+    here = lax.scan(behind, start, (place, region.tokens))[0]
+
+    # from which states the text can be completed behind the region
+    W = region.given.shape[0]
+    at = region.start + jnp.arange(W, dtype=jnp.int32)
+    stop = jnp.minimum(region.start + W, region.end)
+    goes = jnp.where(following >= 0, following, states)
+    if whole:
+        final = (goes[:, jnp.argmax(closed)] < states) & closed.any()
+
+        def back(can: Array, x: tuple[Array, Array, Array]) -> tuple[Array, None]:
+            position, token, known = x
+            wide = jnp.append(can, False)
+            any_token = wide[goes].any(1)
+            this = wide[goes[:, classes[jnp.maximum(token, 0)]]]
+            inside = (position >= stop) & (position < region.end)
+            return jnp.where(inside, jnp.where(known, this, any_token), can), None
+
+        can = lax.scan(back, final, (place, region.tokens, region.known), reverse=True)[0]
+    else:
+        can = table.distance <= region.end - stop
+
+    # backwards: how much weight each state has in front of it; by classes, for tokens of a class go the same way
+    by_class = jax.vmap(lambda w: jax.ops.segment_max(w, classes, columns))(weights)
+    top = jnp.where(jnp.isfinite(by_class), by_class, 0)
+    sums = jax.vmap(lambda w, top: jax.ops.segment_sum(jnp.exp(w - top[classes]), classes, columns))(weights, top)
+    by_class = jnp.where(cold, by_class, jnp.where(sums > 0, top + jnp.log(jnp.maximum(sums, 1e-37)), dead))
+    fixed = jnp.where(jnp.arange(columns) == classes[jnp.maximum(region.given, 0)][:, None], 0.0, dead)
+    by_class = jnp.where(region.open[:, None], by_class, fixed)
+    counts = (at >= region.begin) & (at < region.end)
+
+    def before(reach: Array, x: tuple[Array, Array]) -> tuple[Array, Array]:
+        weight, counted = x
+        total = weight[None] + jnp.append(reach, dead)[goes]
+        most = total.max(1)
+        shift = jnp.where(most == dead, 0, most)
+        added = shift + jnp.log(jnp.exp(total - shift[:, None]).sum(1))
+        new = jnp.where(counted, jnp.where(cold, most, added), reach)
+        return new, reach
+
+    _, reach = lax.scan(before, jnp.where(can, 0.0, dead), (by_class, counts), reverse=True)
+
+    def forward(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
+        weight, reach, given, open_, counted, noise = x
+        ahead = jnp.append(reach, dead)[goes[jnp.maximum(state, 0)]][classes]
+        score = jnp.where(state < 0, dead, jnp.where(ahead > dead, weight + ahead, dead))
+        drawn = jnp.where(cold, winner(score), draw(score, noise))
+        token = jnp.where(open_ & counted, drawn, given)
+        moved = jnp.where(token < 0, -1, move(state, token))
+        return jnp.where(counted, moved, state), token
+
+    tokens = lax.scan(forward, here, (weights, reach, region.given, region.open, counts, address))[1]
+    lost = (tokens == DEAD_END).any()
+    return jnp.where(lost & region.open, DEAD_END, tokens)
