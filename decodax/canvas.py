@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from decodax.api import one_row, run
+from decodax.constraints.front import ARGUMENTS as CONSTRAINTS
 from decodax.core.types import Algorithm
 from decodax.diffusion import MaskedDiffusion, Template
 from decodax.io.load import LM
@@ -70,7 +71,7 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
         ends: whether a gap may hold an end of sequence (`eos_token_id`, default the model's), which cuts it short
             there. Without it none is drawn.
         logprobs, request_ids, guidance_scale, skip_special_tokens, max_time, chunk, batch_size, sampling: as in
-            `generate`.
+            `generate`. A constraint (`regex`, ...) is on the text from the first gap to the end.
 
     Raises:
         ValueError: a model or an algorithm that does not fill masks, a text without a gap, or without anything before
@@ -87,7 +88,9 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
     named = [sampling.pop(name) for name in ("eos", "eos_token_id") if name in sampling]
     eos = id_rows("eos_token_id", next((e for e in named if e is not None), []) if named else lm.eos, len(ids),
                   lm.vocab_size)
-    if not flag("ends", ends):
+    if flag("ends", ends) and any(sampling.get(name) is not None for name in CONSTRAINTS):
+        raise ValueError("ends: got True with a constraint, which what stands behind a gap is part of; takes False")
+    if not ends:
         given = sampling.get("suppress_tokens")
         banned = id_rows("suppress_tokens", [] if given is None else given, len(ids))
         rows = [[t for t in (*a, *b) if t >= 0] for a, b in zip(banned.tolist(), eos.tolist(), strict=True)]

@@ -403,8 +403,11 @@ def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, en
     chain, eos = list(policy.transforms), np.asarray(policy.eos)
     at = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
     if method.canvas and any(x is not None and x[0] == "grammar" and constraints.hosted(x[1]) for x in asked):
-        raise ValueError(f"grammar: {method.name} fills positions in any order; takes a grammar whose rules do not refer "
-                         "to themselves")
+        raise ValueError(f"grammar: {method.name} fills positions in any order; takes a grammar whose rules do not "
+                         "refer to themselves")
+    if method.canvas and not given and not (eos >= 0).any(1).all():
+        name = next(x[0] for x in asked if x is not None)
+        raise ValueError(f"{name}: on a canvas takes a model with an end of sequence, behind which the text may stop")
     hosted = constraints.match(asked, lm.tokenizer, lm.vocab_size, eos, samples)
     if hosted is not None:
         chain.insert(at, hosted)
@@ -412,10 +415,16 @@ def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, en
         if all(x is None for x in asked):
             return policy.replace(transforms=tuple(chain))
     link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, eos, np.repeat(ends, samples), budget,
-                                        samples)
+                                        samples, _masks(lm) if method.canvas else ())
     link = link.replace(place=len(policy.tables))
     chain.insert(at, OnCanvas(link.start, link.end, link.place, whole=given) if method.canvas else link)
     return policy.replace(transforms=tuple(chain), tables=(*policy.tables, table))
+
+
+def _masks(lm: LM) -> tuple[int, ...]:
+    """Tokens that stand for what is not decided."""
+    mask = None if lm.diffusion is None else lm.diffusion.mask
+    return () if mask is None else (int(mask),)
 
 
 def _samples(method: Algorithm, wanted: int | None, where: str) -> int:

@@ -74,8 +74,9 @@ def accepted(link: OnCanvas, tables: tuple[Any, ...], eos: Array, region: Region
         address: `u32[R, W, 2]`. first: `i32[R, W]`, what stands where a row is free.
     """
     table: TokenTable = tables[link.place]
-    rows = jax.vmap(lambda start, end, *row: _row(table, link.whole, start, *row))
-    found = rows(link.start, link.end, eos, region, weights, cold, address)
+    # a region may overhang the last token that a row may have
+    region = region.replace(end=jnp.minimum(region.end, link.end))
+    found = jax.vmap(lambda *row: _row(table, link.whole, *row))(link.start, eos, region, weights, cold, address)
     return jnp.where(link.start[:, None] < 0, first, found)
 
 
@@ -88,7 +89,7 @@ def _row(table: TokenTable, whole: bool, start: Array, eos: Array, region: Regio
     ends = (jnp.arange(classes.shape[0]) == eos[:, None]).any(0)
     last = jnp.argmax((table.distance == 0) & (following < 0).all(1))
     closed = jnp.zeros(columns, bool).at[jnp.where(ends, classes, columns)].set(True, mode="drop")
-    following = following.at[last].set(jnp.where(closed, last, -1))
+    following = jnp.where(closed.any(), following.at[last].set(jnp.where(closed, last, -1)), following)
     dead = -jnp.inf
 
     def move(state: Array, token: Array) -> Array:
@@ -96,8 +97,8 @@ def _row(table: TokenTable, whole: bool, start: Array, eos: Array, region: Regio
 
     # the state in front of the region
     place = jnp.arange(region.tokens.shape[0], dtype=jnp.int32)
-    behind = lambda state, x: (jnp.where((x[0] >= region.begin) & (x[0] < region.start), move(state, x[1]), state), None)
-    here = lax.scan(behind, start, (place, region.tokens))[0]
+    front = (place >= region.begin) & (place < region.start)
+    here = lax.scan(lambda s, x: (jnp.where(x[0], move(s, x[1]), s), None), start, (front, region.tokens))[0]
 
     # from which states the text can be completed behind the region
     W = region.given.shape[0]
@@ -105,7 +106,7 @@ def _row(table: TokenTable, whole: bool, start: Array, eos: Array, region: Regio
     stop = jnp.minimum(region.start + W, region.end)
     goes = jnp.where(following >= 0, following, states)
     if whole:
-        final = (goes[:, jnp.argmax(closed)] < states) & closed.any()
+        final = jnp.where(closed.any(), goes[:, jnp.argmax(closed)] < states, table.distance == 0)
 
         def back(can: Array, x: tuple[Array, Array, Array]) -> tuple[Array, None]:
             position, token, known = x

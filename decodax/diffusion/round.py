@@ -342,8 +342,8 @@ class Round(Algorithm):
         if self.of.verify.assists:
             raise ValueError("constraints: a second model decides what is unmasked; takes a sampler without one")
         if any(not isinstance(stop, EndOfText) for stop in self.of.stops):
-            raise ValueError("constraints: a rule ends texts early, which may not be whole then; takes a sampler without "
-                             "such a rule")
+            raise ValueError("constraints: a rule ends texts early, which may not be whole then; takes a sampler "
+                             "without such a rule")
         (B, width), W = token.shape, flat.tokens.shape[1]
         split = lambda x: x.reshape(B * count, W, *x.shape[2:])
         each = lambda x: jnp.repeat(x, count, 0)
@@ -351,13 +351,15 @@ class Round(Algorithm):
         # what a truncation has left out is taken only where the language wants it; of greedy rows all count alike
         cold = each(dist.policy.greedy)
         soft = jnp.where(behind == -jnp.inf, jax.nn.log_softmax(front) - OUTSIDE, jax.nn.log_softmax(behind))
-        weights = jnp.where(front == -jnp.inf, -jnp.inf, jnp.where(cold[:, None, None], jax.nn.log_softmax(front), soft))
+        weights = jnp.where(cold[:, None, None], jax.nn.log_softmax(front), soft)
+        weights = jnp.where(front == -jnp.inf, -jnp.inf, weights)
         # positions that this round has not looked at may hold anything that is not banned
         reached = each(node >= 0)[..., None]
         weights = jnp.where(reached, weights, jnp.where(front == -jnp.inf, -jnp.inf, 0.0))
         place = jnp.arange(c.tokens.shape[1], dtype=jnp.int32)
         region = Region(tokens=each(c.tokens), known=each(~c.open & (place < c.end[:, None])),
-                        begin=each(s.prompt_length), end=flat.end, start=flat.start, given=flat.tokens, open=flat.masked)
+                        begin=each(s.prompt_length), end=flat.end, start=flat.start, given=flat.tokens,
+                        open=flat.masked)
         link = link.replace(start=each(link.start), end=each(link.end))
         new = accepted(link, dist.policy.tables, each(dist.policy.eos), region, weights, cold,
                        flat.addresses(Purpose.CANVAS), split(token))
