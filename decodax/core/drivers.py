@@ -32,7 +32,7 @@ begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
     programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _extend, _fan_out, _fan_out_shared,
-                     _refill, stack_rows, advance, _outcome, _fork)
+                     _refill, stack_rows, advance, _outcome, _fork, _rewind)
     return sum(program._cache_size() for program in programs)
 
 
@@ -182,19 +182,44 @@ def _refill(held: Any, new: Any, rows: Array) -> Any:
     return auto_region(put, held, new, rows, like=held)
 
 
-def fork(s: State, rows: Array, key: Array) -> State:
-    """The state whose row `i` goes on from what row `rows[i]` was, with the key `key[i]`; also what the method keeps of
-    it. `s` is donated."""
-    return _fork(s, rows, key)
+def fork(s: State, rows: Array, keys: Array, generation: Array) -> State:
+    """The state whose row `i` goes on from what row `rows[i]` was, also in what the method keeps of it. A row that goes
+    on from another one draws by the key `keys[i]` of its place, folded with the generation (`u32[]`). `s` is donated.
+    """
+    return _fork(s, rows, keys, generation)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fork(s: State, rows: Array, key: Array) -> State:
-    def moved(s: State, rows: Array, key: Array) -> State:
+def _fork(s: State, rows: Array, key: Array, generation: Array) -> State:
+    def moved(s: State, rows: Array, key: Array, generation: Array) -> State:
+        new = jnp.where(rows == jnp.arange(s.batch), s.key, _later(key, generation))
         algo = jax.tree.map(lambda x: x[rows], s.algo)
-        return s.succeed(rows).replace(algo=algo, key=key)
+        return s.succeed(rows).replace(algo=algo, key=new)
 
-    return auto_region(moved, s, rows, key, like=s)
+    return auto_region(moved, s, rows, key, generation, like=s)
+
+
+def _later(key: Array, generation: Array) -> Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(key, generation)
+
+
+def rewind(s: State, length: Array, back: Array, keys: Array, generation: Array) -> State:
+    """The state whose rows `back` (`bool[B]`) have only their first `length` tokens (`i32[B]`), and draw by other keys
+    from there on, as those that `fork` moves. Their cache must support truncation, and neither policy nor method keep
+    anything of the text. `s` is donated."""
+    return _rewind(s, length, back, keys, generation)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _rewind(s: State, length: Array, back: Array, key: Array, generation: Array) -> State:
+    def shorter(s: State, length: Array, back: Array, key: Array, generation: Array) -> State:
+        length = jnp.where(back, length, s.length)
+        held = jnp.arange(s.tokens.shape[1]) < length[:, None]
+        record = jax.tree.map(lambda x: jnp.where(held.reshape(*held.shape, *[1] * (x.ndim - 2)), x, 0), s.record)
+        return s.replace(length=length, cache=s.cache.truncate(length - 1), record=record,
+                         stop=jnp.where(back, 0, s.stop), key=jnp.where(back, _later(key, generation), s.key))
+
+    return auto_region(shorter, s, length, back, key, generation, like=s)
 
 
 def fan_out(s: State, policy: Any, rows: Array, live: Array, *address: Array) -> State:

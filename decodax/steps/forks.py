@@ -161,11 +161,8 @@ class Forks:
         self.generation += 1
         rows = np.arange(self.job.state.batch)
         rows[:self.rows] = (np.arange(len(self))[:, None] * self.n + parents).reshape(-1)
-        moved = rows != np.arange(len(rows))
         with on_mesh(self.job.request.lm.mesh):
-            again = jax.vmap(jax.random.fold_in, (0, None))(self.keys, self.generation)
-            key = jnp.where(jnp.asarray(moved), again, self.job.state.key)
-            self.job.state = drivers.fork(self.job.state, jnp.asarray(rows, jnp.int32), key)
+            self.job.state = drivers.fork(self.job.state, *self._moves(rows.astype(np.int32)))
         take = lambda x: np.take_along_axis(x, parents, 1)
         self.status, self.lengths = take(self.status), take(self.lengths)
 
@@ -237,17 +234,14 @@ class Forks:
         self.generation += 1
         self.lengths = np.where(back, start + made, self.lengths)
         self.status = np.where(back, Status.RUNNING, self.status).astype(np.int32)
-        wide = np.array(s.length)
-        wide[:self.rows] = np.where(back.reshape(-1), self.lengths.reshape(-1), wide[:self.rows])
-        moved = np.zeros(s.batch, bool)
-        moved[:self.rows] = back.reshape(-1)
+        length, moved = np.array(s.length), np.zeros(s.batch, bool)
+        length[:self.rows], moved[:self.rows] = self.lengths.reshape(-1), back.reshape(-1)
         with on_mesh(self.job.request.lm.mesh):
-            again = jax.vmap(jax.random.fold_in, (0, None))(self.keys, self.generation)
-            length = jax.device_put(wide, s.length.sharding)
-            held = jnp.arange(s.tokens.shape[1]) < length[:, None]
-            record = jax.tree.map(lambda x: jnp.where(held.reshape(*held.shape, *[1] * (x.ndim - 2)), x, 0), s.record)
-            self.job.state = s.replace(length=length, cache=s.cache.truncate(length - 1), record=record,
-                                       stop=jnp.where(moved, 0, s.stop), key=jnp.where(moved, again, s.key))
+            self.job.state = drivers.rewind(s, *self._moves(length, moved))
+
+    def _moves(self, *rows: Any) -> tuple[Any, ...]:
+        """What says how rows move, with the keys that they then draw by."""
+        return *rows, self.keys, np.uint32(self.generation)
 
     def ahead(self, which: np.ndarray | None = None, tokens: int | None = None) -> Forks:
         """A copy in which rows are written on, to the end or by so many tokens; this one stays where it is."""

@@ -31,3 +31,21 @@ def test_a_mesh_gives_the_texts_of_one_device(tiny_model: Path, kind: AxisType, 
     given = dict(max_new_tokens=10, **WAYS[way])
     want, out = (dx.generate(lm, ["one", "def f(", "x", "b"], **given) for lm in (alone, spread))
     assert out.text == want.text and out.status == want.status
+
+
+def ends_in_a(prompt: Any, texts: Any) -> list[float]:
+    return [0.9 if text.endswith(("a", "e")) else 0.3 for text in texts]
+
+
+@pytest.mark.parametrize("kind", often([AxisType.Auto], list(AxisType)[:2]))
+def test_searches_over_steps_on_a_mesh(tiny_model: Path, kind: AxisType) -> None:
+    alone = dx.load(tiny_model)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    spread = dataclasses.replace(
+        alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
+    given: dict[str, Any] = dict(options=dict(reward=ends_in_a, n=4), step_tokens=3, max_new_tokens=9, temperature=1.0)
+    want, out = (dx.explore(lm, ["one", "def f("], "particle-filter", **given) for lm in (alone, spread))
+    assert out.texts == want.texts and out.index.tolist() == want.index.tolist()
+    fed = dict(options=dict(act=lambda prompt, text: "x"), step_tokens=3, max_new_tokens=12)
+    want, out = (dx.explore(lm, ["one", "def f("], "with-tools", **fed) for lm in (alone, spread))
+    assert out.texts == want.texts and out.fed > 0
