@@ -136,3 +136,17 @@ def test_draws_corrected_for_truncation_are_the_models() -> None:
     candidates = Candidates(["x", "y"], log_weights=np.log([0.9, 0.1]))
     chosen = [choice.Corrected(seed).choose(candidates).index for seed in range(300)]
     assert 0.82 < chosen.count(0) / 300 < 0.97
+
+
+def test_likelihood_and_utility_are_compared_prompt_by_prompt() -> None:
+    from scipy.stats import spearmanr
+    rng = np.random.default_rng(0)
+    log_p, worth = rng.normal(size=(3, 6)), rng.normal(size=(3, 6)).round(1)
+    each = [Candidates([str(i) for i in range(6)], prompt=p, log_probs=log_p[p]) for p in range(3)]
+    found = choice.alignment(each, lambda prompt, texts: worth[prompt])
+    assert np.isclose(found.pearson, np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(log_p, worth, strict=True)]))
+    assert np.isclose(found.spearman, np.mean([spearmanr(a, b)[0] for a, b in zip(log_p, worth, strict=True)]))
+    assert np.isclose(found.best, worth.max(1).mean()) and found.prompts == 3 and "Spearman" in str(found)
+    assert np.isnan(choice.alignment(each, lambda prompt, texts: [1] * 6).pearson)
+    with pytest.raises(ValueError, match="lengths: got None"):
+        choice.alignment(each, lambda prompt, texts: [1] * 6, per_token=True)
