@@ -9,6 +9,7 @@ from decodax.steps.drafting import atts, lookahead_reasoning, same_words
 from decodax.steps.explorer import Explored, Explorer, Ranked, resample
 from decodax.steps.forks import Forks
 from decodax.steps.front import explore
+from decodax.steps.healing import Healed, covered, heal
 from decodax.steps.integrative import Integrated, Together, integrate
 from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
@@ -17,7 +18,7 @@ from decodax.steps.prompting import batch_prompt, pedal, sketch_guided
 from decodax.steps.table import EXPLORERS, explorer
 from decodax.steps.tree import TreePO
 
-__all__ = ["EXPLORERS", "SMC", "AStar", "Explored", "Explorer", "Forks", "Integrated", "ParticleFilter",
+__all__ = ["EXPLORERS", "SMC", "AStar", "Explored", "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter",
            "PhiDecoding", "Ranked", "Steering", "StepBeams", "Together", "TreePO", "TrimR", "WithTools", "atts",
-           "batch_prompt", "explore", "explorer", "integrate", "k_means", "lookahead_reasoning", "mean_shortfall",
-           "pedal", "resample", "same_words", "sketch_guided", "tf_idf"]
+           "batch_prompt", "covered", "explore", "explorer", "heal", "integrate", "k_means", "lookahead_reasoning",
+           "mean_shortfall", "pedal", "resample", "same_words", "sketch_guided", "tf_idf"]
