@@ -23,7 +23,7 @@ RESULTS = ("equal", "deviates", "reference at fault", "not compared", "no public
 """What a remark may say of an entry. "equal" is for what other tests compare; of cases it is known from themselves."""
 
 FAMILIES = {
-    "ar-sampling": "Sampling",
+    "ar-sampling": "Sampling", "search": "Search",
     "speculative-linear": "Speculation with chains", "speculative-tree": "Speculation with trees",
     "speculative-self": "Self-speculation", "speculative-theory": "Verification and draft lengths",
     "batching-scheduling": "Batches", "parallel-jacobi": "Jacobi and lookahead decoding",

@@ -195,6 +195,7 @@ def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
 
     every = [name for name, entry in SYSTEMS.items()
              if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
+             and entry.family != "search"
              and "diffusion" not in entry.needs]
     return {given: parse(given) for name in names for given in (every if name == "all" else [name])}
 
