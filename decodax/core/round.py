@@ -44,10 +44,11 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     last = jnp.maximum(count - 1, 0)[:, None]
     moved = dist.advance(take(d.source, last)[:, 0], take(d.tokens, last)[:, 0])
     # entries of tokens that were cut, and all of a row that had finished before or ends with no token, stay out of the
-    # cache: it may have no room for them. Nor does the newest token's belong there: a row that is cut may go on later
+    # cache: it may have no room for them. Of a row that ends the newest token's stays out, too: so it may go on later
     length = s.length + count
     works = s.running & ((count > 0) | (status == Status.RUNNING))
-    keep = works[:, None] & ("rewrites" in alg.cache_needs or d.slots < length[:, None] - 1)
+    end = length - (status != Status.RUNNING)
+    keep = works[:, None] & ("rewrites" in alg.cache_needs or d.slots < end[:, None])
     entries, slots = out.entries, jnp.where(keep, d.slots, -1)
     if (most := alg.commits) is not None and most < slots.shape[1]:
         entries, slots = _kept(entries, slots, most)

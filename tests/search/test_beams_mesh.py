@@ -18,6 +18,9 @@ pytestmark = pytest.mark.mesh
 WAYS: dict[str, dict[str, Any]] = {
     "samples": dict(num_samples=3, temperature=1.0), "beams": dict(num_beams=2, num_samples=2, logprobs=0),
     "beams under a constraint": dict(num_beams=2, regex="[a-z]{1,9}"),
+    "a grammar with a stack": dict(temperature=1.0, grammar='start: "(" start ")" | /[a-z]/'),
+    "contrastive search": dict(penalty_alpha=0.6), "stochastic beams": dict(algorithm="stochastic-beam-search:k=3"),
+    "even samples": dict(arithmetic_sampling=True, num_samples=4, temperature=1.0),
     "a constraint": dict(temperature=1.0, json_schema={"type": "array", "items": {"type": "boolean"}})}
 
 
