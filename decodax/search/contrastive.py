@@ -39,7 +39,7 @@ def hidden_width(lm: Loaded) -> int:
         window = causal(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
         return lm.model.apply(params, window, lm.model.init_cache(1, 16, params=params)).hidden
 
-    return jax.eval_shape(hidden, lm.params).shape[-1]
+    return jax.eval_shape(hidden, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lm.params)).shape[-1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,12 @@ from decodax.struct import Struct, struct
 
 @struct
 class Perturbed(Struct):
-    """Attributes: log_prob: `f32[B]` of each text. value: `f32[B]`, that with Gumbel noise; -inf: there is no text."""
+    """Attributes: log_prob: `f32[B]` of each text. value: `f32[B]`, that with Gumbel noise; -inf: there is no text.
+    kappa: `f32[B]`, the smallest value of the prompt's rows."""
 
     log_prob: Array
     value: Array
+    kappa: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +72,14 @@ class StochasticBeams(Algorithm):
 
     def findings(self, s: State) -> dict[str, Array]:
         a: Perturbed = s.algo
-        kappa = jnp.repeat(a.value.reshape(-1, self.samples)[:, -1], self.samples)
-        drawn = jnp.log(-jnp.expm1(-jnp.exp(a.log_prob - kappa)))
-        weight = a.log_prob - jnp.where(kappa == -jnp.inf, 0, drawn)        # all texts have been drawn
-        return {"log_prob": a.log_prob, "value": a.value, "kappa": kappa, "log_weight": weight}
+        drawn = jnp.log(-jnp.expm1(-jnp.exp(a.log_prob - a.kappa)))
+        weight = a.log_prob - jnp.where(a.kappa == -jnp.inf, 0, drawn)      # all texts have been drawn
+        return {"log_prob": a.log_prob, "value": a.value, "kappa": a.kappa, "log_weight": weight}
 
     def init(self, params: Params, s: State) -> Perturbed:
         u = keys.uniforms(s.key, s.prompt_length[:, None], Purpose.ORDER)[:, 0, 0]
         gumbel = -jnp.log(-jnp.log(jnp.maximum(u, jnp.finfo(jnp.float32).tiny)))
-        return Perturbed(jnp.zeros(s.batch, jnp.float32), gumbel)
+        return Perturbed(jnp.zeros(s.batch, jnp.float32), gumbel, jnp.full_like(gumbel, -jnp.inf))
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         return causal(s.newest[:, None], s.length - 1, s.running[:, None]), s.algo
@@ -117,7 +118,8 @@ class StochasticBeams(Algorithm):
         token = flat(jnp.where(moves, token, INVALID))[:, None]
         appends = flat(jnp.where(moves, ~whole, broken))
         new = Perturbed(flat(jnp.where(moves, jnp.where(best == -jnp.inf, -jnp.inf, log_prob), group(algo.log_prob))),
-                        flat(jnp.where(moves, best, group(algo.value))))
+                        flat(jnp.where(moves, best, group(algo.value))),
+                        flat(jnp.where(moves, jnp.broadcast_to(best[:, -1:], best.shape), group(algo.kappa))))
         slots = jnp.where((token >= 0) & appends[:, None], window.positions[rows], -1)
         return Decision(tokens=token, count=appends.astype(jnp.int32), slots=slots, source=jnp.zeros_like(token),
                         algo=new, rows=rows)

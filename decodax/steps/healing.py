@@ -139,7 +139,7 @@ def covered(lm: LM | Any, prefix: Sequence[int], text: bytes) -> Covered:
     every = sorted({path[:k] for path, _ in found for k in range(len(path) + 1)} | set(known), key=len)
     place = {path: i for i, path in enumerate(every)}
     table = _next(lm, [[*prefix, *path] for path in every])
-    total = {(): 0.0}
+    total: dict[tuple[int, ...], float] = {(): 0.0}
     for path in every[1:]:
         total[path] = total[path[:-1]] + float(table[place[path[:-1]], path[-1]])
     return Covered([path for path, _ in found], [ends for _, ends in found],

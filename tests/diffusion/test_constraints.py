@@ -48,7 +48,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         name="llada2.1", threshold=0.15, edit=0.12))}
 
 
-@pytest.mark.parametrize("way", often(["at once", "dual cache", "drafts"], WAYS))
+@pytest.mark.parametrize("way", often(["at once", "dual cache"], WAYS))
 def test_every_text_is_of_its_language(way: str) -> None:
     speaks, given = WAYS[way]
     alg = SYSTEMS[str(given["name"])].make(lm(speaks), **{k: v for k, v in given.items() if k != "name"})
@@ -107,9 +107,9 @@ def texts(width: int, fixed: dict[int, int]) -> list[tuple[int, ...]]:
     return out
 
 
-@pytest.mark.parametrize("fixed", [{}, {1: 2}])
+@pytest.mark.parametrize("fixed", [{1: 2}, pytest.param({}, marks=pytest.mark.matrix)])
 def test_draws_have_the_law_of_the_product_held_to_the_language(fixed: dict[int, int]) -> None:
-    width, count = 4, 20_000
+    width, count = 4, 8_000
     table = TokenTable.of(automaton()[0])
     rng = np.random.default_rng(1)
     log_p = np.log(rng.dirichlet(np.ones(6), size=width)).astype(np.float32)

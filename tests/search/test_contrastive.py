@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.cache import causal
 from decodax.models import Transformer, llama
 from decodax.readout import DoLa, contrast, dola
 from decodax.search import ContrastiveSearch
@@ -56,12 +58,12 @@ def test_contrastive_search_obeys_the_policy() -> None:
     assert set(dead.status) == {dx.Status.DEAD_END}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", often([False], [False, True]))
 def test_dola_is_that_of_transformers(tied: bool) -> None:
     lm = net(6, 3 if tied else 2, tied)
     for layers in ("low", "high", [1], [2, 5], [1, 2, 3, 4]):
         cases = [c for c in EXPECTED["dola"]["cases"] if c[0] == tied and c[2] == layers]
-        for case in cases if layers == "high" else cases[:1]:
+        for case in cases[:1]:
             out = dx.generate(lm, case[1], dola_layers=layers, repetition_penalty=1.2, max_new_tokens=14)
             assert out.row(0).tolist() == case[3]
 
@@ -75,18 +77,21 @@ def test_dola_goes_with_every_method() -> None:
     assert np.array_equal(plain.tokens, drafted.tokens)
 
 
-@pytest.mark.parametrize("beta", [None, 0.5])
+@pytest.mark.parametrize("beta", often([None], [None, 0.5]))
 def test_contrastive_decoding_by_its_definition(beta: float | None) -> None:
     expert, amateur = net(6, 2), net()
     lm = contrast(expert, amateur, alpha=0.2, beta=beta, temperature=0.7)
     new = 6
     out = dx.generate(lm, PROMPTS, max_new_tokens=new, eos_token_id=[])
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def apply(network: Any, params: Any, tokens: Any) -> Any:
+        return network.apply(params, causal(tokens, jnp.zeros(1, jnp.int32)), network.init_cache(1, 32)).logits()[0]
+
     def logits(which: dx.LM, text: list[int]) -> np.ndarray:
-        from decodax.cache import causal
-        tokens = np.array([text], np.int32)
-        cache = which.model.init_cache(1, 32)
-        return np.asarray(which.model.apply(which.params, causal(tokens, np.zeros(1, np.int32)), cache).logits())[0, -1]
+        padded = np.zeros((1, 16), np.int32)
+        padded[0, :len(text)] = text
+        return np.asarray(apply(which.model, which.params, padded))[len(text) - 1]
 
     for i, prompt in enumerate(PROMPTS):
         text = list(prompt)

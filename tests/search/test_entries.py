@@ -65,7 +65,7 @@ def test_weights_are_the_allowed_probability_on_average() -> None:
 
 
 def test_stochastic_beams_draw_without_replacement() -> None:
-    prompt, count = (1, 2), 6000
+    prompt, count = (1, 2), 4000
     out = dx.generate(tiny(), [list(prompt)] * count, algorithm=StochasticBeams(2), temperature=1.0, max_new_tokens=3)
     p: dict[tuple[int, ...], float] = {}
     for text, chance in law(prompt).items():        # texts of three tokens
