@@ -59,7 +59,10 @@ def main() -> None:
               f"{middle - clock:.2f} s over bytes, {time.perf_counter() - middle:.2f} s over tokens")
 
     lm = dx.load("pycode")
-    ways: dict[str, dict[str, Any]] = {"free": {}, "constrained": dict(regex=r"(?s).*")}
+    # the grammar lets the same texts through and needs a stack, so a matcher on the host is asked in each round
+    ways: dict[str, dict[str, Any]] = {
+        "free": {}, "constrained": dict(regex=r"(?s).*"),
+        "by a matcher on the host": dict(grammar='start: text\ntext: | /(?s:.)/ text')}
     options: dict[str, Any] = dict(max_new_tokens=128, min_new_tokens=128, temperature=1.0)
     prompts = ["def area(", "import ", "class A", "x = ["] * (args.batch // 4 or 1)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -67,8 +70,10 @@ def main() -> None:
         for name, way in ways.items():
             stats = dx.generate(lm, prompts, **options, **way).stats
             seconds[name].append(stats.seconds / stats.forwards)
-    free, held = (statistics.median(seconds[name][1:]) * 1e3 for name in ways)
-    print(f"a round of pycode, {len(prompts)} rows: {free:.2f} ms free, {held:.2f} ms constrained ({held / free:.3f})")
+    times = {name: statistics.median(found[1:]) * 1e3 for name, found in seconds.items()}
+    print(f"a round of pycode, {len(prompts)} rows:")
+    for name, each in times.items():
+        print(f"  {name}: {each:.2f} ms ({each / times['free']:.3f})")
 
 
 if __name__ == "__main__":

@@ -124,9 +124,12 @@ class Reader:
         if op == "BRANCH":
             return self.b.any_of(*map(self.sequence, value[1]))
         if op == "SUBPATTERN":
-            if value[1] or value[2]:
-                raise self.wrong("a change of flags")
-            return self.sequence(value[3])
+            if (value[1] | value[2]) & ~re.DOTALL:
+                raise self.wrong("a change of flags other than s")
+            outside, self.dotall = self.dotall, bool((self.dotall or value[1] & re.DOTALL) and not value[2] & re.DOTALL)
+            part = self.sequence(value[3])
+            self.dotall = outside
+            return part
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, inner = value
             bound = None if str(most) == "MAXREPEAT" else int(most)
