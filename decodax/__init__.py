@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from decodax.io.quantize import quantize, save
     from decodax.jobs.serve import Served, serve
     from decodax.kvcache.table import kv
+    from decodax.models import adapters
     from decodax.policy import Policy
     from decodax.programs import cache_programs
     from decodax.result import LogProbs, Result, Statistics
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
     "decodax": ["choice", "diffusion", "jobs", "kvcache", "policy", "readout", "steps", "systems"],
+    "decodax.models": ["adapters"],
     "decodax.api": ["Stream", "generate", "stream"],
     "decodax.autoregressive": ["Autoregressive"],
     "decodax.cache": ["Cache", "Window"],
@@ -86,10 +88,10 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Chosen", "Decision", "Frame", "Infilled",
     "KSeq", "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
     "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
-    "Watch", "Window", "automatic", "cache_programs", "choice", "choose", "diffusion", "drafts", "entry", "explore",
-    "fit_layers", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes",
-    "load", "policy", "python_loop", "quantize", "readout", "run", "save", "score", "serve", "shapes", "step", "steps",
-    "stream", "system", "systems", "watch", "zoo",
+    "Watch", "Window", "adapters", "automatic", "cache_programs", "choice", "choose", "diffusion", "drafts", "entry",
+    "explore", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "kvcache",
+    "lanes", "load", "policy", "python_loop", "quantize", "readout", "run", "save", "score", "serve", "shapes", "step",
+    "steps", "stream", "system", "systems", "watch", "zoo",
 ]
 
 
@@ -97,8 +99,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'decodax' has no attribute {name!r}")
-    if home == "decodax":
-        value = importlib.import_module(f"decodax.{name}")
+    if home == "decodax" or name == "adapters":
+        value = importlib.import_module(f"{home}.{name}")
     else:
         value = getattr(importlib.import_module(home), name)
     globals()[name] = value

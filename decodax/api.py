@@ -35,7 +35,8 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
              negative_prompts: Prompt | Sequence[Prompt] | None = None, skip_special_tokens: bool = True,
              max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None, progress: bool = False,
              inputs: Any = None, cache: str | CacheKind | None = None,
-             context: Prompt | Sequence[Prompt] | None = None, **sampling: Any) -> Result:
+             context: Prompt | Sequence[Prompt] | None = None, adapter: str | Sequence[str | None] | None = None,
+             **sampling: Any) -> Result:
     """Continues prompts.
 
     Numbers are one for all or one for each prompt. What is left out comes from the model's generation config, if it
@@ -76,6 +77,8 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         context: what stands in front of the prompts, one for all or one for each. A policy chooses from it what the
             cache keeps before it sees the prompts, so that several questions are asked of one compressed text; contexts
             that are the same are read once, with any cache.
+        adapter: which of the model's adapters (`LM.with_adapters`) the prompts take, by name; one for all or one for
+            each, None for none.
         num_beams, num_return_sequences, length_penalty, early_stopping, patience, num_beam_groups, diversity_penalty,
             renormalize_logits: beam search with so many beams, as in transformers; `num_return_sequences` is another
             name for `num_samples`. `findings` has the scores. See `decodax.search.BeamSearch`.
@@ -107,7 +110,7 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         algorithm=algorithm, seed=seed, num_samples=num_samples, stop=stop, include_stop=include_stop,
         logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale, negative_prompts=negative_prompts,
         skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size,
-        inputs=inputs, cache=cache, context=context, **sampling)
+        inputs=inputs, cache=cache, context=context, adapter=adapter, **sampling)
     return run(request, clock, flag("progress", progress))
 
 

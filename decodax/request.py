@@ -24,6 +24,7 @@ from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
 from decodax.memory import afford, power
 from decodax.methods import chosen, model, stop_table, with_cache
+from decodax.models import AdapterRows
 from decodax.policy import Policy
 from decodax.policy.arguments import (
     MOST,
@@ -98,7 +99,8 @@ class Request:
              seed: Any = 0, num_samples: Any = None, stop: Any = None, include_stop: Any = False, logprobs: Any = None,
              request_ids: Any = None, guidance_scale: Any = None, negative_prompts: Any = None,
              skip_special_tokens: Any = True, max_time: Any = None, chunk: Any = CHUNK, batch_size: Any = None,
-             inputs: Any = None, cache: Any = None, context: Any = None, **sampling: Any) -> Self:
+             inputs: Any = None, cache: Any = None, context: Any = None, adapter: Any = None,
+             **sampling: Any) -> Self:
         """Reads the arguments of `decodax.generate`, and of the front ends that share them.
 
         Args:
@@ -163,8 +165,8 @@ class Request:
         strings = said.or_given("stop_strings", stop, lambda name, x: stop_strings(x), (), "stop")
         if strings and lm.tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and this model has none")
-        if settle is not None and (inputs is not None or guidance_scale is not None or behind is not None
-                                   or not method.prefills or method.observer is not None):
+        if settle is not None and (inputs is not None or adapter is not None or guidance_scale is not None
+                                   or behind is not None or not method.prefills or method.observer is not None):
             raise ValueError(f"context: {method.name} learns from whole prompts, or there are inputs or a "
                              "guidance_scale; takes a method that reads the cache alone, without those")
         guidance, negative = _guidance(lm, method, budget, guidance_scale, negative_prompts, said)
@@ -181,7 +183,8 @@ class Request:
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
         return cls(lm=lm, algorithm=method, prompts=ids, context=settle, behind=behind, max_new=budget.astype(np.int32),
                    min_new=np.array(least, np.int32), seeds=words,
-                   request_ids=np.array(addresses, np.uint32), inputs=_inputs(inputs, count),
+                   request_ids=np.array(addresses, np.uint32),
+                   inputs=_inputs(_adapters(lm, adapter, inputs, count), count),
                    guidance=guidance, negative=negative, policy=policy,
                    samples=samples, stop=strings, chunk=whole("chunk", chunk, 1), batch_size=batch_size,
                    logprobs=None if logprobs is None else whole("logprobs", logprobs, 0, lm.vocab_size),
@@ -436,6 +439,23 @@ def _samples(method: Algorithm, wanted: int | None, where: str) -> int:
         raise ValueError(f"algorithm: {method.name} works on {together} rows a prompt, and {where} has one; use "
                          "generate")
     return together
+
+
+def _adapters(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
+    """Inputs of the model, where rows have adapters."""
+    if not lm.adapters:
+        if adapter is not None:
+            raise ValueError(f"adapter: got {shown(adapter)}, and {lm.name!r} has none; lm.with_adapters gives it some")
+        return inputs
+    if inputs is not None:
+        raise ValueError(f"inputs: {lm.name!r} has adapters, and takes no inputs beside them")
+    names = [adapter] * count if adapter is None or isinstance(adapter, str) else adapter
+    if not isinstance(names, (list, tuple)) or len(names) != count:
+        raise ValueError(f"adapter: got {shown(adapter)} for {count} prompts, takes a name, or a name or None for each")
+    if unknown := next((name for name in names if name is not None and name not in lm.adapters), None):
+        raise ValueError(f"adapter: got {shown(unknown)}, takes {', '.join(lm.adapters)}")
+    which: Any = np.array([0 if name is None else 1 + lm.adapters.index(name) for name in names], np.int32)
+    return AdapterRows(which)
 
 
 def _inputs(inputs: Any, count: int) -> Any:

@@ -5,7 +5,7 @@ from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.rope import Rope
 from decodax.models.t5 import T5, EncoderText, T5Config
-from decodax.models.transformer import Embeddings, Transformer
+from decodax.models.transformer import AdapterRows, Embeddings, Transformer
 
-__all__ = ["T5", "Decoder", "DecoderConfig", "Diffusion", "Embeddings", "EncoderText", "Experts", "Layer", "NormConfig",
-           "Rope", "T5Config", "Transformer", "cla", "llama", "yoco"]
+__all__ = ["T5", "AdapterRows", "Decoder", "DecoderConfig", "Diffusion", "Embeddings", "EncoderText", "Experts",
+           "Layer", "NormConfig", "Rope", "T5Config", "Transformer", "cla", "llama", "yoco"]

@@ -15,7 +15,7 @@ import jax
 from jax import Array
 
 from decodax.models.config import DecoderConfig
-from decodax.models.packed import Packed
+from decodax.models.packed import Adapted, Packed
 from decodax.models.transformer import Weights
 
 
@@ -174,10 +174,10 @@ def kernel_of(path: str, weight: Array) -> Array:
 
 
 def flatten(tree: Weights) -> dict[str, Any]:
-    """The leaves of a nested dict by dotted path; a packed kernel is one.
+    """The leaves of a nested dict by dotted path; a packed or adapted kernel is one.
 
     >>> flatten({"a": {"b": 1}, "c": 2})
     {'a.b': 1, 'c': 2}
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Packed))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Packed | Adapted))
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from decodax.axes import free_axes, platform
-from decodax.struct import Struct
+from decodax.struct import Struct, static, struct
 
 ROWS = 8
 """On CPU, up to so many rows are multiplied one by one. A round of the 125M shape with 8 rows in int8 takes 26 to 35 ms
@@ -144,8 +144,43 @@ def _gathered(a: Array, which: Array) -> Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(a, jnp.uint16)[which], a.dtype)
 
 
-Kernel = Array | Packed
-"""What multiplies the inputs of a layer: `f[K, N]`, or the same packed."""
+@struct
+class Adapted(Struct):
+    """A kernel with a product of low rank beside it, `kernel + a @ b` (LoRA, Hu et al., 2021).
+
+    Attributes:
+        kernel: `f[K, N]`, or packed.
+        a, b: `f[K, r]` and `f[r, N]`; of several adapters side by side `f[A, K, r]` and `f[A, r, N]`, of which `chosen`
+            takes each row's.
+        by_row: the leading axis is that of the batch.
+    """
+
+    kernel: Array | Packed
+    a: Array
+    b: Array
+    by_row: bool = static(default=False)
+
+    def chosen(self, which: Array) -> Adapted:
+        """For rows of the adapters `which`, `i32[B]`."""
+        return self.replace(a=self.a[which], b=self.b[which], by_row=True)
+
+    def times(self, x: Array, dtype: Any) -> Array:
+        """`f[..., N]` from `x`, `f[..., K]`, or `f[B, W, K]` with an adapter for each row."""
+        if self.a.ndim == 3 and not (self.by_row and x.ndim == 3):
+            raise ValueError("adapter: rows have adapters of their own, which this method does not read; takes "
+                             "one for all rows (decodax.adapters.apply or merge)")
+        low = jnp.matmul(x, self.a.astype(x.dtype))
+        more = jnp.matmul(low, self.b.astype(x.dtype), preferred_element_type=dtype)
+        return multiply(x, self.kernel, dtype) + more
+
+    def merged(self) -> Array:
+        """`f[K, N]`: the sum, in float32."""
+        whole = self.kernel.values(jnp.float32).T if isinstance(self.kernel, Packed) else self.kernel
+        return whole.astype(jnp.float32) + jnp.matmul(self.a, self.b, preferred_element_type=jnp.float32)
+
+
+Kernel = Array | Packed | Adapted
+"""What multiplies the inputs of a layer: `f[K, N]`, the same packed, or adapted."""
 
 
 def multiply(x: Array, kernel: Kernel, dtype: Any = None) -> Array:
@@ -154,6 +189,8 @@ def multiply(x: Array, kernel: Kernel, dtype: Any = None) -> Array:
     Args:
         dtype: of the result; default that of `x`.
     """
+    if isinstance(kernel, Adapted):
+        return kernel.times(x, dtype or x.dtype)
     if isinstance(kernel, Packed):
         # without the barrier XLA converts kernels once, in front of the loop, and reads the converted ones in it
         own, flat = lax.optimization_barrier((kernel, x.reshape(-1, x.shape[-1])))
@@ -162,11 +199,11 @@ def multiply(x: Array, kernel: Kernel, dtype: Any = None) -> Array:
     return jnp.matmul(x, kernel, preferred_element_type=dtype)
 
 
-def embedded(table: Kernel, which: Array, dtype: Any) -> Array:
+def embedded(table: Array | Packed, which: Array, dtype: Any) -> Array:
     """Rows `f[..., D]` of an embedding table `f[V, D]`, which is packed as the kernel of the head that it also is."""
     return table.rows(which, dtype) if isinstance(table, Packed) else table[which]
 
 
-def head(table: Kernel) -> Kernel:
+def head(table: Array | Packed) -> Array | Packed:
     """The kernel of a head that is the embedding table."""
     return table if isinstance(table, Packed) else table.T

@@ -25,7 +25,7 @@ from decodax.core.packing import Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
-from decodax.models.packed import Packed
+from decodax.models.packed import Adapted, Packed
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
 from decodax.struct import Struct, struct
@@ -45,6 +45,13 @@ class Embeddings(Struct):
 
     values: Array
     given: Array
+
+
+@struct
+class AdapterRows(Struct):
+    """Inputs of a `Transformer`: which of its adapters each row takes, `i32[B]`; 0 is none. See `decodax.adapters`."""
+
+    which: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +110,9 @@ class Transformer(LayeredModel):
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c = self.config
-        if inputs is not None and not isinstance(inputs, Embeddings):
-            raise ValueError(f"inputs: got {named(inputs)}, a Transformer takes Embeddings")
-        if inputs is not None and inputs.values.shape[2:] != (c.width,):
+        if inputs is not None and not isinstance(inputs, Embeddings | AdapterRows):
+            raise ValueError(f"inputs: got {named(inputs)}, a Transformer takes Embeddings or AdapterRows")
+        if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         layers = [KVLayer(c.kv_heads, c.head_dim, queries=c.heads, rope=layer.rope, context=self.context,
                           sliding=layer.sliding) for layer in map(c.layers.__getitem__, c.own)]
@@ -115,6 +122,7 @@ class Transformer(LayeredModel):
         """As `Model.apply`; goes on from a hint that is its own `PartialForward`. `keep` leaves layers out, or
         halves."""
         begun, packing = window.hint(PartialForward), window.hint(Packing)
+        params, by_row = _chosen(params, cache)
         network = _network(self.config, params)
         x = _embedded(network, window, cache)
 
@@ -130,7 +138,7 @@ class Transformer(LayeredModel):
                                               self.context)
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
 
-        if packing is None or keep is not None or begun is not None:
+        if packing is None or keep is not None or begun is not None or by_row:
             hidden, entries, layers = whole()
         else:
             hidden, entries, layers = packing.run(window.live, packed, whole)
@@ -138,7 +146,7 @@ class Transformer(LayeredModel):
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
         self._apart()
-        network = _network(self.config, params)
+        network = _network(self.config, _chosen(params, cache)[0])
         tables = network.tables(window.positions, self.context)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
         run = lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
@@ -150,7 +158,10 @@ class Transformer(LayeredModel):
 
     def outputs(self, params: Weights, layer: int) -> Array:
         kernel = params["layers"][str(self.config.own[layer])]["attn"]["o"]["kernel"]
-        whole = kernel.values(jnp.float32).T if isinstance(kernel, Packed) else kernel.astype(jnp.float32)
+        if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
+            kernel = kernel.kernel          # a cache's rule is one for all rows
+        whole = (kernel.merged() if isinstance(kernel, Adapted) else
+                 kernel.values(jnp.float32).T if isinstance(kernel, Packed) else kernel.astype(jnp.float32))
         return whole.reshape(self.config.heads, -1, self.config.width)
 
     def pieces(self, params: Weights) -> Pieces:
@@ -246,10 +257,19 @@ def _split(config: DecoderConfig) -> tuple[Any, Weights, Weights]:
     return graph, nnx.to_pure_dict(state), axes
 
 
+def _chosen(params: Weights, cache: Cache) -> tuple[Weights, bool]:
+    """The weights with each row's adapter, and whether rows have some of their own."""
+    rows = cache.inputs
+    if not isinstance(rows, AdapterRows):
+        return params, False
+    adapted = lambda x: isinstance(x, Adapted)
+    return jax.tree.map(lambda x: x.chosen(rows.which) if adapted(x) else x, params, is_leaf=adapted), True
+
+
 def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
     """The stream before the first layer: of tokens, of the window's embeddings, and of those that the row was given."""
     values, which, given = window.embeddings, window.embedded, cache.inputs
-    if given is not None:
+    if isinstance(given, Embeddings):
         T = given.values.shape[1]
         at = jnp.minimum(window.positions, T - 1)
         here = take(given.given, at) & (window.positions < T)

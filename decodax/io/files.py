@@ -98,9 +98,8 @@ def adapter(root: Path) -> str:
     except CheckpointError:
         base = None
     return (f"{root}: holds an adapter (adapter_config.json) and not the model that it adapts, {base or 'unnamed'}. "
-            "peft merges them:\n"
-            f"    model = peft.AutoPeftModelForCausalLM.from_pretrained({str(root)!r}).merge_and_unload()\n"
-            "    model.save_pretrained(\"merged\", safe_serialization=True)")
+            f"Load it onto that:\n    decodax.load(\"path/to/model\", adapter={str(root)!r})")
+
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 import decodax.models
 from decodax.core.loaded import Loaded
@@ -17,6 +19,7 @@ from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_t
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.packed import ENTRY
 from decodax.io.text import Tokenizer
+from decodax.models import Transformer, adapters
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
 from decodax.models.formats import Format
@@ -45,6 +48,7 @@ class LM(Loaded):
         mesh: the mesh its weights lie on; batches are placed on it.
         diffusion: how it fills masks; None for an autoregressive model.
         directory: where it was loaded from.
+        adapters: names of the adapters that rows may take, in the order in which they lie; see `with_adapters`.
     """
 
     model: Model
@@ -56,6 +60,60 @@ class LM(Loaded):
     mesh: Mesh | None = None
     diffusion: Diffusion | None = None
     directory: Path | None = None
+    adapters: tuple[str, ...] = ()
+
+    def with_params(self, params: Any) -> LM:
+        """This model with other weights: those of a training loop, as they are. Nothing is copied, and nothing is
+        compiled anew where shapes, dtypes and shardings are the same.
+
+        Where the weights lie on a mesh, batches are placed on that; its axes "data" and "model" are used.
+
+        Raises:
+            ValueError: weights of another structure or shape; names the first.
+        """
+        old, new = shapes_of(self.params), shapes_of(params)
+        for path in {**old, **new}:
+            if old.get(path) != new.get(path):
+                say = lambda found: "nothing" if found is None else f"shape {found}"
+                raise ValueError(f"params{path}: got {say(new.get(path))}, the model has {say(old.get(path))}")
+        places = {x.sharding.mesh for x in jax.tree.leaves(params) if isinstance(x, jax.Array)
+                  and isinstance(x.sharding, NamedSharding)}
+        concrete = [mesh for mesh in places if isinstance(mesh, Mesh) and mesh.size > 1]
+        return dataclasses.replace(self, params=params, mesh=concrete[0] if concrete else self.mesh)
+
+    def with_adapter(self, adapter: Any, merge: bool = True) -> LM:
+        """This model with an adapter for all rows.
+
+        Args:
+            adapter: what `decodax.adapters` made, or the directory of one in peft's layout.
+            merge: adds it to the weights, a copy of those that it adapts, which is as fast as none. False keeps it
+                beside them, which packed weights need.
+
+        Raises:
+            ValueError: it does not fit the model, or cannot be read.
+        """
+        change = adapters.merge if merge else adapters.apply
+        return dataclasses.replace(self, params=change(self.params, self._read(adapter)))
+
+    def with_adapters(self, named: Mapping[str, Any]) -> LM:
+        """This model with several adapters by name, of which `generate(..., adapter=)` says what each prompt takes.
+
+        Args:
+            named: what `with_adapter` takes, by name.
+
+        Raises:
+            ValueError: as `with_adapter`.
+        """
+        found = adapters.stack([self._read(each) for each in named.values()])
+        return dataclasses.replace(self, params=adapters.apply(self.params, found), adapters=tuple(named))
+
+    def _read(self, adapter: Any) -> Any:
+        if not isinstance(self.model, Transformer):
+            raise ValueError(f"adapter: {type(self.model).__name__} takes none; a Transformer does")
+        if not isinstance(adapter, (str, Path)):
+            return adapter
+        config = {} if self.directory is None else read_json(self.directory / "config.json")
+        return adapters.read(adapter, self.model, config.get("model_type", "llama"))
 
     @property
     def eos(self) -> list[int]:
@@ -75,6 +133,15 @@ class LM(Loaded):
         """The id that fills rows of `Result.tokens` beyond their length."""
         own = self.tokenizer.pad_id if self.tokenizer else self.generation_config.get("pad_token_id")
         return own if own is not None else self.eos[0] if self.eos else 0
+
+
+def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each array of a pytree by its path.
+
+    >>> shapes_of({"a": np.zeros((2, 3))})
+    {"['a']": (2, 3)}
+    """
+    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def zoo() -> list[str]:
@@ -107,7 +174,7 @@ def find(name_or_dir: str | Path) -> Path:
 
 def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
          context: int | None = None, tokenizer: str | Path | Tokenizer | None = None,
-         weights: str | Format | None = None) -> LM:
+         weights: str | Format | None = None, adapter: str | Path | None = None) -> LM:
     """Loads a shipped model by name, or a local Hugging Face directory.
 
     Args:
@@ -122,6 +189,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
             `dtype`, or what `decodax.save` has packed; on CPU half precision is a format, since XLA emulates its
             products there.
+        adapter: the directory of a LoRA in peft's layout, which is added to the weights, or kept beside packed ones.
 
     Raises:
         ValueError: an unknown name or architecture, a broken file, a missing tensor or one of the wrong shape, weights
@@ -145,8 +213,10 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     else:
         # last, for it takes longest
         model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)
-    return LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
-              generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
+    lm = LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
+            generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
+    packed = weights is not None or ENTRY in read_json(path / "config.json")
+    return lm if adapter is None else lm.with_adapter(adapter, merge=not packed)
 
 
 def _tokenizer(path: Path, needed: bool = False) -> Tokenizer | None:

@@ -1,0 +1,270 @@
+"""Adapters: products of low rank beside a model's kernels (LoRA; Hu et al., 2021), one for all rows or one for each.
+
+An adapter is a nested dict of arrays with the paths of the kernels that it adapts, so it is trained, sharded and saved
+like weights. `apply` puts it beside a model's weights, `merge` adds it to them, and `stack` puts several side by side,
+of which each row takes its own. The factor `alpha / rank` of a published adapter is part of `b`.
+
+>>> import jax, decodax as dx
+>>> lm = dx.load("pycode")
+>>> adapter = dx.adapters.init(lm.params, jax.random.key(0), rank=4)
+>>> adapted = dx.adapters.apply(lm.params, adapter)         # under jit and grad, too
+>>> sorted(adapter["layers"]["0"]["attn"]), adapter["layers"]["0"]["attn"]["q"]["kernel"]["a"].shape
+(['q', 'v'], (256, 4))
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from decodax.models.config import DecoderConfig
+from decodax.models.names import FAMILY_NAMES, LLAMA, Names, flatten
+from decodax.models.packed import Adapted, Packed
+from decodax.models.transformer import Transformer, Weights
+
+Adapter = dict[str, Any]
+"""A nested dict with `{"a": f[K, r], "b": f[r, N]}` in the place of each adapted kernel."""
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+PARTS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Projections that can be adapted."""
+
+UNREAD = {"use_dora": "DoRA", "modules_to_save": "whole modules", "lora_bias": "biases", "layer_replication":
+          "replicated layers", "trainable_token_indices": "trained tokens"}
+"""Entries of an `adapter_config.json` that say more than is read."""
+
+
+def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] = ("q", "v"),
+         dtype: jax.typing.DTypeLike = jnp.float32) -> Adapter:
+    """A fresh adapter, with which the model is what it was: `a` is uniform as peft draws it, `b` zero.
+
+    Args:
+        targets: which projections: "q", "k", "v", "o" of attention, "gate", "up", "down" of the MLP.
+
+    Raises:
+        ValueError: a target is none of the model's.
+    """
+    if rank < 1:
+        raise ValueError(f"rank: got {rank}, takes a whole number from 1")
+    places = _places(params)
+    for target in targets:
+        if target not in {_part(path) for path in places}:
+            raise ValueError(f"targets: got {target!r}, the model has {', '.join(sorted({_part(p) for p in places}))}")
+    made: Adapter = {}
+    chosen = [path for path in places if _part(path) in targets]
+    for path, one in zip(chosen, jax.random.split(key, len(chosen)), strict=True):
+        inputs, outputs = _size(places[path])
+        bound = math.sqrt(1 / inputs)
+        _put(made, path, {"a": jax.random.uniform(one, (inputs, rank), dtype, -bound, bound),
+                          "b": jnp.zeros((rank, outputs), dtype)})
+    return made
+
+
+def apply(params: Weights, adapter: Adapter) -> Weights:
+    """The weights with an adapter, or several that `stack` made, beside them. Nothing is copied.
+
+    Raises:
+        ValueError: the adapter has a place or a shape that the weights have not; says which.
+    """
+    return _with(params, adapter, lambda kernel, low: Adapted(kernel, low["a"], low["b"]))
+
+
+def merge(params: Weights, adapter: Adapter) -> Weights:
+    """The weights with an adapter added to them, in their own dtype: as fast as without one.
+
+    Raises:
+        ValueError: as `apply`; a packed kernel, to which nothing can be added.
+    """
+    def one(kernel: Any, low: Any) -> Array:
+        if isinstance(kernel, Packed):
+            raise ValueError("adapter: packed weights cannot take it up; takes it beside them (merge=False)")
+        return Adapted(kernel, low["a"], low["b"]).merged().astype(kernel.dtype)
+
+    return _with(params, adapter, one)
+
+
+def stack(adapters: Sequence[Adapter]) -> Adapter:
+    """Adapters side by side behind an empty one: adapter `i` is number `i + 1`, and 0 is none. Smaller ranks are filled
+    up with zeros, and so are kernels that an adapter leaves alone.
+
+    Raises:
+        ValueError: there are none, or two are of different models.
+    """
+    if not adapters:
+        raise ValueError("adapters: got none, takes one or more")
+    found = [_lows(adapter) for adapter in adapters]
+    made: Adapter = {}
+    for path in dict.fromkeys(path for each in found for path in each):
+        have = [each[path] for each in found if path in each]
+        sizes = {(low["a"].shape[0], low["b"].shape[1]) for low in have}
+        if len(sizes) > 1:
+            raise ValueError(f"adapters: {path} has kernels of {' and '.join(map(str, sorted(sizes)))}")
+        (inputs, outputs), dtype = sizes.pop(), have[0]["a"].dtype
+        rank = max(low["a"].shape[1] for low in have)
+        none = {"a": jnp.zeros((inputs, 0), dtype), "b": jnp.zeros((0, outputs), dtype)}
+        lows = [none, *(each.get(path, none) for each in found)]
+        _put(made, path, {
+            "a": jnp.stack([jnp.pad(low["a"].astype(dtype), ((0, 0), (0, rank - low["a"].shape[1]))) for low in lows]),
+            "b": jnp.stack([jnp.pad(low["b"].astype(dtype), ((0, rank - low["b"].shape[0]), (0, 0))) for low in lows])})
+    return made
+
+
+def read(directory: str | os.PathLike[str], model: Transformer, family: str = "llama",
+         dtype: jax.typing.DTypeLike = jnp.float32) -> Adapter:
+    """An adapter in the layout of peft: `adapter_config.json` and `adapter_model.safetensors`.
+
+    Args:
+        family: the `model_type` of the model's `config.json`, by which tensors are named.
+
+    Raises:
+        ValueError: a file is missing or broken, it is no LoRA, or it does not fit the model; names the tensor.
+    """
+    root = Path(directory)
+    try:
+        entries = json.loads((root / CONFIG).read_text())
+        tensors = load_file(root / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{root}: takes the directory of an adapter with {CONFIG} and {WEIGHTS} ({error})") from None
+    if not isinstance(entries, Mapping) or entries.get("peft_type") != "LORA":
+        raise ValueError(f"{root / CONFIG}: peft_type: takes 'LORA'")
+    for name, what in UNREAD.items():
+        if entries.get(name):
+            raise ValueError(f"{root / CONFIG}: {name}: got {entries[name]!r}; {what} beside low ranks are not read")
+    rank_of, alpha_of = entries.get("rank_pattern") or {}, entries.get("alpha_pattern") or {}
+    names = FAMILY_NAMES.get(family, Names(LLAMA))
+    paths = {f"{names.layers}.{i}.{module}": path for path, (i, module) in _modules(model.config, names).items()}
+    fused = {names.layer[member] for group in names.fused for member in group}
+    made: Adapter = {}
+    shapes = flatten(model.abstract_params())
+    for tensor in sorted(tensors):
+        found = re.fullmatch(
+            rf"(?:.*?\.)?({re.escape(names.layers)}\.\d+\..+?)\.lora_(A|B)(?:\.default)?\.weight", tensor)
+        if found is None:
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} is no lora_A or lora_B of a layer")
+        if found[2] == "B":
+            continue
+        module = found[1]
+        if module.split(".", 2)[2] in fused:
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} adapts projections that are fused in the file; "
+                             "takes adapters of single ones")
+        path, other = paths.get(module), tensor.replace("lora_A", "lora_B")
+        if path is None or other not in tensors:
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} has no place in the model" if path is None else
+                             f"{root / WEIGHTS}: lacks {other} beside {tensor}")
+        a, b = (tensors[name].astype(np.float32).T for name in (tensor, other))
+        wanted = shapes[f"{path}.kernel"].shape
+        if (a.shape[0], b.shape[1]) != wanted or a.shape[1] != b.shape[0]:
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} makes {a.shape} and {b.shape} of a kernel "
+                             f"{wanted}")
+        rank = _pattern(rank_of, module, entries.get("r", a.shape[1]))
+        alpha = _pattern(alpha_of, module, entries.get("lora_alpha", rank))
+        scale = alpha / (math.sqrt(rank) if entries.get("use_rslora") else rank)
+        _put(made, f"{path}.kernel", {"a": jnp.asarray(a, dtype), "b": jnp.asarray(b * scale, dtype)})
+    if not made:
+        raise ValueError(f"{root / WEIGHTS}: holds no tensor")
+    return made
+
+
+def save(directory: str | os.PathLike[str], adapter: Adapter, model: Transformer, family: str = "llama",
+         base: str | None = None) -> None:
+    """Writes an adapter as peft reads it, for a model that is saved as `family`. `base`: the model's name."""
+    names = FAMILY_NAMES.get(family, Names(LLAMA))
+    modules, tensors, rank = _modules(model.config, names), {}, 1
+    for path, low in _lows(adapter).items():
+        index, module = modules[path.removesuffix(".kernel")]
+        stem = f"base_model.model.{names.stem}{names.layers}.{index}.{module}"
+        tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(np.asarray(low["a"], np.float32).T)
+        tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(np.asarray(low["b"], np.float32).T)
+        rank = low["a"].shape[1]
+    ranks = {path: low["a"].shape[1] for path, low in _lows(adapter).items()}
+    full = lambda path: "{}.{}.{}".format(names.layers, *modules[path.removesuffix(".kernel")])
+    other = {full(path): r for path, r in ranks.items() if r != rank}
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, root / WEIGHTS, metadata={"format": "pt"})
+    targets = sorted({modules[path.removesuffix(".kernel")][1].split(".")[-1] for path in ranks})
+    (root / CONFIG).write_text(json.dumps({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank,
+        "lora_dropout": 0.0, "bias": "none", "target_modules": targets, "rank_pattern": other,
+        "alpha_pattern": other, "fan_in_fan_out": not names.transposed, "inference_mode": True}, indent=2) + "\n")
+
+
+def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """What peft's patterns say of a module: their keys are ends of its name."""
+    return next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), default)
+
+
+def _modules(config: DecoderConfig, names: Names) -> dict[str, tuple[int, str]]:
+    """By path of each projection, its layer and the module that files call it."""
+    return {f"layers.{i}.{inner}": (i, module) for i in range(len(config.layers))
+            for inner, module in names.layer.items() if inner.rsplit(".", 1)[-1] in PARTS}
+
+
+def _with(params: Weights, adapter: Adapter, put: Any) -> Weights:
+    places, lows = _places(params), _lows(adapter)
+    for path, low in lows.items():
+        if path not in places:
+            raise ValueError(f"adapter: adapts {path}, which the model has not or not as one kernel")
+        sizes = (low["a"].shape[-2], low["b"].shape[-1])
+        if sizes != _size(places[path]):
+            raise ValueError(f"adapter: {path} has a kernel {sizes}, the model's is {_size(places[path])}")
+
+    def walk(node: Any, path: str) -> Any:
+        if path in lows:
+            if isinstance(node, Adapted):
+                raise ValueError(f"adapter: {path} has one already; merge that, or stack them")
+            return put(node, lows[path])
+        if isinstance(node, dict):
+            return {name: walk(value, f"{path}.{name}" if path else name) for name, value in node.items()}
+        return node
+
+    return walk(params, "")
+
+
+def _places(params: Weights) -> dict[str, Any]:
+    """The kernels that can be adapted, by path."""
+    return {path: leaf for path, leaf in flatten(params).items()
+            if path.startswith("layers.") and path.endswith(".kernel") and _part(path) in PARTS
+            and len(_size(leaf)) == 2}
+
+
+def _part(path: str) -> str:
+    return path.split(".")[-2]
+
+
+def _size(kernel: Any) -> tuple[int, ...]:
+    """Inputs and outputs."""
+    if isinstance(kernel, Adapted):
+        return _size(kernel.kernel)
+    return kernel.shape[::-1] if isinstance(kernel, Packed) else kernel.shape
+
+
+def _lows(adapter: Adapter, path: str = "") -> dict[str, Any]:
+    """The pairs of an adapter by path."""
+    if not isinstance(adapter, Mapping):
+        raise ValueError(f"adapter: got {type(adapter).__name__}, takes a nested dict such as decodax.adapters.init "
+                         "makes")
+    if set(adapter) == {"a", "b"}:
+        return {path: adapter}
+    inside = (_lows(value, f"{path}.{name}" if path else name) for name, value in adapter.items())
+    return {p: low for found in inside for p, low in found.items()}
+
+
+def _put(tree: Adapter, path: str, low: Any) -> None:
+    *above, name = path.split(".")
+    for step in above:
+        tree = tree.setdefault(step, {})
+    tree[name] = low
