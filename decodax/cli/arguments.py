@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from decodax import __version__
-from decodax.cli import batch, evaluation, generation, quantize, score
+from decodax.cli import batch, evaluation, generation, planning, quantize, score
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -110,5 +110,6 @@ def parser(generate: Command, systems: Command, caches: Command, compare: Comman
     batch.add(commands, debug, EXIT_CODES)
     score.add(commands, common, EXIT_CODES)
     evaluation.add(commands, common, EXIT_CODES)
+    planning.add(commands, common, EXIT_CODES)
     quantize.add(commands, common, EXIT_CODES)
     return top

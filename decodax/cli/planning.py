@@ -1,0 +1,96 @@
+"""`decodax plan`: whether a job fits a slice, and how fast it can be. Imports JAX only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from decodax.cli.common import UsageError, naming_the_argument, table
+
+EXAMPLES = """\
+examples:
+  decodax plan --model llama-3-8b --topology v5e:2x4 --batch 64 --capacity 8192
+  decodax plan --model qwen3-30b-a3b --topology v5e:4x4 v6e:2x4 --batch 128 --price v5e=1.2 v6e=2.7
+  decodax plan --model path/to/model --topology v5p:2x2x1 --algorithm prompt-lookup:length=4 --tokens-per-round 1.8
+  decodax plan --model llama-3-70b --topology h100:8 --batch 32 --weights int8
+
+Nothing is allocated, and no accelerator is needed. Times are bounds: no program is faster. For TPUs the real compiler
+is asked if libtpu is there (pip install 'decodax[tpu-aot]'); without it, and for GPUs, temporaries are estimates (~).
+"""
+
+
+def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
+    """Adds the command to the parsers `commands`; `common` holds the arguments that all of them share."""
+    p = commands.add_parser("plan", parents=[common], help="whether a job fits a slice, and how fast it can be",
+                            formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
+                            description="Counts, and compiles, a round of decoding for devices that are not here: "
+                            "memory of each, the least time of a round, the largest batch. One line a mesh, the "
+                            "cheapest first.")
+    p.set_defaults(command=run)
+    p.add_argument("-m", "--model", required=True, metavar="PRESET_OR_DIR",
+                   help="llama-3-8b, llama-3-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, gemma-3-27b, llada-8b, or a "
+                   "directory with a config.json")
+    p.add_argument("-t", "--topology", nargs="+", required=True, metavar="SLICE",
+                   help="such as v5e:2x4, v5p:2x2x1, v6e:2x2, h100:8; here is this machine, measured")
+    p.add_argument("-b", "--batch", type=int, default=16, metavar="N", help="rows of all replicas (default: 16)")
+    p.add_argument("-c", "--capacity", type=int, default=8192, metavar="N",
+                   help="tokens of a row, prompt and answer (default: 8192)")
+    p.add_argument("--live", type=int, metavar="N",
+                   help="tokens that each row holds in the round that is timed (default: the capacity)")
+    p.add_argument("--mesh", nargs="+", metavar="DATAxMODEL",
+                   help="replicas by devices of each (default: all meshes of all devices)")
+    p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="the decoding method (see systems)")
+    p.add_argument("--draft", metavar="PRESET_OR_DIR", help="the model that the method drafts with")
+    p.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]", help="what the cache keeps (see caches)")
+    p.add_argument("-w", "--weights", metavar="FORMAT", help="of the kernels, such as int8 (default: as --dtype)")
+    p.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"],
+                   help="of activations, cache and weights (default: bfloat16)")
+    p.add_argument("--tokens-per-round", type=float, default=1.0, metavar="X",
+                   help="new tokens a row and round, as decodax compare measures them (default: 1)")
+    p.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
+    p.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling")
+    p.add_argument("--price", nargs="+", default=[], metavar="DEVICE=X", help="dollars a device and hour, as v5e=1.2")
+    p.add_argument("--no-compile", action="store_true", help="count alone: an answer within a second")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the table."""
+    if "here" not in args.topology:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")       # nothing runs
+    try:
+        prices = {name: float(value) for name, _, value in (given.partition("=") for given in args.price)}
+    except ValueError as error:
+        raise UsageError(f"--price: takes DEVICE=X, as v5e=1.2 ({error})") from error
+    try:
+        mesh = None if args.mesh is None else [(int(a), int(b)) for a, _, b in (m.partition("x") for m in args.mesh)]
+    except ValueError as error:
+        raise UsageError(f"--mesh: takes DATAxMODEL, as 2x4 ({error})") from error
+    from decodax.plan import COLUMNS, plan
+
+    sampling = {"temperature": args.temperature} | ({} if args.top_p is None else {"top_p": args.top_p})
+    with naming_the_argument():
+        found = plan(args.model, args.topology, batch=args.batch, capacity=args.capacity, live=args.live, mesh=mesh,
+                     algorithm=args.algorithm, draft=args.draft, cache=args.cache, weights=args.weights,
+                     dtype=args.dtype, tokens_per_round=args.tokens_per_round, price=prices,
+                     compile=False if args.no_compile else None, progress=sys.stderr.isatty(), **sampling)
+    if args.json:
+        print(json.dumps([p.json() for p in found]))
+        return
+    first = found[0]
+    print(f"{args.model}, {args.batch} rows of {args.capacity:,} tokens, {first.live:,} of them taken; "
+          f"{first.width} scored a round" + (f", {first.tokens:g} of them kept" if first.tokens != 1 else ""))
+    table(COLUMNS, [p.cells() for p in found], right=range(2, len(COLUMNS)))
+    if args.quiet:
+        return
+    said = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: {p.compiled.collectives} collectives, "
+            f"{p.compiled.moved / p.counts.moved:.3f} of the bytes that must move, "
+            f"{p.padded:.3f} of the arguments' bytes in memory" if p.compiled.fits and p.padded is not None else
+            f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: {p.compiled.error}" for p in found if p.compiled is not None]
+    assumed = sorted({f"{p.slice.device.name}: {p.slice.device.bandwidth / 1e9:,.0f} GB/s, "
+                      f"{p.slice.device.flops / 1e12:,.0f} TFLOP/s, {p.slice.device.memory / 2 ** 30:.2f} GiB, "
+                      f"{p.slice.device.link / 1e9:,.0f} GB/s to a neighbour ({p.slice.device.source})" for p in found})
+    print("\n".join(["", *(f"compiled: {line}" for line in said), *(f"assumed: {line}" for line in assumed)]),
+          file=sys.stderr)

@@ -1,0 +1,133 @@
+"""What devices can do, and slices of them by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from decodax.registry import near
+
+GIB = 2 ** 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device as JAX counts them. Figures are the makers', of dense products.
+
+    Attributes:
+        name: such as "v5e".
+        memory: bytes that a program may take.
+        bandwidth: of that memory, bytes a second.
+        flops: a second with 16-bit numbers. flops8: with 8-bit ones.
+        link: bytes a second that it sends to its neighbour in a ring of devices, in one direction.
+        hop: seconds until a neighbour has what was sent.
+        source: where the figures are from.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    flops8: float
+    link: float
+    hop: float
+    source: str
+
+
+_CLOUD = "Google's pages on the chip; memory as XLA's TPU compiler allows it (libtpu 0.0.51)"
+_NVIDIA = "NVIDIA's data sheet; 5% of the memory is left to the driver and to JAX"
+
+DEVICES = {d.name: d for d in (
+    # JAX has two devices a v4 chip when it compiles without one
+    Device("v4", 15.25 * GIB, 614e9, 137.5e12, 137.5e12, 45e9, 1e-6, _CLOUD + ", one of a chip's two cores"),
+    Device("v5e", 15.75 * GIB, 819e9, 197e12, 394e12, 45e9, 1e-6, _CLOUD),
+    Device("v5p", 95.74 * GIB, 2765e9, 459e12, 918e12, 90e9, 1e-6, _CLOUD),
+    Device("v6e", 31.24 * GIB, 1640e9, 918e12, 1836e12, 90e9, 1e-6, _CLOUD),
+    Device("a100", 0.95 * 80e9, 2039e9, 312e12, 624e12, 300e9, 2e-6, _NVIDIA + "; 80 GB, SXM"),
+    Device("h100", 0.95 * 80e9, 3350e9, 989e12, 1979e12, 450e9, 2e-6, _NVIDIA + "; SXM"),
+    Device("h200", 0.95 * 141e9, 4800e9, 989e12, 1979e12, 450e9, 2e-6, _NVIDIA + "; SXM"),
+    Device("l4", 0.95 * 24e9, 300e9, 121e12, 242e12, 32e9, 5e-6, _NVIDIA + "; PCIe"),
+)}
+"""By name."""
+
+TPUS = ("v4", "v5e", "v5p", "v6e")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Devices that work together.
+
+    Attributes:
+        name: as it was asked for, such as "v5e:2x4".
+        device: what each is. count: how many there are.
+    """
+
+    name: str
+    device: Device
+    count: int
+
+    @property
+    def tpu(self) -> bool:
+        return self.device.name in TPUS
+
+
+def slice_of(name: str) -> Slice:
+    """The slice of a name: "v5e:2x4" (its topology), "h100:8" (how many), "here" (this machine, measured).
+
+    Raises:
+        ValueError: an unknown device, or no such form.
+
+    >>> slice_of("v5e:2x4").count, slice_of("h100").device.bandwidth
+    (8, 3350000000000.0)
+    """
+    if name == "here":
+        return here()
+    kind, _, shape = name.partition(":")
+    if kind not in DEVICES:
+        raise ValueError(f"topology: got {name!r}; devices are {', '.join(DEVICES)}, and here{near(kind, DEVICES)}")
+    if not re.fullmatch(r"(\d+(x\d+)*)?", shape) or "0" in shape.split("x"):
+        raise ValueError(f"topology: got {name!r}, takes a device and its topology, such as v5e:2x4 or h100:8")
+    count = math.prod(int(n) for n in (shape or "1").split("x"))
+    if kind == "v4":
+        count *= 2
+    return Slice(name, DEVICES[kind], count)
+
+
+def here() -> Slice:
+    """This machine's devices, with what was measured of the first: a copy for the bandwidth, a product for the rate.
+    What they send each other is not measured: it is taken to be as fast as memory."""
+    import time
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    devices = jax.local_devices()
+    cpu = devices[0].platform == "cpu"
+    dtype = jnp.float32 if cpu else jnp.bfloat16
+    n, side = (1 << 26, 2048) if cpu else (1 << 29, 8192)
+
+    def fastest(function: object, *arguments: object) -> float:
+        compiled = jax.jit(function)        # type: ignore[call-overload]
+        jax.block_until_ready(compiled(*arguments))
+        times = []
+        for _ in range(5):
+            clock = time.perf_counter()
+            jax.block_until_ready(compiled(*arguments))
+            times.append(time.perf_counter() - clock)
+        return float(np.min(times))
+
+    vector = jnp.ones(n // 4, dtype)
+    matrix = jnp.ones((side, side), dtype)
+    bandwidth = 2 * vector.nbytes / fastest(lambda x: x + 1, vector)
+    flops = 2 * side ** 3 / fastest(lambda x: x @ x, matrix)
+    stats = devices[0].memory_stats() or {}
+    if stats.get("bytes_limit"):
+        memory = float(stats["bytes_limit"])
+    else:
+        import os
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / len(devices)
+    found = Device("here", memory, bandwidth, flops, flops, bandwidth, 1e-6,
+                   f"measured on {devices[0].device_kind} with {np.dtype(dtype).name}")
+    return Slice("here", found, len(devices))
