@@ -162,8 +162,9 @@ class Mixture(nnx.Module):
     def __init__(self, c: DecoderConfig, e: Experts, rngs: nnx.Rngs):
         self.e, self.activation = e, c.activation
         self.router = Linear(rngs, (c.width, e.count), ("embed", "experts"), False)
-        self.gate, self.up = (Kernels(rngs, (e.count, c.width, e.width), STD) for _ in range(2))
-        self.down = Kernels(rngs, (e.count, e.width, c.width), STD / (2 * len(c.layers)) ** 0.5)
+        wide, narrow = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None)
+        self.gate, self.up = (Kernels(rngs, (e.count, c.width, e.width), wide, STD) for _ in range(2))
+        self.down = Kernels(rngs, (e.count, e.width, c.width), narrow, STD / (2 * len(c.layers)) ** 0.5)
 
     def __call__(self, x: Array) -> Array:
         flat = x.reshape(-1, x.shape[-1])
@@ -176,8 +177,8 @@ class Mixture(nnx.Module):
 class Kernels(nnx.Module):
     """The kernels of one projection of all experts."""
 
-    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], std: float):
-        self.kernel = weight(rngs, shape, ("experts", None, None), std)
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes: tuple[str | None, ...], std: float):
+        self.kernel = weight(rngs, shape, axes, std)
 
 
 class DecoderLayer(nnx.Module):

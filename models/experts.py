@@ -14,7 +14,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
+from decodax.axes import DATA, MODEL, shardwise
 from decodax.models.config import Experts
 from decodax.models.packed import Kernel, multiply
 
@@ -44,6 +46,9 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
         activation: Callable[[Array], Array]) -> Array:
     """The weighted sum of what the chosen experts make of each token.
 
+    On a mesh each device computes its part of every expert's inner width for its own tokens, and the parts are added up
+    once for all tokens.
+
     Args:
         x: `f[n, D]`. which: `i32[n, k]`. weights: `f32[n, k]`.
         gate, up: `f[E, D, I]`. down: `f[E, I, D]`. Expert `e` is `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`.
@@ -52,6 +57,21 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
     Returns:
         `f[n, D]`, in the dtype of `x`.
     """
+    if not all(isinstance(kernel, Array) for kernel in (gate, up, down)):
+        return _mixed(x, which, weights, gate, up, down, activation)
+    rows, wide, narrow = PartitionSpec(DATA), PartitionSpec(None, None, MODEL), PartitionSpec(None, MODEL)
+
+    def part(*own: Array) -> Array:
+        x, which, weights, gate, up, down = own
+        return _mixed(x, which, weights, gate, up, down, activation)[None]
+
+    return shardwise(part, (rows, rows, rows, wide, wide, narrow), PartitionSpec(MODEL, DATA), x, which, weights, gate,
+                     up, down).sum(0)
+
+
+def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel,
+        activation: Callable[[Array], Array]) -> Array:
+    """`mix` on one device."""
     (n, k), E = which.shape, jax.tree.leaves(gate)[0].shape[0]
     total = n * k // BLOCK + min(E, n * k)      # the most blocks: those that are full, and a part of one an expert
     flat = which.reshape(-1)

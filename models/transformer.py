@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -290,6 +291,7 @@ def _network(config: DecoderConfig, params: Weights) -> Decoder:
 
 def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
     # heads are split whole: what must divide is their number, not the width of all of them
-    units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab}
+    units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab,
+             "expert_mlp": math.gcd(*(layer.experts.width for layer in config.layers if layer.experts is not None))}
     size = dict(mesh.shape).get(axis)
     return PartitionSpec(*(axis if size and name in units and units[name] % size == 0 else None for name in axes))

@@ -25,8 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ACCELERATORS = {"v4": "v4-8", "v5e": "v5litepod-8", "v5p": "v5p-8", "v6e": "v6e-8"}
-"""What libtpu wants to be told it runs on, by the topology's first part."""
+from decodax.bench.tpu import environment
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": dict(width=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14_336, theta=500_000.0),
@@ -34,13 +33,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 VOCABULARY = 128_256
-
-
-def environment(topology: str) -> dict[str, str]:
-    """Environment variables under which libtpu compiles without a TPU. They must be set before JAX is imported."""
-    kind = topology.partition(":")[0]
-    return {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_ACCELERATOR_TYPE": ACCELERATORS.get(kind, f"{kind}-8")}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -230,7 +222,7 @@ def main() -> int:
     args.live = args.capacity if args.live is None else args.live
     if not 0 < args.live <= args.capacity:
         raise SystemExit(f"--live: got {args.live}, takes 1 to the capacity of {args.capacity}")
-    for name, value in environment(args.topology).items():
+    for name, value in {"JAX_PLATFORMS": "cpu", **environment(args.topology)}.items():
         os.environ.setdefault(name, value)
     try:
         importlib.metadata.version("libtpu")

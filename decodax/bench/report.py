@@ -250,9 +250,16 @@ def _used(program: Program, computation: dict[str, Instruction], name: str) -> i
     for x in computation.values():
         for i, operand in enumerate(x.operands):
             if operand == name:
-                total += _used(program, computation, x.name) if x.opcode in _VIEWS and not x.root \
+                total += _used(program, computation, x.name) if _views(x) and not x.root \
                     else _read(program, computation, x, i)
     return total
+
+
+def _views(x: Instruction) -> bool:
+    """Whether an instruction of a fused computation gives its first operand as it is. A fusion within a fusion whose
+    result lies where its operand does is one: it stands for the change of a packed array's type in passing."""
+    return x.opcode in _VIEWS or (x.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in x.text
+                                  and len(x.operands) == 1)
 
 
 def _written(program: Program, computation: dict[str, Instruction], x: Instruction) -> list[int]:

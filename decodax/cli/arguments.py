@@ -26,6 +26,7 @@ COMPARE_EXAMPLES = """\
 examples:
   decodax compare prompt-lookup token-recycling
   decodax compare prompt-lookup:length=3 prompt-lookup:length=10 --task copy-edit --batch 1 8 32
+  decodax compare prompt-lookup --on v5e:2x4 --as llama-3-8b
   decodax compare all --model path/to/model --draft path/to/small-model --plot out.png --json out.json
 
 The table goes to standard output, progress to standard error. Ctrl-C ends it with the table of what was measured.
@@ -99,6 +100,10 @@ def parser(generate: Command, systems: Command, caches: Command, compare: Comman
     p.add_argument("-n", "--new-tokens", type=int, default=128, metavar="N", help="for each prompt (default: 128)")
     p.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs of each (default: 5)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and sampling (default: 0)")
+    p.add_argument("--on", metavar="SLICE", help="also predict speedups on this slice, such as v5e:2x4 (see plan)")
+    p.add_argument("--as", dest="as_model", metavar="PRESET_OR_DIR", default="llama-3-8b",
+                   help="the model that --on predicts for (default: llama-3-8b)")
+    p.add_argument("--capacity", type=int, default=4096, metavar="N", help="tokens of a row there (default: 4096)")
     p.add_argument("--plot", metavar="FILE", help="draw speedup and mean accepted length, as PNG, SVG or PDF")
     p.add_argument("--json", metavar="FILE", help="write every figure and time")
     p.add_argument("--markdown", action="store_true", help="print tables in Markdown, with the command")

@@ -7,6 +7,7 @@ JAX is imported only by the commands that need it, so that help and usage errors
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -157,10 +158,16 @@ def compare(args: argparse.Namespace) -> None:
             found = run(lm, contenders, tasks=tasks, batch=args.batch, prompts=args.prompts,
                         new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
                         draft=draft.name if draft else None, report=report)
-    _show(found, args)
+    predicted = None
+    if args.on:
+        from decodax.plan.predict import predict, share
+        with naming_the_argument():
+            predicted = predict(found, chosen, args.on, args.as_model, capacity=args.capacity,
+                                draft_share=share(lm, draft))
+    _show(found, args, predicted)
 
 
-def _show(found: Comparison, args: argparse.Namespace) -> None:
+def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any], list[str]] | None) -> None:
     """Prints and writes a comparison, whole or interrupted."""
     from decodax.bench.compare import COLUMNS
 
@@ -172,8 +179,13 @@ def _show(found: Comparison, args: argparse.Namespace) -> None:
             table(COLUMNS, [row.cells() for row in rows], right=range(1, len(COLUMNS)))
             print()
         print(found.setting())
+    if predicted is not None:
+        _show_predicted(*predicted, args)
     if args.json:
-        Path(args.json).write_text(json.dumps({"command": ["decodax", *args.line], **found.json()}, indent=1) + "\n")
+        more = {} if predicted is None else {"predicted": [
+            {**dataclasses.asdict(one), "speedup": one.speedup} for one in predicted[0]], "assumed": predicted[1]}
+        Path(args.json).write_text(json.dumps({"command": ["decodax", *args.line], **found.json(), **more}, indent=1)
+                                   + "\n")
     if args.plot:
         found.plot(args.plot)
     for row in found.unequal:
@@ -186,6 +198,17 @@ def _show(found: Comparison, args: argparse.Namespace) -> None:
         raise KeyboardInterrupt
     if any(row.error for row in found.rows):
         raise RuntimeError("some systems failed")
+
+
+def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Namespace) -> None:
+    """Prints what the systems would give on another slice."""
+    from decodax.plan.predict import COLUMNS
+
+    for task, batch in dict.fromkeys((one.task, one.batch) for one in predicted):
+        print(f"\n{task}, batch {batch}: predicted for {args.as_model} on {args.on}")
+        table(COLUMNS, [one.cells() for one in predicted if (one.task, one.batch) == (task, batch)],
+              right=range(2, len(COLUMNS)))
+    print("\n".join(["", *(f"assumed: {line}" for line in assumed)]))
 
 
 def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:

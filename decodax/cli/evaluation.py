@@ -88,6 +88,6 @@ def run(args: argparse.Namespace) -> None:
     if found.get("groups"):
         print(make_table(found, "groups"), end="")
     took = found["decodax"]
-    if took["texts"] and not args.quiet:
+    if took["texts"]:
         print(f"{took['texts']:,} answers, {took['tokens']:,} tokens, {took['tokens_per_forward']:.2f} a forward",
               file=sys.stderr)

@@ -40,6 +40,8 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
                    help="tokens of a row, prompt and answer (default: 8192)")
     p.add_argument("--live", type=int, metavar="N",
                    help="tokens that each row holds in the round that is timed (default: the capacity)")
+    p.add_argument("-n", "--max-new-tokens", type=int, metavar="N",
+                   help="how much of it is answer, which caches go by (default: a quarter, at most 256)")
     p.add_argument("--mesh", nargs="+", metavar="DATAxMODEL",
                    help="replicas by devices of each (default: all meshes of all devices)")
     p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="the decoding method (see systems)")
@@ -72,10 +74,10 @@ def run(args: argparse.Namespace) -> None:
 
     sampling = {"temperature": args.temperature} | ({} if args.top_p is None else {"top_p": args.top_p})
     with naming_the_argument():
-        found = plan(args.model, args.topology, batch=args.batch, capacity=args.capacity, live=args.live, mesh=mesh,
-                     algorithm=args.algorithm, draft=args.draft, cache=args.cache, weights=args.weights,
-                     dtype=args.dtype, tokens_per_round=args.tokens_per_round, price=prices,
-                     compile=False if args.no_compile else None, progress=sys.stderr.isatty(), **sampling)
+        found = plan(args.model, args.topology, batch=args.batch, capacity=args.capacity, live=args.live,
+                     max_new_tokens=args.max_new_tokens, mesh=mesh, algorithm=args.algorithm, draft=args.draft,
+                     cache=args.cache, weights=args.weights, dtype=args.dtype, tokens_per_round=args.tokens_per_round,
+                     price=prices, compile=False if args.no_compile else None, progress=sys.stderr.isatty(), **sampling)
     if args.json:
         print(json.dumps([p.json() for p in found]))
         return
@@ -83,12 +85,10 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.model}, {args.batch} rows of {args.capacity:,} tokens, {first.live:,} of them taken; "
           f"{first.width} scored a round" + (f", {first.tokens:g} of them kept" if first.tokens != 1 else ""))
     table(COLUMNS, [p.cells() for p in found], right=range(2, len(COLUMNS)))
-    if args.quiet:
-        return
-    said = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: {p.compiled.collectives} collectives, "
-            f"{p.compiled.moved / p.counts.moved:.3f} of the bytes that must move, "
-            f"{p.padded:.3f} of the arguments' bytes in memory" if p.compiled.fits and p.padded is not None else
-            f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: {p.compiled.error}" for p in found if p.compiled is not None]
+    said = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: " + (
+        str(p.compiled.error) if p.padded is None or p.compiled.moved is None else
+        f"{p.compiled.collectives} collectives, {p.compiled.moved / p.counts.moved:.3f} of the bytes that must move, "
+        f"{p.padded:.3f} of the arguments' bytes in memory") for p in found if p.compiled is not None]
     assumed = sorted({f"{p.slice.device.name}: {p.slice.device.bandwidth / 1e9:,.0f} GB/s, "
                       f"{p.slice.device.flops / 1e12:,.0f} TFLOP/s, {p.slice.device.memory / 2 ** 30:.2f} GiB, "
                       f"{p.slice.device.link / 1e9:,.0f} GB/s to a neighbour ({p.slice.device.source})" for p in found})

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
+from decodax.bench.tpu import environment
 from decodax.plan.count import Setup
-
-ACCELERATORS = {"v4": "v4-8", "v5e": "v5litepod-8", "v5p": "v5p-8", "v6e": "v6e-8"}
-"""What libtpu wants to be told it runs on, by the topology's first part."""
-
-
-def environment(topology: str) -> dict[str, str]:
-    """Environment variables under which libtpu compiles without a TPU. They must be set before it is loaded."""
-    kind = topology.partition(":")[0]
-    return {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_ACCELERATOR_TYPE": ACCELERATORS.get(kind, f"{kind}-8")}
 
 
 def devices(topology: str) -> list[Any]:
@@ -27,14 +20,28 @@ def devices(topology: str) -> list[Any]:
     Raises:
         ValueError: libtpu does not know it.
     """
+    import jax
     from jax.experimental import topologies
 
     for name, value in environment(topology).items():
         os.environ.setdefault(name, value)
+    jax.devices()       # has read XLA_FLAGS
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        with _no_flags():
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:      # XLA's own kinds
         raise ValueError(f"topology: got {topology!r}, which libtpu does not take ({_first(error)})") from error
+
+
+@contextlib.contextmanager
+def _no_flags() -> Iterator[None]:
+    """Without XLA_FLAGS: libtpu reads them when it is first used, and ends the process over one it does not know."""
+    flags = os.environ.pop("XLA_FLAGS", None)
+    try:
+        yield
+    finally:
+        if flags is not None:
+            os.environ["XLA_FLAGS"] = flags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +49,17 @@ class Compiled:
     """What XLA said of one device's program. Bytes; with what fills up tiles.
 
     Attributes:
-        arguments, temporaries: in memory. moved: to and from main memory in a call of one round.
-        collectives: operations of a round that wait for other devices.
+        arguments, temporaries: in memory.
+        moved: to and from main memory in a call of one round. collectives: operations of a round that wait for other
+            devices. None where XLA cannot print the program.
         fits: whether it compiles for the memory there is. error: what XLA says if not.
         text: the optimised program.
     """
 
     arguments: int
     temporaries: int
-    moved: int
-    collectives: int
+    moved: int | None
+    collectives: int | None
     fits: bool
     error: str | None = None
     text: str = ""
@@ -65,12 +73,17 @@ def compile_round(s: Setup) -> Compiled:
     from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
 
     try:
-        made = s.lower().compile()
+        with _no_flags():
+            made = s.lower().compile()
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Compiled(0, 0, 0, 0, False, _first(error))
-    text = made.as_text()
+        return Compiled(0, 0, None, None, False, _first(error))
+    memory = made.memory_analysis()
+    try:
+        text = made.as_text()
+    except jax.errors.JaxRuntimeError as error:      # libtpu 0.0.51 cannot print some asynchronous copies
+        return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, None, None, True, _first(error))
     program = parse(text)
     sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.state.cache) if x.ndim >= 3} \
         if s.algorithm.caches else set()
@@ -86,7 +99,6 @@ def compile_round(s: Setup) -> Compiled:
             return blocks
         return rounds(program, loop) or s.rows
 
-    memory = made.memory_analysis()
     body = (outer.attribute("body") or "") if outer is not None else program.entry
     return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, traffic(program, trips),
                     len(collectives(program, body)), True, text=text)

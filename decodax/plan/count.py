@@ -15,7 +15,7 @@ from jax.dtypes import itemsize_bits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.axes import DATA, MODEL
-from decodax.core.drivers import advance
+from decodax.core.drivers import advance, commit_prompts
 from decodax.core.mesh import heads
 from decodax.core.start import init_state
 from decodax.core.types import Params
@@ -37,7 +37,7 @@ class Setup:
 
     lm: LM
     algorithm: Any
-    mesh: Mesh
+    mesh: Any
     params: Params
     policy: Any
     state: Any
@@ -83,24 +83,28 @@ class Counts:
 
 
 def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: int, live: int | None = None,
-          algorithm: Any = None, cache: Any = None, weights: Any = None, sampling: Any = None) -> Setup:
+          new: int | None = None, algorithm: Any = None, cache: Any = None, weights: Any = None, sampling: Any = None
+          ) -> Setup:
     """A round of a model whose weights are shapes.
 
     Args:
         devices: an array of them, or None: a mesh of none, which is enough to count.
         mesh: devices along the data axis, and along the model axis.
-        live: entries that each row holds; default all that fit.
+        live: entries that each row holds; default all that fit. new: how many of the capacity come behind the prompt,
+            which a cache's policy goes by; default a quarter, at most 256.
     """
     if batch % mesh[0]:
         raise ValueError(f"batch: got {batch}, takes a multiple of the {mesh[0]} replicas of the mesh "
                          f"{mesh[0]}x{mesh[1]}")
     place = jax.sharding.AbstractMesh(mesh, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2) if devices is None else \
         Mesh(np.asarray(devices).reshape(mesh), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+    new = max(1, min(256, capacity // 4)) if new is None else new
     if cache is not None:
         lm = with_cache(lm, cache)
+        lm = dataclasses.replace(lm, model=lm.model.fit(new))
     plain = lm.params
     # methods are chosen on the model as it is: one that splits weights reads their shapes
-    method = chosen(lm, algorithm, batch)
+    method = chosen(lm, algorithm, batch).fit(new)
     lm = dataclasses.replace(lm, params=_laid_out(lm.model, plain, place, weights))
     where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, PartitionSpec()))
     params = Params(target=lm.params, draft=jax.tree.map(where, method.weights),
@@ -113,6 +117,12 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
         return init_state(method, lm.model, params, policy, tokens, length, size=capacity, max_new=jnp.int32(1))
 
     state = jax.eval_shape(begin, params, policy, row(jnp.int32, capacity), row(jnp.int32))
+    if cache is not None and method.caches:     # as the prompts leave it
+        seen = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
+        bare = state.replace(tokens=seen, cache=None, algo=None, policy=None, record=None, stats=None)
+        held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(None, lm.model, p, held, s, width=256, rows=batch),
+                                 params, (state.cache, None), bare)
+        state = state.replace(cache=held[0])
     shape = dict(zip((DATA, MODEL), mesh, strict=True))
 
     def spread(tree: Any) -> Any:
@@ -136,7 +146,7 @@ def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
     def laid(path: Any, x: Any, sharding: NamedSharding) -> Any:
         if not isinstance(x, Packed):
             return shaped(x, sharding)
-        inputs, outputs = sharding.spec[::-1] if path[0].key == "embed" else sharding.spec
+        *_, inputs, outputs = sharding.spec[::-1] if path[0].key == "embed" else sharding.spec
         x = x.placed(outputs, inputs)
         return jax.tree.map(lambda a, spec: shaped(a, NamedSharding(mesh, spec)), x,
                             x.specs(outputs, inputs, dict(mesh.shape)))
@@ -158,7 +168,8 @@ def _bytes(x: Any) -> int:
 
 def count(s: Setup) -> Counts:
     """What a round of the setup comes to on each device."""
-    model, c = s.lm.model, s.lm.model.config
+    model: Any = s.lm.model
+    c = model.config
     across = s.mesh.shape[MODEL]
     tokens = s.rows * s.width
     weights, beside = local(s.params.target), local((s.params.draft, s.params.others))
@@ -206,7 +217,8 @@ def _experts(weights: Any, i: int, count: int) -> list[Any]:
 def _active(model: Transformer) -> int:
     """Weights that a token is multiplied with."""
     shapes, c = model.abstract_params(), model.config
-    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) - (0 if c.tied else math.prod(shapes["embed"].shape))
+    table = 0 if c.tied else math.prod(shapes["embed"].shape)
+    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) - table
     for i, layer in _layers(model):
         if layer.experts is not None:
             size = sum(math.prod(x.shape) for x in _experts(shapes, i, layer.experts.count))

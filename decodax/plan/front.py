@@ -134,8 +134,8 @@ def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> L
                 raise ValueError(f"model: got {str(name)!r}, which is no directory with a config.json, no shipped "
                                  f"model, and none of the presets ({near(str(name), PRESETS)})") from error
         config = json.loads(file.read_text(encoding="utf-8"))
-    model = Transformer(read_config(config), dtype=dtype)       # type: ignore[arg-type]
-    return LM(model=model, params=model.abstract_params(dtype), vocab_size=model.config.vocab,     # type: ignore[arg-type]
+    model: Any = Transformer(read_config(dict(config)), dtype=dtype)
+    return LM(model=model, params=model.abstract_params(dtype), vocab_size=model.config.vocab,
               name=name if isinstance(name, str) else "model", diffusion=read_diffusion(config))
 
 
@@ -149,15 +149,15 @@ def meshes(count: int, batch: int) -> list[tuple[int, int]]:
 
 
 def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 16, capacity: int = 8192,
-         live: int | None = None, mesh: Iterable[tuple[int, int]] | None = None, algorithm: Any = None,
-         draft: str | Path | LM | None = None, cache: Any = None, weights: str | None = None,
+         live: int | None = None, max_new_tokens: int | None = None, mesh: Iterable[tuple[int, int]] | None = None,
+         algorithm: Any = None, draft: str | Path | LM | None = None, cache: Any = None, weights: str | None = None,
          dtype: str = "bfloat16", tokens_per_round: float = 1.0, price: Mapping[str, float] | None = None,
          compile: bool | None = None, progress: bool = False, **sampling: Any) -> list[Plan]:
     """Plans a job: memory, and the least time of a round, on each mesh of each slice. No array is allocated.
 
-    Counted are the bytes and products of a round (`advance`, the program of `generate`) from its shapes. For TPUs, XLA's
-    own compiler then compiles it, where `pip install decodax[tpu-aot]` has brought it: arguments and temporaries as they
-    will lie in memory, bytes moved, collectives, and whether it fits, are its own.
+    Counted are the bytes and products of a round (`advance`, the program of `generate`) from its shapes. For TPUs,
+    XLA's own compiler then compiles it, where `pip install decodax[tpu-aot]` has brought it: arguments and temporaries
+    as they will lie in memory, bytes moved, collectives, and whether it fits, are its own.
 
     Times are bounds: bytes over bandwidth, products over the rate of 16-bit numbers, and rings of all-reduces over the
     model axis. No program is faster; plain decoding of a large model comes near.
@@ -166,7 +166,8 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
         model: a preset such as "llama-3-8b", a directory with a config.json, or a model.
         topology: slices such as "v5e:2x4", "v6e:2x2", "h100:8"; "here" is this machine, measured.
         batch: rows, over all replicas. capacity: slots of a row, prompt and answer. live: how many of them are taken in
-            the round that is timed; default all.
+            the round that is timed; default all. max_new_tokens: how much of it is answer, which cache policies go by;
+            default a quarter, at most 256.
         mesh: devices along the data and the model axis; default all meshes of all devices.
         algorithm, cache: as in `decodax.generate`. draft: the model that the algorithm drafts with.
         weights: a format of `decodax.models.formats`, such as "int8"; default `dtype`.
@@ -183,11 +184,12 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
         ValueError: an unknown name, or an argument out of its range.
     """
     lm = model if isinstance(model, LM) else abstract(model, dtype)
-    for name, value in (("batch", batch), ("capacity", capacity), ("live", live)):
+    for name, value in (("batch", batch), ("capacity", capacity), ("live", live), ("max_new_tokens", max_new_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: got {value}, takes 1 or more")
-    if live is not None and live > capacity:
-        raise ValueError(f"live: got {live}, the capacity is {capacity}")
+    for name, value in (("live", live), ("max_new_tokens", max_new_tokens)):
+        if value is not None and value > capacity:
+            raise ValueError(f"{name}: got {value}, the capacity is {capacity}")
     if not tokens_per_round > 0:
         raise ValueError(f"tokens_per_round: got {tokens_per_round}, takes more than 0")
     if draft is not None:
@@ -209,8 +211,8 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
         for i, (s, m) in enumerate(chosen):
             real = s.tpu and (present if compile is None else compile)
             where = devices(s.name)[:math.prod(m)] if real else None
-            one = setup(lm, where, m, batch=batch, capacity=capacity, live=live, algorithm=algorithm, cache=cache,
-                        weights=weights, sampling=sampling)
+            one = setup(lm, where, m, batch=batch, capacity=capacity, live=live, new=max_new_tokens,
+                        algorithm=algorithm, cache=cache, weights=weights, sampling=sampling)
             done.append(_plan(one, s, m, batch, compile_round(one) if real else None, tokens_per_round,
                               (price or {}).get(s.device.name)))
             report(i + 1)
@@ -230,6 +232,8 @@ def _plan(s: Any, where: Slice, mesh: tuple[int, int], batch: int, compiled: Com
     fixed = c.weights + c.draft
     row = (held - fixed + temporaries) / s.rows
     largest = max(0, int((memory * (1 - SLACK) - fixed) / row)) * mesh[0] if row > 0 else batch
-    times = c.seconds(where.device, compiled.moved if known and compiled is not None else None)
+    # a program's text has all experts read that may be; counted are those that are chosen as often as others
+    sure = known and compiled is not None and all(layer.experts is None for layer in config.layers)
+    times = c.seconds(where.device, compiled.moved if sure and compiled is not None else None)
     return Plan(where, mesh, batch, s.capacity, s.live, s.width, c, compiled, temporaries,
                 memory - held - temporaries, largest, *times, tokens, price)

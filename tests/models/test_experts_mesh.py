@@ -1,0 +1,56 @@
+"""Mixtures of experts on a mesh: each device has a part of every expert's inner width."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.io.checkpoint import save_model
+from decodax.models import Transformer
+from decodax.models.families import read_config
+
+pytestmark = pytest.mark.mesh
+
+CONFIG = {"model_type": "qwen3_moe", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8,
+          "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+          "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1,
+          "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 64,
+          "hidden_act": "silu", "tie_word_embeddings": False}
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [1, 2], [3, 4, 5, 6, 7]]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    model = Transformer(read_config(CONFIG))
+    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
+    save_model(tmp_path_factory.mktemp("experts") / "moe", model, params, config=CONFIG)
+    return tmp_path_factory.getbasetemp() / "experts0" / "moe"
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_the_same_tokens(home, kind, weights):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    alone, parted = dx.load(home, weights=weights), dx.load(home, weights=weights, mesh=mesh)
+    gate = jax.tree.leaves(parted.params["layers"]["0"]["mlp"]["gate"])[0]
+    assert gate.addressable_shards[0].data.size * 4 == gate.size
+    for algorithm in (None, "prompt-lookup:length=3"):
+        want, got = (dx.generate(lm, PROMPTS, max_new_tokens=12, algorithm=algorithm).tokens for lm in (alone, parted))
+        np.testing.assert_array_equal(got, want)
+
+
+def test_the_parts_are_added_up_once(home):
+    """One collective of all tokens a layer, not one a block of an expert."""
+    from decodax.bench.report import collectives, parse
+
+    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
+                         devices=jax.devices()[:4])
+    lm = dx.load(home, mesh=mesh)
+    with jax.set_mesh(mesh):
+        model = lm.model
+        tokens = jax.ShapeDtypeStruct((4, 8), "int32", sharding=jax.NamedSharding(mesh, jax.P()))
+        text = jax.jit(model.forward).lower(lm.params, tokens).compile().as_text()
+    wide = [x for x, _ in collectives(parse(text)) if x.opcode.startswith(("all-reduce", "reduce-scatter"))]
+    assert 0 < len(wide) <= 2 * 2 + 2, [x.text[:150] for x in wide]
