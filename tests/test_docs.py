@@ -1,4 +1,4 @@
-"""The guide to the low level runs as it stands."""
+"""The examples of the guides run as they stand."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,25 @@ import pytest
 
 import decodax as dx
 from decodax.systems import SYSTEMS
+from tests.matrix import often
 
-GUIDE = Path(__file__).parents[1] / "docs" / "low_level.md"
+DOCS = Path(__file__).parents[1] / "docs"
+GUIDE = DOCS / "low_level.md"
+OWN = ("low_level.md", "scoring.md")
+"""Those with a test of their own."""
+
+
+def blocks(file: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)```", file.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", often(["training.md", "planning.md"], sorted(
+    file.name for file in DOCS.glob("*.md") if blocks(file) and file.name not in OWN)))
+def test_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": __name__}
+    for i, block in enumerate(blocks(DOCS / name)):
+        exec(compile(block, f"{name}, block {i + 1}", "exec", dont_inherit=True), names)
 
 
 @pytest.mark.matrix
