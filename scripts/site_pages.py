@@ -1,0 +1,233 @@
+"""Pages of the documentation site that are made from the code: one a system and cache policy, and the API's.
+
+`mkdocs build` calls `on_files`; see mkdocs.yml. What stands on a page comes from the registry, from the docstrings of the
+parts that a system is made of, and from the tables of figures in docs/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+FAMILIES = {
+    "ar-sampling": "Autoregressive decoding", "speculative-linear": "Speculation: chains of drafts",
+    "speculative-tree": "Speculation: trees of drafts", "speculative-self": "Speculation: drafts by the model itself",
+    "speculative-theory": "Speculation: rules and schedules", "parallel-jacobi": "Jacobi and lookahead decoding",
+    "blockwise-parallel": "Blockwise parallel decoding", "masked-diffusion": "Masked diffusion",
+    "diffusion-cache": "Caches of masked diffusion", "search": "Beams and search",
+    "batching-scheduling": "Batches and schedules"}
+
+GUARANTEES = {
+    "seed-exact": "with one seed the tokens are those of plain decoding, greedy or sampled",
+    "distribution-exact": "the text has the distribution of plain decoding; with one seed it is another draw",
+    "approximate": "the text may differ from plain decoding's: that is the method's trade"}
+
+GUIDES = {"masked-diffusion": "diffusion.md", "diffusion-cache": "diffusion.md", "search": "search.md"}
+"""By family; of the others speculation.md."""
+
+FIGURES = ("speculation_results.md", "diffusion.md", "search.md", "conformance.md")
+
+API = {
+    "decodax": ("decodax", "What most programs need."),
+    "policies": ("decodax.policy", "The chain of transforms that makes the distribution, and rules to sample from it."),
+    "drafts": ("decodax.speculative.drafts", "Where drafts come from."),
+    "shapes": ("decodax.speculative.shapes", "How drafts are laid out as trees."),
+    "diffusion": ("decodax.diffusion", "Samplers of masked diffusion."),
+    "caches": ("decodax.kvcache", "What the cache keeps."),
+    "constraints": ("decodax.constraints", "Texts that match."),
+    "search": ("decodax.search", "Beams and related searches."),
+    "steps": ("decodax.steps", "Search on forks of one state."),
+    "choice": ("decodax.choice", "One of several answers."),
+    "readout": ("decodax.readout", "Layers or models against one another."),
+    "jobs": ("decodax.jobs", "Many prompts."),
+    "models": ("decodax.models", "Networks."),
+    "formats": ("decodax.models.formats", "Weights in fewer bits."),
+    "adapters": ("decodax.models.adapters", "LoRA."),
+    "core": ("decodax.core.types", "The contracts of the round."),
+    "plan": ("decodax.plan", "Planning a job."),
+    "harness": ("decodax.harness", "lm-evaluation-harness."),
+}
+"""Pages of the API: the module, and a line."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages to those of docs/."""
+    from mkdocs.structure.files import File
+
+    for path, text in pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    return nav
+
+
+def pages() -> dict[str, str]:
+    """Every made page by its path below docs/."""
+    from decodax.kvcache import POLICIES
+    from decodax.systems import SYSTEMS
+
+    found = {"systems/index.md": systems_index(SYSTEMS.values()), "caches/index.md": caches_index(POLICIES.values()),
+             "api/index.md": "# API\n\n| module | |\n|---|---|\n" + "".join(
+                 f"| [`{module}`]({name}.md) | {line} |\n" for name, (module, line) in API.items())}
+    found |= {f"systems/{name}.md": system_page(entry) for name, entry in SYSTEMS.items()}
+    found |= {f"caches/{name}.md": cache_page(entry) for name, entry in POLICIES.items()}
+    return found | {f"api/{name}.md": api_page(module, line) for name, (module, line) in API.items()}
+
+
+def systems_index(entries: Iterable[Any]) -> str:
+    """All systems, by family."""
+    lines = ["# Systems", "", "Published decoding methods by name; `decodax systems` prints the same table. "
+             "*Guarantee* says what holds of the text: "
+             + "; ".join(f"**{name}**: {text}" for name, text in GUARANTEES.items()) + ".", ""]
+    entries = list(entries)
+    for family in dict.fromkeys(e.family for e in entries):
+        lines += [f"## {FAMILIES.get(family, family)}", "", "| name | paper | guarantee | needs |", "|---|---|---|---|"]
+        for e in entries:
+            if e.family == family:
+                paper = _cell(f"{e.title} ({e.authors})" if e.authors else e.title)
+                lines.append(f"| [`{e.name}`]({e.name}.md) | {paper} | {e.guarantee} | {e.needs} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def system_page(e: Any) -> str:
+    """One system: paper, rule, guarantee, options, an example, figures."""
+    lines = [f"# {e.name}", "", f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""]
+    if e.alias_of:
+        lines += [f"Another name for [`{e.alias_of}`]({e.alias_of}.md): the papers come to the same algorithm.", ""]
+    lines += [f"{e.summary[:1].upper()}{e.summary[1:]}.", "",
+              f"**Guarantee:** {e.guarantee}: {GUARANTEES[e.guarantee]}.", "",
+              f"**Needs:** {e.needs}. **Family:** {FAMILIES.get(e.family, e.family)}; see the guide "
+              f"[{GUIDES.get(e.family, 'speculation.md')}](../{GUIDES.get(e.family, 'speculation.md')}).", "",
+              "## Example", "", "```python", example(e), "```", ""]
+    if e.options:
+        lines += ["## Options", "", "| option | default |", "|---|---|"]
+        lines += [f"| `{name}` | `{_cell(repr(value))}` |" for name, value in e.options.items()] + [""]
+    for name, text in parts(e.make):
+        lines += [f"## {name}", "", docstring(text), ""]
+    return "\n".join(lines + figures(e.name, FIGURES))
+
+
+def example(e: Any) -> str:
+    """A call that runs on the shipped models."""
+    fills = "diffusion" in e.needs
+    model, prompt = ("pycode-diffusion", '"def area(r):"') if fills else ("pycode", '"def fib(n):"')
+    lines = ["import decodax as dx", "", f'lm = dx.load("{model}")']
+    given = ["lm"] if e.needs not in ("nothing", "a draft model") else []
+    if e.drafts:
+        lines.append('draft = dx.load("pycode-draft")')
+        given.append("draft=draft")
+    if "samples" in e.needs:
+        lines.append('samples = [lm.tokenizer.encode(text) for text in ("def area(r):", "import os", "class Node:")]')
+        given = ["lm", *(["draft=draft"] if e.drafts else []), "samples=samples"]
+    name = f'"{e.name}"' if not given else f'dx.system("{e.name}", {", ".join(given)})'
+    return "\n".join([*lines, f"out = dx.generate(lm, {prompt}, max_new_tokens=32, algorithm={name})",
+                      "print(out.text[0], out.stats.tokens_per_forward)"])
+
+
+def caches_index(entries: Iterable[Any]) -> str:
+    lines = ["# Caches by name", "", "Policies for `cache=`; [the guide](../caches.md) says which to choose.", "",
+             "| name | paper | keeps | effect |", "|---|---|---|---|"]
+    return "\n".join(lines + [f"| [`{e.name}`]({e.name}.md) | {_cell(e.title)} ({_cell(e.authors)}) | "
+                              f"{_cell(e.summary)} | {e.effect} |" for e in entries]) + "\n"
+
+
+def cache_page(e: Any) -> str:
+    """One cache policy."""
+    effect = {"exact": "a model with this cache computes what it does with a dense one",
+              "approximate": "what is left out is missed"}[e.effect]
+    lines = [f"# {e.name}", "", f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), "",
+             f"Keeps {e.summary}." if not e.summary.lower().startswith("keep") else f"{e.summary}.", "",
+             f"**Effect:** {e.effect}: {effect}.", "", "## Example", "", "```python", "import decodax as dx", "",
+             'lm = dx.load("pycode")',
+             f'out = dx.generate(lm, "def fib(n):", max_new_tokens=32, cache="{e.name}")', "print(out.text[0])", "```",
+             ""]
+    if e.options:
+        lines += ["## Options", "", "| option | default |", "|---|---|"]
+        lines += [f"| `{name}` | `{_cell(repr(value))}` |" for name, value in e.options.items()] + [""]
+    for name, text in parts(e.make):
+        lines += [f"## {name}", "", docstring(text), ""]
+    return "\n".join(lines + figures(e.name, ("caches_results.md", "conformance.md")))
+
+
+def api_page(module: str, line: str) -> str:
+    """What a module exports, by mkdocstrings."""
+    found = importlib.import_module(module)
+    names = [n for n in getattr(found, "__all__", None) or [
+        n for n, x in vars(found).items() if not n.startswith("_") and getattr(x, "__module__", "") == module]]
+    lines = [f"# {module}", "", line, ""]
+    for name in names:
+        value = getattr(found, name)
+        if inspect.ismodule(value) or not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        lines += [f"::: {value.__module__}.{value.__qualname__}", ""]
+    return "\n".join(lines)
+
+
+def parts(make: Any) -> list[tuple[str, str]]:
+    """The parts that a maker builds, with their docstrings: classes of this library whose names stand in its source."""
+    source, names = inspect.getsource(make), {**vars(inspect.getmodule(make)), **inspect.getclosurevars(make).nonlocals}
+    own, found = inspect.getdoc(make), {}
+    for path in re.findall(r"\b((?:\w+\.)*\w+)\(", source):
+        value: Any = names.get(path.partition(".")[0])
+        for step in path.split(".")[1:]:
+            value = getattr(value, step, None)
+        if inspect.isclass(value) and value.__module__.startswith("decodax.") and _written(value):
+            found[value.__name__] = inspect.cleandoc(value.__doc__ or "")
+    return ([("Rule", own)] if own else []) + list(found.items())
+
+
+def _written(value: type) -> bool:
+    """Whether a class has a docstring of its own: dataclasses make one up."""
+    return bool(value.__doc__) and not (dataclasses.is_dataclass(value) and
+                                        (value.__doc__ or "").startswith(f"{value.__name__}("))
+
+
+def docstring(text: str) -> str:
+    """Markdown of a docstring in Google's style."""
+    out: list[str] = []
+    section = False
+    for line in text.splitlines():
+        if re.fullmatch(r"(Attributes|Args|Raises|Returns):", line):
+            out += ["", f"**{line}**", ""]
+            section = True
+        elif section and re.match(r" {4}\S", line):
+            out.append("- " + re.sub(r"^(\w+(?:, \w+)*):", r"`\1`:", line.strip()))
+        elif line.startswith(">>>") or line.startswith("..."):
+            out.append("    " + line)
+        else:
+            section = section and (not line or line.startswith(" "))
+            out.append(("  " + line.strip()) if section and line.strip() else line)
+    return "\n".join(out)
+
+
+def figures(name: str, files: Iterable[str]) -> list[str]:
+    """The rows of a name in the tables of figures, under the headings of the tables."""
+    out: list[str] = []
+    for file in files:
+        header: list[str] = []
+        title = ""
+        for line in (DOCS / file).read_text().splitlines():
+            if not line.startswith("|"):
+                header = []
+                title = line if line.strip() else title
+            elif len(header) < 2:
+                header.append(line)
+            elif line.split("|")[1].strip().strip("`").split(":")[0] == name:
+                said = "" if title.startswith(("#", "    ")) else re.sub(r"\]\((?!http)([^)]*)\)", r"](../\1)", title)
+                out += [f"From [{file}](../{file}){': ' + said if said else ''}", "", *header,
+                        re.sub(r"\]\((?!http)([^)]*)\)", r"](../\1)", line), ""]
+    return ["## Figures", "", *out] if out else []
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
