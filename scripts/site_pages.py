@@ -1,7 +1,7 @@
 """Pages of the documentation site that are made from the code: one a system and cache policy, and the API's.
 
-`mkdocs build` calls `on_files`; see mkdocs.yml. What stands on a page comes from the registry, from the docstrings of the
-parts that a system is made of, and from the tables of figures in docs/.
+`mkdocs build` calls `on_config` and `on_files`; see mkdocs.yml. What stands on a page comes from the registry, from the
+docstrings of the parts that a system is made of, and from the tables of figures in docs/.
 """
 
 from __future__ import annotations
@@ -66,8 +66,21 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_nav(nav: Any, config: Any, files: Any) -> Any:
-    return nav
+def on_config(config: Any) -> Any:
+    """Puts the made pages where the navigation of mkdocs.yml says "systems/", "caches/" and "api/"."""
+    from decodax.kvcache import POLICIES
+    from decodax.systems import SYSTEMS
+
+    families = dict.fromkeys(e.family for e in SYSTEMS.values())
+    made: dict[str, list[Any]] = {
+        "systems/": ["systems/index.md", *(
+            {FAMILIES.get(family, family): [{name: f"systems/{name}.md"} for name, e in SYSTEMS.items()
+                                            if e.family == family]} for family in families)],
+        "caches/": ["caches/index.md", *({name: f"caches/{name}.md"} for name in POLICIES)],
+        "api/": ["api/index.md", *({module: f"api/{name}.md"} for name, (module, _) in API.items())]}
+    config.nav = [{title: made.get(where, where) if isinstance(where, str) else where
+                   for title, where in entry.items()} for entry in config.nav]
+    return config
 
 
 def pages() -> dict[str, str]:
@@ -160,17 +173,51 @@ def cache_page(e: Any) -> str:
 
 
 def api_page(module: str, line: str) -> str:
-    """What a module exports, by mkdocstrings."""
+    """What a module exports: signatures and docstrings."""
     found = importlib.import_module(module)
-    names = [n for n in getattr(found, "__all__", None) or [
-        n for n, x in vars(found).items() if not n.startswith("_") and getattr(x, "__module__", "") == module]]
+    names = getattr(found, "__all__", None) or [
+        n for n, x in vars(found).items() if not n.startswith("_") and getattr(x, "__module__", "") == module]
     lines = [f"# {module}", "", line, ""]
-    for name in names:
+    for name in sorted(names, key=str.lower):
         value = getattr(found, name)
-        if inspect.ismodule(value) or not (inspect.isclass(value) or inspect.isfunction(value)):
-            continue
-        lines += [f"::: {value.__module__}.{value.__qualname__}", ""]
+        if inspect.isclass(value):
+            lines += _class(name, value)
+        elif callable(value) and inspect.getdoc(value):
+            lines += [f"## {name}", "", *_signature(name, value), docstring(inspect.getdoc(value) or ""), ""]
     return "\n".join(lines)
+
+
+def _class(name: str, value: type) -> list[str]:
+    """A class with its own public methods and properties."""
+    lines = [f"## {name}", "", *_signature(name, value), docstring(inspect.cleandoc(value.__doc__ or ""))
+             if _written(value) else "", ""]
+    for own, what in vars(value).items():
+        what = what.__func__ if isinstance(what, (classmethod, staticmethod)) else what
+        text = inspect.getdoc(what)
+        if own.startswith("_") or not text or not (inspect.isfunction(what) or isinstance(what, property)):
+            continue
+        head = [] if isinstance(what, property) else _signature(own, what)
+        lines += [f"### {name}.{own}", "", *head, docstring(text), ""]
+    return lines
+
+
+def _signature(name: str, value: Any) -> list[str]:
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return []
+    shown = [re.sub(r"<factory>|<object object at 0x\w+>", "...", str(p)) for n, p in signature.parameters.items()
+             if n != "self"]
+    back = "" if signature.return_annotation in (signature.empty, None) or inspect.isclass(value) else \
+        f" -> {signature.return_annotation!r}"
+    one = f"{name}({', '.join(shown)}){back}"
+    if len(one) > 90:
+        shown = [("*, " if p.kind is p.KEYWORD_ONLY and before.kind is not p.KEYWORD_ONLY else "") + text
+                 for text, p, before in zip(shown, [p for n, p in signature.parameters.items() if n != "self"],
+                                            [next(iter(signature.parameters.values())), *signature.parameters.values()],
+                                            strict=False)]
+        one = f"{name}(\n    " + ",\n    ".join(shown) + f",\n){back}"
+    return ["```python", re.sub(r"(: |-> )'([^'\n]*)'", r"\1\2", one), "```", ""]
 
 
 def parts(make: Any) -> list[tuple[str, str]]:
@@ -183,7 +230,8 @@ def parts(make: Any) -> list[tuple[str, str]]:
             value = getattr(value, step, None)
         if inspect.isclass(value) and value.__module__.startswith("decodax.") and _written(value):
             found[value.__name__] = inspect.cleandoc(value.__doc__ or "")
-    return ([("Rule", own)] if own else []) + list(found.items())
+    last = ("Speculative", "MaskedDiffusion")       # what most systems are made of
+    return ([("Rule", own)] if own else []) + sorted(found.items(), key=lambda part: part[0] in last)
 
 
 def _written(value: type) -> bool:
@@ -202,7 +250,7 @@ def docstring(text: str) -> str:
             section = True
         elif section and re.match(r" {4}\S", line):
             out.append("- " + re.sub(r"^(\w+(?:, \w+)*):", r"`\1`:", line.strip()))
-        elif line.startswith(">>>") or line.startswith("..."):
+        elif line.startswith((">>>", "...")):
             out.append("    " + line)
         else:
             section = section and (not line or line.startswith(" "))

@@ -1,0 +1,60 @@
+"""The documentation site is built strictly, and its examples and the notebook run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import site_pages
+
+from decodax.systems import SYSTEMS
+from tests.matrix import often
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Each page is in the navigation, and no link leads nowhere."""
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)], cwd=ROOT,
+                          env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}, capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(list((tmp_path / "systems").iterdir())) == len(SYSTEMS) + 1
+    page = (tmp_path / "systems" / "prompt-lookup" / "index.html").read_text()
+    for said in ("Saxena 2023", "seed-exact", "max_ngram", "Drafts", "prompt-lookup-decoding", "token-recycling"):
+        assert said in page, said
+    assert "Rolling" not in page and "sudoku" in (tmp_path / "notebook" / "index.html").read_text()
+
+
+def test_pages_say_what_the_registry_does():
+    for name, entry in SYSTEMS.items():
+        page = site_pages.system_page(entry)
+        assert page.startswith(f"# {name}\n") and entry.title in page and f"**Guarantee:** {entry.guarantee}" in page
+        assert all(f"`{option}`" in page for option in entry.options)
+        # the rule of each stands on its page, by the parts that it is made of or its maker
+        assert entry.alias_of or site_pages.parts(entry.make), name
+
+
+SOME = ["autoregressive", "prompt-lookup", "llada"]
+
+
+@pytest.mark.parametrize("name", often(SOME, list(SYSTEMS)))
+def test_examples_run(name, capsys):
+    exec(compile(site_pages.example(SYSTEMS[name]), name, "exec", dont_inherit=True), {})
+    assert re.search(r"\d+\.\d+\n$", capsys.readouterr().out)
+
+
+def test_the_notebook_runs(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    book = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    shown = [cell["outputs"] for cell in book.cells if cell.cell_type == "code"]
+    os.environ["PYTHONPATH"] = str(ROOT)
+    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for before, cell in zip(shown, (c for c in book.cells if c.cell_type == "code"), strict=True):
+        assert bool(before) == bool([o for o in cell.outputs if o.get("name") != "stderr"]), cell.source
