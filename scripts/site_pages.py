@@ -114,13 +114,14 @@ def systems_index(entries: Iterable[Any]) -> str:
 
 def system_page(e: Any) -> str:
     """One system: paper, rule, guarantee, options, an example, figures."""
+    guide = GUIDES.get(e.family, "speculation.md")
     lines = [f"# {e.name}", "", f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""]
     if e.alias_of:
         lines += [f"Another name for [`{e.alias_of}`]({e.alias_of}.md): the papers come to the same algorithm.", ""]
     lines += [f"{e.summary[:1].upper()}{e.summary[1:]}.", "",
               f"**Guarantee:** {e.guarantee}: {GUARANTEES[e.guarantee]}.", "",
               f"**Needs:** {e.needs}. **Family:** {FAMILIES.get(e.family, e.family)}; see the guide "
-              f"[{GUIDES.get(e.family, 'speculation.md')}](../{GUIDES.get(e.family, 'speculation.md')}).", "",
+              f"[{guide[:-3]}](../{guide}).", "",
               "## Example", "", "```python", example(e), "```", ""]
     if e.options:
         lines += ["## Options", "", "| option | default |", "|---|---|"]

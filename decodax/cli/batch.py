@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
                 "include_stop": args.include_stop or None,
                 "skip_special_tokens": False if args.special_tokens else None}
     names = {"algorithm": args.algorithm, "draft": args.draft if args.algorithm else None, "dtype": args.dtype,
-             "weights": args.weights}
+             "weights": args.weights, "adapter": args.adapter}
     fields = jobs.Fields(args.prompt_field, args.id_field, tuple(args.keep), args.chat, args.system)
     with _progress(None if args.quiet else total, args.quiet) as report, naming_the_argument():
         found = jobs.run(lm, args.input, args.output, slots=args.batch_size, fields=fields, form=args.format,

@@ -33,6 +33,7 @@ def add_model(p: argparse.ArgumentParser) -> None:
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
                    help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
+    p.add_argument("--adapter", metavar="DIR", help="an adapter in peft's layout")
     p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
                    help="how the weights are kept and read (default: as --dtype)")
 
@@ -136,7 +137,7 @@ def load(args: argparse.Namespace) -> tuple[LM, Algorithm | None]:
 
     with naming_the_argument():
         named = dx.systems.parse(args.algorithm) if args.algorithm else None
-    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights)
+    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights, adapter=args.adapter)
     if named is None:
         return lm, None
     name, choices = named

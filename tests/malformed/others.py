@@ -50,6 +50,7 @@ def others(rng: random.Random) -> Case:
         pair("required_phrases", [3, [""], [3], Thing()]), pair("banned_phrases", [3, [""], [[3]], Thing()]),
         pair("constraint_after", ["x", 3, ""]), pair("tool_choice", ["auto", 3]),
         pair("fsd_alpha", [2, "x", -1, Thing()]), pair("bregman_lambda", ["x", -1, math.nan]),
+        pair("adapter", ["x", 3, ["x"], [None, "x"], [3], Thing(), {}, b"x"]),
         pair("nmst_epsilon", ["x", 1, -1]), pair("arithmetic_sampling", ["x", 3, Thing()])])
     what = f"{name}={value!r:.60}"
     draw = rng.random()
