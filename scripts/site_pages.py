@@ -1,4 +1,5 @@
-"""Pages of the documentation site that are made from the code: one a system and cache policy, and the API's.
+"""Pages of the documentation site that are made from the code: one a system, cache policy, search and rule, and the
+API's.
 
 `mkdocs build` calls `on_config` and `on_files`; see mkdocs.yml. What stands on a page comes from the registry, from the
 docstrings of the parts that a system is made of, and from the tables of figures in docs/.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,7 +69,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_config(config: Any) -> Any:
-    """Puts the made pages where the navigation of mkdocs.yml says "systems/", "caches/" and "api/"."""
+    """Puts the made pages where the navigation of mkdocs.yml names their folder, as in "systems/"."""
     from decodax.kvcache import POLICIES
     from decodax.systems import SYSTEMS
 
@@ -77,9 +79,12 @@ def on_config(config: Any) -> Any:
             {FAMILIES.get(family, family): [{name: f"systems/{name}.md"} for name, e in SYSTEMS.items()
                                             if e.family == family]} for family in families)],
         "caches/": ["caches/index.md", *({name: f"caches/{name}.md"} for name in POLICIES)],
+        **{f"{kind}/": [f"{kind}/index.md", *({name: f"{kind}/{name}.md"} for name in table)]
+           for kind, (_, table, _) in _searches().items()},
         "api/": ["api/index.md", *({module: f"api/{name}.md"} for name, (module, _) in API.items())]}
-    config.nav = [{title: made.get(where, where) if isinstance(where, str) else where
-                   for title, where in entry.items()} for entry in config.nav]
+    filled = lambda where: ([{title: filled(below) for title, below in entry.items()} for entry in where]
+                            if isinstance(where, list) else made.get(where, where))
+    config.nav = filled(config.nav)
     return config
 
 
@@ -93,7 +98,18 @@ def pages() -> dict[str, str]:
                  f"| [`{module}`]({name}.md) | {line} |\n" for name, (module, line) in API.items())}
     found |= {f"systems/{name}.md": system_page(entry) for name, entry in SYSTEMS.items()}
     found |= {f"caches/{name}.md": cache_page(entry) for name, entry in POLICIES.items()}
+    for kind, (front, table, guide) in _searches().items():
+        found[f"{kind}/index.md"] = searches_index(front, table.values(), guide)
+        found |= {f"{kind}/{name}.md": search_page(front, entry, guide) for name, entry in table.items()}
     return found | {f"api/{name}.md": api_page(module, line) for name, (module, line) in API.items()}
+
+
+def _searches() -> dict[str, tuple[str, dict[str, Any], str]]:
+    """By folder: the function that takes the names, their table, and the guide."""
+    from decodax.choice import RULES
+    from decodax.steps import EXPLORERS
+
+    return {"searches": ("explore", EXPLORERS, "explore.md"), "rules": ("choose", RULES, "choice.md")}
 
 
 def systems_index(entries: Iterable[Any]) -> str:
@@ -171,6 +187,58 @@ def cache_page(e: Any) -> str:
     for name, text in parts(e.make):
         lines += [f"## {name}", "", docstring(text), ""]
     return "\n".join(lines + figures(e.name, ("caches_results.md", "conformance.md")))
+
+
+STANDINS = {
+    "reward": ("between 0 and 1", "lambda prompt, texts: [1 / (1 + len(text)) for text in texts]"),
+    "potential": ("a log weight", "lambda prompt, texts: [-0.1 * len(text) for text in texts]"),
+    "quality": ("an estimate of quality", "lambda prompt, texts: [1 / (1 + len(text)) for text in texts]"),
+    "compare": ("above 0 where a is better", "lambda prompt, a, b: len(b) - len(a)"),
+    "act": ("what the call in the text gives", 'lambda prompt, text: " # found\\n"'),
+    "redundant": ("a small verifier", "lambda prompt, thoughts: len(thoughts) > 2"),
+    "guidance": ("", '"\\n# so\\n"'), "rule": ("", "choice.MBR()")}
+"""What examples put for options without a default."""
+
+
+def searches_index(front: str, entries: Iterable[Any], guide: str) -> str:
+    what = {"explore": "Searches over steps by name", "choose": "Rules that choose one of several answers, by name"}
+    lines = [f"# {what[front]}", "", f"For `dx.{front}(lm, prompts, NAME)`; see [the guide](../{guide}). "
+             "`decodax searches` prints the same table.", "", "| name | paper | rule |", "|---|---|---|"]
+    paper = lambda e: _cell(f"{e.title} ({e.authors})" if e.authors else e.title)
+    rows = [f"| [`{e.name}`]({e.name}.md) | {paper(e)} | {_cell(e.summary)} |" for e in entries]
+    return "\n".join([*lines, *rows, ""])
+
+
+def search_page(front: str, e: Any, guide: str) -> str:
+    """One search over steps, or rule."""
+    lines = [f"# {e.name}", "", *([f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""] if e.title else []),
+             f"{e.summary[:1].upper()}{e.summary[1:]}. See the guide [{guide[:-3]}](../{guide}).", "",
+             "## Example", "", "```python", search_example(front, e), "```", ""]
+    if e.options:
+        shown = lambda value: "must be given" if value is ... else f"`{_cell(_value(value))}`"
+        lines += ["## Options", "", "| option | default |", "|---|---|"]
+        lines += [f"| `{name}` | {shown(value)} |" for name, value in e.options.items()] + [""]
+    lines += ["## Rule", "", docstring(inspect.getdoc(e.make) or ""), ""]
+    return "\n".join(lines + figures(e.name, (*FIGURES, guide)))
+
+
+def search_example(front: str, e: Any) -> str:
+    """A call that runs on a shipped model."""
+    needed = [name for name, value in e.options.items() if value is ...]
+    lines = ["import decodax as dx", *(["from decodax import choice"] if "rule" in needed else []), "",
+             'lm = dx.load("pycode")']
+    for name in needed:
+        said, value = STANDINS.get(name, ("", ""))
+        lines += [*([f"# yours: {said}"] if said else []), *([f"{name} = {value}"] if value else [])]
+    options = f", options={{{', '.join(f'{name!r}: {name}' for name in needed)}}}".replace("'", '"') if needed else ""
+    how = ('until="\\n", step_tokens=12, max_new_tokens=24, temperature=0.8' if front == "explore" else
+           "n=4, temperature=0.8, max_new_tokens=16")
+    return "\n".join([*lines, f'out = dx.{front}(lm, "def area(", "{e.name}"{options},', f"    {how})".replace(
+        "    ", " " * (len(f"out = dx.{front}("))), "print(out.text[0])"])
+
+
+def _value(value: Any) -> str:
+    return value.__name__ if inspect.isfunction(value) else repr(value)
 
 
 def api_page(module: str, line: str) -> str:
@@ -262,19 +330,19 @@ def docstring(text: str) -> str:
 def figures(name: str, files: Iterable[str]) -> list[str]:
     """The rows of a name in the tables of figures, under the headings of the tables."""
     out: list[str] = []
+    linked = lambda text: re.sub(r"\]\((?!http)([^)]*)\)", r"](../\1)", text)
     for file in files:
         header: list[str] = []
-        title = ""
-        for line in (DOCS / file).read_text().splitlines():
+        said: list[str] = []            # the paragraph in front of the table
+        for before, line in itertools.pairwise(["", *(DOCS / file).read_text().splitlines()]):
             if not line.startswith("|"):
+                said = [line] if not before.strip() and line.strip() else [*said, line] if line.strip() else said
                 header = []
-                title = line if line.strip() else title
             elif len(header) < 2:
                 header.append(line)
-            elif line.split("|")[1].strip().strip("`").split(":")[0] == name:
-                said = "" if title.startswith(("#", "    ")) else re.sub(r"\]\((?!http)([^)]*)\)", r"](../\1)", title)
-                out += [f"From [{file}](../{file}){': ' + said if said else ''}", "", *header,
-                        re.sub(r"\]\((?!http)([^)]*)\)", r"](../\1)", line), ""]
+            elif line.split("|")[1].strip().strip("`").split(":")[0] == name and "| paper |" not in header[0]:
+                text = "" if said[:1] and said[0].startswith(("#", "    ", "!", "```")) else linked(" ".join(said))
+                out += [f"From [{file}](../{file}){': ' + text if text else ''}", "", *header, linked(line), ""]
     return ["## Figures", "", *out] if out else []
 
 

@@ -100,6 +100,15 @@ def test_cache_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed["h2o"]["options"]["budget"] == "1024" and listed["h2o"]["effect"] == "approximate"
 
 
+def test_searches_and_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["searches"]) == 0
+    shown = capsys.readouterr().out
+    assert "Is MAP Decoding All You Need?" in shown and "dx.explore" in shown
+    assert main(["searches", "--json"]) == 0
+    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert listed["particle-filter"]["by"] == "explore" and listed["mbr"]["options"]["itself"] == "True"
+
+
 def test_samples_are_told_apart(generate: Run) -> None:
     args = ["x", "--temperature", "1", "--num-samples", "3"]
     texts = as_json(generate, *args)["text"]

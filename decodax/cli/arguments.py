@@ -40,7 +40,7 @@ flag, a value out of its range); 130 interrupted. A reader that closes the pipe 
 TASKS = ("copy-edit", "completion", "sampled")
 
 
-def parser(generate: Command, systems: Command, caches: Command, compare: Command,
+def parser(generate: Command, systems: Command, caches: Command, searches: Command, compare: Command,
            info: Command) -> argparse.ArgumentParser:
     """The parser of the command line, given the function that runs each command."""
     debug = argparse.ArgumentParser(add_help=False)
@@ -78,6 +78,11 @@ def parser(generate: Command, systems: Command, caches: Command, compare: Comman
     p = commands.add_parser("caches", parents=[common], help="the published cache policies here", epilog=EXIT_CODES,
                             description="Lists the cache policies and what they keep; their options are in its --json.")
     p.set_defaults(command=caches)
+
+    p = commands.add_parser("searches", parents=[common], help="searches over steps, and rules that choose an answer",
+                            epilog=EXIT_CODES, description="Lists what dx.explore and dx.choose take by name; the "
+                            "options are in its --json.")
+    p.set_defaults(command=searches)
 
     p = commands.add_parser("compare", parents=[debug], help="systems against plain decoding, side by side",
                             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -33,7 +33,7 @@ FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code; see `decodax.cli.arguments.EXIT_CODES`."""
-    args = parser(generate, systems, caches, compare, info).parse_args(argv)
+    args = parser(generate, systems, caches, searches, compare, info).parse_args(argv)
     args.line = sys.argv[1:] if argv is None else list(argv)
     try:
         args.command(args)
@@ -120,6 +120,23 @@ def caches(args: argparse.Namespace) -> None:
         return
     table(("name", "paper", "keeps", "effect"), [(e.name, f"{e.title} ({e.authors})", e.summary, e.effect)
                                                  for e in POLICIES.values()])
+
+
+def searches(args: argparse.Namespace) -> None:
+    """Prints the tables of searches over steps and of rules that choose an answer."""
+    from decodax.choice import RULES
+    from decodax.steps import EXPLORERS
+
+    found = [(front, entry) for front, names in (("explore", EXPLORERS), ("choose", RULES))
+             for entry in names.values()]
+    if args.json:
+        fields = ("name", "title", "authors", "summary")
+        print(json.dumps([{"by": front, **{field: getattr(entry, field) for field in fields},
+                           "options": {name: repr(value) for name, value in entry.options.items()}}
+                          for front, entry in found], indent=2))
+        return
+    table(("name", "for", "paper", "rule"), [
+        (e.name, f"dx.{front}", f"{e.title} ({e.authors})" if e.authors else e.title, e.summary) for front, e in found])
 
 
 def compare(args: argparse.Namespace) -> None:

@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> None:
     said = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: " + (
         str(p.compiled.error) if p.padded is None or p.compiled.moved is None else
         f"{p.compiled.collectives} collectives, {p.compiled.moved / p.counts.moved:.3f} of the bytes that must move, "
-        f"{p.padded:.3f} of the arguments' bytes in memory") for p in found if p.compiled is not None]
+        f"{p.padded:.3f} of the arguments' bytes in memory, {p.counts.flops / 1e9:,.1f} GFLOP"
+    ) for p in found if p.compiled is not None]
     assumed = sorted({f"{p.slice.device.name}: {p.slice.device.bandwidth / 1e9:,.0f} GB/s, "
                       f"{p.slice.device.flops / 1e12:,.0f} TFLOP/s, {p.slice.device.memory / 2 ** 30:.2f} GiB, "
                       f"{p.slice.device.link / 1e9:,.0f} GB/s to a neighbour ({p.slice.device.source})" for p in found})

@@ -39,6 +39,17 @@ def test_pages_say_what_the_registry_does():
         assert entry.alias_of or site_pages.parts(entry.make), name
 
 
+SEARCHES = [(front, entry) for front, table, _ in site_pages._searches().values() for entry in table.values()]
+
+
+@pytest.mark.parametrize(("front", "entry"), often(SEARCHES[:1], SEARCHES), ids=lambda x: getattr(x, "name", x))
+def test_examples_of_searches_run(front, entry, capsys):
+    page = site_pages.search_page(front, entry, "explore.md")
+    assert page.startswith(f"# {entry.name}\n") and all(f"`{option}`" in page for option in entry.options)
+    exec(compile(site_pages.search_example(front, entry), entry.name, "exec", dont_inherit=True), {})
+    assert capsys.readouterr().out
+
+
 SOME = ["autoregressive", "prompt-lookup", "llada"]
 
 
