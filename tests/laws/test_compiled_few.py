@@ -90,6 +90,14 @@ def test_batches_of_2_to_8_share_their_programs():
     assert all_of_them.count == {"begin": 1, "prefill": 1, "fan_out": 0, "refill": 0, "advance": 1}
 
 
+def test_rounds_of_a_stream_are_one_program_with_committed_weights():
+    """As `dx.load` gives them; a state that is not committed and one that is take two programs."""
+    committed = LM(model=NETWORK, params=jax.device_put(WEIGHTS, jax.devices()[0]), vocab_size=VOCABULARY)
+    with compiles() as all_of_them:
+        assert sum(1 for _ in dx.stream(committed, [prompt(5)], max_new_tokens=12)) > 1
+    assert all_of_them.count["advance"] == all_of_them.count["begin"] == 1
+
+
 def test_numbers_of_samples_share_their_programs():
     with compiles() as all_of_them:
         for samples in range(2, 9):
