@@ -26,8 +26,8 @@ from decodax.core.state import State, Stats, Status
 from decodax.core.types import Algorithm, Model, Observer, Params
 
 begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top_logprobs"), keep_unused=True)
-"""`init_state`, compiled. Weights that it does not read are kept as arguments: where they are committed to a device, so is
-all of the state, as it is behind `advance`, which would be compiled for both else."""
+"""`init_state`, compiled. Weights that it does not read are kept as arguments: where they are committed to a device, so
+is all of the state, as it is behind `advance`, which would be compiled for both else."""
 
 
 def compiled() -> int:

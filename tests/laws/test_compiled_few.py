@@ -90,12 +90,17 @@ def test_batches_of_2_to_8_share_their_programs():
     assert all_of_them.count == {"begin": 1, "prefill": 1, "fan_out": 0, "refill": 0, "advance": 1}
 
 
-def test_rounds_of_a_stream_are_one_program_with_committed_weights():
-    """As `dx.load` gives them; a state that is not committed and one that is take two programs."""
-    committed = LM(model=NETWORK, params=jax.device_put(WEIGHTS, jax.devices()[0]), vocab_size=VOCABULARY)
+def test_bounded_runs_are_one_program_with_committed_weights():
+    """As `dx.load` gives them, and as streams and servers run; an uncommitted state would be a second program."""
+    params, policy = Params(jax.device_put(WEIGHTS, jax.devices()[0])), build(2, vocab_size=VOCABULARY)
     with compiles() as all_of_them:
-        assert sum(1 for _ in dx.stream(committed, [prompt(5)], max_new_tokens=12)) > 1
+        s = drivers.begin(Autoregressive(), NETWORK, params, policy, np.ones((2, 8), np.int32),
+                          np.array([8, 5], np.int32), size=64, max_new=np.int32(9))
+        s = drivers.prefill(Autoregressive(), NETWORK, params, s, width=8)
+        for _ in range(3):
+            s = drivers.advance(Autoregressive(), NETWORK, params, policy, s, np.int32(2))
     assert all_of_them.count["advance"] == all_of_them.count["begin"] == 1
+    assert np.asarray(s.length).tolist() == [14, 11]
 
 
 def test_numbers_of_samples_share_their_programs():
