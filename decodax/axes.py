@@ -15,8 +15,8 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 DATA, MODEL, CONTEXT = "data", "model", "context"
-"""Rows of a batch lie over the first, heads, MLP and vocabulary over the second, positions of long texts over the third,
-where a cache divides them (`decodax.kvcache.context`)."""
+"""Rows of a batch lie over the first, heads, MLP and vocabulary over the second, and positions of long texts over the
+third where a cache divides them (`decodax.kvcache.context`)."""
 
 T = TypeVar("T")
 

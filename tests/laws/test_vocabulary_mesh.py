@@ -23,6 +23,7 @@ from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.sharding import place
+from tests.matrix import often
 
 pytestmark = pytest.mark.mesh
 
@@ -46,13 +47,13 @@ def start(mesh: Any, chain: str) -> tuple[Any, ...]:
     return Autoregressive(), NETWORK, params, policy, s, jnp.int32(9)
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", often(["greedy", "top-p", "top-k"], CHAINS))
 def test_no_round_gathers_what_has_a_number_for_each_token(chain: str) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         program = drivers.advance.lower(*start(mesh, chain)).compile()
         waits = collectives(parse(program.as_text()))
         tokens = np.asarray(drivers.advance(*start(mesh, chain)).tokens)
-    assert waits
-    assert max(math.prod(buffer.dims) for x, _ in waits for buffer in x.result) < V / 100
+    assert waits        # of which each has less than a device has of one row
+    assert max(math.prod(buffer.dims) for x, _ in waits for buffer in x.result) < V // 4
     assert np.array_equal(tokens, drivers.advance(*start(None, chain)).tokens)
