@@ -14,6 +14,7 @@ Without that axis it is a cache on one device, in another order. It is exact: no
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -175,7 +176,7 @@ class ContextParallel(KeyValues):
         kind = self.choice.passes_kv(W, longest, parts, q.shape[2], k.shape[2], self.kv[layer].dtype.itemsize)
 
         def local(q: Array, k: Array, v: Array, at: Array, live: Array, kv: Array, length: Array, fixed: Array,
-                  blocks: Array, kind: Array) -> Array:
+                  blocks: Array, kind: Array | bool) -> Array:
             held = self.held(self.layout.replace(fixed=fixed), length, lax.axis_index(CONTEXT))
             queries, keys = Queries(q, at), Keys(k, v, jnp.where(live, at, -1))
 
@@ -203,7 +204,7 @@ class ContextParallel(KeyValues):
         specs = nodes, nodes, nodes, chunk, chunk, P(DATA, MODEL, CONTEXT), rows, rows, P()
         given = (q, k, v, window.positions, window.live, self.kv[layer], self.length, self.layout.fixed, blocks)
         if isinstance(kind, bool):
-            return shardwise(lambda *x: local(*x, kind), specs, nodes, *given, whole=True)
+            return shardwise(functools.partial(local, kind=kind), specs, nodes, *given, whole=True)
         return shardwise(local, (*specs, P()), nodes, *given, kind, whole=True)
 
     def commit(self, entries: Entries, slots: Array) -> ContextParallel:

@@ -142,7 +142,7 @@ class Chain:
         Args:
             s: a state before prefill. slices: of the longest prompt's tokens but the newest, one for each device.
         """
-        total = _unread(s)
+        _, total = _unread(s)
         if len(slices) != len(self.devices) or sum(slices) != total or min(slices, default=1) < 1:
             raise ValueError(f"slices: got {list(slices)}, takes {len(self.devices)} that add up to {total} tokens")
         starts = [0, *itertools.accumulate(slices)]
@@ -194,10 +194,10 @@ class Pipeline:
 
     def prefill(self, s: State, sizes: Sequence[int]) -> State:
         """As `Chain.prefill`; `sizes`: of the chunks, in their order."""
-        total = _unread(s)
+        empty, total = _unread(s)
         if sum(sizes) != total or min(sizes, default=1) < 1:
             raise ValueError(f"sizes: got {list(sizes)}, takes numbers that add up to {total} tokens")
-        kv = [jax.device_put(tuple(jnp.zeros_like(x) for x in s.cache.kv[a:b]), d)
+        kv = [jax.device_put(tuple(jnp.zeros_like(x) for x in empty.kv[a:b]), d)
               for a, b, d in zip(self.borders, self.borders[1:], self.devices, strict=False)]
         for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
             x = jax.device_put(s.tokens[:, start:start + size], self.devices[0])
@@ -207,17 +207,19 @@ class Pipeline:
         return _filled(s, [layer for stage in kv for layer in stage], total)
 
 
-def _unread(s: State) -> int:
+def _unread(s: State) -> tuple[Dense, int]:
+    """The cache, and how many tokens the longest prompt has to read."""
     if not isinstance(s.cache, Dense) or s.cache.given is not None:
         raise ValueError(f"cache: got {type(s.cache).__name__}, takes a dense cache of tokens alone")
-    return max(int(s.prompt_length.max()) - 1, 0)
+    return s.cache, max(int(s.prompt_length.max()) - 1, 0)
 
 
 def _filled(s: State, kept: Sequence[Any], total: int) -> State:
     """With keys and values, `f[B, G, total or more, d + e]` of each layer, where the cache lies."""
+    cache, _ = _unread(s)
     kv = tuple(jax.device_put(_behind(jax.device_put(new[:, :, :total], old.sharding), old), old.sharding)
-               for new, old in zip(kept, s.cache.kv, strict=True))
-    return s.replace(cache=s.cache.replace(kv=kv, length=jnp.maximum(s.prompt_length - 1, 0)))
+               for new, old in zip(kept, cache.kv, strict=True))
+    return s.replace(cache=cache.replace(kv=kv, length=jnp.maximum(s.prompt_length - 1, 0)))
 
 
 @jax.jit
@@ -239,7 +241,7 @@ def _sliced(model: Transformer, layer: int, weights: Any, x: Array, before: Arra
     where = jnp.broadcast_to(jnp.arange(P + W, dtype=jnp.int32), (B, P + W))
     pieces = model.pieces(weights)
 
-    def attend(_: int, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+    def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
         both = jnp.concatenate([k, v], -1).swapaxes(1, 2).astype(model.dtype)
         every = both if before is None else jnp.concatenate([before, both], 2)
         keys, values = jnp.split(every.swapaxes(1, 2), [k.shape[-1]], -1)
@@ -262,7 +264,10 @@ def _stage(model: Transformer, first: int, weights: Any, x: Array, kv: tuple[Arr
     pieces, entries = model.pieces(weights), []
     x = pieces.embed(window, model.init_cache(B, 0)) if first == 0 else x
     for i in range(len(kv)):
-        attend = lambda _, q, k, v, i=i, **options: cache.attend(i, q, k, v, window, **options)
+
+        def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
+            return cache.attend(layer - first, q, k, v, window, **options)
+
         more, entry = pieces.attention(first + i, x, window.positions, attend)
         x = x + more
         x = x + pieces.mlp(first + i, x)

@@ -21,6 +21,7 @@ from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.policy import build
 from decodax.sharding import lanes, place
+from tests.extending.pages import DOCS, run_file
 from tests.kvcache.test_policies import DEEP, LOOKUP, SMALL
 from tests.matrix import often
 
@@ -103,3 +104,7 @@ def test_lanes_attend_a_divided_cache() -> None:
     want = dx.generate(DEEP, PROMPTS, max_new_tokens=[3, 9, 20, 12])
     for i, prompt in enumerate(PROMPTS):
         assert done.tokens[i, len(prompt):done.length[i]].tolist() == want.tokens[i, :want.lengths[i]].tolist()
+
+
+def test_the_guide_to_meshes_runs() -> None:
+    run_file(DOCS / "meshes.md")

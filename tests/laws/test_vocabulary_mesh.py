@@ -1,6 +1,6 @@
 """A vocabulary that is divided over devices stays so: head, statistics and draws exchange a few numbers a row.
 
-The vocabulary has 500,000 entries, as the codebook of UniCode^2 (Chai et al., 2025).
+The vocabulary has 500,000 entries, as the codebook of UniCode^2 (2025).
 """
 
 from __future__ import annotations
