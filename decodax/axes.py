@@ -14,8 +14,9 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-DATA, MODEL = "data", "model"
-"""Rows of a batch lie over the first, heads, MLP and vocabulary over the second."""
+DATA, MODEL, CONTEXT = "data", "model", "context"
+"""Rows of a batch lie over the first, heads, MLP and vocabulary over the second, and positions of long texts over the
+third where a cache divides them (`decodax.kvcache.context`)."""
 
 T = TypeVar("T")
 
@@ -34,13 +35,14 @@ def constrain(tree: T, specs: Any) -> T:
 
 
 def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *args: Any, whole: bool = False) -> T:
-    """`fn(*args)`, run by each device on its own shards: for what needs no word from another device.
+    """`fn(*args)`, run by each device on its own shards: for what needs no word from another device, or says itself
+    what it needs of others.
 
     The compiler partitions most operations well by itself. A scatter of other dimensions than it expects makes it
     gather the whole array, and a kernel it cannot look into at all.
 
     Args:
-        specs: of each argument, over `DATA` and `MODEL`; of an argument that is None it means nothing.
+        specs: of each argument, over the axes above; of an argument that is None it means nothing.
         out: of the results, a pytree prefix.
         whole: leave no axis to the compiler, as kernels need it; arrays are repeated along those that do not divide.
     """

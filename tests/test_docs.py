@@ -12,7 +12,7 @@ from tests.matrix import often
 
 DOCS = Path(__file__).parents[1] / "docs"
 GUIDE = DOCS / "low_level.md"
-OWN = ("low_level.md", "scoring.md")
+OWN = ("low_level.md", "meshes.md", "scoring.md")
 """Those with a test of their own."""
 
 

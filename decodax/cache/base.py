@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import jax
+import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
+from decodax.axes import DATA, MODEL
 from decodax.pallas_kernels.window_attention import Bias
 from decodax.struct import Struct
 
@@ -111,6 +114,21 @@ class Cache(Struct, abc.ABC):
         (an eviction, a flush). None: any number. A round that commits no more than this sees what plain decoding would
         see, so that speculation stays exact."""
         return None
+
+    def order(self, width: int) -> np.ndarray | None:
+        """`i32[W]`: in which order a chain of so many nodes that will all be committed (`Window.certain`) is best laid
+        out, the first nodes for the first device of those that divide its entries; None: in that of the text."""
+        return None
+
+    def specs(self) -> PyTree:
+        """A `PartitionSpec` for each leaf: where it lies on a mesh. Rows lie over `DATA`, heads of keys and values
+        (`[B, G, S, d]`) over `MODEL`; what rows share lies on every device."""
+        inside = lambda x: x is not self and isinstance(x, Cache)
+        rows = lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA)
+        own = rows if self.by_row else lambda x: PartitionSpec()
+        every = lambda cache: jax.tree.map(lambda x: PartitionSpec(), cache)
+        nested = (lambda x: x.specs()) if self.by_row else every
+        return jax.tree.map(lambda x: nested(x) if inside(x) else own(x), self, is_leaf=inside)
 
     def for_prompt(self) -> Cache:
         """The empty cache that a prompt is read into, where that is another one than what the rounds go on with: a

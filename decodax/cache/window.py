@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from decodax.struct import Struct, static, struct
@@ -62,6 +63,12 @@ class Window(Struct):
         """The window whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
         one = lambda x: x if x.shape[0] == 1 else x[rows]       # a mask may be one for all rows
         return jax.tree.map(one, self)
+
+    def ordered(self, order: np.ndarray) -> Window:
+        """The same nodes, node `order[i]` at place `i` (`i32[W]`); without embeddings."""
+        some = lambda x: x[:, order]
+        return self.replace(tokens=some(self.tokens), positions=some(self.positions), live=some(self.live),
+                            mask=self.mask[:, order][:, :, order])
 
     def part(self, start: int, stop: int) -> Window:
         """Nodes `start` to `stop`, which see none of the others; without embeddings."""

@@ -25,12 +25,10 @@ def rows(tree: T) -> T:
 
 
 def heads(cache: T) -> T:
-    """As `rows`, for a cache: keys and values `[B, G, S, d]` have their heads over `MODEL`. A cache whose rows share
-    memory is not divided."""
-    shared = lambda x: isinstance(x, Cache) and not x.by_row
+    """As `rows`, for a cache or a tree of them and arrays: see `Cache.specs`."""
     spec = lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA)
-    whole = lambda cache: jax.tree.map(lambda x: PartitionSpec(), cache)
-    return jax.tree.map(lambda x: whole(x) if shared(x) else spec(x), cache, is_leaf=shared)
+    held = lambda x: isinstance(x, Cache)
+    return jax.tree.map(lambda x: x.specs() if held(x) else spec(x), cache, is_leaf=held)
 
 
 def auto_region(fn: Callable[..., T], *args: Any, like: T | None = None) -> T:

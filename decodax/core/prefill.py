@@ -37,8 +37,10 @@ class Prefill(Algorithm):
         tokens = lax.dynamic_slice_in_dim(s.tokens, begin, self.width, 1)
         positions = begin + jnp.arange(self.width, dtype=jnp.int32)
         live = (positions < s.prompt_length[:, None] - 1) & (positions >= start) & s.running[:, None]
-        window = causal(tokens, jnp.broadcast_to(begin, s.length.shape), live)
-        return window.replace(certain=True), (algo, start)
+        window = causal(tokens, jnp.broadcast_to(begin, s.length.shape), live).replace(certain=True)
+        # a reader is shown the text as it stands
+        order = s.cache.order(self.width) if self.reader is None else None
+        return window if order is None else window.ordered(order), (algo, start)
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         told, start = algo

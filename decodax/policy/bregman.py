@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Context, PyTree, Transform
 from decodax.policy.threshold import probabilities
 from decodax.struct import static, struct
@@ -38,7 +39,7 @@ class BregmanTopK(Transform):
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         p = probabilities(logits)[1]
-        best, ids = lax.top_k(p, min(self.limit, p.shape[-1]))
+        best, ids = top_k(p, min(self.limit, p.shape[-1]))
         count = (best > 0).sum()
         # what each token costs that does not stay, added up
         power = jnp.where(p > 0, p, 0) ** self.alpha

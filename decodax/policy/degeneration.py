@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Context, PyTree, Transform
 from decodax.policy.threshold import members, probabilities
 from decodax.struct import static, struct
@@ -34,7 +35,7 @@ class FSD(Transform):
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         p = probabilities(logits)[1]
-        best, ids = lax.top_k(p, min(self.k, p.shape[-1]))
+        best, ids = top_k(p, min(self.k, p.shape[-1]))
         light = members(self.stop_words, logits.shape[-1])[ids]
         penalty = self.anti(ctx, ids) * jnp.where(light, self.stop_weight, 1)
         score = jnp.where(best > 0, (1 - self.alpha) * best - self.alpha * penalty, -jnp.inf)

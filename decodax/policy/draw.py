@@ -17,6 +17,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.axes import MODEL, free_axes
 from decodax.core.types import DEAD_END, INVALID
 
 BLOCK = 256
@@ -123,7 +124,10 @@ def first_argmax(x: Array) -> Array:
 
 def _first_max(x: Array) -> tuple[Array, Array]:
     """The first index of the largest entry, and that entry, of numbers."""
-    # on CPU by blocks, in a seventh of the time of `jnp.argmax`; on a TPU blocks would take twelve times as long
+    # on CPU by blocks, in a seventh of the time of `jnp.argmax`; on a TPU blocks would take twelve times as long, and
+    # where a vocabulary is divided they are not those of its parts, which would be gathered
+    if free_axes().get(MODEL, 1) > 1:
+        return _at_once(x)
     return lax.platform_dependent(x, cpu=_by_blocks, default=_at_once)
 
 

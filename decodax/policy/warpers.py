@@ -8,8 +8,9 @@ Logits that hold a NaN pass through unchanged, and so does a row that is -inf th
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Context, PyTree, Transform
 from decodax.policy.threshold import kth_largest, largest_threshold, less, once, probabilities
 from decodax.struct import static, struct
@@ -17,7 +18,7 @@ from decodax.struct import static, struct
 
 def _keep_best(logits: Array, removed: Array, count: int) -> Array:
     """-inf at `removed` (`bool[V]`), except at the `count` largest logits."""
-    best = logits.max() if count == 1 else lax.top_k(logits, min(count, logits.shape[-1]))[0][-1]
+    best = logits.max() if count == 1 else top_k(logits, min(count, logits.shape[-1]))[0][-1]
     return jnp.where(removed & (logits < best), -jnp.inf, logits)
 
 
@@ -44,7 +45,7 @@ class TopK(Transform):
         if self.limit is None:
             least = kth_largest(logits, k)
         else:
-            best = lax.top_k(logits, min(max(self.limit, self.min_keep), logits.shape[-1]))[0]
+            best = top_k(logits, min(max(self.limit, self.min_keep), logits.shape[-1]))[0]
             least = jnp.where(self.k > 0, best[jnp.minimum(k, best.shape[0]) - 1], -jnp.inf)
         return jnp.where(less(logits, least), -jnp.inf, logits)
 
@@ -100,7 +101,7 @@ class Typical(Transform):
         near = once(-jnp.abs(-log_p - entropy))
         cut = largest_threshold(near, p, self.p)
         if self.min_keep > 1:
-            cut = jnp.minimum(cut, lax.top_k(near, min(self.min_keep, near.shape[0]))[0][-1])
+            cut = jnp.minimum(cut, top_k(near, min(self.min_keep, near.shape[0]))[0][-1])
         return jnp.where(less(near, cut) & (self.p < 1), -jnp.inf, logits)
 
 
@@ -146,7 +147,7 @@ class TopH(Transform):
     limit: int = static(default=100)
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
-        best, ids = lax.top_k(logits, min(self.limit, logits.shape[-1]))
+        best, ids = top_k(logits, min(self.limit, logits.shape[-1]))
         log_p, p, entropy = probabilities(best)
         spent = jnp.cumsum(jnp.where(p == 0, 0, -p * log_p))
         keep = ((spent <= entropy * self.h) & (p > 0)).at[0].set(True)

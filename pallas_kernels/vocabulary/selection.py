@@ -44,7 +44,8 @@ def _somewhere(x: Array, k: int) -> tuple[Array, Array]:
 
 
 def _offset(x: Array, ids: Array, k: int) -> tuple[Array, Array]:
-    values, places = _top_k(x, k)
+    # by blocks everywhere: XLA's CPU gathers the rows of a `lax.top_k`, here those of a few blocks
+    values, places = lax.top_k(x, k) if x.shape[-1] < 4 * BLOCK * k else by_blocks(x, k)
     return values, places + ids[0]
 
 

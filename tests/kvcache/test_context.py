@@ -1,67 +1,64 @@
-"""Questions behind a context that the cache has settled on."""
+"""Where the positions of a divided cache lie, and which of keys and queries travel."""
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.job import Job
-from decodax.kvcache import kv
-from decodax.request import Request
-from tests.kvcache.test_policies import DEEP, LOOKUP, PROMPTS
-from tests.matrix import often
-
-QUESTIONS = [[3, 1, 4, 1], [5, 9], [2, 6, 5, 3, 5, 8, 9]]
-SAMPLED: dict[str, Any] = dict(max_new_tokens=16, temperature=[0.0, 0.9, 0.0], seed=5)
-MAGIC = dx.system("magicdec", DEEP, budget=14)
+from decodax.kvcache.context import Layout
+from decodax.kvcache.ring import Choice
 
 
-@pytest.mark.parametrize("cache", often([None], [
-    None, "hydragen", "quest:budget=512", "snapkv:budget=200"]))
-@pytest.mark.parametrize("context", often([PROMPTS[0]], [PROMPTS[0], PROMPTS]))
-def test_where_nothing_is_forgotten_it_is_one_prompt(cache: Any, context: Any) -> None:
-    each = context if context is PROMPTS else [context] * 3
-    whole = dx.generate(DEEP, [a + b for a, b in zip(each, QUESTIONS, strict=True)], **SAMPLED)
-    apart = dx.generate(DEEP, QUESTIONS, context=context, cache=cache, **SAMPLED)
-    assert apart.tokens.tolist() == whole.tokens.tolist()
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("fixed", [0, 1, 13, 24, 37, 64])
+def test_each_position_has_a_slot_of_its_own_and_parts_are_even(parts: int, fixed: int) -> None:
+    layout = Layout(fixed=jnp.array([fixed], jnp.int32), parts=parts, piece=3)
+    at = jnp.arange(64, dtype=jnp.int32)[None]
+    part, slot = np.asarray(layout.part(at))[0], np.asarray(layout.slot(at))[0]
+    assert len({*zip(part.tolist(), slot.tolist(), strict=True)}) == 64
+    for end in range(64):       # no gaps behind the prompt, and after n tokens a device has n / N of them, or few more
+        counts = np.bincount(part[:end], minlength=parts)
+        if end >= fixed:
+            assert all(sorted(slot[:end][part[:end] == i]) == list(range(n)) for i, n in enumerate(counts))
+        assert counts.max() - counts.min() <= 2 * 3 + 1
+    where = np.asarray(layout.position(jnp.asarray(part), jnp.asarray(slot)))[0]
+    assert where.tolist() == list(range(64))
+    assert part[fixed:].tolist() == [p % parts for p in range(fixed, 64)]      # in turn
 
 
-@pytest.mark.parametrize("cache", often(["snapkv:budget=14,window=4"], [
-    "snapkv:budget=14,window=4", "h2o:budget=14,every=3", "kivi:group=4,residual=8", "streaming-llm:sinks=2,recent=8"]))
-def test_questions_do_not_change_what_is_kept(cache: str) -> None:
-    """So that a question by itself gives what it gives among others, with drafts too."""
-    together = dx.generate(DEEP, QUESTIONS, context=PROMPTS[0], cache=cache, **SAMPLED)
-    drafted = dx.generate(DEEP, QUESTIONS, context=PROMPTS[0], cache=cache, algorithm=LOOKUP, **SAMPLED)
-    alone = dx.generate(DEEP, QUESTIONS[1:2], context=PROMPTS[0], cache=cache, request_ids=[1], seed=5, temperature=0.9,
-                        max_new_tokens=16)
-    whole = dx.generate(DEEP, [PROMPTS[0] + question for question in QUESTIONS], cache=cache, **SAMPLED)
-    assert together.tokens.tolist() == drafted.tokens.tolist()
-    assert together.tokens[1:2].tolist() == alone.tokens.tolist()
-    if cache.startswith(("snapkv", "h2o")):
-        assert together.tokens.tolist() != whole.tokens.tolist()
+def test_a_block_is_cut_into_twice_as_many_pieces_as_devices() -> None:
+    layout = Layout(fixed=jnp.array([16], jnp.int32), parts=4, piece=2)
+    assert layout.part(jnp.arange(16)[None])[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 2, 2, 1, 1, 0, 0]
 
 
-@pytest.mark.matrix
-def test_drafts_on_another_cache_see_the_context_alone_as_well() -> None:
-    plain, drafted = (dx.generate(DEEP, QUESTIONS, context=PROMPTS[0], algorithm=algorithm, **SAMPLED)
-                      for algorithm in (None, MAGIC))
-    assert drafted.tokens.tolist() == plain.tokens.tolist() and drafted.stats.accepted.sum() > 0
+def cost(new: int, cached: int, parts: int, queries: int, heads: int, size: int, choice: Choice) -> tuple[float, float]:
+    """Seconds that a ring keeps a device waiting, by counting bytes and operations of heads of width 1."""
+    turns, total = parts - 1, new + cached
+    work = 4 * queries * (new / parts) * (total / parts) / choice.flops
+    keys = 2 * heads * total / parts * size / choice.bandwidth
+    sent = queries * new / parts * size / choice.bandwidth
+    return turns * max(keys - work, 0), turns * (max(sent - work, 0) + sent)
 
 
-@pytest.mark.matrix
-def test_a_context_that_is_the_same_is_read_once() -> None:
-    job = Job.begin(Request.read(DEEP, QUESTIONS, context=PROMPTS[0], cache=kv("snapkv", budget=14, window=4)))
-    cache = job.state.cache
-    kept = [np.asarray(x)[:3, :, :14] for x in cache.positions]
-    assert all((x[0] == x[1]).all() and (x[0] == x[2]).all() for x in kept)
-    assert cache.length[:3].tolist() == [len(PROMPTS[0]) + len(question) - 1 for question in QUESTIONS]
+@pytest.mark.parametrize("heads", [1, 8, 16, 64])
+@pytest.mark.parametrize("parts", [2, 8])
+def test_the_form_is_the_one_that_waits_less(heads: int, parts: int) -> None:
+    choice = Choice(flops=8e14, bandwidth=2.6e10)
+    for new in (64, 1000, 10_000, 200_000):
+        for cached in (0, 1000, 50_000, 1_000_000):
+            kv, q = cost(new, cached, parts, 64, heads, 2, choice)
+            taken = bool(choice.passes_kv(new, cached, parts, 64, heads, 2))
+            if q - kv and not taken:
+                # the paper counts that queries travel for free
+                assert kv >= q - (parts - 1) * 64 * new / parts * 2 / choice.bandwidth
+            if taken:
+                assert kv <= q * (1 + 1e-6)
 
 
-def test_what_learns_from_whole_prompts_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^context: .* learns from whole prompts"):
-        dx.generate(DEEP, QUESTIONS, context=PROMPTS[0], algorithm="token-recycling", max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"^context: got 2 for 3 prompts, takes one, or one for each"):
-        dx.generate(DEEP, QUESTIONS, context=PROMPTS[:2], max_new_tokens=2)
+def test_what_a_user_gets_wrong_is_named() -> None:
+    with pytest.raises(ValueError, match="mode: got 'ring', takes one of auto, pass-kv, pass-q"):
+        dx.kv("context-parallel", mode="ring")
+    with pytest.raises(ValueError, match="block, parts: got 0"):
+        dx.kv("context-parallel", block=0)

@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scope": dict(budget=14, heavy=3, recent=3, scheme="discontinuous", delta=4, window=4),
     "minicache": dict(start=0), "laq": dict(budget=14, tokens=3, window=2, first=6),
     "kvzip": dict(budget=0.4, chunk=17, sinks=2, ask=(3, 1), go_on=(3, 2, 1), answer=(4,)),
-    "paged": dict(pages=100, page=4),
+    "paged": dict(pages=100, page=4), "context-parallel": dict(block=8),
     "recycled-attention": dict(budget=6, stride=5),
     "quantized-pruning": dict(budget=14, bits=4, group=4, residual=8, window=4),
     "prefixkv": dict(layers=(0.4, 0.3), sinks=2),

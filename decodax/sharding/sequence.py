@@ -1,0 +1,277 @@
+"""Long prompts read by several devices at once: a chain over slices of the text, and a pipeline over slices of the
+network. Both are exact, and go by the host's dispatch: a device has a queue of its own, and waits only for what it is
+sent. What comes of it is the state that `decodax.core.drivers.prefill` gives.
+
+*Chain* ("KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache Generation", Cho et al., 2024): device
+`i` has slice `i` of the text. In each layer it is sent the keys and values of all slices before its own by device
+`i - 1`, attends, and sends them on with its own behind them; the last device ends up with the whole cache. Later slices
+see more, so they are shorter: `partition` finds the lengths with the least time to the first token.
+
+*Pipeline* ("Mnemosyne", Agrawal et al., 2024: sequence pipeline parallelism): device `s` has some of the layers. A
+chunk of the text enters the first stage as soon as that has passed on the chunk before. `chunks` cuts the text so that
+no chunk takes longer than a round may: the further, the shorter, since each sees more (adaptive chunking). The third of
+its axes, a cache divided by positions, is `decodax.kvcache.context`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache import Dense
+from decodax.cache.window import causal
+from decodax.core.state import State
+from decodax.models.transformer import Transformer
+from decodax.pallas_kernels.window_attention import window_attention
+
+Cost = Callable[[int, int], float]
+"""Seconds that a layer takes for so many new tokens behind so many cached ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCost:
+    """The time of a layer by its operations: `linear` seconds for each token, `pair` for each token and each that it
+    sees, and `fixed`. Fit it to measured times, or take it from the shape of a model and the speed of a device.
+
+    >>> cost = LayerCost(linear=2.0, pair=1.0)
+    >>> cost(2, 10)     # 2 tokens, one of which sees 11, and one 12
+    27.0
+    """
+
+    linear: float
+    pair: float
+    fixed: float = 0.0
+
+    def __call__(self, new: int, cached: int) -> float:
+        return self.fixed + self.linear * new + self.pair * (new * cached + new * (new + 1) / 2)
+
+    @classmethod
+    def of(cls, model: Transformer, batch: int, flops: float, fixed: float = 0.0) -> LayerCost:
+        """That of a model's layers on a device with so many operations a second."""
+        c = model.config
+        weights = c.width * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + c.width * c.mlp * (3 if c.gated else 2)
+        return cls(2 * batch * weights / flops, 4 * batch * c.heads * c.head_dim / flops, fixed)
+
+
+def chain_time(slices: Sequence[int], layers: int, cost: Cost, send: float = 0.0) -> float:
+    """When the last device of a chain has run its last layer; `send`: seconds to send one layer's entry of a token.
+
+    >>> chain_time([4, 4], 1, LayerCost(1.0, 0.0), send=0.5)
+    10.0
+    """
+    ready = [0.0] * len(slices)
+    starts = [0, *itertools.accumulate(slices)]
+    for _ in range(layers):
+        came = 0.0
+        for i, size in enumerate(slices):
+            # its own keys and values are made while those before it travel
+            ready[i] = max(ready[i], came) + cost(size, starts[i])
+            came = ready[i] + send * starts[i + 1]
+    return ready[-1]
+
+
+def partition(tokens: int, devices: int, layers: int, cost: Cost, send: float = 0.0, unit: int = 1) -> list[int]:
+    """Lengths of the slices of a chain, multiples of `unit` but for the last, by the search of KV-Runahead: borders are
+    moved on a grid, and the grid is made finer around the best.
+
+    >>> partition(32, 2, 4, LayerCost(linear=1.0, pair=1.0))
+    [22, 10]
+    """
+    if devices < 1 or tokens < devices * unit:
+        raise ValueError(f"tokens: got {tokens} for {devices} devices, takes at least {unit} for each")
+    lengths = lambda borders: [b - a for a, b in itertools.pairwise((0, *borders, tokens))]
+    time = lambda borders: chain_time(lengths(borders), layers, cost, send)
+    best = [tokens * i // devices // unit * unit for i in range(1, devices)]
+    step = max(tokens // (2 * devices) // unit, 1) * unit
+    while True:
+        found = best
+        # all borders from one of them on together, too: what the later ones lose the first one gains
+        for i, count, way in itertools.product(range(devices - 1), range(1, devices), (-step, step)):
+            moved = [b + way if i <= j < i + count else b for j, b in enumerate(best)]
+            if min(lengths(moved)) >= unit and time(moved) < time(found):
+                found = moved
+        if found is best and step == unit:
+            return lengths(best)
+        step = max(step // unit // 2, 1) * unit if found is best else step
+        best = found
+
+
+def chunks(tokens: int, budget: float, layers: int, cost: Cost, sizes: Sequence[int]) -> list[int]:
+    """Lengths of the chunks of a text, each the largest of `sizes` whose time in all layers is within the budget of a
+    round; the smallest where none is.
+
+    >>> chunks(40, 60.0, 1, LayerCost(linear=1.0, pair=0.25), (4, 8, 16))
+    [16, 8, 4, 4, 4, 4]
+    """
+    if tokens < 0 or not sizes or min(sizes) < 1:
+        raise ValueError(f"sizes: got {list(sizes)} for {tokens} tokens, takes numbers above 0")
+    found: list[int] = []
+    while (left := tokens - sum(found)) > 0:
+        fit = [n for n in sizes if layers * cost(n, sum(found)) <= budget]
+        found.append(min(max(fit, default=min(sizes)), left))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Devices that read slices of a prompt (KV-Runahead).
+
+    Attributes:
+        model: with a dense cache. devices: in the order of the slices. weights: those of the model on each device.
+    """
+
+    model: Transformer
+    devices: tuple[Any, ...]
+    weights: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> Chain:
+        """With the weights copied to each device."""
+        return cls(model, tuple(devices), tuple(jax.device_put(weights, d) for d in devices))
+
+    def prefill(self, s: State, slices: Sequence[int]) -> State:
+        """The state with its prompts in the cache, all but the newest token of each.
+
+        Args:
+            s: a state before prefill. slices: of the longest prompt's tokens but the newest, one for each device.
+        """
+        _, total = _unread(s)
+        if len(slices) != len(self.devices) or sum(slices) != total or min(slices, default=1) < 1:
+            raise ValueError(f"slices: got {list(slices)}, takes {len(self.devices)} that add up to {total} tokens")
+        starts = [0, *itertools.accumulate(slices)]
+        place = list(zip(self.devices, self.weights, strict=True))
+        tokens = [jax.device_put(s.tokens[:, a:b], d) for (a, b), d in zip(itertools.pairwise(starts), self.devices,
+                                                                           strict=True)]
+        x = [_embed(self.model, w, t, jnp.int32(a)) for (_, w), t, a in zip(place, tokens, starts, strict=False)]
+        kept = []
+        for layer in range(self.model.depth):
+            before = None
+            for i, (device, weights) in enumerate(place):
+                before = None if before is None else jax.device_put(before, device)
+                x[i], before = _sliced(self.model, layer, weights, x[i], before)
+            kept.append(before)
+        return _filled(s, kept, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Devices that have some of the layers each (sequence pipeline parallelism).
+
+    Attributes:
+        model: with a dense cache. devices: of the stages. borders: the first layer of each stage, and the number of
+            layers. weights: those of each stage on its device; of other layers empty arrays.
+    """
+
+    model: Transformer
+    devices: tuple[Any, ...]
+    borders: tuple[int, ...]
+    weights: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> Pipeline:
+        """With as many layers on each device, or one more on the first ones."""
+        stages = len(devices)
+        if not 1 <= stages <= model.depth:
+            raise ValueError(f"devices: got {stages}, takes 1 to {model.depth}, as many as layers")
+        borders = tuple(model.depth * i // stages for i in range(stages + 1))
+        placed = []
+        for device, first, last in zip(devices, borders, borders[1:], strict=False):
+            mine = {str(i) for i in range(first, last)}
+            layers = {i: w if i in mine else jax.tree.map(lambda x: jnp.zeros(0, x.dtype), w)
+                      for i, w in weights["layers"].items()}
+            rest = weights if first == 0 else {
+                name: w if name == "norm" else jax.tree.map(lambda x: jnp.zeros(0, x.dtype), w)
+                for name, w in weights.items()}
+            placed.append(jax.device_put({**rest, "layers": layers}, device))
+        return cls(model, tuple(devices), borders, tuple(placed))
+
+    def prefill(self, s: State, sizes: Sequence[int]) -> State:
+        """As `Chain.prefill`; `sizes`: of the chunks, in their order."""
+        empty, total = _unread(s)
+        if sum(sizes) != total or min(sizes, default=1) < 1:
+            raise ValueError(f"sizes: got {list(sizes)}, takes numbers that add up to {total} tokens")
+        kv = [jax.device_put(tuple(jnp.zeros_like(x) for x in empty.kv[a:b]), d)
+              for a, b, d in zip(self.borders, self.borders[1:], self.devices, strict=False)]
+        for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+            x = jax.device_put(s.tokens[:, start:start + size], self.devices[0])
+            for i, (device, weights) in enumerate(zip(self.devices, self.weights, strict=True)):
+                x, kv[i] = _stage(self.model, self.borders[i], weights, jax.device_put(x, device), kv[i],
+                                  jnp.int32(start))
+        return _filled(s, [layer for stage in kv for layer in stage], total)
+
+
+def _unread(s: State) -> tuple[Dense, int]:
+    """The cache, and how many tokens the longest prompt has to read."""
+    if not isinstance(s.cache, Dense) or s.cache.given is not None:
+        raise ValueError(f"cache: got {type(s.cache).__name__}, takes a dense cache of tokens alone")
+    return s.cache, max(int(s.prompt_length.max()) - 1, 0)
+
+
+def _filled(s: State, kept: Sequence[Any], total: int) -> State:
+    """With keys and values, `f[B, G, total or more, d + e]` of each layer, where the cache lies."""
+    cache, _ = _unread(s)
+    kv = tuple(jax.device_put(_behind(jax.device_put(new[:, :, :total], old.sharding), old), old.sharding)
+               for new, old in zip(kept, cache.kv, strict=True))
+    return s.replace(cache=cache.replace(kv=kv, length=jnp.maximum(s.prompt_length - 1, 0)))
+
+
+@jax.jit
+def _behind(new: Array, old: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), 0, 2)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(model: Transformer, weights: Any, tokens: Array, start: Array) -> Array:
+    cache = model.init_cache(tokens.shape[0], 0)
+    return model.pieces(weights).embed(causal(tokens, jnp.broadcast_to(start, tokens.shape[:1])), cache)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sliced(model: Transformer, layer: int, weights: Any, x: Array, before: Array | None) -> tuple[Array, Array]:
+    """A layer over a slice; `before`: what earlier slices made, `f[B, G, P, d + e]`. Returns that with its own."""
+    B, W, _ = x.shape
+    P = 0 if before is None else before.shape[2]
+    where = jnp.broadcast_to(jnp.arange(P + W, dtype=jnp.int32), (B, P + W))
+    pieces = model.pieces(weights)
+
+    def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
+        both = jnp.concatenate([k, v], -1).swapaxes(1, 2).astype(model.dtype)
+        every = both if before is None else jnp.concatenate([before, both], 2)
+        keys, values = jnp.split(every.swapaxes(1, 2), [k.shape[-1]], -1)
+        seen = jnp.tril(jnp.ones((1, W, P + W), bool), P)
+        return window_attention(q, keys, values, seen, where[:, P:], key_positions=where, **options), every
+
+    more, every = pieces.attention(layer, x, where[:, P:], attend)
+    x = x + more
+    return x + pieces.mlp(layer, x), every
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4,))
+def _stage(model: Transformer, first: int, weights: Any, x: Array, kv: tuple[Array, ...],
+           start: Array) -> tuple[Array, tuple[Array, ...]]:
+    """A chunk through the layers of a stage, which `kv` are of; `x`: its tokens in the first one."""
+    B, W = x.shape[:2]
+    at = jnp.broadcast_to(start, (B,))
+    window = causal(x if first == 0 else jnp.zeros((B, W), jnp.int32), at).replace(certain=True)
+    cache = Dense(kv=kv, length=at, widths=(model.config.head_dim,) * len(kv))
+    pieces, entries = model.pieces(weights), []
+    x = pieces.embed(window, model.init_cache(B, 0)) if first == 0 else x
+    for i in range(len(kv)):
+
+        def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
+            return cache.attend(layer - first, q, k, v, window, **options)
+
+        more, entry = pieces.attention(first + i, x, window.positions, attend)
+        x = x + more
+        x = x + pieces.mlp(first + i, x)
+        entries.append(entry)
+    return x, cache.commit(entries, window.positions).kv
+
+
