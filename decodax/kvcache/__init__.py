@@ -15,11 +15,12 @@ from decodax.kvcache.evicting import Evicting, Eviction
 from decodax.kvcache.fit import Probe, fit_heads, fit_layers
 from decodax.kvcache.fit_codecs import fit_codebooks, fit_features, fit_order
 from decodax.kvcache.held import HeldLayer
+from decodax.kvcache.prefix import Prefix, blended, edited, matched, read_prefix
 from decodax.kvcache.scores import TokenScore
 from decodax.kvcache.selection import Selection
 from decodax.kvcache.shrunk import Features
 from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv, read
 
-__all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "Features", "HeldLayer", "Probe",
-           "Selection", "TokenScore", "cache_policy", "find", "fit_codebooks", "fit_features", "fit_heads", "fit_layers",
-           "fit_order", "kv", "read"]
+__all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "Features", "HeldLayer",
+           "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited", "find", "fit_codebooks",
+           "fit_features", "fit_heads", "fit_layers", "fit_order", "kv", "matched", "read", "read_prefix"]

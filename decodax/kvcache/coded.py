@@ -207,6 +207,9 @@ class PromptInFull(Wrapper):
                          for shape, own, entry in zip(self.shapes, self.gathered, entries, strict=True))
         return self.replace(base=base, gathered=gathered)
 
+    def take_over(self, kv: Sequence[Array], length: Array) -> PromptInFull:
+        return super().take_over(kv, length) if self._gathers else self.replace(base=self.base.take_over(kv, length))
+
     def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base = self.base
         studies = self.kind.codec.study(self.shapes, base.kv, base.length, self.gathered, prompt)

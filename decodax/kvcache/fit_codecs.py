@@ -15,16 +15,16 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import causal
-from decodax.cache.base import Cache, Entries, PyTree
 from decodax.cache.key_values import KVLayer
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks
+from decodax.kvcache.listening import Listening
 from decodax.kvcache.rotated import spread
+from decodax.kvcache.shapes import layers_of
 from decodax.kvcache.shrunk import Features
 from decodax.kvcache.turning import before_rotation
-from decodax.pallas_kernels.window_attention import Bias, window_attention
 from decodax.struct import Struct, struct
 
 
@@ -38,61 +38,6 @@ class Observed(Struct):
     values: np.ndarray
     key_weights: np.ndarray
     value_weights: np.ndarray
-
-
-@struct
-class Listening(Cache):
-    """Holds nothing; what is added to keys and values of a window, `f[B, W, G, d]` and `f[B, W, G, e]` of each layer,
-    so that losses can be differentiated by them."""
-
-    added: tuple[tuple[Array, Array], ...]
-
-    @property
-    def capacity(self) -> int:
-        return 0
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if self.added:
-            k, v = k + self.added[layer][0], v + self.added[layer][1]
-        return window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
-                                softcap=softcap, bias=bias), (k, v)
-
-    def commit(self, entries: Entries, slots: Array) -> Listening:
-        return self
-
-
-@struct
-class Shapes(Cache):
-    """What a model says of its layers to a kind of cache."""
-
-    layers: Any
-
-    @property
-    def capacity(self) -> int:
-        return 0
-
-    def commit(self, entries: Entries, slots: Array) -> Shapes:
-        return self
-
-
-def layers_of(model: Model) -> list[KVLayer]:
-    """The shapes of a model's layers that have keys and values.
-
-    Raises:
-        ValueError: a model without such layers.
-    """
-    found: list[KVLayer] = []
-
-    def kind(layers: Any, batch: int, capacity: int, dtype: Any, inputs: Any = None) -> Cache:
-        found.extend(KVLayer(*layer) for layer in layers)
-        return Shapes(layers=jnp.zeros(batch))
-
-    model.with_cache(kind).init_cache(1, 8)
-    if not found:
-        raise ValueError("lm: got a model without keys and values")
-    return found
 
 
 def observed(lm: Any, texts: Sequence[Sequence[int]], params: Any = None, gradients: bool = False) -> list[Observed]:
