@@ -62,7 +62,8 @@ class Request:
     Attributes:
         lm, algorithm: with what.
         prompts: ids of each prompt. context: `i32[B]`, how many of them the cache settles behind (see
-            `decodax.generate`), or None. prefixes: what holds their keys and values already, or None. behind: ids that stand behind them in the buffer, for canvases that read it.
+            `decodax.generate`), or None. prefixes: what holds their keys and values already, or None.
+        behind: ids that stand behind them in the buffer, for canvases that read it.
         max_new, min_new: `i32[B]`. seeds: `u32[B, 2]`, high and low word. request_ids: `u32[B]`.
         inputs: what the model is given for each prompt beside its tokens, arrays `[B, ...]`, or None.
         guidance: `f32[B]` scales, or None. negative: ids of each negative prompt, or None.
@@ -184,7 +185,8 @@ class Request:
         if strings:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
-        return cls(lm=lm, algorithm=method, prompts=ids, context=settle, prefixes=prefixes, behind=behind, max_new=budget.astype(np.int32),
+        return cls(lm=lm, algorithm=method, prompts=ids, context=settle, prefixes=prefixes, behind=behind,
+                   max_new=budget.astype(np.int32),
                    min_new=np.array(least, np.int32), seeds=words,
                    request_ids=np.array(addresses, np.uint32),
                    inputs=_inputs(_adapters(lm, adapter, inputs, count), count),

@@ -32,8 +32,8 @@ begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top
 
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
-    programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _take_over, _extend, _fan_out, _fan_out_shared,
-                     _refill, stack_rows, advance, _outcome, _fork, _rewind)
+    programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _take_over, _extend, _fan_out,
+                     _fan_out_shared, _refill, stack_rows, advance, _outcome, _fork, _rewind)
     return sum(program._cache_size() for program in programs)
 
 

@@ -9,6 +9,7 @@ The table is `POLICIES`; `decodax.kv` makes a kind of cache by name, which `deco
 
 from decodax.kvcache import codec_policies as _codec_policies  # noqa: F401
 from decodax.kvcache import policies as _policies  # noqa: F401
+from decodax.kvcache.cachegen import load_prefix, save_prefix
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks
 from decodax.kvcache.evicting import Evicting, Eviction
@@ -23,4 +24,5 @@ from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv,
 
 __all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "Features", "HeldLayer",
            "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited", "find", "fit_codebooks",
-           "fit_features", "fit_heads", "fit_layers", "fit_order", "kv", "matched", "read", "read_prefix"]
+           "fit_features", "fit_heads", "fit_layers", "fit_order", "kv", "load_prefix", "matched", "read",
+           "read_prefix", "save_prefix"]

@@ -8,6 +8,7 @@ from decodax.cache.base import CacheConfig
 from decodax.kvcache.coded import Coding
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks, Coupled
+from decodax.kvcache.graded import Grading
 from decodax.kvcache.rotated import Rotated
 from decodax.kvcache.shrunk import Features, Shrunk
 from decodax.kvcache.squat import SubspaceOrthogonal
@@ -19,6 +20,14 @@ def _measured(name: str, given: Any, kind: type, how: str) -> Any:
         raise ValueError(f"{name}: got {'none' if given is None else type(given).__name__}, takes what "
                          f"decodax.kvcache.{how} measures on a model")
     return given
+
+
+@cache_policy("zipcache", "ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification",
+              "He et al. 2024", "everything, in 4 bits what receives attention and in 2 the rest, by a tenth of a "
+              "prompt's queries; the latest tokens whole")
+def _zipcache(bits: tuple[int, int] = (4, 2), ordinary: float = 0.4, probes: float = 0.1,
+              gap: int = 100) -> CacheConfig:
+    return Grading(bits, ordinary, probes, gap)
 
 
 @cache_policy("squat", "SQuat: Subspace-orthogonal KV Cache Quantization", "Wang et al. 2025",
@@ -36,9 +45,9 @@ def _cq(codebooks: Codebooks | None = None, residual: int = 32) -> CacheConfig:
     return Coding(Coupled(_measured("codebooks", codebooks, Codebooks, "fit_codebooks")), residual, "cq")
 
 
-@cache_policy("rotatekv", "RotateKV: Accurate and Robust 2-Bit KV Cache Quantization for LLMs via Outlier-Aware Adaptive "
-              "Rotations", "Su et al. 2025", "everything, in 2 bits behind a rotation of channels in a measured order "
-              "(fit_order); tokens of massive activations and the latest ones whole")
+@cache_policy("rotatekv", "RotateKV: Accurate and Robust 2-Bit KV Cache Quantization for LLMs via Outlier-Aware "
+              "Adaptive Rotations", "Su et al. 2025", "everything, in 2 bits behind a rotation of channels in a "
+              "measured order (fit_order); tokens of massive activations and the latest ones whole")
 def _rotatekv(order: Constant | None = None, bits: int = 2, group: int = 128, clip: float | None = None, heads: int = 4,
               sinks: int = 20, residual: int = 32) -> CacheConfig:
     order = _measured("order", order, Constant, "fit_order")

@@ -227,7 +227,8 @@ class HierarchicalAffine(Codec):
     def check(self, shape: KVLayer) -> None:
         self._affine.check(shape)
 
-    def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> tuple[tuple[Codes, Codes], tuple[Array, Array]]:
+    def encode(self, shape: KVLayer, kv: Array,
+               span: Span | None = None) -> tuple[tuple[Codes, Codes], tuple[Array, Array]]:
         upper = self._affine.encode(shape, kv)
         rest = kv - self._affine.decode(shape, upper, kv.dtype)
         steps = self._steps(shape, upper)

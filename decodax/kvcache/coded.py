@@ -160,7 +160,8 @@ class Coded(Cache):
         for layer, (shape, whole) in enumerate(zip(self.shapes, kv, strict=True)):
             pad = max(self.slots - whole.shape[2], 0)
 
-            def one(row: tuple[Array, Array, PyTree], shape: KVLayer = shape, pad: int = pad, layer: int = layer) -> Any:
+            def one(row: tuple[Array, Array, PyTree], shape: KVLayer = shape, pad: int = pad,
+                    layer: int = layer) -> Any:
                 kv, start, study = row
                 kv = jnp.pad(kv, ((0, 0), (0, pad + latest), (0, 0)))
                 return (self.kind.codec.encode(shape, kv[:, :self.slots], Span(jnp.int32(0), study, layer)),
@@ -255,11 +256,12 @@ class Coding(CacheConfig):
         studies = jax.eval_shape(lambda: tuple(self.codec.study(
             shapes, [zeros((s.heads, size, s.both), dtype) for s in shapes], zeros((), jnp.int32),
             [self.codec.start(s, batch) for s in shapes], None)))
-        for shape in shapes:
-            encode = lambda kv, study, shape=shape, layer=len(codes): self.codec.encode(
+        for layer, shape in enumerate(shapes):
+            encode = lambda kv, study, shape=shape, layer=layer: self.codec.encode(
                 shape, kv, Span(jnp.int32(0), study, layer))
-            one = jax.eval_shape(encode, jax.ShapeDtypeStruct((shape.heads, self.slots(most), shape.both), dtype),
-                                 jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), studies[len(codes)]))
+            study = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), studies[layer])
+            kv = jax.ShapeDtypeStruct((shape.heads, self.slots(most), shape.both), dtype)
+            one = jax.eval_shape(encode, kv, study)
             codes.append(jax.tree.map(lambda x: zeros(x.shape, x.dtype), one))
         # a walk takes whole blocks
         latest = self.residual if self.residual <= WALK else -(-self.residual // WALK) * WALK

@@ -33,6 +33,7 @@ from decodax.core.types import LayeredModel, Model
 from decodax.kvcache.listening import Listening
 from decodax.kvcache.query_scores import moved
 from decodax.kvcache.shapes import layers_of
+from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import window_attention
 
 STEP = 64
@@ -57,8 +58,8 @@ class Prefix:
         """Raises ValueError where a model has other layers."""
         wanted = [(shape.heads, len(self), shape.both) for shape in layers_of(model)]
         if [x.shape for x in self.kv] != wanted:
-            raise ValueError(f"context: got a prefix of {len(self.kv)} layers {self.kv[0].shape if self.kv else ()}, the "
-                             f"model has {len(wanted)} of {wanted[0]}")
+            raise ValueError(f"context: got a prefix of {len(self.kv)} layers {self.kv[0].shape if self.kv else ()}, "
+                             f"the model has {len(wanted)} of {wanted[0]}")
 
     def __getitem__(self, part: slice) -> Prefix:
         """A part of the text, as if it began at position 0, for `blended`."""
@@ -268,7 +269,9 @@ def _read(model: Model, shapes: Sequence[KVLayer], params: Any, kv: Sequence[np.
     stop = start + len(new)
     tokens = np.zeros((1, -(-len(new) // STEP) * STEP), np.int32)
     tokens[0, :len(new)] = [int(token) for token in new]
-    room = -(-(start + tokens.shape[1]) // STEP) * STEP
+    room = start + tokens.shape[1]
+    block = STEP if room <= WALK else WALK
+    room = -(-room // block) * block
     held = tuple(np.pad(x, ((0, 0), (0, room - x.shape[1]), (0, 0)))[None] for x in kv)
     found = _extended(model.with_cache(dense), params, held, tokens, np.int32(start), np.int32(stop))
     return tuple(np.asarray(x)[0, :, :stop] for x in found)

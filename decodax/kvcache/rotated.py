@@ -67,7 +67,8 @@ class Rotated(Codec):
 
     Attributes:
         order: `i32[L, G d]`, the places of channels behind the transform (`decodax.kvcache.fit_order`).
-        bits: 2 or 4. group: channels of a head that share a step. clip: see above. heads: that are transformed together.
+        bits: 2 or 4. group: channels of a head that share a step. clip: see above.
+        heads: that are transformed together.
         sinks: how many of the largest activations that enter a layer have their tokens kept whole, of a prompt.
     """
 
@@ -84,8 +85,8 @@ class Rotated(Codec):
         if self.bits not in (2, 4):
             raise ValueError(f"bits: got {self.bits}, takes 2 or 4")
         if self.group < 1 or self.heads < 1 or self.sinks < 0 or not 0 < self.clip <= 1:
-            raise ValueError(f"group, heads, sinks, clip: got {self.group}, {self.heads}, {self.sinks} and {self.clip}, "
-                             "takes 1 or more, 1 or more, 0 or more, and more than 0 up to 1")
+            raise ValueError(f"group, heads, sinks, clip: got {self.group}, {self.heads}, {self.sinks} and "
+                             f"{self.clip}, takes 1 or more, 1 or more, 0 or more, and more than 0 up to 1")
 
     @property
     def unit(self) -> int:
@@ -170,8 +171,8 @@ class Rotated(Codec):
         codes = jnp.clip(jnp.round(groups / safe[..., None]) + zero[..., None], 0, 2**self.bits - 1)
         # a group of one value alone has no step: it is that value, and its zero stands for it
         step, zero = jnp.where(step > 0, step, -low / self.clip), jnp.where(step > 0, zero, 1)
-        return Codes(codes=pack(jnp.where(high[..., None] > low[..., None], codes, 0).astype(jnp.uint8).reshape(G, n, d),
-                                self.bits), steps=step.astype(x.dtype), lows=zero.astype(x.dtype))
+        codes = jnp.where(high[..., None] > low[..., None], codes, 0).astype(jnp.uint8).reshape(G, n, d)
+        return Codes(codes=pack(codes, self.bits), steps=step.astype(x.dtype), lows=zero.astype(x.dtype))
 
     def many(self, codes: Codes, dtype: Any) -> Array:
         """The inverse of `few`."""

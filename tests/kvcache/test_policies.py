@@ -65,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "prefixkv": dict(layers=(0.4, 0.3), sinks=2),
     "headkv": dict(heads=((0.1, 0.4), (0.3, 0.2)), budget=14, window=4),
     "quest": dict(budget=6, page=2, recent=12, skip=()),
+    "zipcache": dict(gap=8, probes=0.3),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8)}
@@ -134,12 +135,13 @@ def test_so_do_trees(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"],
-                                                    [name for name in OPTIONS if name not in EXACT]))
+                                                    [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
             "quantized-pruning": {"budget": 200, "residual": 200},
-            "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)}, **{
-        codec: {"residual": 200} for codec in ("kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv")}}.get(
+            "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
+            **{codec: {"residual": 200} for codec in (
+                "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv")}}.get(
         name, {"budget": 200})
     everything = kv(name, **{**OPTIONS[name], **wide})
     out = dx.generate(DEEP if name in DEEPER else SMALL, PROMPTS, cache=everything, algorithm=LOOKUP, seed=5,

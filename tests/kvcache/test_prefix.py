@@ -71,7 +71,7 @@ def test_turns_add_up(scaling: Any) -> None:
 
 def test_a_blend_that_computes_all_is_the_text_read_anew() -> None:
     parts = [read_prefix(DEEP, text) for text in PROMPTS]
-    whole = read_prefix(DEEP, [*sum(PROMPTS, []), 4, 4])
+    whole = read_prefix(DEEP, [*PROMPTS[0], *PROMPTS[1], *PROMPTS[2], 4, 4])
     assert close(blended(DEEP, [*parts, [4, 4]], 1.0, check=0), whole)
     nothing, some = (blended(DEEP, [*parts, [4, 4]], share, check=0) for share in (0.0, 0.3))
     off = lambda own: float(np.square(own.kv[1] - whole.kv[1]).sum())
@@ -98,10 +98,10 @@ def test_a_blend_chooses_by_values_and_computes_the_chosen_from_the_blend() -> N
 
 def test_a_text_like_another_one_is_cut_into_what_is_there_and_what_is_new() -> None:
     held = read_prefix(DEEP, TEXT)
-    like = TEXT[5:20] + [3, 3, 3] + TEXT[22:]
+    like = [*TEXT[5:20], 3, 3, 3, *TEXT[22:]]
     parts = matched(held, like)
     assert [len(part) for part in parts] == [15, 3, 19]
-    assert sum((list(part.tokens if isinstance(part, Prefix) else part) for part in parts), []) == like
+    assert [x for part in parts for x in (part.tokens if isinstance(part, Prefix) else part)] == like
     own, whole = blended(DEEP, parts, 1.0, check=0), read_prefix(DEEP, like)
     assert close(own, whole)
 
