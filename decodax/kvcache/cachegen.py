@@ -46,7 +46,8 @@ class CacheGen:
 
     def save(self, prefix: Prefix, file: str | os.PathLike[str] | io.BufferedIOBase) -> None:
         """Writes a prefix into a file, which `load_prefix` reads."""
-        depth, parts = len(prefix.kv), {}
+        depth = len(prefix.kv)
+        parts: dict[str, np.ndarray] = {}
         for layer, kv in enumerate(prefix.kv):
             G, T, w = kv.shape
             parts |= {f"{layer}.{name}": x for name, x in self._layer(
@@ -106,7 +107,8 @@ def load_prefix(file: Any) -> Prefix:
         with np.load(file) as parts:
             if "version" not in parts or int(parts["version"]) != VERSION:
                 raise ValueError(f"file: got no prefix of version {VERSION}")
-            group, tokens, kv = int(parts["group"]), parts["tokens"], []
+            group, tokens = int(parts["group"]), parts["tokens"]
+            kv: list[np.ndarray] = []
             while f"{len(kv)}.shape" in parts:
                 kv.append(_restored({name: parts[f"{len(kv)}.{name}"] for name in (
                     "anchors", "scales", "sizes", "low", "share", "state", "words", "shape", "dtype")}, group))

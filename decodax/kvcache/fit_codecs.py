@@ -89,7 +89,7 @@ def _listen(model: Model, shapes: tuple[KVLayer, ...], gradients: bool, params: 
         slopes = jax.tree.map(jnp.ones_like, entries)
     back = lambda shape, x: before_rotation(shape, x[0].astype(jnp.float32).swapaxes(0, 1), jnp.int32(0)).swapaxes(0, 1)
     # gradients turn as keys do, since a rotation is orthogonal
-    made = []
+    made: list[tuple[Array, ...]] = []
     for shape, (k, v), (dk, dv) in zip(shapes, entries, slopes, strict=True):
         weigh = (lambda x: jnp.square(x)) if gradients else jnp.ones_like
         made.append((back(shape, k), v[0].astype(jnp.float32), weigh(back(shape, dk)), weigh(dv[0])))
@@ -133,7 +133,7 @@ def k_means(x: np.ndarray, weights: np.ndarray, count: int, loops: int, random: 
     mass = np.bincount(index.ravel(), weights, len(points))
     if len(points) <= count:
         return np.concatenate([points, points[-1:].repeat(count - len(points), 0)])
-    centres = np.empty((count, x.shape[1]))
+    centres: np.ndarray = np.empty((count, x.shape[1]))
     centres[0] = points[random.choice(len(points), p=mass / mass.sum())]
     near = np.square(points - centres[0]).sum(1)
     for i in range(1, count):
@@ -144,7 +144,7 @@ def k_means(x: np.ndarray, weights: np.ndarray, count: int, loops: int, random: 
         far = np.square(centres).sum(1) - 2 * points @ centres.T
         of = far.argmin(1)
         total = np.bincount(of, mass, count)
-        new = np.stack([np.bincount(of, mass * points[:, j], count) for j in range(x.shape[1])], 1)
+        new: np.ndarray = np.stack([np.bincount(of, mass * points[:, j], count) for j in range(x.shape[1])], 1)
         new = np.where(total[:, None] > 0, new / np.maximum(total[:, None], 1e-300), centres)
         if np.array_equal(new, centres):
             break

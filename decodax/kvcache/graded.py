@@ -310,7 +310,8 @@ class Grading(CacheConfig):
         many tokens are not salient."""
         n, half = range(size + 1), self.probes / 2
         return tuple(np.array(x, np.int32) for x in (       # type: ignore[return-value]
-            [min(int(i - half * i), max(i - 1, 0)) for i in n], [int(half * i) for i in n], [self.each(i)[1] for i in n]))
+            [min(int(i - half * i), max(i - 1, 0)) for i in n], [int(half * i) for i in n],
+            [self.each(i)[1] for i in n]))
 
     def split(self, kv: Array, paid: Array, valid: Array, low: Array | int, room: tuple[int, int],
               d: int) -> tuple[Grade, Grade]:
