@@ -16,6 +16,7 @@ from decodax.io.prompts import Prompt
 from decodax.job import Job
 from decodax.jobs.schedule import Ticket, schedule
 from decodax.jobs.slots import Use, possible
+from decodax.kvcache.prefix import Prefix
 from decodax.memory import power
 from decodax.policy.arguments import flag
 from decodax.progress import bar
@@ -35,7 +36,8 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
              negative_prompts: Prompt | Sequence[Prompt] | None = None, skip_special_tokens: bool = True,
              max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None, progress: bool = False,
              inputs: Any = None, cache: str | CacheKind | None = None,
-             context: Prompt | Sequence[Prompt] | None = None, adapter: str | Sequence[str | None] | None = None,
+             context: Prompt | Prefix | Sequence[Prompt | Prefix] | None = None,
+             adapter: str | Sequence[str | None] | None = None,
              **sampling: Any) -> Result:
     """Continues prompts.
 
@@ -74,9 +76,10 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
             first: what an encoder reads, a soft prompt (`decodax.models.Embeddings`), an adapter.
         cache: what the cache keeps: a policy by name, such as "snapkv" or "snapkv:budget=512", what `decodax.kv` made
             of one, or a kind of cache of your own; default everything.
-        context: what stands in front of the prompts, one for all or one for each. A policy chooses from it what the
-            cache keeps before it sees the prompts, so that several questions are asked of one compressed text; contexts
-            that are the same are read once, with any cache.
+        context: what stands in front of the prompts, one for all or one for each, as a text or with its keys and values
+            (`decodax.kvcache.Prefix`). A policy chooses from it what the cache keeps before it sees the prompts, so
+            that several questions are asked of one compressed text; contexts that are the same are read once, with any
+            cache.
         adapter: which of the model's adapters (`LM.with_adapters`) the prompts take, by name; one for all or one for
             each, None for none.
         num_beams, num_return_sequences, length_penalty, early_stopping, patience, num_beam_groups, diversity_penalty,

@@ -16,6 +16,7 @@ from decodax.cache import Cache
 from decodax.core import drivers
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Model, Params
+from decodax.kvcache.prefix import Prefix
 from decodax.memory import bucket, power
 from decodax.policy import Policy
 from decodax.request import Request
@@ -135,13 +136,26 @@ class Reader:
     def _behind_contexts(self, lengths: np.ndarray, context: np.ndarray) -> tuple[State, int]:
         each = self.request
         texts = [tuple(row[:n]) for row, n in zip(each.prompts, context, strict=True)]
-        cache, forwards = self._held(texts) if self.known is not None else self._read_texts(texts)
-        s = self._begin(self.model, lengths).replace(cache=cache)
+        if each.prefixes is not None:
+            s, forwards = self._begin(self.model, lengths), 0
+            s = s.replace(cache=self._brought(s, each.prefixes))
+        else:
+            cache, forwards = self._held(texts) if self.known is not None else self._read_texts(texts)
+            s = self._begin(self.model, lengths).replace(cache=cache)
         if self.later:
             return s, forwards
         left = int((lengths - context).max())
         width = min(NARROW if left < SHORT else each.chunk, each.chunk, power(left))
         return drivers.extend(self.algorithm, self.model, self.params, s, width=width), forwards - (-left // width)
+
+    def _brought(self, s: State, prefixes: list[Prefix]) -> Cache:
+        """The cache with what was computed before of each row's context."""
+        longest = max(len(one) for one in prefixes)
+        stack = lambda layer: np.stack([np.pad(one.kv[layer], ((0, 0), (0, longest - len(one)), (0, 0)))
+                                        for one in prefixes])
+        kv = tuple(stack(layer) for layer in range(len(prefixes[0].kv)))
+        return drivers.take_over(self.algorithm, self.model, self.params, s.cache, s.tokens, kv,
+                                 np.array([len(one) for one in prefixes], np.int32))
 
     def _read_texts(self, texts: list[tuple[int, ...]]) -> tuple[Cache, int]:
         """The cache with a text in each row, and how many forwards that took; texts that are the same are read once."""

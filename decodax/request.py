@@ -22,6 +22,7 @@ from decodax.core.stops import stop_strings
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
+from decodax.kvcache.prefix import Prefix
 from decodax.memory import afford, power
 from decodax.methods import chosen, model, stop_table, with_cache
 from decodax.models import AdapterRows
@@ -61,7 +62,8 @@ class Request:
     Attributes:
         lm, algorithm: with what.
         prompts: ids of each prompt. context: `i32[B]`, how many of them the cache settles behind (see
-            `decodax.generate`), or None. behind: ids that stand behind them in the buffer, for canvases that read it.
+            `decodax.generate`), or None. prefixes: what holds their keys and values already, or None.
+        behind: ids that stand behind them in the buffer, for canvases that read it.
         max_new, min_new: `i32[B]`. seeds: `u32[B, 2]`, high and low word. request_ids: `u32[B]`.
         inputs: what the model is given for each prompt beside its tokens, arrays `[B, ...]`, or None.
         guidance: `f32[B]` scales, or None. negative: ids of each negative prompt, or None.
@@ -75,6 +77,7 @@ class Request:
     algorithm: Algorithm
     prompts: list[list[int]]
     context: np.ndarray | None
+    prefixes: list[Prefix] | None
     behind: list[list[int]] | None
     max_new: np.ndarray
     min_new: np.ndarray
@@ -126,9 +129,10 @@ class Request:
             raise ValueError(f"{said.origin}: pad_token_id: got {shown(lm.pad)}, takes a token id")
         ids = prompts if behind is not None else read_prompts(lm, prompts)
         count = len(ids)
-        settle = None
+        settle = prefixes = None
         if context is not None:
-            before = _contexts(lm, context, count)
+            prefixes = _prefixes(lm, context, count)
+            before = _contexts(lm, context, count) if prefixes is None else [list(p.tokens) for p in prefixes]
             # a tokenizer that begins texts with a token of its own has begun the context with it
             again = lambda a, b: b[0] == lm.bos == a[0] and len(b) > 1
             ids = [a + (b[1:] if again(a, b) else b) for a, b in zip(before, ids, strict=True)]
@@ -181,7 +185,8 @@ class Request:
         if strings:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
-        return cls(lm=lm, algorithm=method, prompts=ids, context=settle, behind=behind, max_new=budget.astype(np.int32),
+        return cls(lm=lm, algorithm=method, prompts=ids, context=settle, prefixes=prefixes, behind=behind,
+                   max_new=budget.astype(np.int32),
                    min_new=np.array(least, np.int32), seeds=words,
                    request_ids=np.array(addresses, np.uint32),
                    inputs=_inputs(_adapters(lm, adapter, inputs, count), count),
@@ -231,7 +236,7 @@ class Request:
         each = (index[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
         return dataclasses.replace(
             self, prompts=[self.prompts[i] for i in index], behind=some(self.behind), negative=some(self.negative),
-            context=None if self.context is None else self.context[index],
+            context=None if self.context is None else self.context[index], prefixes=some(self.prefixes),
             max_new=self.max_new[index], min_new=self.min_new[index], seeds=self.seeds[index],
             request_ids=self.request_ids[index], inputs=jax.tree.map(lambda x: x[index], self.inputs),
             guidance=None if self.guidance is None else self.guidance[index],
@@ -248,10 +253,23 @@ class Request:
         policy = arrays(lambda r: r.policy.own).sharing(first.policy)
         return dataclasses.replace(
             first, prompts=lists(lambda r: r.prompts), context=arrays(lambda r: r.context),
+            prefixes=lists(lambda r: r.prefixes),
             behind=lists(lambda r: r.behind), max_new=arrays(lambda r: r.max_new), min_new=arrays(lambda r: r.min_new),
             seeds=arrays(lambda r: r.seeds), request_ids=arrays(lambda r: r.request_ids),
             inputs=arrays(lambda r: r.inputs), guidance=arrays(lambda r: r.guidance),
             negative=lists(lambda r: r.negative), policy=policy)
+
+
+def _prefixes(lm: LM, context: Any, count: int) -> list[Prefix] | None:
+    """What holds the keys and values of the context of each prompt, or None where texts were given."""
+    rows = [context] if isinstance(context, Prefix) else context if isinstance(context, list | tuple) else []
+    if not any(isinstance(row, Prefix) for row in rows):
+        return None
+    if not all(isinstance(row, Prefix) for row in rows) or len(rows) not in (1, count):
+        raise ValueError(f"context: got {len(rows)} for {count} prompts, takes one prefix, or one for each; or texts")
+    for row in rows:
+        row.check(lm.model)
+    return list(rows) * (count // len(rows))
 
 
 def _contexts(lm: LM, context: Any, count: int) -> list[list[int]]:

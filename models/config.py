@@ -85,6 +85,7 @@ class DecoderConfig:
         vocab: vocabulary size `V`.
         width: model width `D`.
         heads, kv_heads: query heads `H` and key/value heads `G`; `H` is a multiple of `G`.
+        value_heads: heads of values, a multiple of `kv_heads` and a divisor of `heads`; None: `kv_heads`.
         head_dim: width `d` of a head.
         mlp: inner width of the MLP.
         layers: one entry a layer.
@@ -131,6 +132,7 @@ class DecoderConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    value_heads: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context"):
@@ -140,6 +142,10 @@ class DecoderConfig:
             raise ValueError("layers: got none")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: got {self.heads}, which is not a multiple of kv_heads = {self.kv_heads}")
+        if self.value_heads is not None and (self.value_heads < 1 or self.value_heads % self.kv_heads
+                                             or self.heads % self.value_heads):
+            raise ValueError(f"value_heads: got {self.value_heads}, takes a multiple of kv_heads = {self.kv_heads} "
+                             f"that divides heads = {self.heads}")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
         for i, layer in enumerate(self.layers):
@@ -152,6 +158,11 @@ class DecoderConfig:
             if layer.experts is not None and (not self.gated or self.mlp_bias):
                 raise ValueError("experts: got some beside an MLP that is not gated or has biases; experts are gated "
                                  "and have none")
+
+    @property
+    def values_of_key(self) -> int:
+        """Heads of values that share a head of keys."""
+        return 1 if self.value_heads is None else self.value_heads // self.kv_heads
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -195,6 +206,20 @@ def yoco(config: DecoderConfig, window: int = 1024) -> DecoderConfig:
     return dataclasses.replace(config, layers=tuple(
         dataclasses.replace(layer, sliding=window if i < half else None, reads=half if i > half else None)
         for i, layer in enumerate(config.layers)))
+
+
+def diffqkv(config: DecoderConfig, key_heads: int) -> DecoderConfig:
+    """With fewer heads of keys than of values ("Sigma: Differential Rescaling of Query, Key and Value for Efficient
+    Language Models", Lin et al., 2025), since a model misses keys less: of Sigma's DiffQKV the numbers of heads.
+    Queries that are wider than the model are `heads * head_dim > width`. It is another network, to be trained as such.
+
+    >>> c = diffqkv(llama(vocab=64, width=32, layers=1, heads=8, kv_heads=4, mlp=96), key_heads=2)
+    >>> c.kv_heads, c.value_heads
+    (2, 4)
+    """
+    if key_heads < 1 or config.kv_heads % key_heads:
+        raise ValueError(f"key_heads: got {key_heads}, takes a divisor of kv_heads = {config.kv_heads}")
+    return dataclasses.replace(config, kv_heads=key_heads, value_heads=config.kv_heads)
 
 
 def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None,

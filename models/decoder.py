@@ -94,7 +94,8 @@ class Attention(nnx.Module):
         own = layer.reads is None
         self.q = Linear(rngs, (c.width, q), ("embed", "heads"), c.qkv_bias)
         self.k = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias) if own else None
-        self.v = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias) if own else None
+        values = kv * c.values_of_key
+        self.v = Linear(rngs, (c.width, values), ("embed", "kv_heads"), c.qkv_bias) if own else None
         self.o = Linear(rngs, (q, c.width), ("heads", "embed"), c.out_bias, STD / (2 * len(c.layers)) ** 0.5)
         self.q_norm = _head_norm(c, c.heads, "heads")
         self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if own else None
@@ -107,10 +108,15 @@ class Attention(nnx.Module):
             q = jax.lax.optimization_barrier(self.q(x))
         else:
             q, k, v = jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x)))
-            k, v = self._placed(k, self.k_norm, tables), self._split(v)
+            # values of the heads that share keys lie side by side, as one wide head
+            k, v = self._placed(k, self.k_norm, tables), v.reshape(*v.shape[:2], self.c.kv_heads, -1)
         q, c = self._placed(q, self.q_norm, tables), self.c
         scale = c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
         out, entry = attend(index, q, k, v, scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
+        if (r := c.values_of_key) > 1:
+            # of the wide head each query head takes its own value head
+            out = out.reshape(*x.shape[:2], c.kv_heads, r, -1, r, c.head_dim)
+            out = jnp.einsum("bwgrmre->bwgrme", out)
         return self.o(out.reshape(*x.shape[:2], -1)), entry
 
     def _split(self, y: Array) -> Array:
@@ -223,7 +229,7 @@ class DecoderLayer(nnx.Module):
     def values(self, x: Array) -> Array:
         """The attention's values `f[B, W, G, d]` alone."""
         assert self.attn.v is not None
-        return self.attn.v(_optional(self.attn_in, x)).reshape(*x.shape[:2], -1, self.c.head_dim)
+        return self.attn.v(_optional(self.attn_in, x)).reshape(*x.shape[:2], self.c.kv_heads, -1)
 
     def _attention(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,
                    keep: bool | Array) -> tuple[Array, Any]:

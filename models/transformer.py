@@ -115,7 +115,8 @@ class Transformer(LayeredModel):
             raise ValueError(f"inputs: got {named(inputs)}, a Transformer takes Embeddings or AdapterRows")
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
-        layers = [KVLayer(c.kv_heads, c.head_dim, queries=c.heads, rope=layer.rope, context=self.context,
+        wide = None if c.values_of_key == 1 else c.head_dim * c.values_of_key
+        layers = [KVLayer(c.kv_heads, c.head_dim, wide, queries=c.heads, rope=layer.rope, context=self.context,
                           sliding=layer.sliding) for layer in map(c.layers.__getitem__, c.own)]
         return self.cache(layers, batch, capacity, jnp.dtype(self.dtype), inputs)
 
@@ -158,6 +159,9 @@ class Transformer(LayeredModel):
             raise ValueError("layers: some read the keys and values of others, so they cannot run one by one")
 
     def outputs(self, params: Weights, layer: int) -> Array:
+        if self.config.values_of_key > 1:
+            raise ValueError("value_heads: got more of them than of keys, so how a head's values are projected is not "
+                             "one matrix for each query head")
         kernel = params["layers"][str(self.config.own[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
             kernel = kernel.kernel          # a cache's rule is one for all rows

@@ -139,6 +139,12 @@ class Cache(Struct, abc.ABC):
         """What the rounds go on with, once the prompt is in what `for_prompt` gave."""
         return self
 
+    def take_over(self, kv: Sequence[Array], length: Array) -> Self:
+        """What `for_prompt` gave, with the keys and values of prompts that were computed before, `f[B, G, T, d + e]` of
+        each layer, of which the first `length` (`i32[B]`) tokens count; keys are rotated."""
+        raise ValueError(f"context: got keys and values that were computed before; {type(self).__name__} has to see "
+                         "the text read, so it takes the text")
+
     @property
     def view(self) -> Cache:
         """What a method reads that drafts with the model itself, where that is less than what the model answers from:

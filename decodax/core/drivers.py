@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,8 +33,8 @@ is all of the state, as it is behind `advance`, which would be compiled for both
 
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
-    programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _extend, _fan_out, _fan_out_shared,
-                     _refill, stack_rows, advance, _outcome, _fork, _rewind)
+    programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _take_over, _extend, _fan_out,
+                     _fan_out_shared, _refill, stack_rows, advance, _outcome, _fork, _rewind)
     return sum(program._cache_size() for program in programs)
 
 
@@ -121,6 +122,20 @@ def _taken(cache: Cache, rows: Array) -> Cache:
 
 
 _take_rows, _take_rows_shared = jax.jit(_taken), jax.jit(_taken, donate_argnums=0)
+
+
+def take_over(alg: Algorithm, model: Model, params: Params, cache: Cache, tokens: Array, kv: Sequence[Any],
+              length: Any) -> Cache:
+    """The empty cache of a state, settled on the keys and values of the first `length` (`i32[B]`) tokens, which were
+    computed before: `f[B, G, T, d + e]` of each layer."""
+    return _take_over(alg.through(model), params.target, cache, tokens, tuple(kv), length)
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def _take_over(model: Model, weights: Any, cache: Cache, tokens: Array, kv: tuple[Array, ...], length: Array) -> Cache:
+    whole = cache.for_prompt().take_over(kv, length)
+    return auto_region(lambda cache, weights, tokens: cache.settled(ReadPrompt(model, weights, tokens)), whole, weights,
+                       tokens)
 
 
 def extend(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:

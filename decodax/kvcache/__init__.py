@@ -7,13 +7,22 @@ The table is `POLICIES`; `decodax.kv` makes a kind of cache by name, which `deco
 'snapkv'
 """
 
+from decodax.kvcache import codec_policies as _codec_policies  # noqa: F401
 from decodax.kvcache import policies as _policies  # noqa: F401
+from decodax.kvcache.cachegen import load_prefix, save_prefix
+from decodax.kvcache.constant import Constant
+from decodax.kvcache.coupled import Codebooks
 from decodax.kvcache.evicting import Evicting, Eviction
 from decodax.kvcache.fit import Probe, fit_heads, fit_layers
+from decodax.kvcache.fit_codecs import fit_codebooks, fit_features, fit_order
 from decodax.kvcache.held import HeldLayer
+from decodax.kvcache.prefix import Prefix, blended, edited, matched, read_prefix
 from decodax.kvcache.scores import TokenScore
 from decodax.kvcache.selection import Selection
+from decodax.kvcache.shrunk import Features
 from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv, read
 
-__all__ = ["POLICIES", "CachePolicy", "Evicting", "Eviction", "HeldLayer", "Probe", "Selection", "TokenScore",
-           "cache_policy", "find", "fit_heads", "fit_layers", "kv", "read"]
+__all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "Features", "HeldLayer",
+           "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited", "find", "fit_codebooks",
+           "fit_features", "fit_heads", "fit_layers", "fit_order", "kv", "load_prefix", "matched", "read",
+           "read_prefix", "save_prefix"]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache.base import ReadPrompt
 from decodax.cache.key_values import KVLayer
-from decodax.struct import Struct, struct
+from decodax.struct import Struct, static, struct
 
 PyTree = Any
 
@@ -83,8 +85,29 @@ def values_of(own: Codes, bits: int, group: int, dtype: Any) -> Array:
     return unpack(own.codes, bits).astype(dtype) * wide(own.steps) + wide(own.lows)
 
 
+@struct
+class Span(Struct):
+    """Where tokens that are written or read together stand, for codecs that ask.
+
+    Attributes:
+        start: `i32[]`, the position of the first one; the others follow.
+        study: what the codec has learned of this layer of this row's prompt (`Codec.study`).
+        layer: the layer's number.
+    """
+
+    start: Array
+    study: PyTree
+    layer: int = static()
+
+
 class Codec(abc.ABC):
-    """Derive a frozen dataclass from this. It is compared by value, and static under jit."""
+    """Derive a frozen dataclass from this. It is compared by value, and static under jit.
+
+    Attributes:
+        places: whether it has to know at which positions tokens stand.
+    """
+
+    places: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -92,13 +115,32 @@ class Codec(abc.ABC):
         """How many tokens are written together."""
 
     @abc.abstractmethod
-    def encode(self, shape: KVLayer, kv: Array) -> PyTree:
+    def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> PyTree:
         """The codes of `f[G, n, d + e]`, a layer's keys and values of one row, `n` a multiple of `unit`: a pytree of
-        arrays `[G, n * c, ...]`, where `c` may be another number for each."""
+        arrays `[G, n * c, ...]`, where `c` may be another number for each; an axis of 1 in place of `G` where heads are
+        written together."""
 
     @abc.abstractmethod
-    def decode(self, shape: KVLayer, codes: PyTree, dtype: Any) -> Array:
+    def decode(self, shape: KVLayer, codes: PyTree, dtype: Any, span: Span | None = None) -> Array:
         """What they stand for, `f[G, n, d + e]`."""
+
+    def start(self, shape: KVLayer, batch: int) -> PyTree:
+        """What it has gathered of an empty prompt, in one layer: arrays `[B, ...]`; None: it gathers nothing."""
+        return None
+
+    def gather(self, shape: KVLayer, gathered: PyTree, queries: Array, live: Array) -> PyTree:
+        """With a prompt's queries `f[B, W, H, d]`, rotated, where `live` (`bool[B, W]`)."""
+        return gathered
+
+    def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
+              prompt: ReadPrompt | None) -> Sequence[PyTree]:
+        """What it has to know of each layer of a prompt, arrays `[B, ...]`, for all that will be written and read.
+
+        Args:
+            kv: `f[B, G, S, d + e]` of each layer, of which the first `length` (`i32[B]`) tokens count.
+            gathered: of each layer. prompt: None before there is one, for the shapes alone.
+        """
+        return [None] * len(shapes)
 
     def check(self, shape: KVLayer) -> None:        # noqa: B027
         """Raises ValueError where it does not take a layer of this shape."""
@@ -146,12 +188,13 @@ class Affine(Codec):
             if width * bits % 8:
                 raise ValueError(f"{name}: got heads of {width}, takes a multiple of {8 // bits} with {bits} bits")
 
-    def encode(self, shape: KVLayer, kv: Array) -> tuple[Codes, Codes]:
+    def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> tuple[Codes, Codes]:
         keys, values = kv[..., :shape.width], kv[..., shape.width:]
         return (of_keys(keys, self.key_bits, self.group),
                 of_values(values, self.value_bits, self.group_of(values.shape[-1])))
 
-    def decode(self, shape: KVLayer, codes: tuple[Codes, Codes], dtype: Any) -> Array:
+    def decode(self, shape: KVLayer, codes: tuple[Codes, Codes], dtype: Any,
+               span: Span | None = None) -> Array:
         keys, values = codes
         return jnp.concatenate([
             keys_of(keys, self.key_bits, self.group, dtype),
@@ -184,7 +227,8 @@ class HierarchicalAffine(Codec):
     def check(self, shape: KVLayer) -> None:
         self._affine.check(shape)
 
-    def encode(self, shape: KVLayer, kv: Array) -> tuple[tuple[Codes, Codes], tuple[Array, Array]]:
+    def encode(self, shape: KVLayer, kv: Array,
+               span: Span | None = None) -> tuple[tuple[Codes, Codes], tuple[Array, Array]]:
         upper = self._affine.encode(shape, kv)
         rest = kv - self._affine.decode(shape, upper, kv.dtype)
         steps = self._steps(shape, upper)
@@ -192,7 +236,8 @@ class HierarchicalAffine(Codec):
         keys, values = jnp.split(lower.astype(jnp.uint8), [shape.width], -1)
         return upper, (pack(keys, 4), pack(values, 4))
 
-    def decode(self, shape: KVLayer, codes: tuple[tuple[Codes, Codes], tuple[Array, Array]], dtype: Any) -> Array:
+    def decode(self, shape: KVLayer, codes: tuple[tuple[Codes, Codes], tuple[Array, Array]], dtype: Any,
+               span: Span | None = None) -> Array:
         upper, lower = codes
         whole = self._affine.decode(shape, upper, dtype)
         if not self.lower:
@@ -269,11 +314,12 @@ class Approximated(Codec):
     def check(self, shape: KVLayer) -> None:
         self._affine.check(shape)
 
-    def encode(self, shape: KVLayer, kv: Array) -> tuple[GEARCodes, GEARCodes]:
+    def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> tuple[GEARCodes, GEARCodes]:
         keys, values = kv[..., :shape.width], kv[..., shape.width:]
         return self._encode(keys, True), self._encode(values, False)
 
-    def decode(self, shape: KVLayer, codes: tuple[GEARCodes, GEARCodes], dtype: Any) -> Array:
+    def decode(self, shape: KVLayer, codes: tuple[GEARCodes, GEARCodes], dtype: Any,
+               span: Span | None = None) -> Array:
         keys, values = codes
         return jnp.concatenate([self._decode(keys, shape.width, True, dtype),
                                 self._decode(values, shape.both - shape.width, False, dtype)], -1)
@@ -363,11 +409,12 @@ class Largest(Codec):
     def unit(self) -> int:
         return 1
 
-    def encode(self, shape: KVLayer, kv: Array) -> tuple[Sparse, Sparse]:
+    def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> tuple[Sparse, Sparse]:
         return (self._encode(kv[..., :shape.width], self.key_sparsity),
                 self._encode(kv[..., shape.width:], self.value_sparsity))
 
-    def decode(self, shape: KVLayer, codes: tuple[Sparse, Sparse], dtype: Any) -> Array:
+    def decode(self, shape: KVLayer, codes: tuple[Sparse, Sparse], dtype: Any,
+               span: Span | None = None) -> Array:
         widths = shape.width, shape.both - shape.width
         return jnp.concatenate([self._decode(own, d, dtype) for own, d in zip(codes, widths, strict=True)], -1)
 

@@ -8,7 +8,6 @@ see. A prompt is read whole and then encoded.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax import Array, lax
 from decodax.cache import Cache, CacheConfig, Dense, KVLayer, ReadPrompt, Scratch, Wrapper, dense
 from decodax.cache.base import Draftable, Entries, PyTree
 from decodax.cache.dense import write
-from decodax.kvcache.codecs import Codec, HierarchicalAffine
+from decodax.kvcache.codecs import Codec, HierarchicalAffine, Span
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
 from decodax.struct import static, struct
@@ -37,6 +36,7 @@ class Coded(Cache):
         rest: a tuple of one `f[B, G, R, d + e]` a layer, the token in place `p` in slot `p % residual`.
         length: `i32[B]` tokens of the text. gone: `i32[B]`, how many of a prompt's were dropped: the token at position
             `p` behind it is in place `p - gone`.
+        studies: a tuple of what the codec has learned of each layer of the prompt (`Codec.study`).
         given: see `Cache.inputs`. size, most: static; tokens of a text, and of what is held of it, at most.
     """
 
@@ -44,6 +44,7 @@ class Coded(Cache):
     rest: tuple[Array, ...]
     length: Array
     gone: Array
+    studies: tuple[PyTree, ...]
     given: PyTree
     shapes: tuple[KVLayer, ...] = static()
     size: int = static()
@@ -99,8 +100,8 @@ class Coded(Cache):
                 size = block * x.shape[2] // slots
                 return lax.dynamic_slice_in_dim(x, i * size, size, 2)
 
-            both = jax.vmap(lambda codes: kind.codec.decode(shape, codes, q.dtype))(
-                jax.tree.map(some, self.codes[layer]))
+            one = lambda codes, study: kind.codec.decode(shape, codes, q.dtype, Span(i * block, study, layer))
+            both = jax.vmap(one)(jax.tree.map(some, self.codes[layer]), self.studies[layer])
             both = jnp.pad(both, ((0, 0), (0, 0), (0, -block % WALK if block > WALK else 0), (0, 0)))
             own = prefix_attention(q, at - i * block, both, jnp.clip(coded - i * block, 0, block), **options)
             return merge(so_far, own)
@@ -137,8 +138,10 @@ class Coded(Cache):
 
         row = lambda into, own, start, choose: jax.tree.map(lambda x, y: put(x, y, start, choose), into, own)
         made = []
-        for shape, rest, codes in zip(self.shapes, self.rest, self.codes, strict=True):
-            new = jax.vmap(functools.partial(self.kind.codec.encode, shape))(rest[:, :, :R])
+        for layer, (shape, rest, codes) in enumerate(zip(self.shapes, self.rest, self.codes, strict=True)):
+            encode = lambda kv, start, study, shape=shape, layer=layer: self.kind.codec.encode(
+                shape, kv, Span(start, study, layer))
+            new = jax.vmap(encode)(rest[:, :, :R], self.held - R, self.studies[layer])
             made.append(jax.vmap(row)(codes, new, self.held - R, rows))
         return self.replace(codes=tuple(made))
 
@@ -149,27 +152,31 @@ class Coded(Cache):
         upper = dataclasses.replace(codec, lower=False) if isinstance(codec, HierarchicalAffine) else codec
         return self.replace(kind=dataclasses.replace(self.kind, codec=upper))
 
-    def filled(self, kv: Sequence[Array], length: Array, held: Array) -> Coded:
+    def filled(self, kv: Sequence[Array], length: Array, held: Array, studies: Sequence[PyTree] | None = None) -> Coded:
         """With the first `held` (`i32[B]`) of the tokens `f[B, G, S, d + e]` of each layer, which were kept of texts of
         `length`."""
         R, latest, made = self.kind.residual, self.rest[0].shape[2], []
-        for shape, whole in zip(self.shapes, kv, strict=True):
+        studies = self.studies if studies is None else tuple(studies)
+        for layer, (shape, whole) in enumerate(zip(self.shapes, kv, strict=True)):
             pad = max(self.slots - whole.shape[2], 0)
 
-            def one(row: tuple[Array, Array], shape: KVLayer = shape, pad: int = pad) -> Any:
-                kv, start = row
+            def one(row: tuple[Array, Array, PyTree], shape: KVLayer = shape, pad: int = pad,
+                    layer: int = layer) -> Any:
+                kv, start, study = row
                 kv = jnp.pad(kv, ((0, 0), (0, pad + latest), (0, 0)))
-                return (self.kind.codec.encode(shape, kv[:, :self.slots]),
+                return (self.kind.codec.encode(shape, kv[:, :self.slots], Span(jnp.int32(0), study, layer)),
                         lax.dynamic_slice_in_dim(kv, start, latest, 1))
 
-            made.append(lax.map(one, (whole, held - held % R)))
+            made.append(lax.map(one, (whole, held - held % R, studies[layer])))
         return self.replace(codes=tuple(codes for codes, _ in made), rest=tuple(rest for _, rest in made),
-                            length=length, gone=length - held)
+                            length=length, gone=length - held, studies=studies)
 
     def for_prompt(self) -> Cache:
         if not self.rest:
             return self
-        return PromptInFull(base=dense(self.shapes, self.length.shape[0], self.size, self.rest[0].dtype, self.given),
+        B = self.length.shape[0]
+        return PromptInFull(base=dense(self.shapes, B, self.size, self.rest[0].dtype, self.given),
+                            gathered=tuple(self.kind.codec.start(shape, B) for shape in self.shapes),
                             shapes=self.shapes, kind=self.kind)
 
     def scratch(self, entries: Entries, room: int) -> Draftable:
@@ -178,15 +185,37 @@ class Coded(Cache):
 
 @struct
 class PromptInFull(Wrapper):
-    """A prompt that will be quantised."""
+    """A prompt that will be quantised; `gathered`: what the codec has gathered of each layer."""
 
     base: Dense
+    gathered: tuple[PyTree, ...]
     shapes: tuple[KVLayer, ...] = static()
     kind: Coding = static()
 
+    @property
+    def _gathers(self) -> bool:
+        return bool(jax.tree.leaves(self.gathered))
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        out, entry = self.base.attend(layer, q, k, v, window, **options)
+        return out, (*entry, q) if self._gathers else entry
+
+    def commit(self, entries: Entries, slots: Array) -> PromptInFull:
+        base = self.base.commit([entry[:2] for entry in entries], slots)
+        if not self._gathers:
+            return self.replace(base=base)
+        gathered = tuple(self.kind.codec.gather(shape, own, entry[2], slots >= 0)
+                         for shape, own, entry in zip(self.shapes, self.gathered, entries, strict=True))
+        return self.replace(base=base, gathered=gathered)
+
+    def take_over(self, kv: Sequence[Array], length: Array) -> PromptInFull:
+        return super().take_over(kv, length) if self._gathers else self.replace(base=self.base.take_over(kv, length))
+
     def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
-        return self.kind.empty(self.shapes, self.length.shape[0], self.base.capacity, self.base.kv[0].dtype,
-                               self.inputs).filled(self.base.kv, self.base.length, self.base.length)
+        base = self.base
+        studies = self.kind.codec.study(self.shapes, base.kv, base.length, self.gathered, prompt)
+        return self.kind.empty(self.shapes, self.length.shape[0], base.capacity, base.kv[0].dtype,
+                               self.inputs).filled(base.kv, base.length, base.length, studies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,16 +252,23 @@ class Coding(CacheConfig):
         for shape in shapes:
             self.codec.check(shape)
         zeros = lambda shape, dtype: jnp.zeros((batch, *shape), dtype)
-        codes = []
-        for shape in shapes:
-            one = jax.eval_shape(functools.partial(self.codec.encode, shape), jax.ShapeDtypeStruct(
-                (shape.heads, self.slots(most), shape.both), dtype))
+        codes: list[PyTree] = []
+        studies = jax.eval_shape(lambda: tuple(self.codec.study(
+            shapes, [zeros((s.heads, size, s.both), dtype) for s in shapes], zeros((), jnp.int32),
+            [self.codec.start(s, batch) for s in shapes], None)))
+        for layer, shape in enumerate(shapes):
+            encode = lambda kv, study, shape=shape, layer=layer: self.codec.encode(
+                shape, kv, Span(jnp.int32(0), study, layer))
+            study = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), studies[layer])
+            kv = jax.ShapeDtypeStruct((shape.heads, self.slots(most), shape.both), dtype)
+            one = jax.eval_shape(encode, kv, study)
             codes.append(jax.tree.map(lambda x: zeros(x.shape, x.dtype), one))
         # a walk takes whole blocks
         latest = self.residual if self.residual <= WALK else -(-self.residual // WALK) * WALK
         rest = tuple(zeros((shape.heads, latest, shape.both), dtype) for shape in shapes)
         return Coded(codes=tuple(codes), rest=rest, length=zeros((), jnp.int32), gone=zeros((), jnp.int32),
-                     given=inputs, shapes=shapes, size=size, most=most, kind=self)
+                     given=inputs, shapes=shapes, size=size, most=most, kind=self,
+                     studies=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), studies))
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:

@@ -25,7 +25,7 @@ from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.cache.scratch import Scratch
 from decodax.kvcache.held import HeldLayer
-from decodax.kvcache.query_scores import turned
+from decodax.kvcache.query_scores import moved
 from decodax.kvcache.scores import Gathered, Taken
 from decodax.kvcache.selection import Budget, Selection, in_bytes, layers_of
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse
@@ -236,7 +236,7 @@ def _layer(kind: Eviction, part: Callable[[Any], HeldLayer], slots: int,
     if kind.close_up:
         # the kept tokens as if they were the latest ones: keys are turned by the distance to their new positions
         by = jnp.where(filled, length - number[:, None] + jnp.arange(slots, dtype=jnp.int32) - move(positions), 0)
-        keys = jax.vmap(functools.partial(turned, shape))(kv[:, :, None, :shape.width], by)[:, :, 0]
+        keys = jax.vmap(functools.partial(moved, shape))(kv[:, :, None, :shape.width], by)[:, :, 0]
         kv = jnp.concatenate([keys, kv[..., shape.width:]], -1)
     # a row that does not choose now has its latest queries counted when it does
     slots_of = jax.tree.map(lambda new, old: jnp.where(choose, new, old), held.gathered.slots, gathered.slots)

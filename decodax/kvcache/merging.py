@@ -151,6 +151,9 @@ class PromptToMerge(Wrapper):
     shapes: tuple[KVLayer, ...] = static()
     kind: Merging = static()
 
+    def take_over(self, kv: Sequence[Array], length: Array) -> PromptToMerge:
+        return self.replace(base=self.base.take_over(kv, length))
+
     def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         kv, length, size = self.base.kv, self.base.length, self.base.capacity
         first, most = self.kind.first(len(kv)), math.ceil(size * self.kind.retained)

@@ -36,6 +36,8 @@ class Pruned(CacheConfig):
         if one.every is not None or one.skip or isinstance(one.budget, tuple) or not one.selection.uniform:
             raise ValueError(f"eviction: got {one.name}, takes one that chooses once, as many tokens in every head and "
                              "layer")
+        if self.coding.codec.places:
+            raise ValueError(f"coding: got {self.coding.name}, takes a codec that does not ask where tokens stand")
 
     def fit(self, new: int) -> Pruned:
         return dataclasses.replace(self, eviction=self.eviction.fit(new))

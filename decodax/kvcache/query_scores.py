@@ -310,6 +310,17 @@ def turned(shape: KVLayer, x: Array, by: Array) -> Array:
     return rotate(x, cos / factor, sin / factor, rope.interleaved)
 
 
+def moved(shape: KVLayer, x: Array, by: Array) -> Array:
+    """`f[B, W, H, d]`, rotated to some positions, as if rotated to those `by` (`i32[B, W]`) behind; a factor of the
+    rotation (YaRN) stays."""
+    if shape.rope is None:
+        return x
+    rope: Rope = shape.rope
+    cos, sin = rope.table(by, shape.context)
+    factor = jnp.sqrt(cos ** 2 + sin ** 2)
+    return rotate(x, cos / factor, sin / factor, rope.interleaved)
+
+
 def mean_turn(shape: KVLayer, x: Array, positions: Array) -> Array:
     """`f[..., d]` under the mean of the rotations to `i32[n]` positions."""
     if shape.rope is None:

@@ -20,7 +20,7 @@ from jax import Array
 
 from decodax.cache import Cache, CacheConfig, KVLayer, Slotted, empty_slots
 from decodax.cache.base import PyTree
-from decodax.kvcache.query_scores import turned
+from decodax.kvcache.query_scores import moved
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 from decodax.struct import static, struct
 
@@ -56,7 +56,7 @@ class SinkCache(Slotted):
                                         slot_positions=jnp.where(chosen(held), held, -1))
 
         back = jnp.minimum(at, self.sinks + self.recent - 1) - at       # from a position to its place in the cache
-        out, _ = merge(part(q, False, near), part(turned(self.shapes[layer], q, back), True, None))
+        out, _ = merge(part(q, False, near), part(moved(self.shapes[layer], q, back), True, None))
         return out, (k[:, -own:], v[:, -own:])
 
 

@@ -186,7 +186,8 @@ def count(s: Setup) -> Counts:
     read = weights - table - experts + share + tokens * c.width * item * (not c.tied)
 
     cached = local(s.state.cache) if s.algorithm.caches else 0
-    entry = 2 * c.head_dim * item * s.rows * (c.kv_heads // across if c.kv_heads % across == 0 else c.kv_heads)
+    heads = c.kv_heads // across if c.kv_heads % across == 0 else c.kv_heads
+    entry = (1 + c.values_of_key) * c.head_dim * item * s.rows * heads
     held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]
     dense = sum(entry * s.capacity for _ in held)
     # a cache of another kind holds what it holds

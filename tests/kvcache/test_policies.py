@@ -15,7 +15,7 @@ import pytest
 import decodax as dx
 from decodax.io.load import LM
 from decodax.job import Job
-from decodax.kvcache import POLICIES, Evicting, cache_policy, kv
+from decodax.kvcache import POLICIES, Codebooks, Constant, Evicting, Features, cache_policy, kv
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyNorm, LagRelative
 from decodax.kvcache.query_scores import WindowAttention
@@ -40,6 +40,10 @@ DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
+# what is measured on models, here of any numbers: for up to 2 layers of 2 heads of 4
+ANY = np.random.default_rng(0).standard_normal((2, 2, 2, 4, 2)).astype(np.float32)
+BOOKS = Codebooks(Constant(ANY), Constant(-ANY))
+FEATURES = Features(*(Constant(np.linalg.qr(ANY.reshape(8, 8))[0][None, :, :6].repeat(2, 0)),) * 2)
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
@@ -60,7 +64,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quantized-pruning": dict(budget=14, bits=4, group=4, residual=8, window=4),
     "prefixkv": dict(layers=(0.4, 0.3), sinks=2),
     "headkv": dict(heads=((0.1, 0.4), (0.3, 0.2)), budget=14, window=4),
-    "quest": dict(budget=6, page=2, recent=12, skip=())}
+    "quest": dict(budget=6, page=2, recent=12, skip=()),
+    "zipcache": dict(gap=8, probes=0.3),
+    "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
+    "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
+    "cskv": dict(features=FEATURES, residual=8)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
@@ -127,12 +135,13 @@ def test_so_do_trees(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"],
-                                                    [name for name in OPTIONS if name not in EXACT]))
+                                                    [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
             "quantized-pruning": {"budget": 200, "residual": 200},
-            "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)}, **{
-        codec: {"residual": 200} for codec in ("kivi", "kv-adaquant", "mustafar")}}.get(
+            "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
+            **{codec: {"residual": 200} for codec in (
+                "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv")}}.get(
         name, {"budget": 200})
     everything = kv(name, **{**OPTIONS[name], **wide})
     out = dx.generate(DEEP if name in DEEPER else SMALL, PROMPTS, cache=everything, algorithm=LOOKUP, seed=5,

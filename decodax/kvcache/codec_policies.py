@@ -1,0 +1,63 @@
+"""Published ways to write what a cache keeps, each as what its paper puts together; see `decodax.kvcache.policies`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from decodax.cache.base import CacheConfig
+from decodax.kvcache.coded import Coding
+from decodax.kvcache.constant import Constant
+from decodax.kvcache.coupled import Codebooks, Coupled
+from decodax.kvcache.graded import Grading
+from decodax.kvcache.rotated import Rotated
+from decodax.kvcache.shrunk import Features, Shrunk
+from decodax.kvcache.squat import SubspaceOrthogonal
+from decodax.kvcache.table import cache_policy
+
+
+def _measured(name: str, given: Any, kind: type, how: str) -> Any:
+    if not isinstance(given, kind):
+        raise ValueError(f"{name}: got {'none' if given is None else type(given).__name__}, takes what "
+                         f"decodax.kvcache.{how} measures on a model")
+    return given
+
+
+@cache_policy("zipcache", "ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification",
+              "He et al. 2024", "everything, in 4 bits what receives attention and in 2 the rest, by a tenth of a "
+              "prompt's queries; the latest tokens whole")
+def _zipcache(bits: tuple[int, int] = (4, 2), ordinary: float = 0.4, probes: float = 0.1,
+              gap: int = 100) -> CacheConfig:
+    return Grading(bits, ordinary, probes, gap)
+
+
+@cache_policy("squat", "SQuat: Subspace-orthogonal KV Cache Quantization", "Wang et al. 2025",
+              "everything, in 2 bits but for the latest tokens, with errors of keys across what the prompt's queries "
+              "look at")
+def _squat(bits: int = 2, group: int = 32, residual: int = 32, channels: int = 64, rank: int = 20,
+           strength: float = 0.001, keys: Literal["before", "after"] = "before") -> CacheConfig:
+    return Coding(SubspaceOrthogonal(bits, bits, group, channels, rank, strength, keys), residual, "squat")
+
+
+@cache_policy("cq", "KV Cache is 1 Bit Per Channel: Efficient Large Language Model Inference with Coupled Quantization",
+              "Zhang et al. 2024", "everything, as the nearest of measured centroids of channels that are coupled "
+              "(fit_codebooks), and the latest tokens whole")
+def _cq(codebooks: Codebooks | None = None, residual: int = 32) -> CacheConfig:
+    return Coding(Coupled(_measured("codebooks", codebooks, Codebooks, "fit_codebooks")), residual, "cq")
+
+
+@cache_policy("rotatekv", "RotateKV: Accurate and Robust 2-Bit KV Cache Quantization for LLMs via Outlier-Aware "
+              "Adaptive Rotations", "Su et al. 2025", "everything, in 2 bits behind a rotation of channels in a "
+              "measured order (fit_order); tokens of massive activations and the latest ones whole")
+def _rotatekv(order: Constant | None = None, bits: int = 2, group: int = 128, clip: float | None = None, heads: int = 4,
+              sinks: int = 20, residual: int = 32) -> CacheConfig:
+    order = _measured("order", order, Constant, "fit_order")
+    clip = (0.8 if bits == 2 else 1.0) if clip is None else clip
+    return Coding(Rotated(order, bits, group, clip, heads, sinks), residual, "rotatekv")
+
+
+@cache_policy("cskv", "CSKV: Training-Efficient Channel Shrinking for KV Cache in Long-Context Scenarios",
+              "Wang et al. 2024", "everything, as a few measured features of a layer's heads together (fit_features), "
+              "and the latest tokens whole")
+def _cskv(features: Features | None = None, bits: int | None = None, group: int = 32,
+          residual: int = 32) -> CacheConfig:
+    return Coding(Shrunk(_measured("features", features, Features, "fit_features"), bits, group), residual, "cskv")

@@ -1,0 +1,35 @@
+"""Arrays that are part of a method's options: what was measured on a model, and is compared by value."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import numpy as np
+
+
+class Constant:
+    """A read-only array, compared by value, so that a frozen dataclass that holds it is static under jit. It becomes a
+    constant of the programs that read it.
+
+    Attributes:
+        value: the array.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value: np.ndarray = np.array(value)
+        self.value.setflags(write=False)
+
+    @functools.cached_property
+    def _digest(self) -> tuple[Any, ...]:
+        return self.value.shape, str(self.value.dtype), hashlib.sha256(self.value.tobytes()).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return f"Constant({self.value.dtype}{list(self.value.shape)})"

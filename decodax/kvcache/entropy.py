@@ -1,0 +1,70 @@
+"""Entropy coding of many streams of small numbers side by side, by asymmetric numeral systems (Duda, 2009): each number
+takes as many bits as its frequency in its stream says, as with arithmetic coding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+WHOLE = 1 << 16
+"""What the frequencies of a stream add up to."""
+
+
+def frequencies(symbols: np.ndarray, count: int) -> np.ndarray:
+    """`i64[C, count]` of the symbols `[T, C]` below `count` of each stream: what occurs has 1 or more, of `WHOLE`."""
+    T, C = symbols.shape
+    if not T:
+        return np.full((C, count), WHOLE // count) + (np.arange(count) < WHOLE % count)
+    seen = np.zeros((C, count), np.int64)
+    np.add.at(seen, (np.arange(C)[None].repeat(T, 0), symbols), 1)
+    share = np.where(seen > 0, np.maximum(seen * WHOLE // T, 1), 0)
+    # what rounding left over goes to the most frequent one, which has the most to give and to take
+    most = share.argmax(1)
+    share[np.arange(C), most] += WHOLE - share.sum(1)
+    if (share < 0).any() or ((share == 0) & (seen > 0)).any():
+        raise ValueError(f"symbols: got {count} in a stream, takes fewer than {WHOLE >> 1}")
+    return share
+
+
+def encoded(symbols: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Symbols `[T, C]` of `C` streams, by frequencies of `frequencies`.
+
+    Returns:
+        `u32[C]` states, and `u16[n]` words, which `decoded` takes.
+    """
+    T, C = symbols.shape
+    each, begin = np.arange(C), np.cumsum(share, 1) - share
+    state, words = np.full(C, WHOLE, np.uint64), []
+    for t in range(T - 1, -1, -1):
+        f, low = (x[each, symbols[t]].astype(np.uint64) for x in (share, begin))
+        full = state >= f << np.uint64(16)
+        words.append((state[full] & np.uint64(0xFFFF)).astype(np.uint16))
+        state = np.where(full, state >> np.uint64(16), state)
+        state = (state // f << np.uint64(16)) + state % f + low
+    return state.astype(np.uint32), np.concatenate([*words[::-1], np.zeros(0, np.uint16)])
+
+
+def decoded(state: np.ndarray, words: np.ndarray, share: np.ndarray, length: int) -> np.ndarray:
+    """The symbols `i64[length, C]`.
+
+    Raises:
+        ValueError: words that end too early, or that are too many.
+    """
+    C = len(share)
+    each, ends = np.arange(C), np.cumsum(share, 1)
+    begin, state, at = ends - share, state.astype(np.uint64), 0
+    found = np.zeros((length, C), np.int64)
+    for t in range(length):
+        slot = (state & np.uint64(0xFFFF)).astype(np.int64)
+        symbol = (slot[:, None] >= ends).sum(1)
+        found[t] = symbol
+        state = share[each, symbol].astype(np.uint64) * (state >> np.uint64(16)) \
+            + (slot - begin[each, symbol]).astype(np.uint64)
+        empty = state < WHOLE
+        more = words[at:at + int(empty.sum())]
+        if len(more) < empty.sum():
+            raise ValueError("words: got too few of them; the file has been cut")
+        at += len(more)
+        state[empty] = state[empty] << np.uint64(16) | more.astype(np.uint64)
+    if at < len(words):
+        raise ValueError("words: got more than the text takes; the file is not whole")
+    return found

@@ -1,0 +1,38 @@
+"""A cache that holds nothing: attention among the tokens of a window alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from decodax.cache.base import Cache, Entries, PyTree
+from decodax.pallas_kernels.window_attention import Bias, window_attention
+from decodax.struct import struct
+
+
+@struct
+class Listening(Cache):
+    """Its entries are pairs of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
+
+    Attributes:
+        added: what is added to keys and values of a window, of each layer, so that losses can be differentiated by
+            them; or `()`.
+    """
+
+    added: tuple[tuple[Array, Array], ...] = ()
+
+    @property
+    def capacity(self) -> int:
+        return 0
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        if self.added:
+            k, v = k + self.added[layer][0], v + self.added[layer][1]
+        return window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
+                                softcap=softcap, bias=bias), (k, v)
+
+    def commit(self, entries: Entries, slots: Array) -> Listening:
+        return self

@@ -1,0 +1,288 @@
+"""Keys and values of texts outside of any batch: read once, edited, put together, and handed to `decodax.generate` as
+`context=`.
+
+- `read_prefix` reads a text.
+- `edited` changes tokens of it and keeps what stands behind (Positional Integrity Encoding: "Let the Code LLM Edit
+  Itself When You Edit the Code", He et al., 2024).
+- `blended` puts texts together that were read apart, and computes a few of their tokens anew (CacheBlend: "CacheBlend:
+  Fast Large Language Model Serving for RAG with Cached Knowledge Fusion", Yao et al., 2024). `matched` cuts a new text
+  into what an old one has of it and what is new, so that the same serves a text that is like another one, as the first
+  stage of KVShare does ("KVShare: An LLM Service System with Efficient and Effective Multi-Tenant KV Cache Reuse", Yang
+  et al., 2025).
+
+A key that was rotated to position `a` is rotated to `b` by `b - a` more, since rotations add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.cache import causal, dense
+from decodax.cache.key_values import KVLayer
+from decodax.core.loaded import network_of
+from decodax.core.types import LayeredModel, Model
+from decodax.kvcache.listening import Listening
+from decodax.kvcache.query_scores import moved
+from decodax.kvcache.shapes import layers_of
+from decodax.pallas_kernels.window_attention import BLOCK as WALK
+from decodax.pallas_kernels.window_attention import window_attention
+
+STEP = 64
+"""Texts are padded to multiples of so many tokens, so that there are few programs."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefix:
+    """A text of `T` tokens with its keys and values.
+
+    Attributes:
+        tokens: ids. kv: `f[G, T, d + e]` of each layer, keys rotated to positions 0 to `T - 1`.
+    """
+
+    tokens: tuple[int, ...]
+    kv: tuple[np.ndarray, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def check(self, model: Model) -> None:
+        """Raises ValueError where a model has other layers."""
+        wanted = [(shape.heads, len(self), shape.both) for shape in layers_of(model)]
+        if [x.shape for x in self.kv] != wanted:
+            raise ValueError(f"context: got a prefix of {len(self.kv)} layers {self.kv[0].shape if self.kv else ()}, "
+                             f"the model has {len(wanted)} of {wanted[0]}")
+
+    def __getitem__(self, part: slice) -> Prefix:
+        """A part of the text, as if it began at position 0, for `blended`."""
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise TypeError("prefix: takes a slice without steps")
+        return _Moved(self, *part.indices(len(self))[:2])
+
+
+class _Moved(Prefix):
+    """A part of a prefix; keys keep the rotation of where they were read, `begin` and behind."""
+
+    begin: int
+
+    def __init__(self, whole: Prefix, start: int, stop: int):
+        stop = max(start, stop)
+        super().__init__(whole.tokens[start:stop], tuple(x[:, start:stop] for x in whole.kv))
+        object.__setattr__(self, "begin", start + getattr(whole, "begin", 0))
+
+    def check(self, model: Model) -> None:
+        super().check(model)
+        if self.begin:
+            raise ValueError("context: got a part of a prefix that began elsewhere; decodax.kvcache.blended moves it")
+
+
+def read_prefix(lm: Any, text: Sequence[int], params: Any = None) -> Prefix:
+    """Reads a text.
+
+    Args:
+        lm: what `decodax.load` gave, or a `Model` with its `params`. text: ids.
+
+    Raises:
+        ValueError: an empty text.
+    """
+    if not len(text):
+        raise ValueError("text: got no tokens, takes at least one")
+    model, weights = _model(lm, params)
+    kv = _read(model, layers_of(model), weights, _none(layers_of(model), model), 0, text)
+    return Prefix(tuple(map(int, text)), kv)
+
+
+def edited(lm: Any, prefix: Prefix, start: int, stop: int, new: Sequence[int], params: Any = None) -> Prefix:
+    """The prefix with tokens `start` to `stop` replaced by others: these alone are computed, from what stands before
+    them; keys behind are rotated to their new places. What stands behind does not see the change, so that the result
+    comes near to that of reading the text anew.
+
+    Raises:
+        ValueError: an edit outside of the text, or that leaves nothing; or a model whose positions are not rotary.
+    """
+    if not 0 <= start <= stop <= len(prefix):
+        raise ValueError(f"start, stop: got {start} to {stop}, takes a part of the {len(prefix)} tokens")
+    tokens = (*prefix.tokens[:start], *map(int, new), *prefix.tokens[stop:])
+    if not tokens:
+        raise ValueError("new: got an edit that leaves no tokens")
+    model, weights = _model(lm, params)
+    prefix.check(model)
+    shapes = layers_of(model)
+    kv = [x[:, :start] for x in prefix.kv]
+    if len(new):
+        kv = list(_read(model, shapes, weights, kv, start, new))
+    behind = [_shifted(shape, x[:, stop:], start + len(new) - stop) for shape, x in zip(shapes, prefix.kv, strict=True)]
+    return Prefix(tokens, tuple(np.concatenate(pair, 1) for pair in zip(kv, behind, strict=True)))
+
+
+def matched(prefix: Prefix, text: Sequence[int], least: int = 8) -> list[Prefix | list[int]]:
+    """A text as parts of a prefix that it has in common with it, in their order, and ids that are new, for `blended`.
+
+    Args:
+        least: tokens of a part that is worth it.
+    """
+    ids = [int(token) for token in text]
+    parts: list[Prefix | list[int]] = []
+    done = 0
+    for match in difflib.SequenceMatcher(None, prefix.tokens, ids, autojunk=False).get_matching_blocks():
+        if match.size < least and match.b < len(ids):
+            continue
+        if match.b > done:
+            parts.append(ids[done:match.b])
+        if match.size:
+            parts.append(prefix[match.a:match.a + match.size])
+        done = match.b + match.size
+    return parts
+
+
+def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float = 0.15, check: int = 1,
+            params: Any = None) -> Prefix:
+    """A text put together from prefixes that were read apart, and from ids that nothing is known of.
+
+    Keys are rotated to their new places. The layers up to `check` are computed for all tokens. There those whose values
+    differ most from the ones that were read, by the squares of the differences, are chosen; they and the new ids alone
+    go through the layers behind, where they attend to all tokens before them. The first prefix is right as it is and
+    keeps its place, but counts among the tokens to choose from, as in the authors' code.
+
+    Args:
+        parts: in order. recompute: the share of the tokens that were read which are computed anew.
+        check: the layer behind which tokens are chosen; the authors' second one.
+
+    Raises:
+        ValueError: no tokens, numbers out of their range, or a model whose positions are not rotary or whose layers
+            cannot be run one by one.
+    """
+    model, weights = _model(lm, params)
+    if not isinstance(model, LayeredModel):
+        raise ValueError("lm: got a model whose layers cannot be run one by one")
+    if not 0 <= recompute <= 1:
+        raise ValueError(f"recompute: got {recompute}, takes a share from 0 to 1")
+    if not 0 <= check < model.depth:
+        raise ValueError(f"check: got {check}, takes one of {model.depth} layers")
+    shapes, tokens, known, stored = layers_of(model), [], [], [[] for _ in layers_of(model)]  # type: ignore[var-annotated]
+    for part in parts:
+        old = isinstance(part, Prefix)
+        ids = part.tokens if isinstance(part, Prefix) else [int(token) for token in part]
+        for layer, shape in enumerate(shapes):
+            if isinstance(part, Prefix):
+                new = _shifted(shape, part.kv[layer], len(tokens) - getattr(part, "begin", 0))
+            else:
+                new = np.zeros((shape.heads, len(ids), shape.both), model_dtype(model))
+            stored[layer].append(new)
+        tokens += ids
+        known += [old] * len(ids)
+    if not tokens:
+        raise ValueError("parts: got no tokens, takes at least one")
+    n, pad = len(tokens), -len(tokens) % STEP
+    kv = tuple(np.pad(np.concatenate(x, 1), ((0, 0), (0, pad), (0, 0)))[None] for x in stored)
+    count = int(sum(known) * recompute) + n - sum(known)
+    if count == 0:
+        return Prefix(tuple(tokens), tuple(x[0, :, :n] for x in kv))
+    made = _blend(model, check, count, weights, np.pad(np.array(tokens, np.int32), (0, pad))[None],
+                  np.pad(np.array(known), (0, pad), constant_values=True)[None], kv, np.int32(n))
+    return Prefix(tuple(tokens), tuple(np.asarray(x)[0, :, :n] for x in made))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _blend(model: LayeredModel, check: int, count: int, params: Any, tokens: Array, known: Array,
+           kv: tuple[Array, ...], length: Array) -> tuple[Array, ...]:
+    """Keys and values `f[1, G, N, d + e]` of each layer."""
+    network, N = model.pieces(params), tokens.shape[1]
+    every = jnp.arange(N, dtype=jnp.int32)[None]
+    live = every < length
+    x = network.embed(causal(tokens, jnp.zeros(1, jnp.int32), live), Listening())
+    made: list[Array] = []
+
+    def attend(held: Array | None, at: Array, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Any:
+        new = jnp.concatenate([k, v], -1)
+        both = new.swapaxes(1, 2) if held is None else held.at[:, :, at[0]].set(new.swapaxes(1, 2)[0], mode="drop")
+        made.append(both)
+        whole = both.swapaxes(1, 2)
+        seen = (every[:, None] <= at[:, :, None]) & live[:, None]
+        seen |= (jnp.arange(N) == 0)[None, None]
+        out = window_attention(q, whole[..., :k.shape[-1]], whole[..., k.shape[-1]:], seen, at, key_positions=every,
+                               **options)
+        return out, ()
+
+    for layer in range(check + 1):
+        change, _ = network.attention(layer, x, every, functools.partial(attend, None, every))
+        x = x + change
+        x = x + network.mlp(layer, x)
+    width = made[check].shape[-1] - _value_width(model, check)
+    apart = jnp.square((made[check] - kv[check])[..., width:].astype(jnp.float32)).sum((1, 3))
+    apart = jnp.where(live, jnp.where(known, apart, jnp.inf), -1)
+    at = jnp.sort(lax.top_k(apart, count)[1], -1).astype(jnp.int32)
+    x = jnp.take_along_axis(x, at[..., None], 1)
+    for layer in range(check + 1, model.depth):
+        change, _ = network.attention(layer, x, at, functools.partial(attend, kv[layer], at))
+        x = x + change
+        x = x + network.mlp(layer, x)
+    return tuple(made)
+
+
+def _value_width(model: Model, layer: int) -> int:
+    shape = layers_of(model)[layer]
+    return shape.both - shape.width
+
+
+def model_dtype(model: Model) -> Any:
+    """Of a model's cache."""
+    return jax.eval_shape(lambda: model.with_cache(dense).init_cache(1, 8)).kv[0].dtype     # type: ignore[attr-defined]
+
+
+def _model(lm: Any, params: Any) -> tuple[Model, Any]:
+    model, weights = network_of(lm)
+    return model, params if weights is None else weights
+
+
+def _none(shapes: Sequence[KVLayer], model: Model) -> list[np.ndarray]:
+    return [np.zeros((shape.heads, 0, shape.both), model_dtype(model)) for shape in shapes]
+
+
+def _shifted(shape: KVLayer, kv: np.ndarray, by: int) -> np.ndarray:
+    """`f[G, n, d + e]` with keys that stand `by` positions behind where they stood."""
+    if by == 0 or kv.shape[1] == 0:
+        return kv
+    if shape.rope is None:
+        raise ValueError("prefix: takes a model with rotary positions in each layer, since keys are moved by turning "
+                         "them")
+    return np.asarray(_moved(shape, kv, np.int32(by)))
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def _moved(shape: KVLayer, kv: Array, by: Array) -> Array:
+    keys = moved(shape, kv[None, :, :, :shape.width].swapaxes(1, 2), jnp.full((1, kv.shape[1]), by, jnp.int32))
+    return jnp.concatenate([keys.swapaxes(1, 2)[0], kv[..., shape.width:]], -1)
+
+
+def _read(model: Model, shapes: Sequence[KVLayer], params: Any, kv: Sequence[np.ndarray], start: int,
+          new: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """With the keys and values of new tokens behind the first `start`."""
+    stop = start + len(new)
+    tokens = np.zeros((1, -(-len(new) // STEP) * STEP), np.int32)
+    tokens[0, :len(new)] = [int(token) for token in new]
+    room = start + tokens.shape[1]
+    block = STEP if room <= WALK else WALK
+    room = -(-room // block) * block
+    held = tuple(np.pad(x, ((0, 0), (0, room - x.shape[1]), (0, 0)))[None] for x in kv)
+    found = _extended(model.with_cache(dense), params, held, tokens, np.int32(start), np.int32(stop))
+    return tuple(np.asarray(x)[0, :, :stop] for x in found)
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def _extended(model: Model, params: Any, kv: tuple[Array, ...], tokens: Array, start: Array,
+              stop: Array) -> tuple[Array, ...]:
+    cache = model.init_cache(1, kv[0].shape[2], params=params)
+    cache = cache.take_over(kv, start[None])
+    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    window = causal(tokens, start[None], positions < stop).replace(certain=True)
+    out = model.apply(params, window, cache)
+    return cache.commit(out.entries, jnp.where(window.live, positions, -1)).kv      # type: ignore[attr-defined]
