@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from decodax.search import AWRS, UID, AdaDec, BeamSearch, ContrastiveSearch, StochasticBeams
+from decodax.search import AWRS, UID, AdaDec, BeamSearch, ContrastiveSearch, StochasticBeams, Superposed
 from decodax.search.contrastive import hidden_width
 from decodax.systems.shared import SEARCH, TARGET, entry
 
@@ -41,6 +41,14 @@ def _uid(width: int = 4, kind: Any = "greedy", strength: float = 1.0, length_pen
        guarantee="approximate")
 def _stochastic(k: int = 4) -> Any:
     return StochasticBeams(k)
+
+
+@entry("superposed-decoding", "Superposed Decoding: Multiple Generations from a Single Autoregressive Inference Pass",
+       "Shen et al. 2024", SEARCH, "several drafts from one forward a token, told apart by an n-gram model",
+       guarantee="approximate")
+def _superposed(k: int = 3, table: Any = None, alpha: float = 0.54, candidates: int = 9,
+                temperature: float = 0.06) -> Any:
+    return Superposed(k, table, alpha, candidates, temperature)
 
 
 @entry("contrastive-search", "A Contrastive Framework for Neural Text Generation", "Su et al. 2022", SEARCH,
