@@ -11,14 +11,17 @@ from decodax.steps.forks import Forks
 from decodax.steps.front import explore
 from decodax.steps.healing import Healed, covered, heal
 from decodax.steps.integrative import Integrated, Together, integrate
+from decodax.steps.lag import lag_decode
 from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding, k_means, tf_idf
 from decodax.steps.prompting import batch_prompt, pedal, sketch_guided
+from decodax.steps.self_infilling import Phases, SelfInfilled, self_infill
 from decodax.steps.table import EXPLORERS, explorer
 from decodax.steps.tree import TreePO
 
 __all__ = ["EXPLORERS", "SMC", "AStar", "Explored", "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter",
-           "PhiDecoding", "Ranked", "Steering", "StepBeams", "Together", "TreePO", "TrimR", "WithTools", "atts",
-           "batch_prompt", "covered", "explore", "explorer", "heal", "integrate", "k_means", "lookahead_reasoning",
-           "mean_shortfall", "pedal", "resample", "same_words", "sketch_guided", "tf_idf"]
+           "Phases", "PhiDecoding", "Ranked", "SelfInfilled", "Steering", "StepBeams", "Together", "TreePO",
+           "TrimR", "WithTools", "atts", "batch_prompt", "covered", "explore", "explorer", "heal", "integrate",
+           "k_means", "lag_decode", "lookahead_reasoning", "mean_shortfall", "pedal", "resample", "same_words",
+           "self_infill", "sketch_guided", "tf_idf"]
