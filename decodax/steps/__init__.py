@@ -5,6 +5,7 @@ says which row goes on from which, `Forks.feed` puts text behind rows, and `Fork
 """
 
 from decodax.steps.beam import AStar, StepBeams, mean_shortfall
+from decodax.steps.desel import desel, separated
 from decodax.steps.drafting import atts, lookahead_reasoning, same_words
 from decodax.steps.explorer import Explored, Explorer, Ranked, resample
 from decodax.steps.forks import Forks
@@ -22,6 +23,6 @@ from decodax.steps.tree import TreePO
 
 __all__ = ["EXPLORERS", "SMC", "AStar", "Explored", "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter",
            "Phases", "PhiDecoding", "Ranked", "SelfInfilled", "Steering", "StepBeams", "Together", "TreePO",
-           "TrimR", "WithTools", "atts", "batch_prompt", "covered", "explore", "explorer", "heal", "integrate",
-           "k_means", "lag_decode", "lookahead_reasoning", "mean_shortfall", "pedal", "resample", "same_words",
-           "self_infill", "sketch_guided", "tf_idf"]
+           "TrimR", "WithTools", "atts", "batch_prompt", "covered", "desel", "explore", "explorer", "heal",
+           "integrate", "k_means", "lag_decode", "lookahead_reasoning", "mean_shortfall", "pedal", "resample",
+           "same_words", "self_infill", "separated", "sketch_guided", "tf_idf"]
