@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from decodax.steps.front import explore
     from decodax.systems import entry, system
+    from decodax.watermarks import detect_watermark
 
 __version__ = "0.1.0"
 
@@ -81,6 +82,7 @@ _HOMES = {
                             "shapes"],
     "decodax.steps": ["explore"],
     "decodax.systems": ["entry", "system"],
+    "decodax.watermarks": ["detect_watermark"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -88,10 +90,10 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Chosen", "Decision", "Frame", "Infilled",
     "KSeq", "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
     "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
-    "Watch", "Window", "adapters", "automatic", "cache_programs", "choice", "choose", "diffusion", "drafts", "entry",
-    "explore", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "kvcache",
-    "lanes", "load", "policy", "python_loop", "quantize", "readout", "run", "save", "score", "serve", "shapes", "step",
-    "steps", "stream", "system", "systems", "watch", "zoo",
+    "Watch", "Window", "adapters", "automatic", "cache_programs", "choice", "choose", "detect_watermark",
+    "diffusion", "drafts", "entry", "explore", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill",
+    "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy", "python_loop", "quantize", "readout", "run",
+    "save", "score", "serve", "shapes", "step", "steps", "stream", "system", "systems", "watch", "zoo",
 ]
 
 

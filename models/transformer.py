@@ -26,7 +26,7 @@ from decodax.core.packing import Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
-from decodax.models.packed import Adapted, Packed
+from decodax.models.packed import Adapted, Packed, embedded
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
 from decodax.struct import Struct, struct
@@ -168,6 +168,10 @@ class Transformer(LayeredModel):
         whole = (kernel.merged() if isinstance(kernel, Adapted) else
                  kernel.values(jnp.float32).T if isinstance(kernel, Packed) else kernel.astype(jnp.float32))
         return whole.reshape(self.config.heads, -1, self.config.width)
+
+    def embeddings(self, params: Weights, tokens: Array) -> Array:
+        network = _network(self.config, params)
+        return embedded(network.embed.get_value(), tokens, network.norm.scale[...].dtype)
 
     def pieces(self, params: Weights) -> Pieces:
         self._apart()

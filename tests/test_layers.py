@@ -12,7 +12,7 @@ FLOORS = (
     "struct", "progress", "axes", "pallas_kernels", "cache", "core", "registry", "policy", "autoregressive",
     "constraints", "readout", "speculative", "search", "diffusion", "models", "kvcache", "sharding", "io", "systems",
     "result", "memory", "programs", "methods", "request", "reading", "job", "jobs", "api", "scoring", "choice", "steps",
-    "canvas", "bench", "harness", "plan", "cli", "__main__",
+    "canvas", "watermarks", "bench", "harness", "plan", "cli", "__main__",
 )
 """Lowest first."""
 

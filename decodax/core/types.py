@@ -132,6 +132,10 @@ class Model(abc.ABC):
         policies weigh values by it."""
         raise ValueError(f"cache: takes a model that gives its output projections; {type(self).__name__} does not")
 
+    def embeddings(self, params: PyTree, tokens: Array) -> Array:
+        """`f[B, W, D]`: rows of the embedding table, on the scale of `Window.embeddings`, of tokens `i32[B, W]`."""
+        raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(self).__name__} does not")
+
     def no_inputs(self, inputs: PyTree) -> None:
         """Raises ValueError where a model that takes no inputs is given some."""
         if inputs is not None:

@@ -50,5 +50,8 @@ class Readout(Model):
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         return self.base.init_cache(batch, capacity, params=params, inputs=inputs)
 
+    def embeddings(self, params: Any, tokens: Array) -> Array:
+        return self.base.embeddings(params, tokens)
+
     def outputs(self, params: Any, layer: int) -> Array:
         return self.base.outputs(params, layer)

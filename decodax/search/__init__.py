@@ -1,9 +1,13 @@
 """Search over texts: beams, candidates, and rows that go on from one another."""
 
+from decodax.search.adadec import AdaDec
 from decodax.search.beams import BeamSearch
 from decodax.search.contrastive import ContrastiveSearch
+from decodax.search.ngrams import NGrams
 from decodax.search.rejection import AWRS
 from decodax.search.stochastic import StochasticBeams
+from decodax.search.superposed import Superposed
 from decodax.search.uid import UID
 
-__all__ = ["AWRS", "UID", "BeamSearch", "ContrastiveSearch", "StochasticBeams"]
+__all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "ContrastiveSearch", "NGrams", "StochasticBeams",
+           "Superposed"]

@@ -5,20 +5,24 @@ says which row goes on from which, `Forks.feed` puts text behind rows, and `Fork
 """
 
 from decodax.steps.beam import AStar, StepBeams, mean_shortfall
+from decodax.steps.desel import desel, separated
 from decodax.steps.drafting import atts, lookahead_reasoning, same_words
 from decodax.steps.explorer import Explored, Explorer, Ranked, resample
 from decodax.steps.forks import Forks
 from decodax.steps.front import explore
 from decodax.steps.healing import Healed, covered, heal
 from decodax.steps.integrative import Integrated, Together, integrate
+from decodax.steps.lag import lag_decode
 from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding, k_means, tf_idf
 from decodax.steps.prompting import batch_prompt, pedal, sketch_guided
+from decodax.steps.self_infilling import Phases, SelfInfilled, self_infill
 from decodax.steps.table import EXPLORERS, explorer
 from decodax.steps.tree import TreePO
 
 __all__ = ["EXPLORERS", "SMC", "AStar", "Explored", "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter",
-           "PhiDecoding", "Ranked", "Steering", "StepBeams", "Together", "TreePO", "TrimR", "WithTools", "atts",
-           "batch_prompt", "covered", "explore", "explorer", "heal", "integrate", "k_means", "lookahead_reasoning",
-           "mean_shortfall", "pedal", "resample", "same_words", "sketch_guided", "tf_idf"]
+           "Phases", "PhiDecoding", "Ranked", "SelfInfilled", "Steering", "StepBeams", "Together", "TreePO",
+           "TrimR", "WithTools", "atts", "batch_prompt", "covered", "desel", "explore", "explorer", "heal",
+           "integrate", "k_means", "lag_decode", "lookahead_reasoning", "mean_shortfall", "pedal", "resample",
+           "same_words", "self_infill", "separated", "sketch_guided", "tf_idf"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from decodax.search import AWRS, UID, BeamSearch, ContrastiveSearch, StochasticBeams
+from decodax.search import AWRS, UID, AdaDec, BeamSearch, ContrastiveSearch, StochasticBeams, Superposed
 from decodax.search.contrastive import hidden_width
 from decodax.systems.shared import SEARCH, TARGET, entry
 
@@ -43,10 +43,25 @@ def _stochastic(k: int = 4) -> Any:
     return StochasticBeams(k)
 
 
+@entry("superposed-decoding", "Superposed Decoding: Multiple Generations from a Single Autoregressive Inference Pass",
+       "Shen et al. 2024", SEARCH, "several drafts from one forward a token, told apart by an n-gram model",
+       guarantee="approximate")
+def _superposed(k: int = 3, table: Any = None, alpha: float = 0.54, candidates: int = 9,
+                temperature: float = 0.06) -> Any:
+    return Superposed(k, table, alpha, candidates, temperature)
+
+
 @entry("contrastive-search", "A Contrastive Framework for Neural Text Generation", "Su et al. 2022", SEARCH,
        "likely tokens that say nothing again", TARGET, "approximate")
 def _contrastive(lm: Any, alpha: float = 0.6, k: int = 4) -> Any:
     return ContrastiveSearch(hidden_width(lm), alpha, k)
+
+
+@entry("adadec", "Towards Better Code Generation: Adaptive Decoding with Uncertainty Guidance", "He et al. 2025",
+       SEARCH, "where the model is uncertain, candidates are judged by how the text goes on behind them",
+       guarantee="approximate")
+def _adadec(threshold: float = 1.0, k: int = 3, length: int = 5, counting: Any = "ended") -> Any:
+    return AdaDec(threshold, k, length, counting)
 
 
 @entry("awrs", "Fast Controlled Generation from Language Models with Adaptive Weighted Rejection Sampling",

@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 
+import decodax as dx
 from decodax.policy import GreenList, build, detect
-from decodax.policy.watermark import permute
+from decodax.policy.watermark import _greens, permute
+from tests.laws.toy import Toy
 from tests.matrix import often
 from tests.policy.oracle import BATCH, apply, random_logits
 
@@ -121,3 +125,54 @@ def test_detection_names_what_it_cannot_score() -> None:
         detect(mark(), [[1]], VOCAB)
     with pytest.raises(ValueError, match="3 rows for 2 texts"):
         detect(mark(3), [[1, 2], [1, 2]], VOCAB)
+
+
+@pytest.mark.parametrize("scheme", [dict(seeding_scheme="lefthash"), dict(seeding_scheme="selfhash", context_width=3)],
+                         ids=["lefthash", "selfhash"])
+def test_scores_are_those_of_transformers_for_the_same_green_lists(scheme: dict) -> None:
+    green = mark(greenlist_ratio=0.3, bias=2.0, hashing_key=11, **scheme)
+    one, share, n = jax.tree.map(lambda x: x[0], green), int(0.3 * VOCAB) / VOCAB, green.window + 1
+    rng = np.random.default_rng(3)
+    texts = [rng.integers(1, VOCAB, 40).tolist(), rng.integers(1, 4, 40).tolist()]
+    grams = np.array([row[i:i + n] for row in texts for i in range(41 - n)])
+    lit = {tuple(gram) for gram, hit in zip(grams.tolist(), np.asarray(_greens(one, grams, VOCAB)), strict=True) if hit}
+    assert 10 < len(lit) < len(grams)
+
+    def lists(seq: torch.Tensor) -> torch.Tensor:
+        """What is green behind a context, of the texts; the second scheme asks about the last token alone."""
+        seen = tuple(seq.tolist())
+        spare = green.seeding_scheme == "selfhash"
+        return torch.tensor([gram[-1] for gram in lit if (gram if spare else gram[:-1]) == seen], dtype=torch.long)
+
+    for unique in (True, False):
+        # a ratio there is a whole number of tokens here; no text begins with BOS
+        detector = transformers.WatermarkDetector(
+            transformers.GPT2Config(vocab_size=VOCAB, bos_token_id=VOCAB), "cpu",
+            dict(greenlist_ratio=share, bias=2.0, hashing_key=11, **scheme), ignore_repeated_ngrams=unique)
+        detector.processor._get_greenlist_ids = lists
+        ours = detect(green, texts, VOCAB, unique=unique)
+        # under selfhash transformers also scores the last token of the first context, which nobody has marked
+        theirs = detector(torch.tensor(texts)[:, green.seeding_scheme == "selfhash":], return_dict=True)
+        np.testing.assert_array_equal(theirs.num_tokens_scored, ours.scored)
+        np.testing.assert_allclose(ours.green, theirs.green_fraction, rtol=1e-9)
+        np.testing.assert_allclose(ours.z, theirs.z_score, rtol=1e-6)
+        np.testing.assert_allclose(ours.p_value, theirs.p_value, rtol=1e-5)
+
+
+def test_what_generate_marks_is_detected_and_nothing_else() -> None:
+    toy = Toy(spread=0.2)
+    lm = dx.LM(model=toy, params=toy.init_params(), vocab_size=16)
+    prompts, keyed = [[1, 2, 3], [4, 5]], dict(greenlist_ratio=0.5, bias=4.0)
+    for scheme in ({}, dict(seeding_scheme="selfhash", context_width=3)):
+        out = dx.generate(lm, prompts, num_samples=2, max_new_tokens=60, temperature=1.0,
+                          watermarking_config={**keyed, **scheme})
+        found = dx.detect_watermark(lm, out, {**keyed, **scheme}, prompts=prompts)
+        assert (found.z > 3.5).all() and (found.p_value < 3e-4).all()
+        alone = dx.detect_watermark(lm, [out.row(i) for i in range(4)], {**keyed, **scheme})
+        assert (alone.scored <= found.scored).all() and (alone.z > 3.5).all()
+    plain = dx.generate(lm, prompts, num_samples=2, max_new_tokens=60, temperature=1.0)
+    assert (np.abs(dx.detect_watermark(lm, plain, keyed, prompts=prompts).z) < 4).all()
+    with pytest.raises(ValueError, match="prompts: got 3 for 4 texts"):
+        dx.detect_watermark(lm, plain, keyed, prompts=[[1]] * 3)
+    with pytest.raises(ValueError, match="watermarking_config: got"):
+        dx.detect_watermark(lm, plain, {"ratio": 1})
