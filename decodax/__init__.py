@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from decodax.programs import cache_programs
     from decodax.result import LogProbs, Result, Statistics
     from decodax.scoring import Scores, score
-    from decodax.sharding import lanes
+    from decodax.sharding import apart, lanes
     from decodax.speculative import (
         Adaptive,
         Block,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         automatic,
         drafts,
         fit_layers,
+        fit_lengths,
         fit_predictor,
         fit_tree,
         shapes,
@@ -76,10 +77,10 @@ _HOMES = {
     "decodax.programs": ["cache_programs"],
     "decodax.result": ["LogProbs", "Result", "Statistics"],
     "decodax.scoring": ["Scores", "score"],
-    "decodax.sharding": ["lanes"],
+    "decodax.sharding": ["apart", "lanes"],
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
-                            "TypicalAcceptance", "automatic", "drafts", "fit_layers", "fit_predictor", "fit_tree",
-                            "shapes"],
+                            "TypicalAcceptance", "automatic", "drafts", "fit_layers", "fit_lengths", "fit_predictor",
+                            "fit_tree", "shapes"],
     "decodax.steps": ["explore"],
     "decodax.systems": ["entry", "system"],
     "decodax.watermarks": ["detect_watermark"],
@@ -90,10 +91,11 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Chosen", "Decision", "Frame", "Infilled",
     "KSeq", "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
     "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
-    "Watch", "Window", "adapters", "automatic", "cache_programs", "choice", "choose", "detect_watermark",
-    "diffusion", "drafts", "entry", "explore", "fit_layers", "fit_predictor", "fit_tree", "generate", "infill",
-    "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy", "python_loop", "quantize", "readout", "run",
-    "save", "score", "serve", "shapes", "step", "steps", "stream", "system", "systems", "watch", "zoo",
+    "Watch", "Window", "adapters", "apart", "automatic", "cache_programs", "choice", "choose", "detect_watermark",
+    "diffusion", "drafts", "entry", "explore", "fit_layers", "fit_lengths", "fit_predictor", "fit_tree",
+    "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy", "python_loop",
+    "quantize", "readout", "run", "save", "score", "serve", "shapes", "step", "steps", "stream", "system",
+    "systems", "watch", "zoo",
 ]
 
 

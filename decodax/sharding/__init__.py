@@ -1,9 +1,11 @@
-"""Running over meshes: placing batches, prompts read by several devices, and replicas that leave their loops alone."""
+"""Running over meshes: placing batches, prompts read by several devices, replicas that leave their loops alone, draft
+model and target on halves."""
 
 from decodax.axes import CONTEXT, DATA, MODEL
+from decodax.sharding.apart import ROLE, apart
 from decodax.sharding.lanes import lanes
 from decodax.sharding.place import place
 from decodax.sharding.sequence import Chain, LayerCost, Pipeline, chain_time, chunks, partition
 
-__all__ = ["CONTEXT", "DATA", "MODEL", "Chain", "LayerCost", "Pipeline", "chain_time", "chunks", "lanes", "partition",
-           "place"]
+__all__ = ["CONTEXT", "DATA", "MODEL", "ROLE", "Chain", "LayerCost", "Pipeline", "apart", "chain_time", "chunks",
+           "lanes", "partition", "place"]

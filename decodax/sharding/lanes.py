@@ -34,12 +34,10 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
     Args:
         mesh: with an axis "data" over which rows are divided; other axes shard the weights as their placement says.
     """
-    if not s.cache.by_row:
-        raise ValueError(f"cache: got {type(s.cache).__name__}, whose rows share memory and cannot be divided; takes "
-                         "one whose arrays have a batch axis")
+    divisible(s)
     specs = batch_specs(s)
     if all(d.platform == "cpu" for d in mesh.devices.flat):
-        model = _GatheredLogits(model)
+        model = GatheredLogits(model)
 
     def lane(params: Params, policy: Any, s: State, max_rounds: Array) -> State:
         return run(alg, model, params, policy, s, max_rounds)
@@ -50,8 +48,15 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
                              params, policy, s, jnp.asarray(max_rounds, jnp.int32))
 
 
+def divisible(s: State) -> None:
+    """Raises ValueError where rows cannot be divided among replicas."""
+    if not s.cache.by_row:
+        raise ValueError(f"cache: got {type(s.cache).__name__}, whose rows share memory and cannot be divided; takes "
+                         "one whose arrays have a batch axis")
+
+
 @dataclasses.dataclass(frozen=True)
-class _GatheredLogits(Model):
+class GatheredLogits(Model):
     """`base`, its logits whole on each device."""
 
     base: Model

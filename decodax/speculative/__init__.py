@@ -5,7 +5,9 @@ from decodax.speculative.adaptive import NOTHING, Adaptive
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.controllers import Automatic, Bandit, Bass
 from decodax.speculative.fit import fit_tree
+from decodax.speculative.fit_lengths import fit_lengths
 from decodax.speculative.layer_search import Skips, fit_layers
+from decodax.speculative.lengths import Lengths
 from decodax.speculative.measure import automatic, measure
 from decodax.speculative.predictor import Logistic, fit_predictor
 from decodax.speculative.source import Draft, Shape, Source
@@ -27,6 +29,7 @@ from decodax.speculative.verify import (
 )
 
 __all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Cut", "Distance", "Draft", "Greedy", "KSeq",
-           "Logistic", "LongestBranch", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact", "Shape", "Skips",
-           "Source", "SpecVerification", "Speculative", "TopKAcceptance", "Tree", "TypicalAcceptance", "Verifier",
-           "automatic", "chain", "drafts", "fit_layers", "fit_predictor", "fit_tree", "measure", "shapes"]
+           "Lengths", "Logistic", "LongestBranch", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact",
+           "Shape", "Skips", "Source", "SpecVerification", "Speculative", "TopKAcceptance", "Tree",
+           "TypicalAcceptance", "Verifier", "automatic", "chain", "drafts", "fit_layers", "fit_lengths",
+           "fit_predictor", "fit_tree", "measure", "shapes"]

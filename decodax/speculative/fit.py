@@ -105,6 +105,18 @@ def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new
     """The state after samples, token ids, were continued by an algorithm in one batch.
 
     Raises:
+        ValueError: as `begun`.
+    """
+    alg, params, policy, s = begun(lm, algorithm, samples, max_new_tokens, seed, **sampling)
+    return drivers.advance(alg, lm.model, params, policy, s, jnp.int32(max_new_tokens))
+
+
+def begun(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
+          **sampling: Any) -> tuple[Any, Params, Any, State]:
+    """What runs an algorithm on samples, token ids, in one batch: it without its weights, the weights, the policy, and
+    the state behind the prompts.
+
+    Raises:
         ValueError: no samples or an empty one, or no tokens to make.
     """
     if not samples or not all(map(len, samples)):
@@ -122,7 +134,7 @@ def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new
     s = drivers.begin(alg, lm.model, params, policy, jnp.asarray(tokens), lengths, size=size, seed=np.uint32(seed),
                       max_new=np.full(B, max_new_tokens, np.int32))
     s = drivers.prefill(alg, lm.model, params, s, width=min(64, size))
-    return drivers.advance(alg, lm.model, params, policy, s, jnp.int32(max_new_tokens))
+    return alg, params, policy, s
 
 
-__all__ = ["continued", "fit_tree"]
+__all__ = ["begun", "continued", "fit_tree"]

@@ -47,6 +47,13 @@ def _pearl(draft: Any, gamma: int = 4) -> Any:
     return Speculative(drafts.Pearl(drafts.DraftModel(draft), gamma))
 
 
+@entry("specbranch", "SpecBranch: Speculative Decoding via Hybrid Drafting and Rollback-Aware Branch Parallelism",
+       "Shen et al. 2025", LINEAR, "while the target verifies, the draft model goes on from several of its tokens; how "
+       "much of it waits is said by confidence and, with lengths=, by a classifier of the target's states", DRAFT)
+def _specbranch(draft: Any, gamma: int = 4, branches: int = 3, least: float = 0.4, lengths: Any = None) -> Any:
+    return Speculative(drafts.SpecBranch(drafts.DraftModel(draft), gamma, branches, least, lengths))
+
+
 @entry("block-verification", "Block Verification Accelerates Speculative Decoding", "Sun et al. 2024", THEORY,
        "drafts are accepted jointly, never fewer in expectation", DRAFT, "distribution-exact")
 def _block(draft: Any, length: int = 6) -> Any:

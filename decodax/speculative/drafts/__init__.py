@@ -23,6 +23,7 @@ from decodax.speculative.drafts.prompt_lookup import PromptLookup
 from decodax.speculative.drafts.realigned import Realigned
 from decodax.speculative.drafts.recycling import TokenRecycling
 from decodax.speculative.drafts.sjd import SJD
+from decodax.speculative.drafts.specbranch import SpecBranch
 from decodax.speculative.drafts.staged import Staged
 from decodax.speculative.drafts.stand import Stand
 from decodax.speculative.drafts.suffix import SuffixAutomaton
@@ -32,5 +33,5 @@ from decodax.speculative.drafts.trie import Trie
 
 __all__ = ["ADED", "HGJ", "PGJ", "PJ", "SJD", "CLaSp", "DraftExit", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
            "Forced", "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "Merged", "NGram",
-           "NGramModel", "OwnCache", "Pearl", "PromptLookup", "Realigned", "Staged", "Stand", "SuffixAutomaton",
-           "SuffixTree", "TargetRooted", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
+           "NGramModel", "OwnCache", "Pearl", "PromptLookup", "Realigned", "SpecBranch", "Staged", "Stand",
+           "SuffixAutomaton", "SuffixTree", "TargetRooted", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]

@@ -6,14 +6,14 @@ draft writes meanwhile; where none wait, that token alone (pre-verify). If all o
 written waits for the next round. If one does not, what was written is void, and none wait. So the length of the drafts
 that are accepted in a row is not bounded, and goes by how well the draft does.
 
-Neither of the two depends on what the other computes in the round. With devices of their own a round takes as long as
-the longer of the two; where both run on the same ones, what is written and void is lost.
+Neither of the two depends on what the other computes in the round. With devices of their own (`decodax.sharding.apart`)
+a round takes as long as the longer of the two; where both run on the same ones, what is written and void is lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -21,8 +21,8 @@ from jax import Array
 from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.drafter import AroundSource
-from decodax.speculative.source import Draft, Grower, fitted
+from decodax.speculative.overlap import Overlapping
+from decodax.speculative.source import Grower, fitted
 from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, struct
 
@@ -43,7 +43,7 @@ class Ahead(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pearl(AroundSource, Draft):
+class Pearl(Overlapping):
     """Chains of `source`, written one round ahead of the target.
 
     Attributes:
@@ -53,6 +53,7 @@ class Pearl(AroundSource, Draft):
 
     source: Any
     gamma: int = 4
+    written: ClassVar[tuple[str, ...]] = ("written",)
 
     def __post_init__(self) -> None:
         if self.gamma < 2:
@@ -66,7 +67,11 @@ class Pearl(AroundSource, Draft):
         none = jnp.zeros((s.batch, self.gamma), jnp.int32)
         return Ahead(self.source.init(params, s), none[:, 1:], jnp.zeros(s.batch, bool), none)
 
-    def propose(self, params: Params, policy: Any, s: State, state: Ahead, drawn: Drawn) -> tuple[Proposal, Ahead]:
+    def offer(self, params: Params, s: State, state: Ahead) -> tuple[Proposal, Ahead]:
+        live = jnp.broadcast_to(state.waits[:, None], state.waiting.shape)
+        return Proposal(tokens=state.waiting, live=live), state
+
+    def write(self, params: Params, policy: Any, s: State, state: Ahead, drawn: Drawn) -> Ahead:
         source, K = fitted(self.source, policy.vocab_size), self.length
         grower = Grower(source, params, policy, s, drawn)
         # the drafts that wait stand in slots 1 to K; in rows without any, nothing is below them
@@ -79,11 +84,9 @@ class Pearl(AroundSource, Draft):
             token, parent = after.tokens[:, 0, 0], jnp.full_like(parent, K + 1 + i)
             written.append(token)
         nodes = jnp.concatenate([jnp.arange(1, K + 1, dtype=jnp.int32), jnp.full(K, -1, jnp.int32)])[None]
-        live = jnp.broadcast_to(state.waits[:, None], state.waiting.shape)
-        return (Proposal(tokens=state.waiting, live=live),
-                state.replace(source=source.place(g.source, nodes), written=jnp.stack(written, 1)))
+        return state.replace(source=source.place(g.source, nodes), written=jnp.stack(written, 1))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Ahead) -> Ahead:
+    def learn(self, s: State, window: Window, out: Out, decision: Decision | None, seen: None, state: Ahead) -> Ahead:
         source = self.source.observe(s, window, out, decision, state.source)
         if decision is None or decision.accepted is None:
             return state.replace(source=source, waits=jnp.zeros_like(state.waits))
