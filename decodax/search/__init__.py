@@ -2,8 +2,9 @@
 
 from decodax.search.beams import BeamSearch
 from decodax.search.contrastive import ContrastiveSearch
+from decodax.search.group import GroupThink
 from decodax.search.rejection import AWRS
 from decodax.search.stochastic import StochasticBeams
 from decodax.search.uid import UID
 
-__all__ = ["AWRS", "UID", "BeamSearch", "ContrastiveSearch", "StochasticBeams"]
+__all__ = ["AWRS", "UID", "BeamSearch", "ContrastiveSearch", "GroupThink", "StochasticBeams"]

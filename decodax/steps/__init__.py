@@ -5,8 +5,10 @@ says which row goes on from which, `Forks.feed` puts text behind rows, and `Fork
 """
 
 from decodax.steps.beam import AStar, StepBeams, mean_shortfall
+from decodax.steps.canvases import Canvases
+from decodax.steps.diffusion_tree import DTS, DTSStar
 from decodax.steps.drafting import atts, lookahead_reasoning, same_words
-from decodax.steps.explorer import Explored, Explorer, Ranked, resample
+from decodax.steps.explorer import CanvasExplorer, Explored, Explorer, Ranked, resample
 from decodax.steps.forks import Forks
 from decodax.steps.front import explore
 from decodax.steps.healing import Healed, covered, heal
@@ -18,7 +20,8 @@ from decodax.steps.prompting import batch_prompt, pedal, sketch_guided
 from decodax.steps.table import EXPLORERS, explorer
 from decodax.steps.tree import TreePO
 
-__all__ = ["EXPLORERS", "SMC", "AStar", "Explored", "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter",
-           "PhiDecoding", "Ranked", "Steering", "StepBeams", "Together", "TreePO", "TrimR", "WithTools", "atts",
-           "batch_prompt", "covered", "explore", "explorer", "heal", "integrate", "k_means", "lookahead_reasoning",
-           "mean_shortfall", "pedal", "resample", "same_words", "sketch_guided", "tf_idf"]
+__all__ = ["DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "DTSStar", "Explored", "Explorer", "Forks",
+           "Healed", "Integrated", "ParticleFilter", "PhiDecoding", "Ranked", "Steering", "StepBeams", "Together",
+           "TreePO", "TrimR", "WithTools", "atts", "batch_prompt", "covered", "explore", "explorer", "heal",
+           "integrate", "k_means", "lookahead_reasoning", "mean_shortfall", "pedal", "resample", "same_words",
+           "sketch_guided", "tf_idf"]
