@@ -50,7 +50,7 @@ class Canvases:
         if not request.algorithm.canvas:
             raise ValueError(f"algorithm: {request.algorithm.name} fills no canvas; takes a masked diffusion sampler")
         job = Job.begin(request)
-        first = np.repeat(np.arange(len(request), dtype=np.int32) * n, SIZE)
+        first: Any = np.repeat(np.arange(len(request), dtype=np.int32) * n, SIZE)
         with on_mesh(request.lm.mesh):
             store = drivers.kept(job.state, first)
         return cls(job, n, [store], job.state.key.copy())
@@ -80,12 +80,13 @@ class Canvases:
         """
         self.generation += 1
         live = np.ones(numbers.shape, bool) if live is None else live
+        turn: Any = np.uint32(self.generation)
         for part, held in enumerate(self.store):
             if (here := live & (numbers // SIZE == part)).any():
-                rows = np.full(self.job.state.batch, -1, np.int32)
+                rows: Any = np.full(self.job.state.batch, -1, np.int32)
                 rows[:self.rows] = np.where(here, self._places(numbers), -1).reshape(-1)
                 with on_mesh(self.job.request.lm.mesh):
-                    self.job.state = drivers.recall(self.job.state, held, rows, self.keys, np.uint32(self.generation))
+                    self.job.state = drivers.recall(self.job.state, held, rows, self.keys, turn)
         state = self.job.state
         status = np.array(state.status)
         status[:self.rows] = np.where(live.reshape(-1), status[:self.rows], np.int32(Status.TIME))
@@ -123,7 +124,7 @@ class Canvases:
         for part in range(len(self.store)):
             if (here := (numbers >= 0) & (numbers // SIZE == part)).any():
                 beyond = np.int32(len(self) * SIZE)
-                rows = np.full(self.job.state.batch, beyond, np.int32)
+                rows: Any = np.full(self.job.state.batch, beyond, np.int32)
                 rows[:self.rows] = np.where(here, self._places(numbers), beyond).reshape(-1)
                 with on_mesh(self.job.request.lm.mesh):
                     self.store[part] = drivers.put(self.store[part], self.job.state, rows)
