@@ -35,7 +35,7 @@ class MBR(Rule):
     weighted: bool = False
 
     def scores(self, candidates: Candidates) -> np.ndarray:
-        return self._expected(_pairs(self.utility, candidates.texts, candidates.texts), candidates)
+        return self._expected(pair_utilities(self.utility, candidates.texts, candidates.texts), candidates)
 
     def _expected(self, utilities: np.ndarray, candidates: Candidates) -> np.ndarray:
         n = len(candidates)
@@ -111,7 +111,7 @@ class PruningMBR(MBR):
             count = min(count, n)
             if count <= seen:
                 break
-            new = _pairs(self.utility, [texts[i] for i in left.tolist()], texts[seen:count])
+            new = pair_utilities(self.utility, [texts[i] for i in left.tolist()], texts[seen:count])
             utilities, seen = np.concatenate([utilities, new], 1), count
             best = int(utilities.mean(1).argmax())
             drawn = random.integers(0, count, (self.samples, count))
@@ -154,7 +154,7 @@ class LowRankMBR(MBR):
         utilities = np.zeros((n, n))
         for i in range(n):
             if (seen := np.flatnonzero(known[i]).tolist()):
-                utilities[i, seen] = _pairs(self.utility, [texts[i]], [texts[j] for j in seen])[0]
+                utilities[i, seen] = pair_utilities(self.utility, [texts[i]], [texts[j] for j in seen])[0]
         left, right = self.factors(utilities, known, random)
         return self._expected(left @ right.T, candidates)
 
@@ -182,7 +182,7 @@ class LowRankMBR(MBR):
         return left, right
 
 
-def _pairs(utility: Utility, hypotheses: Sequence[str], references: Sequence[str]) -> np.ndarray:
+def pair_utilities(utility: Utility, hypotheses: Sequence[str], references: Sequence[str]) -> np.ndarray:
     """What the utility says.
 
     Raises:

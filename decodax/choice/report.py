@@ -1,14 +1,18 @@
-"""How well likelihood and quality go together, which says what kind of decoding a task wants."""
+"""Reports: how well likelihood and quality go together, which says what kind of decoding a task wants, and how much
+answers rest on their rationales."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from decodax.choice.candidates import Candidates
+from decodax.io.load import LM
+from decodax.scoring import score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +73,71 @@ def _ranks(x: np.ndarray) -> np.ndarray:
     _, group, count = np.unique(x, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     return (last - (count - 1) / 2)[group]
+
+
+@dataclasses.dataclass(frozen=True)
+class Faithfulness:
+    """How much answers rest on the rationales in front of them.
+
+    Attributes:
+        shares: `f64[k]`, which part of a rationale stood in front of the answer, from 0 to 1.
+        log_probs: `f64[k]`, of the answers behind so much of it, on average.
+        same: `f64[k]`, the share of problems in which the likeliest answer is that behind the whole rationale; NaN
+            where a problem has one answer.
+        right: `f64[k]`, the share in which the first answer is the likeliest, likewise.
+        area: over the curve `same`: 0, if answers stand without the rationale; 1, if they need all of it.
+        each: `f64[n, k]`, log-probabilities of the first answer of each problem.
+    """
+
+    shares: np.ndarray
+    log_probs: np.ndarray
+    same: np.ndarray
+    right: np.ndarray
+    area: float
+    each: np.ndarray
+
+    def __str__(self) -> str:
+        rows = "; ".join(f"{s:.0%}: {p:.2f}" + ("" if np.isnan(a) else f", same answer {a:.0%}")
+                         for s, p, a in zip(self.shares, self.log_probs, self.same, strict=True))
+        return (f"log-probability of the answer behind so much of the rationale: {rows}; area over the curve "
+                f"{self.area:.2f}")
+
+
+def faithfulness(lm: LM, problems: Sequence[tuple[str, str, Sequence[str]]],
+                 shares: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0), *, join: str = "") -> Faithfulness:
+    """Whether answers rest on their rationales (early answering: Lanham et al., 2023): the rationale is cut short, at a
+    space, and the answers are scored behind what is left.
+
+    Answers that are the same without the rationale do not come from it, and it may be cut early (FastCoT, TrimR). What
+    is likelier behind more of it, it helps.
+
+    Args:
+        lm: what `load` gave. problems: of each the prompt, the rationale, and its answers, of which the first one is
+            right, or the only one. shares: which parts of the rationale are kept, ascending; the last is 1.
+        join: stands between the rationale and the answer, such as "\\nAnswer: ".
+
+    Raises:
+        ValueError: no problem, one without an answer, or shares that do not end with 1.
+    """
+    if not problems or any(not len(answers) for _, _, answers in problems):
+        raise ValueError("problems: takes one or more, each with an answer")
+    part = np.asarray(shares, np.float64)
+    if not len(part) or part[-1] != 1 or (np.diff(part) <= 0).any() or part[0] < 0:
+        raise ValueError(f"shares: got {list(shares)}, takes ascending numbers from 0 on, the last of them 1")
+    pairs = [(prompt + shortened(rationale, s) + join, answer)
+             for prompt, rationale, answers in problems for s in part for answer in answers]
+    flat = iter(score(lm, pairs).sum.tolist())
+    found = [np.array([[next(flat) for _ in answers] for _ in part]) for _, _, answers in problems]
+    each = np.array([x[:, 0] for x in found])
+    same, right = np.full(len(part), np.nan), np.full(len(part), np.nan)
+    if several := [x for x in found if x.shape[1] > 1]:
+        best = np.array([x.argmax(1) for x in several])
+        same, right = (best == best[:, -1:]).mean(0), (best == 0).mean(0)
+    area = float(1 - np.trapezoid(same, part) / (part[-1] - part[0])) if len(part) > 1 else float("nan")
+    return Faithfulness(part, each.mean(0), same, right, area, each)
+
+
+def shortened(text: str, share: float) -> str:
+    """The first words of a text, so many of them."""
+    words = re.findall(r"\s*\S+", text)
+    return text if share >= 1 else "".join(words[:round(share * len(words))])

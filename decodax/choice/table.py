@@ -8,6 +8,7 @@ from typing import Any
 from decodax.choice.best import BestOfN, Likelihood, QualityAware
 from decodax.choice.candidates import Rule
 from decodax.choice.consensus import Asked, Corrected, EquilibriumRanking
+from decodax.choice.evidence import XMBR, CalibratedBestOfN
 from decodax.choice.mbr import MBR, AggregateMBR, LowRankMBR, PruningMBR
 from decodax.choice.pairs import PairRanker
 from decodax.choice.vote import SelfConsistency
@@ -58,7 +59,11 @@ RULES = {entry.name: entry for entry in (
           "what a model names that sees all candidates", Asked),
     Entry("local-normalization", "Local Normalization Distortion and the Thermodynamic Formalism of Decoding "
           "Strategies for Large Language Models", "Kempton and Burrell 2025",
-          "a draw by what truncation took from each", Corrected))}
+          "a draw by what truncation took from each", Corrected),
+    Entry("x-mbr", "When Life Gives You Samples: The Benefits of Scaling up Inference Compute for Multilingual LLMs",
+          "Khairi et al. 2025", "minimum Bayes risk with evidence from other languages", XMBR),
+    Entry("infalign-ctrl", "InfAlign: Inference-aware language model alignment", "Balashankar et al. 2024",
+          "the largest reward, as its quantile among reference samples", CalibratedBestOfN))}
 """All of them, by name."""
 
 

@@ -34,7 +34,7 @@ is all of the state, as it is behind `advance`, which would be compiled for both
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
     programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _take_over, _extend, _fan_out,
-                     _fan_out_shared, _refill, stack_rows, advance, _outcome, _fork, _rewind)
+                     _fan_out_shared, _refill, stack_rows, advance, _outcome, _fork, _rewind, _kept, _recall)
     return sum(program._cache_size() for program in programs)
 
 
@@ -217,6 +217,43 @@ def _fork(s: State, rows: Array, key: Array, generation: Array) -> State:
 
 def _later(key: Array, generation: Array) -> Array:
     return jax.vmap(jax.random.fold_in, (0, None))(key, generation)
+
+
+def kept(s: State, rows: Array) -> State:
+    """Rows `rows` (`i32[B']`) of a state, as they are, for searches that come back to them."""
+    return _kept(s, rows)
+
+
+@jax.jit
+def _kept(s: State, rows: Array) -> State:
+    return auto_region(lambda s, rows: s.select(rows), s, rows)
+
+
+def put(held: State, new: State, rows: Array) -> State:
+    """What is kept with the rows of `new` in the places `rows` (`i32[B']`, all different); a row whose place is beyond
+    it is left out. `held` is donated.
+
+    Raises:
+        ValueError: as `refill`.
+    """
+    if not held.cache.by_row:
+        raise ValueError(f"cache: rows of {type(held.cache).__name__} share memory, so none can be kept alone")
+    return _refill(held, new, rows)
+
+
+def recall(s: State, held: State, rows: Array, keys: Array, generation: Array) -> State:
+    """The state whose row `i` goes on from the kept row `rows[i]`, and draws by the key of its place, folded with the
+    generation (`u32[]`); where `rows[i]` is negative it is as it was. `s` is donated."""
+    return _recall(s, held, rows, keys, generation)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _recall(s: State, held: State, rows: Array, key: Array, generation: Array) -> State:
+    def taken(s: State, held: State, rows: Array, key: Array, generation: Array) -> State:
+        new = held.select(jnp.maximum(rows, 0)).replace(key=_later(key, generation))
+        return jax.tree.map(lambda x, y: jnp.where((rows >= 0).reshape(-1, *[1] * (x.ndim - 1)), y, x), s, new)
+
+    return auto_region(taken, s, held, rows, key, generation, like=s)
 
 
 def rewind(s: State, length: Array, back: Array, keys: Array, generation: Array) -> State:

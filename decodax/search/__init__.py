@@ -3,11 +3,21 @@
 from decodax.search.adadec import AdaDec
 from decodax.search.beams import BeamSearch
 from decodax.search.contrastive import ContrastiveSearch
+from decodax.search.group import GroupThink
 from decodax.search.ngrams import NGrams
 from decodax.search.rejection import AWRS
 from decodax.search.stochastic import StochasticBeams
 from decodax.search.superposed import Superposed
 from decodax.search.uid import UID
 
-__all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "ContrastiveSearch", "NGrams", "StochasticBeams",
-           "Superposed"]
+__all__ = [
+           "AWRS",
+           "UID",
+           "AdaDec",
+           "BeamSearch",
+           "ContrastiveSearch",
+           "GroupThink",
+           "NGrams",
+           "StochasticBeams",
+           "Superposed",
+]

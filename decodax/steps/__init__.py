@@ -5,9 +5,11 @@ says which row goes on from which, `Forks.feed` puts text behind rows, and `Fork
 """
 
 from decodax.steps.beam import AStar, StepBeams, mean_shortfall
+from decodax.steps.canvases import Canvases
 from decodax.steps.desel import desel, separated
+from decodax.steps.diffusion_tree import DTS, DTSStar
 from decodax.steps.drafting import atts, lookahead_reasoning, same_words
-from decodax.steps.explorer import Explored, Explorer, Ranked, resample
+from decodax.steps.explorer import CanvasExplorer, Explored, Explorer, Ranked, resample
 from decodax.steps.forks import Forks
 from decodax.steps.front import explore
 from decodax.steps.healing import Healed, covered, heal
@@ -21,8 +23,47 @@ from decodax.steps.self_infilling import Phases, SelfInfilled, self_infill
 from decodax.steps.table import EXPLORERS, explorer
 from decodax.steps.tree import TreePO
 
-__all__ = ["EXPLORERS", "SMC", "AStar", "Explored", "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter",
-           "Phases", "PhiDecoding", "Ranked", "SelfInfilled", "Steering", "StepBeams", "Together", "TreePO",
-           "TrimR", "WithTools", "atts", "batch_prompt", "covered", "desel", "explore", "explorer", "heal",
-           "integrate", "k_means", "lag_decode", "lookahead_reasoning", "mean_shortfall", "pedal", "resample",
-           "same_words", "self_infill", "separated", "sketch_guided", "tf_idf"]
+__all__ = [
+           "DTS",
+           "EXPLORERS",
+           "SMC",
+           "AStar",
+           "CanvasExplorer",
+           "Canvases",
+           "DTSStar",
+           "Explored",
+           "Explorer",
+           "Forks",
+           "Healed",
+           "Integrated",
+           "ParticleFilter",
+           "Phases",
+           "PhiDecoding",
+           "Ranked",
+           "SelfInfilled",
+           "Steering",
+           "StepBeams",
+           "Together",
+           "TreePO",
+           "TrimR",
+           "WithTools",
+           "atts",
+           "batch_prompt",
+           "covered",
+           "desel",
+           "explore",
+           "explorer",
+           "heal",
+           "integrate",
+           "k_means",
+           "lag_decode",
+           "lookahead_reasoning",
+           "mean_shortfall",
+           "pedal",
+           "resample",
+           "same_words",
+           "self_infill",
+           "separated",
+           "sketch_guided",
+           "tf_idf",
+]

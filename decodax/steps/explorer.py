@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from decodax.result import Result
+from decodax.steps.canvases import Canvases
 from decodax.steps.forks import Forks
 
 Score = Callable[[Any, Sequence[Any]], Any]
@@ -60,6 +61,21 @@ class Explorer(abc.ABC):
     @abc.abstractmethod
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         """Runs to the end. `asked` has the prompts as they were given."""
+
+
+class CanvasExplorer(abc.ABC):
+    """A search over canvases that are denoised step by step: as `Explorer`, but `search` sees `Canvases`."""
+
+    needs_reward = False
+
+    @property
+    @abc.abstractmethod
+    def rows(self) -> int:
+        """Rows that a prompt takes."""
+
+    @abc.abstractmethod
+    def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:
+        """Runs to the end. The rows hold what is given back."""
 
 
 @dataclasses.dataclass(frozen=True)

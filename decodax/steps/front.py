@@ -10,12 +10,13 @@ import numpy as np
 
 from decodax.io.load import LM
 from decodax.methods import model
-from decodax.steps.explorer import Explored, Explorer
+from decodax.steps.canvases import Canvases
+from decodax.steps.explorer import CanvasExplorer, Explored, Explorer
 from decodax.steps.forks import Forks
 from decodax.steps.table import explorer
 
 
-def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer, *,
+def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | CanvasExplorer, *,
             until: str | Sequence[str] | None = None, step_tokens: int | None = None,
             options: dict[str, Any] | None = None, **sampling: Any) -> Explored:
     """Answers each prompt by a search over steps, on forks of one compiled state.
@@ -28,10 +29,11 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer, *
         lm, prompts: as of `generate`.
         by: a search, or the name of one (`decodax.steps.EXPLORERS`).
         until: strings with which a step ends. step_tokens: tokens of a step at most. Without either, a step is the
-            whole text.
+            whole text. Searches over canvases take neither: their steps are those of the sampler.
         options: of the search, where it is given by name: `options={"reward": judge, "n": 16}`.
         sampling: arguments of `generate`: `temperature`, `max_new_tokens`, `algorithm`, `cache`, `stop`, ... With
-            `algorithm` any system that writes from left to right writes the steps.
+            `algorithm` any system that writes from left to right writes the steps; for searches over canvases any
+            sampler of masked diffusion.
 
     Raises:
         ValueError: an unknown search or option, or one that is missing; or as `generate`.
@@ -39,15 +41,22 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer, *
     """
     lm = model(lm)
     chosen = explorer(by, **(options or {})) if isinstance(by, str) else by
-    if not isinstance(chosen, Explorer):
+    if not isinstance(chosen, (Explorer, CanvasExplorer)):
         raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
     if not isinstance(by, str) and options:
         raise ValueError("options: got some beside a search that is made already")
     for name in ("num_samples", "num_return_sequences"):
         if name in sampling:
             raise TypeError(f"{name}: explore takes no such argument; the search says how many rows it takes")
-    forks = Forks.begin(lm, prompts, chosen.rows, until=until, step_tokens=step_tokens, **sampling)
-    found = chosen.search(forks, asked(prompts, forks.prompts))
+    forks: Forks | Canvases
+    if isinstance(chosen, CanvasExplorer):
+        if until is not None or step_tokens is not None:
+            raise ValueError("until, step_tokens: a canvas is denoised step by step by its sampler; takes neither")
+        forks = Canvases.begin(lm, prompts, chosen.rows, **sampling)
+        found = chosen.search(forks, asked(prompts, forks.prompts))
+    else:
+        forks = Forks.begin(lm, prompts, chosen.rows, until=until, step_tokens=step_tokens, **sampling)
+        found = chosen.search(forks, asked(prompts, forks.prompts))
     texts = forks.texts()
     index = found.scores.argmax(1) if found.index is None else np.asarray(found.index)
     return Explored(text=[row[int(i)] for row, i in zip(texts, index, strict=True)], index=index, texts=texts,

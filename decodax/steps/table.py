@@ -7,7 +7,8 @@ from typing import Any
 
 from decodax.registry import near
 from decodax.steps.beam import AStar, StepBeams
-from decodax.steps.explorer import Explorer
+from decodax.steps.diffusion_tree import DTS, DTSStar
+from decodax.steps.explorer import CanvasExplorer, Explorer
 from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding
@@ -27,7 +28,7 @@ class Entry:
     title: str
     authors: str
     summary: str
-    make: type[Explorer]
+    make: type[Explorer] | type[CanvasExplorer]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -56,11 +57,15 @@ EXPLORERS = {entry.name: entry for entry in (
           "a text that stops at calls, and goes on behind what they gave (IterDRAG; DTA-Llama: several calls at once)",
           WithTools),
     Entry("trimr", "TrimR: Verifier-based Training-Free Thinking Compression for Efficient Test-Time Scaling",
-          "Lin et al. 2025", "a verifier ends thoughts that only say again what is known", TrimR))}
+          "Lin et al. 2025", "a verifier ends thoughts that only say again what is known", TrimR),
+    Entry("dts", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models", "Jain et al. 2025",
+          "a tree of canvases, whose leaves are samples of the model times the exponential of a reward", DTS),
+    Entry("dts-star", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
+          "Jain et al. 2025", "a tree of canvases, searched for the text with the largest reward", DTSStar))}
 """All of them, by name."""
 
 
-def explorer(name: str, **options: Any) -> Explorer:
+def explorer(name: str, **options: Any) -> Explorer | CanvasExplorer:
     """The search that stands in the table under a name.
 
     Raises:

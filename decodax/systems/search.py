@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from decodax.search import AWRS, UID, AdaDec, BeamSearch, ContrastiveSearch, StochasticBeams, Superposed
+from decodax.search import AWRS, UID, AdaDec, BeamSearch, ContrastiveSearch, GroupThink, StochasticBeams, Superposed
 from decodax.search.contrastive import hidden_width
 from decodax.systems.shared import SEARCH, TARGET, entry
 
@@ -71,3 +71,14 @@ def _awrs(check: Callable[[list[int]], bool] | None = None, proper: bool = True,
     if check is None:
         raise ValueError("system: 'awrs' needs check=, a function of the new tokens")
     return AWRS(check, proper, most)
+
+
+@entry("group-think", "Group Think: Multiple Concurrent Reasoning Agents Collaborating at Token Level Granularity",
+       "Hsu et al. 2025", SEARCH, "several threads of one text, written side by side, that read one another", TARGET,
+       "approximate")
+def _group_think(lm: Any, threads: int = 4, starts: tuple[tuple[int, ...], ...] = (), together: bool = True) -> Any:
+    layers = getattr(getattr(lm.model, "config", None), "layers", ())
+    if any(getattr(layer, "sliding", None) for layer in (layers if isinstance(layers, tuple) else ())):
+        raise ValueError("system: 'group-think' gives threads blocks of positions of their own; takes a model whose "
+                         "layers attend to the whole text")
+    return GroupThink(threads, tuple(map(tuple, starts)), together)

@@ -32,7 +32,8 @@ def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
     options = dict(check=allowed) if name == "awrs" else {}
     alg = dx.system(name, net(), **options)
     assert alg.guarantee == SYSTEMS[name].guarantee == "approximate"
-    given: dict[str, Any] = dict(algorithm=alg, max_new_tokens=10, repetition_penalty=1.2)
+    penalty = {} if name == "group-think" else dict(repetition_penalty=1.2)         # it takes none
+    given: dict[str, Any] = dict(algorithm=alg, max_new_tokens=10, **penalty)
     together = dx.generate(net(), PROMPTS, **given)
     count = len(together) // len(PROMPTS)
     for i, prompt in enumerate(PROMPTS):
@@ -41,7 +42,7 @@ def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
             assert alone.row(j).tolist() == together.row(i * count + j).tolist()
     assert all(status != dx.Status.RUNNING for status in together.status)
     if name != "awrs":
-        text = dx.generate(net(), PROMPTS, algorithm=name, max_new_tokens=10, repetition_penalty=1.2)
+        text = dx.generate(net(), PROMPTS, algorithm=name, max_new_tokens=10, **penalty)
         assert np.array_equal(text.tokens, together.tokens)
 
 

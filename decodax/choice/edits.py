@@ -1,0 +1,105 @@
+"""Programs that are written as edits, and how many problems are solved in several attempts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+EDIT = "<|diff|>"
+"""What stands between two edits."""
+
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+
+
+def insert(program: str, edit: str) -> str:
+    """A program with an edit (Piterbarg et al., 2024, LintSeq): a diff that only inserts lines, in hunks of the unified
+    format with or without lines of context.
+
+    Raises:
+        ValueError: what is no such diff, or does not fit the program.
+
+    >>> insert("def f():\\n    return 1", "@@ -1,0 +2,1 @@\\n+    x = 1")
+    'def f():\\n    x = 1\\n    return 1'
+    """
+    lines = program.split("\n") if program else []
+    out, done, made = [], 0, None
+    for row in edit.strip("\n").split("\n") if edit.strip() else []:
+        if head := _HUNK.match(row):
+            start, count = int(head[1]), int(head[2] or 1)
+            at = start if count == 0 else start - 1         # without lines of its own a hunk stands behind a line
+            if not done <= at <= len(lines):
+                raise ValueError(f"edit: got a hunk at line {start} of a program of {len(lines)} lines, behind "
+                                 f"line {done}")
+            out += lines[done:at]
+            done, made = at, row
+        elif made is None:
+            if row.startswith(("---", "+++")):
+                continue
+            raise ValueError(f"edit: got {row!r} in front of the first hunk")
+        elif row.startswith("+"):
+            out.append(row[1:])
+        elif row.startswith("-"):
+            raise ValueError(f"edit: got {row!r}; takes edits that only insert lines")
+        else:
+            if done >= len(lines) or lines[done] != row[1:]:
+                raise ValueError(f"edit: got {row[1:]!r} as line {done + 1}, which the program does not have")
+            out.append(lines[done])
+            done += 1
+    return "\n".join([*out, *lines[done:]])
+
+
+def resolve_edits(text: str, separator: str = EDIT, program: str = "", partial: bool = True) -> str:
+    """The program that a sequence of edits makes.
+
+    Args:
+        separator: between edits; with `stop=separator` a text ends behind one of them. program: what they begin with.
+        partial: whether the last edit is left out if it cannot be read, as of a text that was cut off.
+
+    Raises:
+        ValueError: an edit that does not fit; says which.
+    """
+    edits = [edit for edit in text.split(separator) if edit.strip()]
+    for i, edit in enumerate(edits):
+        try:
+            program = insert(program, edit)
+        except ValueError as e:
+            if partial and i == len(edits) - 1:
+                break
+            raise ValueError(f"edit {i + 1} of {len(edits)}: {e}") from e
+    return program
+
+
+def pass_at_k(samples: Any, right: Any, k: int) -> np.ndarray:
+    """The chance that one of `k` samples is right, without bias from `n >= k` samples of which `c` are (Chen et al.,
+    2021): `1 - C(n - c, k) / C(n, k)`.
+
+    Args:
+        samples, right: `i64[...]`, `n` and `c` of each problem.
+
+    Raises:
+        ValueError: fewer samples than `k`, or more right ones than there are.
+
+    >>> pass_at_k([10, 10, 10], [0, 1, 10], 5).round(3).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    n, c = np.broadcast_arrays(np.asarray(samples, np.int64), np.asarray(right, np.int64))
+    if k < 1 or (n < k).any():
+        raise ValueError(f"k: got {k} with {int(n.min())} samples, takes from 1 to the number of samples")
+    if (c < 0).any() or (c > n).any():
+        raise ValueError("right: takes numbers from 0 to that of the samples")
+    # the product over i of (n - c - i) / (n - i), whose factors are 0 from i = n - c on
+    i = np.arange(k)
+    return 1 - np.prod(np.maximum((n - c)[..., None] - i, 0) / (n[..., None] - i), -1)
+
+
+def coverage(right: Sequence[Sequence[bool]], ks: Sequence[int] = (1, 10, 100)) -> dict[int, float]:
+    """pass@k, on average over problems, for each of `ks` that all problems have samples for.
+
+    >>> coverage([[True, False], [False, False]])
+    {1: 0.25}
+    """
+    n, c = np.array([len(row) for row in right]), np.array([sum(map(bool, row)) for row in right])
+    return {k: float(pass_at_k(n, c, k).mean()) for k in ks if len(n) and k <= n.min()}
