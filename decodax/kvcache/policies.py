@@ -120,7 +120,7 @@ def _chunkkv(budget: Budget = 2048, every: Every = None, chunk: int = 10, window
 @cache_policy("adakv", "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
               "Feng et al. 2024", "SnapKV where the heads of a layer share their tokens")
 def _adakv(budget: Budget = 1024, every: Every = None, window: int = 32, kernel: int = 7,
-           pool: Literal["mean", "max"] = "max", floor: float = 0.2, most: float | None = 2.0) -> CacheConfig:
+           pool: Literal["mean", "max"] = "max", floor: float = 0.2, most: float | None = None) -> CacheConfig:
     return Eviction(AdaptiveHeads(WindowAttention(window, kernel, pool), floor, most), budget, every, name="adakv")
 
 
@@ -128,7 +128,7 @@ def _adakv(budget: Budget = 1024, every: Every = None, window: int = 32, kernel:
               "Future Queries Distribution", "Devoto et al. 2025",
               "Expected Attention where the heads of a layer share their tokens")
 def _adaptive_expected(budget: Budget = 0.5, every: Every = None, sinks: int = 4, future: int = 512,
-                       epsilon: float = 0.01, floor: float = 0.2, most: float | None = 2.0) -> CacheConfig:
+                       epsilon: float = 0.01, floor: float = 0.2, most: float | None = None) -> CacheConfig:
     return Eviction(AdaptiveHeads(ExpectedAttention(sinks, future, epsilon=epsilon), floor, most), budget, every,
                     name="adaptive-expected-attention")
 
@@ -136,7 +136,7 @@ def _adaptive_expected(budget: Budget = 0.5, every: Every = None, sinks: int = 4
 @cache_policy("criticalkv", "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
               "Feng et al. 2025", "half by SnapKV, half by what the value changes in the output too; for prompts alone")
 def _criticalkv(budget: Budget = 1024, window: int = 32, kernel: int = 7, pool: Literal["mean", "max"] = "max",
-                first: float = 0.5, floor: float | None = None, most: float | None = 2.0) -> CacheConfig:
+                first: float = 0.5, floor: float | None = None, most: float | None = None) -> CacheConfig:
     score = Critical(WindowAttention(window, kernel, pool))
     return Eviction(TwoStages(score, first, floor, most), budget, name="criticalkv")
 
