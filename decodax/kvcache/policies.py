@@ -13,6 +13,7 @@ from decodax.kvcache.codecs import Affine, Approximated, Largest
 from decodax.kvcache.coded import Coding
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
+from decodax.kvcache.landmarks import LowRankKeys
 from decodax.kvcache.lookahead import QueriesAhead
 from decodax.kvcache.merging import Merging
 from decodax.kvcache.paged import Paged
@@ -213,6 +214,12 @@ def _minicache(start: int | None = None, towards: float = 0.6, retained: float =
               "everything; each query reads the pages whose keys may attract it, and the latest tokens")
 def _quest(budget: int = 1024, page: int = 16, recent: int = 64, skip: tuple[int, ...] = (0, 1)) -> CacheConfig:
     return Retrieval(KeyBounds(), budget, page, recent, skip, "quest")
+
+
+@cache_policy("shadowkv", "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
+              "Sun et al. 2024", "keys of low rank; each query reads the chunks whose mean keys it attends to")
+def _shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int = 48, local: int = 4) -> CacheConfig:
+    return LowRankKeys(budget, chunk, rank, outliers, local)
 
 
 @cache_policy("recycled-attention", "Recycled Attention: Efficient inference for long-context language models",
