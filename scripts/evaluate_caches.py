@@ -103,6 +103,7 @@ def held(cache: Any) -> float:
     from decodax.cache import Wrapper
     from decodax.kvcache.coded import Coded
     from decodax.kvcache.evicting import Evicting
+    from decodax.kvcache.landmarks import Shadowed
     from decodax.kvcache.merging import MergedLayers
     from decodax.kvcache.retrieval import Retrieving
 
@@ -117,6 +118,11 @@ def held(cache: Any) -> float:
         return float((each[0] * (np.asarray(cache.held) - whole) + each[1] * whole).sum())
     if isinstance(cache, Wrapper):
         return held(cache.base)
+    if isinstance(cache, Shadowed):
+        rows, before, kept = cache.length.shape[0], np.asarray(cache.began, float), np.asarray(cache.kept, float)
+        after = kept + np.asarray(cache.length, float) - before
+        return float(size(cache.shadows) * before.sum() / cache.size
+                     + sum(kv.nbytes / kv.shape[2] for kv in cache.kv) * after.sum()) / rows
     if isinstance(cache, MergedLayers):
         before, rows = np.asarray(cache.prompt_length, float).sum(), cache.length.shape[0]
         after = np.asarray(cache.length, float).sum() - before

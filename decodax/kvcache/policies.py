@@ -14,6 +14,7 @@ from decodax.kvcache.coded import Coding
 from decodax.kvcache.context import Context
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
+from decodax.kvcache.landmarks import LowRankKeys
 from decodax.kvcache.lookahead import QueriesAhead
 from decodax.kvcache.merging import Merging
 from decodax.kvcache.paged import Paged
@@ -122,7 +123,7 @@ def _chunkkv(budget: Budget = 2048, every: Every = None, chunk: int = 10, window
 @cache_policy("adakv", "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
               "Feng et al. 2024", "SnapKV where the heads of a layer share their tokens")
 def _adakv(budget: Budget = 1024, every: Every = None, window: int = 32, kernel: int = 7,
-           pool: Literal["mean", "max"] = "max", floor: float = 0.2, most: float | None = 2.0) -> CacheConfig:
+           pool: Literal["mean", "max"] = "max", floor: float = 0.2, most: float | None = None) -> CacheConfig:
     return Eviction(AdaptiveHeads(WindowAttention(window, kernel, pool), floor, most), budget, every, name="adakv")
 
 
@@ -130,7 +131,7 @@ def _adakv(budget: Budget = 1024, every: Every = None, window: int = 32, kernel:
               "Future Queries Distribution", "Devoto et al. 2025",
               "Expected Attention where the heads of a layer share their tokens")
 def _adaptive_expected(budget: Budget = 0.5, every: Every = None, sinks: int = 4, future: int = 512,
-                       epsilon: float = 0.01, floor: float = 0.2, most: float | None = 2.0) -> CacheConfig:
+                       epsilon: float = 0.01, floor: float = 0.2, most: float | None = None) -> CacheConfig:
     return Eviction(AdaptiveHeads(ExpectedAttention(sinks, future, epsilon=epsilon), floor, most), budget, every,
                     name="adaptive-expected-attention")
 
@@ -138,7 +139,7 @@ def _adaptive_expected(budget: Budget = 0.5, every: Every = None, sinks: int = 4
 @cache_policy("criticalkv", "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
               "Feng et al. 2025", "half by SnapKV, half by what the value changes in the output too; for prompts alone")
 def _criticalkv(budget: Budget = 1024, window: int = 32, kernel: int = 7, pool: Literal["mean", "max"] = "max",
-                first: float = 0.5, floor: float | None = None, most: float | None = 2.0) -> CacheConfig:
+                first: float = 0.5, floor: float | None = None, most: float | None = None) -> CacheConfig:
     score = Critical(WindowAttention(window, kernel, pool))
     return Eviction(TwoStages(score, first, floor, most), budget, name="criticalkv")
 
@@ -215,6 +216,12 @@ def _minicache(start: int | None = None, towards: float = 0.6, retained: float =
               "everything; each query reads the pages whose keys may attract it, and the latest tokens")
 def _quest(budget: int = 1024, page: int = 16, recent: int = 64, skip: tuple[int, ...] = (0, 1)) -> CacheConfig:
     return Retrieval(KeyBounds(), budget, page, recent, skip, "quest")
+
+
+@cache_policy("shadowkv", "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
+              "Sun et al. 2024", "keys of low rank; each query reads the chunks whose mean keys it attends to")
+def _shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int = 48, local: int = 4) -> CacheConfig:
+    return LowRankKeys(budget, chunk, rank, outliers, local)
 
 
 @cache_policy("recycled-attention", "Recycled Attention: Efficient inference for long-context language models",

@@ -18,7 +18,7 @@ from decodax.kvcache.selection import Budget, Selection, best
 @dataclasses.dataclass(frozen=True)
 class HeadShares(Selection):
     """Each head keeps a share of the text of its own, which a table says, whatever the budget (LU-KV, as kvpress has
-    it). A layer's memory is that of its largest head.
+    it).
 
     Attributes:
         shares: `[L][G]`, from 0 to 1.
@@ -41,6 +41,10 @@ class HeadShares(Selection):
         lengths = np.arange(longest + 1)
         return np.minimum(lengths, np.ceil(lengths * max(self.shares[layer])) + 1).astype(np.int32)
 
+    def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
+        longest = len(table) - 1
+        return sum(min(longest, int(longest * share) + 2) for share in self.shares[layer])
+
     def choose(self, held: HeldLayer, count: Array) -> Array:
         own = np.asarray(self.shares[held.layer], np.float32)
         if own.shape != (held.keys.shape[0],):
@@ -59,8 +63,7 @@ class HeadShares(Selection):
 @dataclasses.dataclass(frozen=True)
 class HeadSizes(Selection):
     """Each head keeps a number of tokens of its own, which was measured beforehand (HeadKV: "Not All Heads Matter: A
-    Head-Level KV Cache Compression Method with Integrated Retrieval and Reasoning", Fu et al., 2024). A layer's memory
-    is that of its largest head.
+    Head-Level KV Cache Compression Method with Integrated Retrieval and Reasoning", Fu et al., 2024).
 
     Attributes:
         sizes: `[L][G]` tokens, those of the window among them.
@@ -78,6 +81,9 @@ class HeadSizes(Selection):
         if len(self.sizes) != depth:
             raise ValueError(f"heads: got those of {len(self.sizes)} layers, the model has {depth}")
         return np.minimum(np.arange(longest + 1), max(self.sizes[layer])).astype(np.int32)
+
+    def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
+        return sum(min(len(table) - 1, size) for size in self.sizes[layer])
 
     def choose(self, held: HeldLayer, count: Array) -> Array:
         own = self.sizes[held.layer]

@@ -116,7 +116,7 @@ class Retrieving(KeyValues):
                                     lax.dynamic_slice_in_dim(kv, first, near, 1)], 1)
             seen = jnp.concatenate([jnp.repeat(found > -jnp.inf, P, 1),
                                     jnp.broadcast_to((late >= start * P) & (late < length), (G, near))], 1)
-            return _attention(q, some.astype(jnp.float32), seen, d)
+            return attention_to(q, some.astype(jnp.float32), seen, d)
 
         each = jax.vmap(one, in_axes=((0, 0, 0, 0, 0),))
         over = lambda node: each((self.kv[layer], self.digests[layer], self.length, *node))
@@ -144,7 +144,7 @@ class Retrieving(KeyValues):
         return self.replace(kv=tuple(kv), digests=tuple(digests), length=length)
 
 
-def _attention(q: Array, kv: Array, seen: Array, width: int) -> tuple[Array, Array]:
+def attention_to(q: Array, kv: Array, seen: Array, width: int) -> tuple[Array, Array]:
     """Of queries `f32[G, r, d]` to `f32[G, n, d + e]` where `seen` (`bool[G, n]`): `f32[H, e]`, and the logarithm of
     the sums, `f32[H]`; about -1e30 where nothing is seen."""
     scores = jnp.where(seen[:, None], jnp.einsum("grd,gnd->grn", q, kv[..., :width]), -1e30)

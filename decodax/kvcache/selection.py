@@ -94,6 +94,11 @@ class Selection(abc.ABC):
         """The most tokens that one head of a layer keeps, by the layer's table."""
         return int(table.max())
 
+    def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
+        """The most tokens that the heads of a layer keep together, if they keep different numbers and that is less than
+        as many times what one may keep: then their memory is that of the sum (`decodax.kvcache.packed`)."""
+        return None
+
     @abc.abstractmethod
     def choose(self, held: HeldLayer, count: Array) -> Array:
         """`bool[G, S]`: what stays of a layer, `count` tokens (`i32[]`) of each head."""
@@ -243,6 +248,9 @@ class AdaptiveHeads(Selection):
         own = even * heads - (heads - 1) * int(even * self.floor)
         return min(len(table) - 1, own if self.most is None else min(own, int(even * self.most)))
 
+    def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
+        return int(table.max()) * heads
+
     def choose(self, held: HeldLayer, count: Array) -> Array:
         return self.shared(self.score(held), held.valid, count)
 
@@ -323,6 +331,9 @@ class TwoStages(Selection):
     def slots(self, table: np.ndarray, heads: int) -> int:
         return int(table.max()) if self.floor is None else AdaptiveHeads(
             self.score, self.floor, self.most).slots(table, heads)
+
+    def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
+        return None if self.floor is None else int(table.max()) * heads
 
     def choose(self, held: HeldLayer, count: Array) -> Array:
         worth, valid = self.score.score(held), held.valid

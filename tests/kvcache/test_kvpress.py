@@ -98,7 +98,7 @@ def keeps(kind: Eviction, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
     for row, text in enumerate(texts):
         for layer, heads in enumerate(wanted[row]):
             for head, bits in enumerate(heads):
-                found = np.asarray(cache.positions[layer][row, head])
+                found = np.asarray(cache.heads(layer)[1][row, head])
                 found = found[found >= 0]
                 kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
                 np.testing.assert_array_equal(found, np.flatnonzero(kept))

@@ -41,7 +41,7 @@ def test_the_tokens_of_the_authors_are_kept(window: int) -> None:
     for row, text in enumerate(TEXTS):
         for layer, heads in enumerate(wanted[row]["kept"]):
             for head, bits in enumerate(heads):
-                found = np.asarray(cache.positions[layer][row, head])
+                found = np.asarray(cache.heads(layer)[1][row, head])
                 kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
                 np.testing.assert_array_equal(found[found >= 0], np.flatnonzero(kept))
 

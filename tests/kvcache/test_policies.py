@@ -18,6 +18,7 @@ from decodax.job import Job
 from decodax.kvcache import POLICIES, Codebooks, Constant, Evicting, Features, cache_policy, kv
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyNorm, LagRelative
+from decodax.kvcache.packed import SEGMENT, pack, segment_attention, segments_of, unpack
 from decodax.kvcache.query_scores import WindowAttention
 from decodax.kvcache.selection import AdaptiveHeads, Top
 from decodax.models import Transformer, llama
@@ -64,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quantized-pruning": dict(budget=14, bits=4, group=4, residual=8, window=4),
     "prefixkv": dict(layers=(0.4, 0.3), sinks=2),
     "headkv": dict(heads=((0.1, 0.4), (0.3, 0.2)), budget=14, window=4),
+    "shadowkv": dict(budget=8, chunk=4, rank=5, outliers=1, local=1),
     "quest": dict(budget=6, page=2, recent=12, skip=()),
     "zipcache": dict(gap=8, probes=0.3),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
@@ -138,6 +140,7 @@ def test_so_do_trees(name: str) -> None:
                                                     [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
+            "shadowkv": {"budget": 200, "rank": 64},
             "quantized-pruning": {"budget": 200, "residual": 200},
             "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
             **{codec: {"residual": 200} for codec in (
@@ -168,11 +171,34 @@ def test_memory_is_that_of_the_budget(name: str) -> None:
     """And of the tokens to come, or of those between two choices; whatever the length of the prompt."""
     kind = kv(name, **OPTIONS[name])
     assert isinstance(kind, Eviction)
-    slots = [x.shape[2] for i, x in enumerate(arrays(kind).kv) if i not in kind.skip]
-    heads = 2 if name in ("adakv", "criticalkv", "headkv") else 1
-    more = {"pyramidkv": 10, "chunkkv": 4, "scope": 3 + 3}.get(name, 0)
-    assert max(slots) <= heads * 14 + more + (kind.every or 20)
-    assert np.mean(slots) <= heads * 14 + (5 if name == "pyramidkv" else more) + (kind.every or 20)
+    slots = [x.shape[1] * x.shape[2] / 2 for i, x in enumerate(arrays(kind).kv) if i not in kind.skip]
+    packed = SEGMENT - 1 if name in ("adakv", "criticalkv", "headkv") else 0
+    more = {"pyramidkv": 10, "chunkkv": 4, "scope": 3 + 3}.get(name, packed)
+    assert max(slots) <= 14 + more + (kind.every or 20)
+    assert np.mean(slots) <= 14 + (5 if name == "pyramidkv" else more) + (kind.every or 20)
+
+
+def test_heads_of_any_lengths_share_memory_and_are_attended_to() -> None:
+    """One keeps everything, one nothing, and each has room for what is to come; against a softmax written out."""
+    size, later, r = 90, 9, np.random.default_rng(0)
+    kv, q = r.standard_normal((2, 3, size, 12)), r.standard_normal((2, 2, 6, 8))
+    number = jnp.array([[size, 0, 33], [20, 41, 1]])
+    segments = segments_of(size + 33, 3, later, size)
+    starts, head, source = jax.vmap(lambda n: pack(jnp.broadcast_to(jnp.arange(size)[::-1], (3, size)), n, later, size,
+                                                   segments))(number)
+    ends = np.append(np.asarray(starts)[:, 1:], [[segments]] * 2, 1)
+    assert ((ends - starts) * SEGMENT >= np.minimum(np.asarray(number) + later, size)).all()
+    packed = jnp.stack([jnp.asarray(kv)[b, head[b], source[b]].reshape(segments, SEGMENT, 12) for b in range(2)])
+    out, lse = segment_attention(jnp.asarray(q), packed, (source >= 0).reshape(2, segments, SEGMENT), starts, scale=0.4)
+    for b, h, w in np.ndindex(2, 6, 2):
+        own = kv[b, h // 2, ::-1][:int(number[b, h // 2])]
+        np.testing.assert_allclose(unpack(packed[b], starts[b], number[b], size)[h // 2, :len(own)], own, atol=1e-6)
+        if len(own):
+            scores = 0.4 * own[:, :8] @ q[b, w, h]
+            np.testing.assert_allclose(out[b, w, h], jax.nn.softmax(scores) @ own[:, 8:], atol=1e-5)
+            np.testing.assert_allclose(lse[b, w, h], jax.nn.logsumexp(scores), atol=1e-5)
+        else:
+            assert lse[b, w, h] < -1e29 and not out[b, w, h].any()
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "knorm"])

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.cache import KVLayer, causal
+from decodax.cache import KVLayer, ReadPrompt, causal
 from decodax.kvcache.held import HeldLayer
+from decodax.kvcache.landmarks import LowRankKeys, Shadowed
 from decodax.kvcache.query_scores import ChunkMeans
 from decodax.kvcache.recycling import Recycled, Recycling
 from decodax.kvcache.retrieval import KeyBounds, PageScore, Retrieval, Retrieving
 from decodax.kvcache.scores import Gathered
 from decodax.kvcache.selection import best
+from decodax.models.rope import Rope, rotate
 from tests.kvcache.test_policies import PROMPTS, SMALL, TREE
 
 LAYER, P, RECENT = (2, 8), 4, 6
@@ -120,3 +122,29 @@ def test_a_query_that_reads_everything_notes_what_it_attends_to() -> None:
     some, at = cache._read(0)
     assert set(at[0, 0].tolist()) == {*cache.chosen[0][0, 0].tolist(), 40, -1}
     np.testing.assert_array_equal(some[0, 1, 0], np.concatenate([keys, values], -1)[0, int(at[0, 1, 0]), 1])
+
+
+def test_a_query_reads_the_chunks_of_shadowkv_by_keys_of_low_rank() -> None:
+    """Attention of the authors' code to outliers, the end of the prompt, and keys that it makes anew."""
+    wanted, r = json.loads((Path(__file__).parent / "retrieval.json").read_text())["shadowkv"], np.random.RandomState(0)
+    keys = r.standard_normal((131, 2, 16)).astype(np.float32).round(3)
+    keys = (keys + 2 * np.sin(np.arange(131) / 9)[:, None, None]).astype(np.float32)
+    values, q = (r.standard_normal(n).astype(np.float32).round(3) for n in ((131, 2, 16), (4, 16)))
+    rope = Rope(16)
+    cos, sin = rope.table(jnp.arange(131)[None], None)
+    rotated = rotate(jnp.asarray(keys)[None], cos, sin, rope.interleaved)
+    kind = LowRankKeys(24, 8, 10, 2, 4, new=4)
+    shape = KVLayer(2, 16, queries=4, rope=rope)
+    cache = kind([shape], 2, 160, jnp.float32).for_prompt()
+    two = lambda x: jnp.concatenate([jnp.asarray(x).reshape(1, *x.shape[-3:])] * 2)
+    # the other row is a shorter text
+    at = jnp.arange(131)
+    cache = cache.commit([(two(rotated), two(values))], jnp.where(at < jnp.array([[131], [50]]), at, -1)).settled(
+        ReadPrompt(None, None, jnp.zeros((2, 0), jnp.int32)))
+    assert isinstance(cache, Shadowed) and cache.shadows[0] is not None
+    far = [np.flatnonzero(x).tolist() for x in np.asarray(cache.shadows[0].far[0])]
+    assert far == wanted["far"] and cache.room(jnp.ones(2, bool)).tolist() == [59 - 51, 59 - 50]
+    asks = two(2 * q[None])
+    own = -100 * asks.reshape(2, 1, 2, 2, 16).sum(3)        # its own key is as good as not there
+    out, _ = cache.attend(0, asks, own, own, causal(jnp.zeros((2, 1), jnp.int32), cache.length), scale=128 ** -0.5)
+    np.testing.assert_allclose(out[0, 0], wanted["out"], atol=2e-4)

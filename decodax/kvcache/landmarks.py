@@ -1,0 +1,242 @@
+"""Keys of low rank, and queries that choose chunks by their means ("ShadowKV: KV Cache in Shadows for High-Throughput
+Long-Context LLM Inference", Sun et al., 2024).
+
+Behind a prompt the keys of a layer, before their rotation, are written by a matrix of low rank, all heads together. The
+prompt is cut into chunks. Those whose keys lie furthest from their mean, the outliers, are kept as they are, and so are
+the last ones and all tokens that follow. Each query reads these, and the chunks whose mean keys, the landmarks, it
+attends to most: their keys are made anew and rotated to their positions, their values are fetched.
+
+The authors keep values in the host's memory. Here they stay beside the rest, so what a layer holds less is its keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.cache.dense import Dense, dense, write
+from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.wrapper import Wrapper
+from decodax.kvcache.query_scores import turned
+from decodax.kvcache.retrieval import attention_to
+from decodax.models.rope import rotate
+from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention_lse
+from decodax.struct import Struct, static, struct
+
+
+@struct
+class Shadow(Struct):
+    """What a layer holds of a prompt beside the tokens that are kept as they are.
+
+    Attributes:
+        codes: `f[B, T, R]` and basis: `f[B, G, R, d]`, whose products are the keys before their rotation.
+        values: `f[B, G, T, e]`. landmarks: `f[B, G, C, d]`, mean rotated keys of the chunks.
+        far: `bool[B, G, C]`, which chunks are to be chosen from.
+    """
+
+    codes: Array
+    basis: Array
+    values: Array
+    landmarks: Array
+    far: Array
+
+
+@struct
+class Shadowed(KeyValues):
+    """Some tokens as they are, and a `Shadow` of the prompt.
+
+    Attributes:
+        kv: a tuple of one `f[B, G, S, d + e]` a layer: outliers, the end of the prompt and what follows; everything in
+            layers that see a sliding window. given, widths: see `KeyValues`.
+        shadows: one a layer; None where the layer keeps everything.
+        kept: `i32[B]`, how many tokens of the prompt are among those. began: `i32[B]`, the prompt's length.
+        length: `i32[B]`. size, shapes, kind: static.
+    """
+
+    kv: tuple[Array, ...]
+    shadows: tuple[Shadow | None, ...]
+    kept: Array
+    began: Array
+    length: Array
+    given: PyTree
+    widths: tuple[int, ...] = static()
+    size: int = static()
+    shapes: tuple[KVLayer, ...] = static()
+    kind: LowRankKeys = static()
+
+    supports = frozenset({"trees"})
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    def room(self, running: Array) -> Array | None:
+        slots = [kv.shape[2] for kv, shadow in zip(self.kv, self.shadows, strict=True) if shadow is not None]
+        return min(slots) - self._used if slots else None
+
+    @property
+    def _used(self) -> Array:
+        return self.kept + self.length - self.began
+
+    def for_prompt(self) -> Cache:      # type: ignore[override]
+        if not self.kv:
+            return self
+        whole = dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
+        return WholePrompt(base=whole, shapes=self.shapes, kind=self.kind)
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        own, shadow = k.shape[1] - q.shape[1], self.shadows[layer]
+        if shadow is not None and (softcap is not None or bias is not None):
+            raise ValueError(f"cache: {self.kind.name} scores chunks by queries and keys alone; takes a model without "
+                             "a soft cap or a bias of its attention scores")
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, self.kv[layer],
+                                    self.length if shadow is None else self._used, scale=scale, sliding=sliding,
+                                    softcap=softcap, key_positions=window.key_positions, bias=bias)
+        if shadow is None:
+            return near[0], (k[:, own:], v[:, own:])
+        each = jax.vmap(lambda row: self._read(self.shapes[layer], *row))
+        nodes = q.swapaxes(0, 1).astype(jnp.float32) * scale
+        far = lax.map(lambda q: each((shadow, q)), nodes)
+        out, _ = merge(near, jax.tree.map(lambda x: x.swapaxes(0, 1), far))
+        return out, (k[:, own:], v[:, own:])
+
+    def _read(self, shape: KVLayer, shadow: Shadow, q: Array) -> tuple[Array, Array]:
+        """Attention of a query `f32[H, d]` to the chunks that it chooses, of one row."""
+        kind, (G, C, d) = self.kind, shadow.landmarks.shape
+        q = q.reshape(G, -1, d)
+        scores = jnp.einsum("grd,gcd->grc", q, shadow.landmarks.astype(jnp.float32))
+        weights = jax.nn.softmax(scores, axis=-1, where=shadow.far[:, None]).max(1)
+        found, chosen = lax.top_k(jnp.where(shadow.far, weights, -1), min(kind.budget // kind.chunk, C))
+        at = (chosen[..., None] * kind.chunk + jnp.arange(kind.chunk)).reshape(G, -1)
+        keys = jnp.einsum("gnr,grd->gnd", shadow.codes[at].astype(jnp.float32), shadow.basis.astype(jnp.float32))
+        if shape.rope is not None:
+            cos, sin = shape.rope.table(at, shape.context)
+            keys = rotate(keys[:, :, None], cos, sin, shape.rope.interleaved)[:, :, 0]
+        values = jnp.take_along_axis(shadow.values, at[..., None], 1).astype(jnp.float32)
+        return attention_to(q, jnp.concatenate([keys, values], -1), jnp.repeat(found >= 0, kind.chunk, 1), d)
+
+    def commit(self, entries: Entries, slots: Array) -> Shadowed:
+        if not self.kv:
+            return self
+        behind = jnp.where(slots >= 0, slots - self.began[:, None] + self.kept[:, None], -1)
+        kv = tuple(write(held, jnp.concatenate(entry, -1), slots if shadow is None else behind)
+                   for held, entry, shadow in zip(self.kv, entries, self.shadows, strict=True))
+        return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+
+@struct
+class WholePrompt(Wrapper):
+    """A prompt of which a `Shadow` will be made."""
+
+    base: Dense
+    shapes: tuple[KVLayer, ...] = static()
+    kind: LowRankKeys = static()
+
+    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        base, kind = self.base, self.kind
+        into = kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
+        kv, shadows = [], []
+        for held, slots, shape, shadow in zip(base.kv, into.kv, self.shapes, into.shadows, strict=True):
+            if shadow is None:
+                kv.append(held)
+                shadows.append(None)
+                continue
+            some, made = lax.map(lambda row, n=slots.shape[2], shape=shape: _shadow(kind, shape, n, *row),
+                                 (held, base.length))
+            kv.append(some)
+            shadows.append(made)
+        chunks = kind.chunks(base.length)
+        kept = base.length - (chunks - jnp.minimum(chunks, kind.outliers)) * kind.chunk
+        return into.replace(kv=tuple(kv), shadows=tuple(shadows), kept=kept, began=base.length, length=base.length)
+
+
+def _shadow(kind: LowRankKeys, shape: KVLayer, slots: int, kv: Array, length: Array) -> tuple[Array, Shadow]:
+    """Of a layer of one row, `f[G, T, d + e]`: the tokens that are kept, in so many slots, and the rest's shadow."""
+    (G, T, _), d, P = kv.shape, shape.width, kind.chunk
+    keys = jnp.where(jnp.arange(T)[:, None] < length, kv[..., :d].astype(jnp.float32), 0)
+    cut = keys[:, :T // P * P].reshape(G, -1, P, d)
+    means = cut.mean(2)
+    chunks = kind.chunks(length)
+    cosine = jnp.einsum("gcd,gcpd->gcp", means, cut) / jnp.maximum(
+        jnp.linalg.norm(means, axis=-1)[..., None] * jnp.linalg.norm(cut, axis=-1), 1e-8)
+    within = jnp.arange(T // P) < chunks
+    order = jnp.argsort(jnp.where(within, cosine.min(-1), jnp.inf), axis=-1, stable=True)
+    odd = (jnp.argsort(order, axis=-1) < kind.outliers) & within                     # [G, C]
+    place = jnp.arange(T)
+    stays = jnp.where(place < chunks * P, jnp.pad(jnp.repeat(odd, P, 1), ((0, 0), (0, T % P))), place < length)
+    first = jnp.argsort(~stays, axis=-1, stable=True)
+    first = first[:, :slots] if slots <= T else jnp.pad(first, ((0, 0), (0, slots - T)))
+    some = jnp.take_along_axis(kv, first[..., None], 1)
+    plain = turned(shape, keys.swapaxes(0, 1)[None], -place[None])[0].reshape(T, G * d)     # before their rotation
+    _, vectors = jnp.linalg.eigh(plain.T @ plain)
+    basis = vectors[:, ::-1][:, :min(kind.rank, G * d)]         # the directions of the largest singular values
+    store = lambda x: x.astype(kv.dtype)
+    return some, Shadow(codes=store(plain @ basis), basis=store(basis.reshape(G, d, -1).swapaxes(1, 2)),
+                        values=kv[..., d:], landmarks=store(means), far=within & ~odd)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankKeys(CacheConfig):
+    """A `Shadowed` cache.
+
+    Attributes:
+        budget: tokens of the chunks that a query reads. chunk: tokens of a chunk. rank: of the keys.
+        outliers: chunks of each head that are kept as they are. local: whole chunks at the end of the prompt that are.
+        new: how many tokens there will be behind the prompt at most (`fit`); None: not known. name: what errors call
+            it.
+    """
+
+    budget: int
+    chunk: int = 8
+    rank: int = 160
+    outliers: int = 48
+    local: int = 4
+    new: int | None = None
+    name: str = "shadowkv"
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "chunk", "rank"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes a number from 1")
+        if self.budget < self.chunk:
+            raise ValueError(f"budget: got {self.budget}, takes the {self.chunk} tokens of a chunk or more")
+        for name in ("outliers", "local"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes a number of chunks")
+
+    def fit(self, new: int) -> LowRankKeys:
+        return dataclasses.replace(self, new=new)
+
+    def chunks(self, length: Array) -> Array:
+        """How many chunks of a prompt are outliers or chosen from; the tokens behind them stay."""
+        return jnp.maximum(length // self.chunk - self.local, 0)
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Shadowed:
+        kept = self.outliers * self.chunk + (self.local + 1) * self.chunk - 1
+        slots = min(size, kept + (size if self.new is None else self.new))
+        slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+        zeros = lambda *rest, dtype=dtype: jnp.zeros((batch, *rest), dtype)
+        kv, shadows = [], []
+        for shape in shapes:
+            whole, (G, d) = shape.sliding is not None, (shape.heads, shape.width)
+            kv.append(empty_kv([shape], batch, size if whole else slots, dtype)[0])
+            R, C = min(self.rank, G * d), size // self.chunk
+            shadows.append(None if whole else Shadow(
+                codes=zeros(size, R), basis=zeros(G, R, d), values=zeros(G, size, shape.both - d),
+                landmarks=zeros(G, C, d), far=zeros(G, C, dtype=bool)))
+        none = jnp.zeros(batch, jnp.int32)
+        return Shadowed(kv=tuple(kv), shadows=tuple(shadows), kept=none, began=none, length=none, given=inputs,
+                        widths=key_widths(shapes), size=size, shapes=shapes, kind=self)
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        return self.empty(shapes, batch, capacity, dtype, inputs)

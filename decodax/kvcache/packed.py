@@ -1,0 +1,94 @@
+"""Heads of different lengths in memory of their sum: the layout of a layer whose heads keep different numbers of
+tokens.
+
+A rectangle `[G, S]` is as wide as its largest head may become. Here the slots of a layer lie in segments of a few
+tokens, and a head owns as many segments, one after another, as it needs for what it keeps and for the tokens to come.
+What the heads keep together bounds how many segments there are. Attention goes over segments, each with the queries of
+its owner, and the segments of a head are merged by their softmax sums (as the variable-length kernel of Ada-KV does:
+Feng et al., 2024).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.pallas_kernels.window_attention.reference import MASKED
+
+SEGMENT = 32
+"""Slots of a segment. A head leaves half of one empty on the average."""
+
+
+def segments_of(total: int, heads: int, later: int, size: int) -> int:
+    """How many segments hold `total` tokens of so many heads, and `later` more of each; a head has at most `size`.
+
+    >>> segments_of(2 * 100, 2, 20, 4096), segments_of(2 * 100, 2, 20, 64)
+    (9, 4)
+    """
+    return min((total + heads * (later + SEGMENT - 1)) // SEGMENT, heads * -(-size // SEGMENT))
+
+
+def owners(starts: Array, segments: int) -> Array:
+    """`i32[segments]`: the head that owns each segment, by the first segment of each head (`i32[G]`)."""
+    return (jnp.searchsorted(starts, jnp.arange(segments, dtype=jnp.int32), side="right") - 1).astype(jnp.int32)
+
+
+def slots_of(starts: Array, rank: Array) -> Array:
+    """The slots (of all segments in a row) of the `rank`-th tokens of each head, `i32[G, n]`."""
+    return starts[:, None] * SEGMENT + rank
+
+
+def pack(first: Array, number: Array, later: Array | int, size: int, segments: int) -> tuple[Array, Array, Array]:
+    """Where what the heads of a row keep comes to lie.
+
+    Args:
+        first: `i32[G, S]`, the slots that each head keeps in front, in order. number: `i32[G]`, how many those are.
+        later: tokens to come. size: the most that a head may have.
+
+    Returns:
+        The first segment of each head, `i32[G]`; and for each packed slot its head and the slot it comes from, both
+        `i32[segments * SEGMENT]`, the latter -1 where nothing comes.
+    """
+    own = -(-jnp.minimum(number + later, size) // SEGMENT)
+    starts = (jnp.cumsum(own) - own).astype(jnp.int32)
+    head = jnp.repeat(owners(starts, segments), SEGMENT)
+    rank = jnp.arange(segments * SEGMENT, dtype=jnp.int32) - starts[head] * SEGMENT
+    source = first[head, jnp.clip(rank, 0, first.shape[1] - 1)]
+    return starts, head, jnp.where(rank < number[head], source, -1)
+
+
+def unpack(x: Array, starts: Array, count: Array, slots: int, empty: int = 0) -> Array:
+    """`[G, slots, ...]` of a row's `[N, SEGMENT, ...]`: each head's tokens in front, `empty` behind them."""
+    flat = x.reshape(-1, *x.shape[2:])
+    rank = jnp.arange(slots, dtype=jnp.int32)
+    at = jnp.minimum(slots_of(starts, rank[None]), len(flat) - 1)
+    filled = (rank < count[:, None]).reshape(*at.shape, *[1] * (x.ndim - 2))
+    return jnp.where(filled, flat[at], jnp.asarray(empty, x.dtype))
+
+
+def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale: float,
+                      softcap: float | None = None) -> tuple[Array, Array]:
+    """Attention of queries `f[B, W, H, d]` to packed keys and values `f[B, N, SEGMENT, d + e]` where `seen` (`bool[B,
+    N, SEGMENT]`): `f32[B, W, H, e]`, and the logarithms of the softmax sums, `f32[B, W, H]`. `starts` are `i32[B, G]`.
+    """
+    B, W, H, d = q.shape
+    N, G = kv.shape[1], starts.shape[1]
+    owner = jax.vmap(lambda own: owners(own, N))(starts)
+    by_head = q.reshape(B, W, G, H // G, d).transpose(0, 2, 1, 3, 4).reshape(B, G, -1, d)
+    asked = jnp.take_along_axis(by_head, owner[:, :, None, None], 1)              # [B, N, W r, d]
+    scores = jnp.einsum("bnqd,bncd->bnqc", asked, kv[..., :d], preferred_element_type=jnp.float32) * scale
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen[:, :, None], scores, MASKED)
+    mine = (owner[:, :, None] == jnp.arange(G))[..., None]                        # [B, N, G, 1]
+    top = jnp.where(mine, scores.max(-1)[:, :, None], MASKED).max(1)              # [B, G, W r]
+    high = jnp.take_along_axis(top, owner[:, :, None], 1)
+    weights = jnp.where(seen[:, :, None], jnp.exp(scores - high[..., None]), 0)
+    part = jnp.einsum("bnqc,bncd->bnqd", weights.astype(kv.dtype), kv[..., d:], preferred_element_type=jnp.float32)
+    total = jnp.einsum("bnq,bng->bgq", weights.sum(-1), mine[..., 0].astype(jnp.float32))
+    out = jnp.einsum("bnqd,bng->bgqd", part, mine[..., 0].astype(jnp.float32))
+    some = total != 0       # true of a NaN, which must stay one
+    total = jnp.where(some, total, 1)
+    out, lse = jnp.where(some[..., None], out / total[..., None], 0), jnp.where(some, top + jnp.log(total), MASKED)
+    back = lambda x: x.reshape(B, G, W, H // G, *x.shape[3:]).swapaxes(1, 2).reshape(B, W, H, *x.shape[3:])
+    return back(out), back(lse)
