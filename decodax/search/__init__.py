@@ -8,6 +8,7 @@ from decodax.search.rejection import AWRS
 from decodax.search.stochastic import StochasticBeams
 from decodax.search.superposed import Superposed
 from decodax.search.uid import UID
+from decodax.search.vector_fsd import VectorFSD
 
 __all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "ContrastiveSearch", "NGrams", "StochasticBeams",
-           "Superposed"]
+           "Superposed", "VectorFSD"]
