@@ -81,7 +81,9 @@ class VectorFSD(Algorithm):
         following = dist.warm.processed()[:, 0]
         chances, tokens = jax.lax.top_k(jax.nn.softmax(following), min(self.k, following.shape[-1]))
         place = jnp.arange(states.shape[1])
-        near, mine, theirs = 0.0, 0.0, 0.0              # of the states that end at each place, and of the last ones
+        # of the states that end at each place, and of the last ones
+        near = theirs = jnp.zeros(states.shape[:2], states.dtype)
+        mine = jnp.zeros((s.batch, 1), states.dtype)
         for j in range(self.n - 1):
             last = jnp.take_along_axis(states, jnp.maximum(s.length - 1 - j, 0)[:, None, None], 1)
             past = jnp.roll(states, j, 1)
