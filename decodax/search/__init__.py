@@ -9,7 +9,9 @@ from decodax.search.rejection import AWRS
 from decodax.search.stochastic import StochasticBeams
 from decodax.search.superposed import Superposed
 from decodax.search.uid import UID
+from decodax.search.vector_fsd import VectorFSD
 
+<<<<<<< ours
 __all__ = [
            "AWRS",
            "UID",
@@ -21,3 +23,7 @@ __all__ = [
            "StochasticBeams",
            "Superposed",
 ]
+=======
+__all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "ContrastiveSearch", "NGrams", "StochasticBeams",
+           "Superposed", "VectorFSD"]
+>>>>>>> theirs

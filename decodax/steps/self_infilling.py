@@ -199,8 +199,8 @@ def _infill(lm: LM, starts: list[list[int]], marks: list[int], opening: list[int
     assert tokenizer is not None
     pieces = tokenizer.token_bytes(False)
     lines = [t for t in range(min(lm.vocab_size, len(pieces))) if b"\n" in pieces[t]]
-    rows = lambda x: np.tile(np.asarray(x or [-1], np.int32), (len(starts), 1))
-    automaton = Phases(marks=rows(marks), tau=np.full(len(starts), tau, np.float32), opening=rows(opening),
+    rows = lambda x: jnp.tile(jnp.asarray(x or [-1], jnp.int32), (len(starts), 1))
+    automaton = Phases(marks=rows(marks), tau=jnp.full(len(starts), tau, jnp.float32), opening=rows(opening),
                        breaks=rows(lines))
     forks = Forks.begin(lm, starts, 1, until=stop or None, transforms=(automaton,), **options)
     forks.extend()

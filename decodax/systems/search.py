@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+<<<<<<< ours
 from decodax.search import AWRS, UID, AdaDec, BeamSearch, ContrastiveSearch, GroupThink, StochasticBeams, Superposed
+=======
+from decodax.search import (
+    AWRS,
+    UID,
+    AdaDec,
+    BeamSearch,
+    ContrastiveSearch,
+    StochasticBeams,
+    Superposed,
+    VectorFSD,
+)
+>>>>>>> theirs
 from decodax.search.contrastive import hidden_width
 from decodax.systems.shared import SEARCH, TARGET, entry
 
@@ -55,6 +68,13 @@ def _superposed(k: int = 3, table: Any = None, alpha: float = 0.54, candidates: 
        "likely tokens that say nothing again", TARGET, "approximate")
 def _contrastive(lm: Any, alpha: float = 0.6, k: int = 4) -> Any:
     return ContrastiveSearch(hidden_width(lm), alpha, k)
+
+
+@entry("vector-fsd", "A Frustratingly Simple Decoding Method for Neural Text Generation", "Yang et al. 2024", SEARCH,
+       "likely tokens that did not follow similar hidden states before", TARGET, "approximate")
+def _vector_fsd(lm: Any, alpha: float = 0.45, k: int = 3, n: int = 2, stop_words: tuple[int, ...] = (),
+                stop_weight: float = 0.0) -> Any:
+    return VectorFSD(hidden_width(lm), alpha, k, n, tuple(stop_words), stop_weight)
 
 
 @entry("adadec", "Towards Better Code Generation: Adaptive Decoding with Uncertainty Guidance", "He et al. 2025",

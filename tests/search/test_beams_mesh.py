@@ -20,6 +20,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams under a constraint": dict(num_beams=2, regex="[a-z]{1,9}"),
     "a grammar with a stack": dict(temperature=1.0, grammar='start: "(" start ")" | /[a-z]/'),
     "contrastive search": dict(penalty_alpha=0.6), "stochastic beams": dict(algorithm="stochastic-beam-search:k=3"),
+    "adadec": dict(algorithm="adadec:threshold=0.5,length=2"),
+    "superposed": dict(algorithm="superposed-decoding:k=3,temperature=0.5"), "vector fsd": dict(algorithm="vector-fsd"),
+    "a temperature for each token": dict(temperature=1.0, deco=True),
     "even samples": dict(arithmetic_sampling=True, num_samples=4, temperature=1.0),
     "a constraint": dict(temperature=1.0, json_schema={"type": "array", "items": {"type": "boolean"}})}
 
@@ -32,6 +35,9 @@ def test_a_mesh_gives_the_texts_of_one_device(tiny_model: Path, kind: AxisType, 
     spread = dataclasses.replace(
         alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
     given = dict(max_new_tokens=10, **WAYS[way])
+    if given.pop("deco", False):
+        heads = dx.readout.Heads.init(jax.random.key(0), alone.model.config.width)      # type: ignore[attr-defined]
+        alone, spread = (dx.readout.autodeco(lm, heads) for lm in (alone, spread))
     want, out = (dx.generate(lm, ["one", "def f(", "x", "b"], **given) for lm in (alone, spread))
     assert out.text == want.text and out.status == want.status
 
