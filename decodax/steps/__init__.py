@@ -17,11 +17,12 @@ from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding, k_means, tf_idf
 from decodax.steps.prompting import batch_prompt, pedal, sketch_guided
+from decodax.steps.retrieval import CoRAG
 from decodax.steps.table import EXPLORERS, explorer
 from decodax.steps.tree import TreePO
 
-__all__ = ["DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "DTSStar", "Explored", "Explorer", "Forks",
-           "Healed", "Integrated", "ParticleFilter", "PhiDecoding", "Ranked", "Steering", "StepBeams", "Together",
-           "TreePO", "TrimR", "WithTools", "atts", "batch_prompt", "covered", "explore", "explorer", "heal",
+__all__ = ["DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "CoRAG", "DTSStar", "Explored", "Explorer",
+           "Forks", "Healed", "Integrated", "ParticleFilter", "PhiDecoding", "Ranked", "Steering", "StepBeams",
+           "Together", "TreePO", "TrimR", "WithTools", "atts", "batch_prompt", "covered", "explore", "explorer", "heal",
            "integrate", "k_means", "lookahead_reasoning", "mean_shortfall", "pedal", "resample", "same_words",
            "sketch_guided", "tf_idf"]
