@@ -123,8 +123,8 @@ def test_leaves_have_the_law_of_model_and_reward() -> None:
 def test_leaves_of_many_trees_pass_chi_square() -> None:
     """One text of each tree; false alarm one in a thousand. The plain law is told apart."""
     found = []
-    for seed in range(4):
-        out = steps.explore(lm(), [PROMPT] * 60, steps.DTS(reward, LAM, n=8, simulations=400), seed=seed, **OPTIONS)
+    for seed in range(2):
+        out = steps.explore(lm(), [PROMPT] * 60, steps.DTS(reward, LAM, n=8, simulations=160), seed=seed, **OPTIONS)
         found += [tuple(t) for t in out.text]
     assert p_value(found, target()[0]) > 1e-3
     assert p_value(found, law()) < 1e-6
