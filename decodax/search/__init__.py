@@ -11,19 +11,5 @@ from decodax.search.superposed import Superposed
 from decodax.search.uid import UID
 from decodax.search.vector_fsd import VectorFSD
 
-<<<<<<< ours
-__all__ = [
-           "AWRS",
-           "UID",
-           "AdaDec",
-           "BeamSearch",
-           "ContrastiveSearch",
-           "GroupThink",
-           "NGrams",
-           "StochasticBeams",
-           "Superposed",
-]
-=======
-__all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "ContrastiveSearch", "NGrams", "StochasticBeams",
+__all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "ContrastiveSearch", "GroupThink", "NGrams", "StochasticBeams",
            "Superposed", "VectorFSD"]
->>>>>>> theirs

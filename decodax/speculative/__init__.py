@@ -10,6 +10,7 @@ from decodax.speculative.layer_search import Skips, fit_layers
 from decodax.speculative.lengths import Lengths
 from decodax.speculative.measure import automatic, measure
 from decodax.speculative.predictor import Logistic, fit_predictor
+from decodax.speculative.reflective import Reflective
 from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Probes, Proposal, Tree, chain
 from decodax.speculative.verify import (
@@ -28,8 +29,8 @@ from decodax.speculative.verify import (
     Verifier,
 )
 
-__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Cut", "Distance", "Draft", "Greedy", "KSeq",
-           "Lengths", "Logistic", "LongestBranch", "MultiRound", "Probes", "Proposal", "Rejection", "SeedExact",
-           "Shape", "Skips", "Source", "SpecVerification", "Speculative", "TopKAcceptance", "Tree",
-           "TypicalAcceptance", "Verifier", "automatic", "chain", "drafts", "fit_layers", "fit_lengths",
+__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Cut", "Distance", "Draft", "Greedy",
+           "KSeq", "Lengths", "Logistic", "LongestBranch", "MultiRound", "Probes", "Proposal", "Reflective",
+           "Rejection", "SeedExact", "Shape", "Skips", "Source", "SpecVerification", "Speculative", "TopKAcceptance",
+           "Tree", "TypicalAcceptance", "Verifier", "automatic", "chain", "drafts", "fit_layers", "fit_lengths",
            "fit_predictor", "fit_tree", "measure", "shapes"]

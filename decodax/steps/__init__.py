@@ -19,51 +19,10 @@ from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding, k_means, tf_idf
 from decodax.steps.prompting import batch_prompt, pedal, sketch_guided
-from decodax.steps.self_infilling import Phases, SelfInfilled, self_infill
-from decodax.steps.table import EXPLORERS, explorer
-from decodax.steps.tree import TreePO
 
-__all__ = [
-           "DTS",
-           "EXPLORERS",
-           "SMC",
-           "AStar",
-           "CanvasExplorer",
-           "Canvases",
-           "DTSStar",
-           "Explored",
-           "Explorer",
-           "Forks",
-           "Healed",
-           "Integrated",
-           "ParticleFilter",
-           "Phases",
-           "PhiDecoding",
-           "Ranked",
-           "SelfInfilled",
-           "Steering",
-           "StepBeams",
-           "Together",
-           "TreePO",
-           "TrimR",
-           "WithTools",
-           "atts",
-           "batch_prompt",
-           "covered",
-           "desel",
-           "explore",
-           "explorer",
-           "heal",
-           "integrate",
-           "k_means",
-           "lag_decode",
-           "lookahead_reasoning",
-           "mean_shortfall",
-           "pedal",
-           "resample",
-           "same_words",
-           "self_infill",
-           "separated",
-           "sketch_guided",
-           "tf_idf",
-]
+__all__ = ["DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "CoRAG", "DTSStar", "Explored",
+           "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter", "Phases", "PhiDecoding", "Ranked",
+           "SelfInfilled", "Steering", "StepBeams", "Together", "TreePO", "TrimR", "WithTools", "atts",
+           "batch_prompt", "covered", "desel", "explore", "explorer", "heal", "integrate", "k_means", "lag_decode",
+           "lookahead_reasoning", "mean_shortfall", "pedal", "resample", "same_words", "self_infill", "separated",
+           "sketch_guided", "tf_idf"]

@@ -12,6 +12,7 @@ from decodax.steps.explorer import CanvasExplorer, Explorer
 from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding
+from decodax.steps.retrieval import CoRAG
 from decodax.steps.tree import TreePO
 
 
@@ -56,6 +57,8 @@ EXPLORERS = {entry.name: entry for entry in (
     Entry("with-tools", "Inference Scaling for Long-Context Retrieval Augmented Generation", "Yue et al. 2024",
           "a text that stops at calls, and goes on behind what they gave (IterDRAG; DTA-Llama: several calls at once)",
           WithTools),
+    Entry("corag", "Chain-of-Retrieval Augmented Generation", "Wang et al. 2025",
+          "chains of questions and what a retriever finds, of which the best is looked for", CoRAG),
     Entry("trimr", "TrimR: Verifier-based Training-Free Thinking Compression for Efficient Test-Time Scaling",
           "Lin et al. 2025", "a verifier ends thoughts that only say again what is known", TrimR),
     Entry("dts", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models", "Jain et al. 2025",

@@ -11,6 +11,7 @@ from decodax.speculative import (
     KSeq,
     LongestBranch,
     MultiRound,
+    Reflective,
     Rejection,
     SeedExact,
     Speculative,
@@ -204,6 +205,18 @@ def _greedy(draft: Any, length: int = 4) -> Any:
        "acceptance)", "Cai et al. 2024", TREE, "drafts hold while they are typical", DRAFT, "approximate")
 def _typical(draft: Any, epsilon: float = 0.09, delta: float = 0.3, shape: Any = CHAIN) -> Any:
     return Speculative(drafts.DraftModel(draft), TypicalAcceptance(epsilon, delta), shape)
+
+
+@entry("reflective-verification", "Think Before You Accept: Semantic Reflective Verification for Faster Speculative "
+       "Decoding", "Wang et al. 2025", LINEAR, "drafts are read again behind a probe, and hold by both readings", BOTH,
+       "approximate")
+def _reflective(lm: Any, draft: Any, probe: Any = "\nIs that right? Again:\n", alpha: float = 0.3,
+                length: int = 4) -> Any:
+    if isinstance(probe, str):
+        if lm.tokenizer is None:
+            raise ValueError("probe: got a text, and the model has no tokenizer")
+        probe = lm.tokenizer.encode(probe, add_special_tokens=False)
+    return Reflective(drafts.DraftModel(draft), shape=shapes.Chain(length), probe=tuple(probe), alpha=alpha)
 
 
 @entry("blockwise-top-k", "Blockwise Parallel Decoding for Deep Autoregressive Models (its acceptance)",

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-<<<<<<< ours
-from decodax.search import AWRS, UID, AdaDec, BeamSearch, ContrastiveSearch, GroupThink, StochasticBeams, Superposed
-=======
 from decodax.search import (
     AWRS,
     UID,
     AdaDec,
     BeamSearch,
     ContrastiveSearch,
+    GroupThink,
     StochasticBeams,
     Superposed,
     VectorFSD,
 )
->>>>>>> theirs
 from decodax.search.contrastive import hidden_width
 from decodax.systems.shared import SEARCH, TARGET, entry
 

@@ -59,7 +59,7 @@ OPTIONS = {"awrs": dict(check=bool), "magicdec": dict(budget=6), "quantspec": di
            "triforce": dict(budget=8, chunk=2, length=4, sinks=2, recent=6),
            "automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
            "ucbspec": dict(lengths=(0, 2)), "exp3spec": dict(lengths=(0, 2)),
-           "knn-ssd": dict(domains=SAMPLES),
+           "knn-ssd": dict(domains=SAMPLES), "reflective-verification": dict(probe=(5, 6)),
            "self-speculative": dict(skip_mlp=(1,), gamma=0.3),
            "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
            "specdec++": dict(predictor=Logistic((3.0, 1.0, 0.2, -0.1, -0.2)))}

@@ -119,17 +119,6 @@ def test_leaves_have_the_law_of_model_and_reward() -> None:
     np.testing.assert_allclose(out.scores[0], reward(None, out.texts[0]))
 
 
-@pytest.mark.matrix
-def test_leaves_of_many_trees_pass_chi_square() -> None:
-    """One text of each tree; false alarm one in a thousand. The plain law is told apart."""
-    found = []
-    for seed in range(4):
-        out = steps.explore(lm(), [PROMPT] * 60, steps.DTS(reward, LAM, n=8, simulations=400), seed=seed, **OPTIONS)
-        found += [tuple(t) for t in out.text]
-    assert p_value(found, target()[0]) > 1e-3
-    assert p_value(found, law()) < 1e-6
-
-
 def test_values_are_the_soft_means_of_the_children() -> None:
     out, trees = grown()
     assert len(trees) == 24 and trees[0].value[0] != trees[1].value[0]
