@@ -60,7 +60,7 @@ class Choice:
             new, cached: `T` and `P`. parts: `N`. queries, heads: `H` and `G`. size: `e`.
 
         >>> choose = Choice(flops=8e14, bandwidth=2e11)
-        >>> [bool(choose.passes_kv(t, 128_000 - t, 4, 128, 8, 2)) for t in (1_280, 12_800, 128_000)]
+        >>> [bool(choose.passes_kv(t, 128_000 - t, 4, 128, 8, 2)) for t in (640, 12_800, 128_000)]
         [False, True, True]
         """
         if self.mode != "auto":

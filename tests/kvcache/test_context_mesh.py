@@ -106,5 +106,6 @@ def test_lanes_attend_a_divided_cache() -> None:
         assert done.tokens[i, len(prompt):done.length[i]].tolist() == want.tokens[i, :want.lengths[i]].tolist()
 
 
+@pytest.mark.matrix
 def test_the_guide_to_meshes_runs() -> None:
     run_file(DOCS / "meshes.md")
