@@ -72,7 +72,8 @@ def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
     source = draft.source
     if all(d.platform == "cpu" for d in mesh.devices.flat):     # see `lanes`
         model, source = GatheredLogits(model), dataclasses.replace(source, model=GatheredLogits(source.model))
-    split = dataclasses.replace(alg, draft=_Ahead(dataclasses.replace(draft, source=source)), verify=_There(alg.verify))
+    ahead: Any = dataclasses.replace(draft, source=source)      # type: ignore[type-var]
+    split = dataclasses.replace(alg, draft=_Ahead(ahead), verify=_There(alg.verify))
 
     def both(params: Params, policy: Any, s: State, max_rounds: Array) -> State:
         s = run(split, _Target(model), params, policy, s, max_rounds)
