@@ -81,6 +81,18 @@ def sized(policy: str, removed: float, length: int, heads: Any = None,
     return kv(entry.name, **{"budget": int(left * length), **given})
 
 
+def measured(policy: str, lm: Any, texts: Sequence[Sequence[int]]) -> Any:
+    """A policy whose size is its own, with what it measures on texts that are not asked about later."""
+    from decodax.kvcache import fit_codebooks, fit_features, fit_order
+    from decodax.kvcache.table import find, kv
+    from decodax.registry import options
+
+    fits = {"codebooks": fit_codebooks, "features": fit_features, "order": fit_order}
+    entry = find(policy.partition(":")[0])
+    found = {name: fit(lm, texts) for name, fit in fits.items() if name in entry.options}
+    return kv(entry.name, **found, **options(policy, entry.options)) if found else policy
+
+
 def importance(lm: Any, length: int, count: int = 16) -> Any:
     """That of each head for finding a value, on texts that are not asked about later."""
     import recall
@@ -103,6 +115,7 @@ def held(cache: Any) -> float:
     from decodax.cache import Wrapper
     from decodax.kvcache.coded import Coded
     from decodax.kvcache.evicting import Evicting
+    from decodax.kvcache.graded import Graded
     from decodax.kvcache.landmarks import Shadowed
     from decodax.kvcache.merging import MergedLayers
     from decodax.kvcache.retrieval import Retrieving
@@ -116,6 +129,11 @@ def held(cache: Any) -> float:
         each = size(cache.codes) / rows / cache.slots, size(cache.rest) / rows / cache.rest[0].shape[2]
         whole = np.asarray(cache.whole, float)
         return float((each[0] * (np.asarray(cache.held) - whole) + each[1] * whole).sum())
+    if isinstance(cache, Graded):
+        rows, coded = cache.length.shape[0], np.asarray(cache.coded, float)
+        room = sum(grade.keys.shape[2] for grade in cache.grades[0])
+        each = size(cache.grades) / rows / room, size(cache.rest) / rows / cache.rest[0].shape[2]
+        return float((each[0] * coded + each[1] * (np.asarray(cache.length) - coded)).sum())
     if isinstance(cache, Wrapper):
         return held(cache.base)
     if isinstance(cache, Shadowed):
@@ -164,7 +182,7 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
         kinds = [(share, sized(policy, share, length, heads, lambda left: fit_layers(lm, others, left)))
                  for share in removed]
         if kinds[0][1] is None:
-            cases.append((policy, None, policy))
+            cases.append((policy, None, measured(policy, lm, others)))
         else:
             cases += [(policy, share, kind) for share, kind in kinds]
     out: list[Measured] = []

@@ -242,10 +242,9 @@ class PromptToGrade(Wrapper):
     shapes: tuple[KVLayer, ...] = static()
     kind: Grading = static()
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               **options: Any) -> tuple[Array, PyTree]:
-        out, entry = self.base.attend(layer, q, k, v, window, scale=scale, **options)
-        return out, (*entry, q * scale)
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        out, entry = self.base.attend(layer, q, k, v, window, **options)
+        return out, (*entry, q * options["scale"])
 
     def commit(self, entries: Entries, slots: Array) -> PromptToGrade:
         queries = tuple(write(held, entry[2], slots) for held, entry in zip(self.queries, entries, strict=True))
@@ -265,7 +264,7 @@ class PromptToGrade(Wrapper):
             counts = jnp.concatenate([after < n, jnp.arange(P) < random[n]])
             valid = jnp.arange(size) < n
             paid = salience(queries[:, jnp.minimum(at, size - 1)].swapaxes(0, 1), at, counts, kv[..., :shape.width], n)
-            room = tuple(grade.keys.shape[1] for grade in old)
+            room = old[0].keys.shape[1], old[1].keys.shape[1]
             split = kind.split(kv, paid, valid, others[n], room, shape.width)
             put = [_put(grade, new, jnp.int32(0), jnp.int32(0), jnp.bool_(True))
                    for grade, new in zip(old, split, strict=True)]

@@ -235,7 +235,7 @@ def _value_width(model: Model, layer: int) -> int:
 
 def model_dtype(model: Model) -> Any:
     """Of a model's cache."""
-    return jax.eval_shape(lambda: model.with_cache(dense).init_cache(1, 8)).kv[0].dtype     # type: ignore[attr-defined]
+    return jax.eval_shape(lambda: model.with_cache(dense).init_cache(1, 8)).kv[0].dtype
 
 
 def _model(lm: Any, params: Any) -> tuple[Model, Any]:

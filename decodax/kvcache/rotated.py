@@ -34,8 +34,8 @@ CHUNK = 256
 def hadamard(width: int) -> np.ndarray:
     """The Walsh-Hadamard matrix `f32[width, width]` in Sylvester's order, orthonormal and its own inverse.
 
-    >>> hadamard(2).round(2).tolist()
-    [[0.71, 0.71], [0.71, -0.71]]
+    >>> (hadamard(2) * 2 ** 0.5).round().tolist()
+    [[1.0, 1.0], [1.0, -1.0]]
     """
     h = np.ones((1, 1))
     while len(h) < width:
