@@ -18,6 +18,7 @@ from decodax.kvcache.lookahead import QueriesAhead
 from decodax.kvcache.merging import Merging
 from decodax.kvcache.paged import Paged
 from decodax.kvcache.pools import DecodePool, HeadSizes, head_sizes
+from decodax.kvcache.propagation import fastkv, prompt_distill
 from decodax.kvcache.pruned import Pruned
 from decodax.kvcache.query_scores import Accumulated, Capacity, Critical, ExpectedAttention, WindowAttention
 from decodax.kvcache.reconstruction import Reconstruction, Words
@@ -202,6 +203,23 @@ def _kvzip(budget: Budget = 0.5, chunk: int = 2048, sinks: int = 4, layers: Lite
 def _laq(budget: Budget = 512, tokens: int = 8, window: int = 8, kernel: int = 7, pool: Literal["mean", "max"] = "max",
          first: int = 32) -> CacheConfig:
     return Eviction(Top(QueriesAhead(tokens, window, WindowAttention(first, kernel, pool))), budget, name="laq")
+
+
+@cache_policy("fastkv", "FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding "
+              "Acceleration", "Jo et al. 2025",
+              "SnapKV's of what a layer has read: behind the middle one only a part of the prompt")
+def _fastkv(budget: Budget = 0.1, passed: Budget = 0.2, layer: int | None = None, window: int = 8,
+            kernel: int = 7) -> CacheConfig:
+    return fastkv(budget, passed, layer, window, kernel, "fastkv")
+
+
+@cache_policy("promptdistill", "PromptDistill: Query-based Selective Token Retention in Intermediate Layers for "
+              "Efficient Large Language Model Inference", "Jin et al. 2025",
+              "the tokens that the newest query of one layer looks for; the layers behind read no others")
+def _promptdistill(budget: int = 1024, layer: int | None = None, kernel: int = 5) -> CacheConfig:
+    if not isinstance(budget, int):
+        raise ValueError(f"budget: got {budget!r}, takes a number of tokens")
+    return prompt_distill(budget, layer, kernel, "promptdistill")
 
 
 @cache_policy("minicache", "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models",
