@@ -11,6 +11,7 @@ from typing import Literal
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.codecs import Affine, Approximated, Largest
 from decodax.kvcache.coded import Coding
+from decodax.kvcache.crush import Anchor, Representatives
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
 from decodax.kvcache.landmarks import LowRankKeys
@@ -141,6 +142,18 @@ def _criticalkv(budget: Budget = 1024, window: int = 32, kernel: int = 7, pool: 
                 first: float = 0.5, floor: float | None = None, most: float | None = None) -> CacheConfig:
     score = Critical(WindowAttention(window, kernel, pool))
     return Eviction(TwoStages(score, first, floor, most), budget, name="criticalkv")
+
+
+@cache_policy("kvcrush", "KVCrush: Key Value Cache Size-Reduction Using Similarity in Head-Behaviour",
+              "Jha et al. 2025",
+              "the blocks that have received the most attention, and representatives of the others by their bits")
+def _kvcrush(budget: int = 1024, every: Every = 32, block: int = 32, crush: int = 8, sinks: int = 32,
+             recent: int = 128, anchor: Anchor = "random", seed: int = 0) -> CacheConfig:
+    select = Representatives(Accumulated(recent, every=every, sinks=sinks, over="heads"), block, crush, anchor, seed)
+    if not isinstance(budget, int) or budget < select.least:
+        raise ValueError(f"budget: got {budget!r}, takes a number of tokens from {select.least}, which the first and "
+                         f"the latest tokens and {crush} blocks take")
+    return Eviction(select, budget, every, name="kvcrush")
 
 
 @cache_policy("scope", "SCOPE: Optimizing Key-Value Cache Compression in Long-context Generation", "Wu et al. 2024",

@@ -61,6 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quantized-pruning": dict(budget=14, bits=4, group=4, residual=8, window=4),
     "prefixkv": dict(layers=(0.4, 0.3), sinks=2),
     "headkv": dict(heads=((0.1, 0.4), (0.3, 0.2)), budget=14, window=4),
+    "kvcrush": dict(budget=14, every=5, block=2, crush=2, sinks=1, recent=3),
     "fastkv": dict(budget=0.3, passed=0.5, window=4), "promptdistill": dict(budget=13),
     "shadowkv": dict(budget=8, chunk=4, rank=5, outliers=1, local=1),
     "quest": dict(budget=6, page=2, recent=12, skip=())}
