@@ -127,6 +127,9 @@ class Transformer(LayeredModel):
         params, by_row = _chosen(params, cache)
         network = _network(self.config, params)
         x = _embedded(network, window, cache)
+        first = cache.reads if window.certain else None
+        if first is not None:
+            keep = [(i < first,) * 2 for i in range(self.depth)]
 
         def whole() -> tuple[Array, Any, tuple[Array, ...]]:
             attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
@@ -144,6 +147,8 @@ class Transformer(LayeredModel):
             hidden, entries, layers = whole()
         else:
             hidden, entries, layers = packing.run(window.live, packed, whole)
+        if first is not None:
+            entries = (*entries[:first], layers[first - 1])
         return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm)
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:

@@ -146,6 +146,13 @@ class Cache(Struct, abc.ABC):
                          "the text read, so it takes the text")
 
     @property
+    def reads(self) -> int | None:
+        """How many of the model's first layers run for a prompt (`Window.certain`) that is read into it; None: all. The
+        model then returns the entries of these, and behind them the residual stream `f[B, W, D]` that comes out of
+        them."""
+        return None
+
+    @property
     def view(self) -> Cache:
         """What a method reads that drafts with the model itself, where that is less than what the model answers from:
         a part of the tokens, or fewer bits."""

@@ -57,6 +57,10 @@ class Wrapper(Cache):
         return self.replace(base=self.base.settled(prompt))
 
     @property
+    def reads(self) -> int | None:
+        return self.base.reads
+
+    @property
     def view(self) -> Cache:
         return self.replace(base=self.base.view)
 

@@ -112,7 +112,7 @@ class Evicting(KeyValues):
                              "a soft cap or a bias of its attention scores, or a policy that looks at no queries")
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                        key_positions=window.key_positions)
-        given = (q, k, v, window.visible(), window.positions)
+        given: tuple[Any, ...] = (q, k, v, window.visible(), window.positions)
         packed = self.starts[layer]
         if packed is not None and sliding is None and bias is None:
             near = window_attention_lse(*given, **options)
@@ -211,9 +211,9 @@ class Evicting(KeyValues):
             if selection.score.projects:
                 assert prompt is not None
                 outputs = prompt.model.outputs(prompt.params, layer)
-            parts.append(functools.partial(_held, self.kind, layer, depth, self.shapes[layer], outputs))
-            own = (self.kv[layer], self.positions[layer], self.starts[layer], self.count[layer], self.queries[layer],
-                   gathered[layer])
+            parts.append(functools.partial(held_of, self.kind, layer, depth, self.shapes[layer], outputs))
+            own: tuple[Any, ...] = (self.kv[layer], self.positions[layer], self.starts[layer], self.count[layer],
+                                    self.queries[layer], gathered[layer])
             number = jnp.asarray(table)[jnp.minimum(self.length, self.size)]
             layers.append((own, self.length, began, since, number))
         some = [i for i in range(depth) if not self.kind.keeps_all(i, self.shapes[i])]
@@ -249,8 +249,8 @@ class Evicting(KeyValues):
         return Scratch.empty(self, entries, room)
 
 
-def _held(kind: Eviction, layer: int, depth: int, shape: KVLayer, outputs: Array | None,
-          row: tuple[Any, ...]) -> HeldLayer:
+def held_of(kind: Eviction, layer: int, depth: int, shape: KVLayer, outputs: Array | None,
+            row: tuple[Any, ...]) -> HeldLayer:
     """What the rule sees of a layer of one row."""
     (kv, positions, starts, count, ring, gathered), length, began, since, _ = row
     if starts is not None:
@@ -267,7 +267,7 @@ def _held(kind: Eviction, layer: int, depth: int, shape: KVLayer, outputs: Array
     return held.replace(gathered=gathered.replace(slots=kind.selection.score.renew(held)))
 
 
-def _layer(kind: Eviction, part: Callable[[Any], HeldLayer], shape: tuple[int, int], packs: bool, size: int,
+def _layer(kind: Eviction, part: Callable[[Any], HeldLayer], shape: tuple[int, ...], packs: bool, size: int,
            row: tuple[Any, ...]) -> tuple[Array, Array, Array | None, Array, Any]:
     """A layer of one row with what stays, in slots of that shape, `[G, S]` or (`packs`) `[N, SEGMENT]`; `part` makes of
     a row what the rule sees, `size` is the most that a head may have."""

@@ -84,7 +84,7 @@ class Shadowed(KeyValues):
     def _used(self) -> Array:
         return self.kept + self.length - self.began
 
-    def for_prompt(self) -> Cache:      # type: ignore[override]
+    def for_prompt(self) -> Cache:
         if not self.kv:
             return self
         whole = dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
@@ -143,7 +143,8 @@ class WholePrompt(Wrapper):
     def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base, kind = self.base, self.kind
         into = kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
-        kv, shadows = [], []
+        kv: list[Array] = []
+        shadows: list[Shadow | None] = []
         for held, slots, shape, shadow in zip(base.kv, into.kv, self.shapes, into.shadows, strict=True):
             if shadow is None:
                 kv.append(held)
@@ -224,7 +225,8 @@ class LowRankKeys(CacheConfig):
         slots = min(size, kept + (size if self.new is None else self.new))
         slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
         zeros = lambda *rest, dtype=dtype: jnp.zeros((batch, *rest), dtype)
-        kv, shadows = [], []
+        kv: list[Array] = []
+        shadows: list[Shadow | None] = []
         for shape in shapes:
             whole, (G, d) = shape.sliding is not None, (shape.heads, shape.width)
             kv.append(empty_kv([shape], batch, size if whole else slots, dtype)[0])

@@ -12,6 +12,7 @@ from decodax.cache.base import CacheConfig
 from decodax.kvcache.codecs import Affine, Approximated, Largest
 from decodax.kvcache.coded import Coding
 from decodax.kvcache.context import Context
+from decodax.kvcache.crush import Anchor, Representatives
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
 from decodax.kvcache.landmarks import LowRankKeys
@@ -19,6 +20,7 @@ from decodax.kvcache.lookahead import QueriesAhead
 from decodax.kvcache.merging import Merging
 from decodax.kvcache.paged import Paged
 from decodax.kvcache.pools import DecodePool, HeadSizes, head_sizes
+from decodax.kvcache.propagation import fastkv, prompt_distill
 from decodax.kvcache.pruned import Pruned
 from decodax.kvcache.query_scores import Accumulated, Capacity, Critical, ExpectedAttention, WindowAttention
 from decodax.kvcache.reconstruction import Reconstruction, Words
@@ -144,6 +146,18 @@ def _criticalkv(budget: Budget = 1024, window: int = 32, kernel: int = 7, pool: 
     return Eviction(TwoStages(score, first, floor, most), budget, name="criticalkv")
 
 
+@cache_policy("kvcrush", "KVCrush: Key Value Cache Size-Reduction Using Similarity in Head-Behaviour",
+              "Jha et al. 2025",
+              "the blocks that have received the most attention, and representatives of the others by their bits")
+def _kvcrush(budget: int = 1024, every: Every = 32, block: int = 32, crush: int = 8, sinks: int = 32,
+             recent: int = 128, anchor: Anchor = "random", seed: int = 0) -> CacheConfig:
+    select = Representatives(Accumulated(recent, every=every, sinks=sinks, over="heads"), block, crush, anchor, seed)
+    if not isinstance(budget, int) or budget < select.least:
+        raise ValueError(f"budget: got {budget!r}, takes a number of tokens from {select.least}, which the first and "
+                         f"the latest tokens and {crush} blocks take")
+    return Eviction(select, budget, every, name="kvcrush")
+
+
 @cache_policy("scope", "SCOPE: Optimizing Key-Value Cache Compression in Long-context Generation", "Wu et al. 2024",
               "SnapKV's for the prompt, for good, and a pool of its own for the tokens that follow")
 def _scope(budget: int = 2048, heavy: int = 768, recent: int = 256,
@@ -204,6 +218,23 @@ def _kvzip(budget: Budget = 0.5, chunk: int = 2048, sinks: int = 4, layers: Lite
 def _laq(budget: Budget = 512, tokens: int = 8, window: int = 8, kernel: int = 7, pool: Literal["mean", "max"] = "max",
          first: int = 32) -> CacheConfig:
     return Eviction(Top(QueriesAhead(tokens, window, WindowAttention(first, kernel, pool))), budget, name="laq")
+
+
+@cache_policy("fastkv", "FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding "
+              "Acceleration", "Jo et al. 2025",
+              "SnapKV's of what a layer has read: behind the middle one only a part of the prompt")
+def _fastkv(budget: Budget = 0.1, passed: Budget = 0.2, layer: int | None = None, window: int = 8,
+            kernel: int = 7) -> CacheConfig:
+    return fastkv(budget, passed, layer, window, kernel, "fastkv")
+
+
+@cache_policy("promptdistill", "PromptDistill: Query-based Selective Token Retention in Intermediate Layers for "
+              "Efficient Large Language Model Inference", "Jin et al. 2025",
+              "the tokens that the newest query of one layer looks for; the layers behind read no others")
+def _promptdistill(budget: int = 1024, layer: int | None = None, kernel: int = 5) -> CacheConfig:
+    if not isinstance(budget, int):
+        raise ValueError(f"budget: got {budget!r}, takes a number of tokens")
+    return prompt_distill(budget, layer, kernel, "promptdistill")
 
 
 @cache_policy("minicache", "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models",

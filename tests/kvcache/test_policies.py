@@ -37,7 +37,7 @@ def network(layers: int) -> LM:
 
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
-DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv")
+DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -65,6 +65,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quantized-pruning": dict(budget=14, bits=4, group=4, residual=8, window=4),
     "prefixkv": dict(layers=(0.4, 0.3), sinks=2),
     "headkv": dict(heads=((0.1, 0.4), (0.3, 0.2)), budget=14, window=4),
+    "kvcrush": dict(budget=14, every=5, block=2, crush=2, sinks=1, recent=3),
+    "fastkv": dict(budget=0.3, passed=0.5, window=4), "promptdistill": dict(budget=13),
     "shadowkv": dict(budget=8, chunk=4, rank=5, outliers=1, local=1),
     "quest": dict(budget=6, page=2, recent=12, skip=()),
     "zipcache": dict(gap=8, probes=0.3),
@@ -140,7 +142,7 @@ def test_so_do_trees(name: str) -> None:
                                                     [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
-            "shadowkv": {"budget": 200, "rank": 64},
+            "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "quantized-pruning": {"budget": 200, "residual": 200},
             "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
             **{codec: {"residual": 200} for codec in (
