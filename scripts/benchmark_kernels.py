@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Times the forms of window attention: a Mosaic kernel, the XLA reference, and one einsum over the whole capacity.
+"""Times the forms of window attention: a Mosaic kernel, the XLA reference, and one einsum over the whole capacity; and
+draws of tokens with top-p: the kernel, the reference, and a sort of the vocabulary.
 
     python scripts/benchmark_kernels.py                                      # on what JAX finds: a TPU, a GPU, a CPU
     python scripts/benchmark_kernels.py --form int8 pages --batch 64 --capacity 8192 --live 8192
 
 The kernel is timed on TPUs alone. What is timed is a loop of `--inner` calls in one program, each of which needs the
 result of the one before it, so that the start of a program does not count. What is compared takes turns. The columns
-are the median time of a call, the bytes of live cache entries over that time, how many times faster it is than the
-einsum, and the largest difference from the einsum's result.
+are the median time of a call, the bytes of live cache entries (of logits) over that time, how many times faster it is
+than the einsum (the sort), and the largest difference from its result.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.pallas_kernels import vocabulary
+from decodax.pallas_kernels.vocabulary.noise import exponentials
 from decodax.pallas_kernels.window_attention import (
     prefix_attention,
     quantized,
@@ -30,7 +33,7 @@ from decodax.pallas_kernels.window_attention import (
     window_attention_lse,
 )
 
-FORMS = "dense", "int8", "pages", "prefix", "weights"
+FORMS = "dense", "int8", "pages", "prefix", "weights", "draw"
 SCALE = 0.1
 
 
@@ -38,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--form", nargs="+", choices=FORMS, default=FORMS,
                    help="dense: a cache of --dtype; int8: of integers; pages: a shuffled pool; prefix: one cache for "
-                        "all rows; weights: the attention that slots receive (default: all)")
+                        "all rows; weights: the attention that slots receive; draw: tokens by temperature and top-p "
+                        "(default: all)")
     p.add_argument("--batch", type=int, default=8, help="rows (default %(default)s)")
     p.add_argument("--window", type=int, default=1, help="queries of a row (default %(default)s)")
     p.add_argument("--heads", type=int, default=32, help="of queries (default %(default)s)")
@@ -47,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--capacity", type=int, default=2048, help="slots of a row (default %(default)s)")
     p.add_argument("--live", type=int, help="entries that each row holds (default: half the capacity)")
     p.add_argument("--page", type=int, default=256, help="slots of a page (default %(default)s)")
+    p.add_argument("--vocabulary", type=int, default=128_256, help="of draws (default %(default)s)")
     p.add_argument("--dtype", default="bfloat16", help="of queries and cache (default %(default)s)")
     p.add_argument("--inner", type=int, default=20, help="calls in a program (default %(default)s)")
     p.add_argument("--repeats", type=int, default=7, help="times that each program is run (default %(default)s)")
@@ -55,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
 
 def sides(form: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[Array, Any], Array]], Array, Any, int]:
     """What to compare: functions of queries and of everything else; both, and the bytes of what is live."""
+    if form == "draw":
+        return draws(args)
     B, W, G, S, d = args.batch, args.window, args.kv_heads, args.capacity, args.width
     rows = 1 if form == "prefix" else B
     keys = jax.random.split(jax.random.key(0), 4)
@@ -110,6 +117,30 @@ def sides(form: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[Arra
     return fns, q, (own, cache, length, given), rows * args.live * entry
 
 
+def draws(args: argparse.Namespace) -> tuple[dict[str, Callable[[Array, Any], Array]], Array, Any, int]:
+    """As `sides`, of logits in place of queries."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    logits = 4 * jax.random.normal(keys[0], (args.batch, args.window, args.vocabulary))
+    address = jax.random.bits(keys[1], (*logits.shape[:2], 2))
+    temperature, p = jnp.full(args.batch, 0.7), jnp.full(args.batch, 0.95)
+
+    def by_sort(logits: Array, rest: Any) -> Array:
+        address, temperature, p = rest
+        x = logits / temperature[:, None, None]
+        ordered = jnp.sort(x, descending=True)
+        mass = jnp.cumsum(jax.nn.softmax(ordered), -1)
+        last = jnp.argmax(mass >= p[:, None, None], -1, keepdims=True)
+        x = jnp.where(x < jnp.take_along_axis(ordered, last, -1), -jnp.inf, x)
+        return jnp.argmin(exponentials(address, x.shape[-1]) * jnp.exp(x.max(-1, keepdims=True) - x), -1)
+
+    def ours(logits: Array, rest: Any, implementation: Any) -> Array:
+        return vocabulary.draw(logits, *rest[:2], p=rest[2], implementation=implementation)[0]
+
+    names = ["xla", *(["mosaic_tpu"] if jax.default_backend() == "tpu" else [])]
+    fns = {"sort": by_sort, **{name: functools.partial(ours, implementation=name) for name in names}}
+    return fns, logits, (address, temperature, p), logits.nbytes
+
+
 def loop(fn: Callable[[Array, Any], Array], calls: int) -> Callable[[Array, Any], Array]:
     """A program of so many calls."""
 
@@ -132,7 +163,7 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; batch {args.batch}, window {args.window}, "
           f"{args.heads}/{args.kv_heads} heads of {args.width}, {args.live} of {args.capacity} slots live, "
           f"{args.dtype}; median of {args.repeats}\n")
-    print("| form | implementation | ms | GB/s | times einsum | difference |\n|---|---|---|---|---|---|")
+    print("| form | implementation | ms | GB/s | times the first | difference |\n|---|---|---|---|---|---|")
     for form in args.form:
         fns, q, rest, live = sides(form, args)
         results = {name: jax.jit(fn)(q, rest).astype(jnp.float32) for name, fn in fns.items()}
@@ -147,8 +178,9 @@ def main() -> None:
                 seconds[name].append((time.perf_counter() - clock) / args.inner)
         times = {name: statistics.median(x) for name, x in seconds.items()}
         for name, t in times.items():
-            off = float(jnp.abs(results[name] - results["einsum"]).max())
-            print(f"| {form} | {name} | {1e3 * t:.3f} | {live / t / 1e9:.1f} | {times['einsum'] / t:.2f} | {off:.1e} |",
+            first = next(iter(fns))
+            off = float(jnp.abs(results[name] - results[first]).max())
+            print(f"| {form} | {name} | {1e3 * t:.3f} | {live / t / 1e9:.1f} | {times[first] / t:.2f} | {off:.1e} |",
                   flush=True)
 
 

@@ -8,7 +8,7 @@ trees alike. Sampler and verifiers take tokens and probabilities from the same l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from decodax.cache import Window, parents, take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.types import Out
+from decodax.pallas_kernels import vocabulary
 from decodax.pallas_kernels.vocabulary import by_nodes
-from decodax.policy.draw import draw, first_argmax, winner
+from decodax.policy.draw import checked, draw, first_argmax, winner
 from decodax.struct import Struct, static, struct
 
 PyTree = Any
@@ -29,6 +30,10 @@ Reads = Literal["nothing", "bag", "sequence"]
 
 Stage = Literal["logits", "probabilities", "last"]
 """Where a transform of the user's stands in the chain: see `Transform`."""
+
+TRUNCATIONS = "k", "p", "min_p"
+"""What `decodax.pallas_kernels.vocabulary.draw` does behind the temperature, in its order: see `Transform.truncation`.
+"""
 
 
 @struct
@@ -76,6 +81,11 @@ class Transform(Struct):
     def bound(self, tables: tuple[Any, ...]) -> Transform:
         """This transform with what it reads of the policy's `tables`, which rows share."""
         return self
+
+    def truncation(self) -> tuple[str, Array] | None:
+        """What of `TRUNCATIONS` this transform is, and its numbers, if that is all that it does. Called on the policy's
+        own transforms, with a batch axis."""
+        return None
 
     def init(self, ctx: Context) -> PyTree:
         """State after the prompt `ctx`."""
@@ -331,7 +341,9 @@ class Distribution(Struct):
         if self.stateful or not any(isinstance(t, Temperature) for t in self.policy.transforms):
             return draw(self.processed(nodes), self._addresses(nodes, purpose, salt))
         tokens = lambda logits, nodes: self._draw(logits, nodes, purpose, salt)
-        return by_nodes(tokens, self.logits(nodes), nodes)
+        logits = self.logits(nodes)
+        # the kernel reads them once, wherever they lie
+        return by_nodes(tokens, logits, nodes) if self._fused(logits) is None else tokens(logits, nodes)
 
     def _draw(self, logits: Array, nodes: Array | None, purpose: Purpose, salt: Array | None) -> Array:
         """`draw` from the model's logits `f32[B, W', V]` at the nodes, where no transform has a state."""
@@ -339,7 +351,11 @@ class Distribution(Struct):
         cut = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
         logits = self._map(chain[:cut], self.texts.states[:cut], logits, nodes)
 
+        fused = self._fused(logits)
+
         def warm() -> Array:
+            if fused is not None:
+                return checked(*vocabulary.draw(logits, self._addresses(nodes, purpose, salt), **fused))
             # greedy rows are decided by the logits in front of the temperature: nothing behind it can change the choice
             # among one token. Their race is run at temperature 1, for nothing, which costs less than another argmax
             hot = self._map(self.policy.warm.transforms[cut:], self.texts.states[cut:], logits, nodes)
@@ -347,6 +363,18 @@ class Distribution(Struct):
             return draw(hot, address, (jnp.broadcast_to(cold[:, None], address.shape[:2]), logits))
 
         return lax.cond(cold.all(), lambda: winner(logits), warm)
+
+    def _fused(self, logits: Array) -> dict[str, Any] | None:
+        """The arguments of `vocabulary.draw` for logits `f32[B, W, V]` in front of the temperature, if it is to draw
+        from them and does all that the chain does."""
+        chain = self.policy.transforms
+        cut = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
+        behind = [t.truncation() for t in chain[cut + 1:]]
+        known = [part for part in behind if part is not None]
+        places = [TRUNCATIONS.index(name) for name, _ in known]
+        if len(known) < len(behind) or places != sorted(set(places)) or vocabulary.choose(logits) == "xla":
+            return None
+        return {"temperature": cast(Temperature, chain[cut]).temperature, **dict(known)}
 
     def _addresses(self, nodes: Array | None, purpose: Purpose, salt: Array | None) -> Array:
         predicts = self.predicts if nodes is None else take(self.predicts, nodes)

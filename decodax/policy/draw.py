@@ -19,12 +19,11 @@ from jax import Array, lax
 
 from decodax.axes import MODEL, free_axes
 from decodax.core.types import DEAD_END, INVALID
+from decodax.pallas_kernels.vocabulary.noise import exponentials
+
+__all__ = ["checked", "draw", "exponentials", "first_argmax", "race", "winner"]
 
 BLOCK = 256
-
-LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
-       2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
-
 
 def draw(logits: Array, address: Array, greedy: tuple[Array, Array] | None = None) -> Array:
     """One token per distribution: `i32[...]` from `f32[..., V]` and `u32[..., 2]`.
@@ -40,7 +39,7 @@ def draw(logits: Array, address: Array, greedy: tuple[Array, Array] | None = Non
         scores, dead = jnp.where(greedy[0][..., None], greedy[1], scores), dead & ~greedy[0]
     # a NaN or +inf among the logits makes a NaN here, which XLA's maximum on CPU may pass over
     token, first = _first_max(jnp.where(jnp.isnan(scores), jnp.inf, scores))
-    return _checked(token, jnp.where(dead, -jnp.inf, first))
+    return checked(token, jnp.where(dead, -jnp.inf, first))
 
 
 def race(logits: Array, address: Array) -> Array:
@@ -64,39 +63,12 @@ def winner(logits: Array) -> Array:
 
     INVALID stands where a logit is a NaN or +inf, DEAD_END where all are -inf.
     """
-    return _checked(*_first_max(_plain(logits)))
+    return checked(*_first_max(_plain(logits)))
 
 
-def _checked(token: Array, top: Array) -> Array:
+def checked(token: Array, top: Array) -> Array:
     """The token, or INVALID where the largest entry is +inf, DEAD_END where it is -inf."""
     return jnp.where(top == -jnp.inf, DEAD_END, jnp.where(top == jnp.inf, INVALID, token)).astype(jnp.int32)
-
-
-def exponentials(address: Array, size: int) -> Array:
-    """Independent draws from the exponential distribution, one for each of `size` ids: `f32[..., size]`.
-
-    They are taken from the side of small values, -log(1 - v) with v in steps of 2^-32, since it is a small time that
-    lets an unlikely token win: tokens down to a probability of 1e-9 keep their chance.
-    """
-    ids = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)
-    bits = _mix((ids ^ address[..., :1]) * jnp.uint32(0x85EBCA6B) + address[..., 1:])
-    # v must stay below 1, whose time is infinite: as slow as a token of probability 0
-    return _minus_log1m(jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24)))
-
-
-def _minus_log1m(v: Array) -> Array:
-    """`-log(1 - v)` for `v` in [0, 1 - 2^-24], to 2e-7 of itself, in two thirds of the time of XLA's `log1p` on CPU.
-
-    The polynomial is that of `logf` in S. Moshier's Cephes library. It takes `1 - v` as `2^k (1 + f)` with `f` around
-    0: `-v` itself where `k` is 0, for `1 - v` has lost a small one's digits.
-    """
-    i = lax.bitcast_convert_type(1 - v, jnp.int32)
-    k = (i - jnp.int32(0x3F3504F3)) >> 23           # the bits of the square root of 1/2
-    f = jnp.where(k == 0, -v, lax.bitcast_convert_type(i - (k << 23), jnp.float32) - 1)
-    p = jnp.full_like(f, LOG[0])
-    for c in LOG[1:]:
-        p = p * f + jnp.float32(c)
-    return 0.5 * f * f - f * f * f * p - f - k.astype(jnp.float32) * jnp.float32(0.6931471805599453)
 
 
 def _times(logits: Array, top: Array, address: Array) -> Array:
@@ -107,14 +79,6 @@ def _times(logits: Array, top: Array, address: Array) -> Array:
 def _plain(logits: Array) -> Array:
     # XLA's maximum on CPU may pass over a NaN
     return jnp.where(jnp.isnan(logits), jnp.inf, logits)
-
-
-def _mix(x: Array) -> Array:
-    """A permutation of `u32` in which each bit of the result depends on each of the argument (C. Wellons' "lowbias32",
-    2018)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
 
 
 def first_argmax(x: Array) -> Array:

@@ -1,120 +1,17 @@
-"""Selection without a sort: the largest threshold that leaves enough, by a search on the float's bit pattern.
+"""What transforms of logits have in common: thresholds, sets of tokens, probabilities.
 
-Read as integers, floats of one sign are ordered as their values are, so 32 bits find a threshold exactly, whatever the
-values. CPUs and GPUs find them one by one, TPUs three or four at a time.
-
-On CPU (32,000 logits; 1 and 8 positions) top-k takes 0.15 and 1.2 ms and top-p 0.16 and 1.4 ms this way; `lax.top_k` of
-128 takes 0.08 and 0.75 ms, a full sort 6 and 48 ms. Searching 4 ways in half the passes was slower there.
+The search for a threshold is `decodax.pallas_kernels.vocabulary.threshold`, whose names stand here too.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.sharding import PartitionSpec as P
+from jax import Array
 
-from decodax.axes import MODEL, free_axes, platform, shardwise
+from decodax.pallas_kernels.vocabulary.threshold import by_digits, by_halves, kth_largest, largest_threshold, less, once
 
-
-def largest_threshold(order: Array, weights: Array, share: Array) -> Array:
-    """The largest `t` (`f32[]`) such that what is at or above it in `order` weighs `share` of the whole or more, and
-    something.
-
-    It is NaN where there is none. Comparisons with it are then false, so `where(x < t, -inf, x)` removes nothing.
-
-    Args:
-        order: `f32[V]`. weights: `f32[V]` or one `f32[]` for all, not negative. share: `f32[]`.
-
-    >>> x, one = jnp.array([3.0, -jnp.inf, 7.5, -2.0]), jnp.float32(1)
-    >>> [largest_threshold(x, one, jnp.float32(share)).item() for share in (0.2, 0.5, 0.7)]
-    [7.5, 3.0, -2.0]
-    """
-    # either is right wherever it runs; they find the same up to the rounding of sums
-    return (by_digits if platform() == "tpu" else by_halves)(order, weights, share)
-
-
-def once(x: Array) -> Array:
-    """`x`, for `less` and for what finds the threshold: computed once for both."""
-    return lax.optimization_barrier(x)
-
-
-def less(x: Array, threshold: Array) -> Array:
-    """`x < threshold` (`bool[V]`), of the very numbers among which the threshold was found.
-
-    XLA's CPU else computes `x` again where it is compared, barrier or not, and rounds it differently there: then the
-    last token that was to stay goes. Nothing is fused into a loop, of one trip here, or none if there is no threshold.
-    """
-    if platform() != "cpu":
-        return x < threshold
-    compare = lambda c: (jnp.zeros((), bool), x < threshold)
-    return lax.while_loop(lambda c: c[0], compare, (threshold == threshold, jnp.zeros(x.shape, bool)))[1]
-
-
-def by_halves(order: Array, weights: Array, share: Array) -> Array:
-    """`largest_threshold` in 32 passes of one sum each."""
-    least = share * jnp.broadcast_to(weights, order.shape).sum()
-
-    def halve(i: Array, best: Array) -> Array:
-        trial = best | lax.shift_left(jnp.uint32(1), (31 - i).astype(jnp.uint32))
-        mass = jnp.where(order >= _float(trial), weights, 0).sum()
-        return jnp.where((mass >= least) & (mass > 0), trial, best)
-
-    return _float(lax.fori_loop(0, 32, halve, jnp.uint32(0)))
-
-
-def by_digits(order: Array, weights: Array, share: Array) -> Array:
-    """`largest_threshold` in 11 passes of 7 sums each, or 8 passes of 15.
-
-    A TPU needs little longer for a pass over a vocabulary with several sums than with one. Where the vocabulary is
-    divided over devices, they exchange their sums in each pass, so there are fewer passes.
-    """
-    size = free_axes().get(MODEL, 1)
-    if size > 1 and order.shape[0] % size == 0:
-        search = functools.partial(_by_digits, bits=4, total=functools.partial(lax.psum, axis_name=MODEL))
-        return shardwise(search, (P(MODEL), P(MODEL) if weights.ndim else P(), P()), P(), order, weights, share)
-    return _by_digits(order, weights, share, bits=3, total=lambda sums: sums)
-
-
-def _by_digits(order: Array, weights: Array, share: Array, bits: int,
-               total: Callable[[tuple[Array, ...]], tuple[Array, ...]]) -> Array:
-    add = lambda xs, ys: tuple(x + y for x, y in zip(xs, ys, strict=True))
-    weights = jnp.broadcast_to(weights, order.shape)
-
-    def sums(*arrays: Array) -> tuple[Array, ...]:
-        # one reduction of many operands reads the vocabulary once
-        return total(tuple(lax.reduce(arrays, (jnp.zeros((), weights.dtype),) * len(arrays), add, (0,))))
-
-    def trials(best: Array, i: Array) -> list[Array]:
-        # one by one and not as an array of all: XLA then makes one operation of what is done with them
-        place = jnp.maximum(32 - bits * (i + 1), 0).astype(jnp.uint32)      # the last digit may overlap the one before
-        return [best | lax.shift_left(jnp.uint32(d), place) for d in range(1, 1 << bits)]
-
-    def above(tried: list[Array]) -> list[Array]:
-        return [jnp.where(order >= _float(t), weights, 0) for t in tried]
-
-    def best_of(best: Array, tried: list[Array], masses: tuple[Array, ...], least: Array) -> Array:
-        for t, mass in zip(tried, masses, strict=True):
-            best = jnp.where((mass >= least) & (mass > 0), jnp.maximum(best, t), best)
-        return best
-
-    def digit(i: Array, best: Array) -> Array:
-        tried = trials(best, i)
-        return best_of(best, tried, sums(*above(tried)), least)
-
-    tried = trials(jnp.uint32(0), jnp.int32(0))
-    whole, *masses = sums(weights, *above(tried))
-    least = share * whole
-    best = best_of(jnp.uint32(0), tried, tuple(masses), least)
-    return _float(lax.fori_loop(1, -(-32 // bits), digit, best, unroll=True))
-
-
-def kth_largest(x: Array, k: Array) -> Array:
-    """The `k`-th largest of `f32[V]` (`k` is traced), NaN where there are fewer."""
-    # counting in float32 is exact up to 2^24 and faster than in integers on CPU; the half keeps rounding away
-    return largest_threshold(x, jnp.float32(1), (k.astype(jnp.float32) - 0.5) / x.shape[-1])
+__all__ = ["by_digits", "by_halves", "forbid", "kth_largest", "largest_threshold", "less", "members", "once",
+           "probabilities"]
 
 
 def forbid(logits: Array, tokens: Array) -> Array:
@@ -138,9 +35,3 @@ def probabilities(logits: Array) -> tuple[Array, Array, Array]:
     total = weights.sum()
     p, log_p = weights / total, shifted - jnp.log(total)
     return log_p, p, -jnp.sum(jnp.where(p == 0, 0, p * log_p))
-
-
-def _float(ordered: Array) -> Array:
-    """The float whose place among all floats is `ordered` (`u32[]`): NaNs stand at both ends."""
-    bits = lax.bitcast_convert_type(ordered ^ jnp.uint32(1 << 31), jnp.int32)
-    return lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.float32)

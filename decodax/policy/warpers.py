@@ -40,6 +40,9 @@ class TopK(Transform):
     limit: int | None = static(default=None)
     min_keep: int = static(default=1)
 
+    def truncation(self) -> tuple[str, Array] | None:
+        return ("k", self.k) if self.min_keep == 1 else None
+
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         k, logits = jnp.where(self.k > 0, jnp.maximum(self.k, self.min_keep), logits.shape[-1]), once(logits)
         if self.limit is None:
@@ -65,6 +68,9 @@ class TopP(Transform):
     p: Array
     min_keep: int = static(default=1)
 
+    def truncation(self) -> tuple[str, Array] | None:
+        return ("p", self.p) if self.min_keep == 1 else None
+
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         logits = once(logits)
         weights = jnp.exp(logits - logits.max())
@@ -81,6 +87,9 @@ class MinP(Transform):
 
     p: Array
     min_keep: int = static(default=1)
+
+    def truncation(self) -> tuple[str, Array] | None:
+        return ("min_p", self.p) if self.min_keep == 1 else None
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         return _keep_best(logits, jnp.exp(logits - logits.max()) < self.p, self.min_keep)

@@ -1,5 +1,5 @@
-"""Compiles the forms of window attention and of packed products for a TPU slice that is not there, and prints a JSON
-object for each.
+"""Compiles the forms of window attention, of packed products and of draws for a TPU slice that is not there, and prints
+a JSON object for each.
 
     python -m tests.pallas_kernels.forms v5e:2x4
 
@@ -27,6 +27,7 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 
     from decodax.axes import DATA, MODEL
     from decodax.pallas_kernels.packed_matmul import packed_matmul
+    from decodax.pallas_kernels.vocabulary import draw
     from decodax.pallas_kernels.window_attention import prefix_attention, slot_weights, window_attention_lse
 
     rows, heads = P(DATA), P(DATA, None, MODEL)
@@ -60,7 +61,15 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             x=((rows, K), jnp.bfloat16, P(DATA, inputs)), codes=((N, K), dtype, weights),
             scales=((N, K // 128), jnp.float32, weights))
 
+    def drawn(V: int, *names: str, width: int = W) -> Any:
+        numbers = {name: ((B,), jnp.int32 if name == "k" else jnp.float32, rows) for name in ("temperature", *names)}
+        return draw, dict(logits=((B, width, V), jnp.float32, P(DATA, None, MODEL)),
+                          address=((B, width, 2), jnp.uint32, rows), **numbers)
+
     return {
+        "draw, top-p": drawn(128_256, "p", width=1),
+        "draw, all, an odd vocabulary": drawn(50_257 + 3, "k", "p", "min_p"),
+        "draw, temperature": drawn(151_936),
         "packed, outputs divided": packed(MODEL, None, 128_256, 2048),
         "packed, inputs divided": packed(None, MODEL, 4096, 14_336),
         "packed, whole, of int8": packed(None, None, 1024, 4096, jnp.int8),
@@ -111,7 +120,7 @@ def compiled(topology: str, names: list[str], meshes: list[str]) -> Iterator[dic
             with jax.set_mesh(mesh):
                 done = jax.jit(lambda fn, given: fn(**given), static_argnums=0).lower(fn, shaped).compile()
             program = parse(done.as_text())
-            read = shaped["codes" if "codes" in shaped else "cache"]
+            read = shaped[next(name for name in ("codes", "cache", "logits") if name in shaped)]
             elements = int(np.prod(read.sharding.shard_shape(read.shape)))
             yield {"form": name, "mesh": dims, "kernels": done.as_text().count("tpu_custom_call"),
                    "copies": len(copies(program, elements)), "collectives": len(collectives(program))}

@@ -1,5 +1,5 @@
-"""Each form of window attention and of packed products, compiled by XLA's TPU compiler without a TPU, alone and on a
-mesh."""
+"""Each form of window attention, of packed products and of draws, compiled by XLA's TPU compiler without a TPU, alone
+and on a mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
                        reason="libtpu is not installed (Linux on x86-64 only): pip install 'decodax[tpu-aot]'"),
 ]
 
-FEW = "packed, inputs divided", "chunk of 256", "pages of int8", "weights of int8, held", "prefix"
+FEW = "draw, top-p", "packed, inputs divided", "chunk of 256", "pages of int8", "weights of int8, held", "prefix"
 
 
 def reports(topology: str, *options: str) -> list[dict[str, object]]:
@@ -38,10 +38,16 @@ def reports(topology: str, *options: str) -> list[dict[str, object]]:
 def test_a_form_is_one_kernel_that_copies_nothing_and_waits_for_no_device(topology: str,
                                                                          options: tuple[str, ...]) -> None:
     """But for heads of 96, whose cache the compiler lays out with slots in lanes where nothing else wants it
-    otherwise, and for devices that divide a product's inputs."""
+    otherwise, and for devices that divide a product's inputs or a vocabulary."""
     found = reports(topology, *options)
     assert len(found) == (len(FEW) if options else 2 * len(forms.forms()))
     for r in found:
         assert r["kernels"] == 1, r
-        assert r["collectives"] == ("inputs divided" in str(r["form"]) and r["mesh"] != "1x1"), r
-        assert r["copies"] == ("96" in str(r["form"])), r
+        alone = r["mesh"] == "1x1"
+        # a draw exchanges parts of the vocabulary for whole rows, and the tokens and what they won with
+        exchanges = 3 if str(r["form"]).startswith("draw") else "inputs divided" in str(r["form"])
+        assert r["collectives"] == (0 if alone else exchanges), r
+        if exchanges == 3:      # logits are laid out anew for the exchange, or `[B, 1, V]` in front of the program
+            assert r["copies"] <= 1, r
+        else:
+            assert r["copies"] == ("96" in str(r["form"])), r

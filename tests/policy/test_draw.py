@@ -108,3 +108,27 @@ def test_broken_logits_and_dead_ends_are_named(settings: dict, size: int) -> Non
 def test_a_policy_that_forbids_everything_is_a_dead_end() -> None:
     policy = build(2, allowed_token_ids=[[3], [4]], suppress_tokens=[3])
     assert draw(policy, jnp.zeros((2, 8)), row_keys(2)).tolist() == [DEAD_END, 4]
+
+
+@pytest.mark.parametrize(("settings", "fused"), [
+    (dict(), True), (dict(top_p=0.8), True), (dict(top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.5), True),
+    (dict(top_p=0.8, min_tokens_to_keep=2), False), (dict(top_p=0.8, typical_p=0.7), False)], ids=str)
+def test_what_a_kernel_draws_at_once_is_what_the_chain_draws(monkeypatch: pytest.MonkeyPatch, settings: dict,
+                                                             fused: bool) -> None:
+    """Greedy rows among them. Chains of which it does only a part are left whole."""
+    from decodax.pallas_kernels import vocabulary
+
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(500, VOCAB)) * 2, jnp.float32)
+    policy = build(500, temperature=[0.8, 0.0, 1.5, 0.3] * 125, **settings)
+    want = draw(policy, logits, row_keys(500))
+    calls, one = [], vocabulary.draw
+
+    def counted(*args, **options):
+        calls.append(set(options))
+        return one(*args, **options)
+
+    monkeypatch.setattr(vocabulary, "choose", lambda logits: None)
+    monkeypatch.setattr(vocabulary, "draw", counted)
+    got = jax.jit(lambda *x: draw.__wrapped__(*x))(policy, logits, row_keys(500))
+    assert len(calls) == fused
+    np.testing.assert_array_equal(got, want)

@@ -1,0 +1,172 @@
+"""The draw of a token as a kernel for TPUs (Mosaic).
+
+A program instance has the whole vocabulary of 8 rows in fast memory: it is brought in once, while the rows before are
+drawn, and every pass of truncation, weights and race runs there. A threshold is found bit by bit. In XLA a pass costs
+the more the fewer operations it has, since it is dispatched and reads memory; here it costs its operations, and 32
+passes of three each are less than 11 passes of 21.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from decodax.pallas_kernels.vocabulary.noise import exponential
+from decodax.pallas_kernels.vocabulary.threshold import of_order
+
+ROWS, LANES = 8, 128
+
+CHUNK = 64 * LANES
+"""Entries of a row that a step of a pass looks at. In the search a v5e takes 21 cycles for 16 times the lanes, and 79
+for 64 times."""
+
+SPARE = 4 << 20
+"""Bytes of fast memory beside the vocabulary."""
+
+
+def bytes_of(V: int) -> int:
+    """Fast memory that the kernel takes: two blocks of logits on their way, the logits over the temperature, weights.
+
+    >>> bytes_of(128_256) >> 20
+    20
+    """
+    return 4 * ROWS * 4 * (-(-V // CHUNK) * CHUNK) + SPARE
+
+
+def draw(logits: Array, address: Array, temperature: Array, k: Array | None = None, p: Array | None = None,
+         min_p: Array | None = None, *, interpret: Any = False) -> tuple[Array, Array]:
+    """As `reference.draw`.
+
+    Args:
+        interpret: run without a TPU; True, or `pltpu.InterpretParams`.
+    """
+    R, V = logits.shape
+    rows = min(R, ROWS)
+    given = {"temperature": temperature, "k": k, "p": p, "min_p": min_p}
+    numbers = {name: x.astype(jnp.float32) for name, x in given.items() if x is not None}
+    of_rows = lambda width: pl.BlockSpec((rows, width), lambda r: (r, 0))
+    wide = pltpu.VMEM((rows, -(-V // CHUNK) * CHUNK), jnp.float32)
+    passes = 4 + 32 * sum(name in numbers for name in ("k", "p"))
+    token, first = pl.pallas_call(
+        functools.partial(_kernel, names=tuple(numbers)),
+        grid=(pl.cdiv(R, rows),),
+        in_specs=[of_rows(V), of_rows(2), of_rows(len(numbers))],
+        out_specs=[of_rows(1), of_rows(1)],
+        out_shape=[jax.ShapeDtypeStruct((R, 1), jnp.int32), jax.ShapeDtypeStruct((R, 1), jnp.float32)],
+        scratch_shapes=[wide, wide],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=bytes_of(V)),
+        interpret=interpret,
+        cost_estimate=pl.CostEstimate(flops=3 * passes * R * V, transcendentals=2 * R * V, bytes_accessed=4 * R * V),
+        name="draw",
+    )(logits, address, jnp.stack(list(numbers.values()), 1))
+    return token[:, 0], first[:, 0]
+
+
+def _kernel(logits: Any, address: Any, numbers: Any, token: Any, first: Any, scaled: Any, weights: Any, *,
+            names: tuple[str, ...]) -> None:
+    rows, V = logits.shape
+    chunks = scaled.shape[1] // CHUNK
+    # what a row has one of is spread over the lanes once, and not in each step of each pass
+    lanes = lambda value: jnp.broadcast_to(jnp.asarray(value), (rows, LANES))
+    given = {name: lanes(numbers[:, i:i + 1]) for i, name in enumerate(names)}
+    words = lanes(address[:, :1]), lanes(address[:, 1:])
+    cold = given["temperature"] == 0
+    temperature = jnp.where(cold, 1, given["temperature"])
+
+    def over(step: Callable[[Any, Any], Any], start: Any, count: int = chunks) -> Any:
+        """`step(at, carry)` for each chunk."""
+        if not count:
+            return start
+        return lax.fori_loop(0, count, lambda c, carry: step(pl.ds(pl.multiple_of(c * CHUNK, CHUNK), CHUNK), carry),
+                             start)
+
+    def largest_of(parts: list[Array], so_far: Array) -> Array:
+        # a NaN counts as +inf: both are errors, and whatever comes of them is dropped in the end
+        return jnp.maximum(so_far, _fold(jnp.maximum, [jnp.where(jnp.isnan(x), jnp.inf, x) for x in parts]))
+
+    def scale(at: Any, so_far: Array) -> Array:
+        found = [x / temperature for x in _parts(logits[:, at])]
+        scaled[:, at] = jnp.concatenate(found, 1)
+        return largest_of(found, so_far)
+
+    top = over(scale, lanes(-jnp.inf), V // CHUNK)
+    if V % CHUNK:       # what fills up the last chunk is forbidden
+        begun = V // CHUNK * CHUNK
+        scaled[:, begun:] = jnp.full((rows, CHUNK), -jnp.inf, jnp.float32)
+        scaled[:, begun:V] = logits[:, begun:] / temperature[:, :1]
+        top = largest_of(_parts(scaled[:, begun:]), top)
+    top = lanes(top.max(1, keepdims=True))
+    dead, broken = top == -jnp.inf, top == jnp.inf
+    top = jnp.where(dead | broken, 0, top)
+
+    def largest(weigh: Callable[[Any], list[Any]], least: Array) -> Array:
+        """The largest threshold at or above which there is something, of weight `least` or more: see
+        `largest_threshold`."""
+
+        def halve(i: Array, best: Array) -> Array:
+            trial = best | lax.shift_left(jnp.uint32(1), (31 - i).astype(jnp.uint32))
+            t = of_order(trial)
+
+            def above(at: Any, sums: Array) -> Array:
+                pairs = zip(_parts(scaled[:, at]), weigh(at), strict=True)
+                return sums + _fold(jnp.add, [jnp.where(x >= t, w, 0) for x, w in pairs])
+
+            mass = lanes(over(above, lanes(0.0)).sum(1, keepdims=True))
+            return jnp.where((mass >= least) & (mass > 0), trial, best)
+
+        return of_order(lax.fori_loop(0, 32, halve, lanes(jnp.uint32(0))))
+
+    if "k" in given:
+        count = jnp.where(given["k"] > 0, jnp.minimum(given["k"], V), V)
+        least = largest(lambda at: [1.0] * (CHUNK // LANES), count - 0.5)
+
+    def weigh(at: Any, total: Array) -> Array:
+        parts = _parts(scaled[:, at])
+        if "k" in given:
+            parts = [jnp.where(x < least, -jnp.inf, x) for x in parts]
+            scaled[:, at] = jnp.concatenate(parts, 1)
+        found = [jnp.exp(x - top) for x in parts]
+        weights[:, at] = jnp.concatenate(found, 1)
+        return total + _fold(jnp.add, found)
+
+    if len(given) > 1:
+        total = lanes(over(weigh, lanes(0.0)).sum(1, keepdims=True))
+    if "p" in given:
+        cut = jnp.where(given["p"] < 1, largest(lambda at: _parts(weights[:, at]), given["p"] * total), -jnp.inf)
+
+    def run(at: Any, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        ids = at.start + lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+        shares: list[Any] = _parts(weights[:, at]) if "min_p" in given else [None] * (CHUNK // LANES)
+        for x, w in zip(_parts(scaled[:, at]), shares, strict=True):
+            score = jnp.where(cold, x, -exponential(ids.astype(jnp.uint32), *words) * jnp.exp(top - x))
+            if "p" in given:
+                score = jnp.where((x < cut) & (x < top), -jnp.inf, score)
+            if "min_p" in given:
+                score = jnp.where((w < given["min_p"]) & (x < top), -jnp.inf, score)
+            better = score > found[0]
+            found, ids = (jnp.where(better, score, found[0]), jnp.where(better, ids, found[1])), ids + LANES
+        return found
+
+    best, where = over(run, (lanes(-jnp.inf), lanes(0)))
+    most = best.max(1, keepdims=True)
+    token[...] = jnp.where(best == most, where, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
+    first[...] = jnp.where(broken[:, :1], jnp.inf, jnp.where(dead[:, :1], -jnp.inf, most))
+
+
+def _parts(x: Array) -> list[Array]:
+    """A chunk in parts as wide as the lanes."""
+    return [x[:, i:i + LANES] for i in range(0, x.shape[1], LANES)]
+
+
+def _fold(combine: Callable[[Array, Array], Array], parts: list[Array]) -> Array:
+    """The parts of a chunk as one: in pairs, so that one does not wait for the other."""
+    while len(parts) > 1:
+        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
