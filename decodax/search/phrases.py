@@ -98,7 +98,8 @@ class Ordered(Progress):
         back = np.concatenate([np.full(len(p), b if self.rule == "paper" else 0)
                                for p, b in zip(phrases, begins, strict=False)])
         ends = np.concatenate([np.arange(len(p)) == len(p) - 1 for p in phrases])
-        return Chain(np.concatenate(phrases).astype(np.int32), ends, back.astype(np.int32))
+        arrays: Any = np.concatenate(phrases).astype(np.int32), ends, back.astype(np.int32)
+        return Chain(*arrays)
 
     def start(self, tables: Chain, shape: tuple[int, ...]) -> Array:
         return jnp.zeros(shape, jnp.int32)
@@ -182,7 +183,8 @@ class Unordered(Progress):
                 below[child] += 1
                 node = child
             ends[node] += 1
-        return Trie(token, parent, below, ends)
+        arrays: Any = token, parent, below, ends
+        return Trie(*arrays)
 
     def start(self, tables: Trie, shape: tuple[int, ...]) -> Walk:
         none = jnp.zeros((*shape, tables.token.shape[0]), jnp.int32)
