@@ -20,8 +20,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams under a constraint": dict(num_beams=2, regex="[a-z]{1,9}"),
     "a grammar with a stack": dict(temperature=1.0, grammar='start: "(" start ")" | /[a-z]/'),
     "contrastive search": dict(penalty_alpha=0.6), "stochastic beams": dict(algorithm="stochastic-beam-search:k=3"),
-    "phrases": dict(algorithm="dynamic-beam-allocation:phrases='e',width=3"),
-    "the best text first": dict(algorithm="best-first-beam-search:width=2,longest=10"),
     "even samples": dict(arithmetic_sampling=True, num_samples=4, temperature=1.0),
     "a constraint": dict(temperature=1.0, json_schema={"type": "array", "items": {"type": "boolean"}})}
 
