@@ -44,7 +44,8 @@ class Beams(Struct):
 
     Attributes:
         score: `f32[B]` of the live beam, with penalties; -inf of one that is dead. log_prob: `f32[B]`, without them.
-        beams: `i32[B, N]`, as in `Finished`. surprisals: what a regulariser knows of each beam, or None.
+        beams: `i32[B, N]`, as in `Finished`. memory: what the search knows of each beam beside its tokens
+            (surprisals, phrases that it has), or None.
         finished: the texts that have ended. ended: `i32[B]`, how many the row's group has had. over: `bool[B]`, whether
             its search is over.
         drafts: the state of the draft, or None.
@@ -53,7 +54,7 @@ class Beams(Struct):
     score: Array
     log_prob: Array
     beams: Array
-    surprisals: Any
+    memory: Any
     finished: Finished
     ended: Array
     over: Array
@@ -68,7 +69,7 @@ class Text(Struct):
         origin: `i32`, the beam of the group that it goes on from; of a text that has ended, from `k` on, the place.
         count: `i32`, how many tokens have been appended. tokens: `i32[..., M]`. nodes: `i32[..., M]`, whose logits
             decided them. beams: `i32[..., M]`. processed: `f32[..., M]`, their log-probabilities after the policy.
-        score, log_prob: `f32`. status: `i32`. surprisals: or None.
+        score, log_prob: `f32`. status: `i32`. memory: as in `Beams`.
     """
 
     origin: Array
@@ -80,7 +81,7 @@ class Text(Struct):
     score: Array
     log_prob: Array
     status: Array
-    surprisals: Any
+    memory: Any
 
     def pick(self, index: Array) -> Text:
         """Those of `index` (`i32[P, n']`)."""
@@ -244,9 +245,17 @@ class BeamSearch(Algorithm):
     def init(self, params: Params, s: State) -> Beams:
         zeros = jnp.zeros(s.batch, jnp.float32)
         return Beams(score=zeros, log_prob=zeros, beams=jnp.full_like(s.tokens, -1),
-                     surprisals=None if self.uid is None else self.uid.init(zeros), finished=Finished.empty(s),
+                     memory=self.memory(params, zeros), finished=Finished.empty(s),
                      ended=jnp.zeros_like(s.length), over=jnp.zeros(s.batch, bool),
                      drafts=None if self.drafter is None else self.drafter.init(self._of_draft(params), s))
+
+    def memory(self, params: Params, like: Array) -> Any:
+        """What the search knows of texts without a token; `like` is `f32[B]`."""
+        return None if self.uid is None else self.uid.init(like)
+
+    def stepper(self, params: Params, *scored: Any) -> Step:
+        """What makes the steps of a round; `scored` as `Step` takes it."""
+        return Step(self, params.draft[0], *scored)
 
     def _of_draft(self, params: Params) -> Params:
         return params.replace(draft=None if params.draft is None else params.draft[1])
@@ -268,7 +277,7 @@ class BeamSearch(Algorithm):
         processed = dist.replace(hidden=raw, head=_same).warm.processed()
         if self.renormalize:
             processed = jax.nn.log_softmax(processed, -1)
-        step = Step(self, params.draft[0], dist.policy, s, processed, t)
+        step = self.stepper(params, dist.policy, s, processed, t)
         groups = step.begin(algo)
         if self.emits == 1:
             groups = step(groups)
@@ -311,8 +320,8 @@ class BeamSearch(Algorithm):
         status = jnp.where(broken, jnp.int32(Status.INVALID), jnp.where(works & over, jnp.int32(Status.LENGTH),
                                                                         jnp.int32(Status.RUNNING)))
         made = s.length - s.prompt_length
-        score, log_prob, surprisals = where((live.score, live.log_prob, live.surprisals),
-                                            (algo.score, algo.log_prob, algo.surprisals))
+        score, log_prob, memory = where((live.score, live.log_prob, live.memory),
+                                        (algo.score, algo.log_prob, algo.memory))
         beams = append(algo.beams[rows], live.beams, made[rows], count)
 
         # the texts that have ended: from a live beam, or from where they were
@@ -331,7 +340,7 @@ class BeamSearch(Algorithm):
             length=text(s.length, held.length) + new, record=noted,
             beams=append(text(algo.beams, held.beams), done.beams, made[source], new),
             **{n: where(getattr(done, n), getattr(algo.finished, n)) for n in ("status", "score", "log_prob")})
-        algo = algo.replace(score=score, log_prob=log_prob, surprisals=surprisals, beams=beams, finished=finished,
+        algo = algo.replace(score=score, log_prob=log_prob, memory=memory, beams=beams, finished=finished,
                             ended=where(ended, algo.ended), over=algo.over | (works & over))
         noted = None if s.record is None else self._record(raw, rows, live, s.record.count)
         return Decision(tokens=live.tokens, count=count, slots=slots, source=live.nodes, algo=None, rows=rows,
@@ -369,6 +378,7 @@ class Step:
         self.alg, self.s, self.tree = alg, s, t
         self.length_penalty, self.patience, self.diversity, self.strength = numbers
         self.k = alg.width // alg.groups
+        self.places = self.k                            # of a group's finished texts
         self.stops, self.eos = policy.stops, self.grouped(policy.eos)[:, :, 0]      # [P, G, E]
         self.cold = self.grouped(policy.greedy)[:, 0, 0]
         self.log_p = self.grouped(processed)                                        # [P, G, k, W, V]
@@ -393,7 +403,7 @@ class Step:
         def text(origin: Array, of: Any, score: Array, status: Array) -> Text:
             return Text(origin=origin, count=jnp.zeros_like(origin), tokens=none, nodes=none, beams=none,
                         processed=none.astype(jnp.float32), score=score, log_prob=of.log_prob, status=status,
-                        surprisals=algo.surprisals)
+                        memory=algo.memory)
 
         live = text(place, algo, score, jnp.full_like(s.status, Status.RUNNING))
         done = text(place + k, algo.finished, algo.finished.score, algo.finished.status)
@@ -419,69 +429,83 @@ class Step:
 
     def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
         """One step of group `i`, and the tokens `i32[P, n]` that it counts as taken; the vocabulary's size for none."""
-        alg, s, k = self.alg, self.s, self.k
+        alg, k = self.alg, self.k
         log_p = self.at_nodes(i, g)                                                     # [P, k, V]
         V = log_p.shape[-1]
-        shared = lambda x: self.grouped(x)[:, i, :1]                                    # [P, 1]
-        made = shared(s.length - s.prompt_length) + g.steps[:, None] + 1                # tokens of a candidate
-        budget = shared(s.max_length - s.prompt_length)
-
-        gain = log_p
-        if alg.uid is not None:
-            known = jax.tree.map(lambda x: x[..., None], g.live.surprisals)
-            after = alg.uid.after(known, log_p, log_p.max(-1, keepdims=True))
-            gain = log_p - self.strength * (alg.uid.value(after) - alg.uid.value(known))
-        if taken is not None:
-            gain = gain - self.diversity * taken[:, None]
-        total = g.live.score[..., None] + jnp.where(log_p == -jnp.inf, -jnp.inf, gain)
-
-        # candidates: so many that k of them do not end
-        count = min(max(2, 1 + self.eos.shape[-1]) * k, k * V)
-        index = self.ranked(i, g, total, count)
+        total = self.totals(g, log_p, taken)
+        index = lax.top_k(self.ranks(i, g, total).reshape(-1, k * V), self.candidates(V))[1]
         beam, token = index // V, (index % V).astype(jnp.int32)
         at = lambda x: jnp.take_along_axis(x.reshape(x.shape[0], -1), index, 1)
-        best, own = at(total), at(log_p)
-        ripe = made > shared(s.min_new)
-        eos = (token[..., None] == self.eos[:, i, None]).any(-1) & ripe
-        stop, hit = take(g.stop, beam), jnp.zeros_like(eos)
-        if self.stops is not None:
-            stop, hit = self.stops.advance(stop, token)
-        closed = eos | (hit & ripe)
-        ends = closed | (made >= budget)
-        why = jnp.where(eos, Status.EOS, jnp.where(hit & ripe, Status.STOP, Status.LENGTH)).astype(jnp.int32)
-        text = self.longer(i, g, beam, token, own, best, log_p)
+        best = at(total)
+        text, stop, closed = self.longer(i, g, beam, token, at(log_p), best, log_p)
 
-        # those among the first k that end join the finished texts; the others live on
+        # those among the first k that end join the finished texts; the best of the others live on
+        first = jnp.arange(index.shape[1]) < k
+        chosen = lax.top_k(jnp.where(closed, -jnp.inf, best), k)[1]
+        counted = jnp.where(best > -jnp.inf, token, V)
+        counted = counted[:, :2 * k] if alg.counting == "candidates" else take(counted, chosen)
+        return self.after(i, g, text, stop, closed, first, chosen), counted
+
+    def totals(self, g: Group, log_p: Array, taken: Array | None) -> Array:
+        """The scores of all texts that are longer by a token: `f32[P, k, V]`."""
+        gain = log_p
+        if (uid := self.alg.uid) is not None:
+            known = jax.tree.map(lambda x: x[..., None], g.live.memory)
+            after = uid.after(known, log_p, log_p.max(-1, keepdims=True))
+            gain = log_p - self.strength * (uid.value(after) - uid.value(known))
+        if taken is not None:
+            gain = gain - self.diversity * taken[:, None]
+        return g.live.score[..., None] + jnp.where(log_p == -jnp.inf, -jnp.inf, gain)
+
+    def candidates(self, vocabulary: int) -> int:
+        """So many that `k` of them do not end."""
+        return min(max(2, 1 + self.eos.shape[-1]) * self.k, self.k * vocabulary)
+
+    def made(self, i: int, g: Group) -> tuple[Array, Array, Array]:
+        """How many tokens the candidates have, how many they may have, and whether an end counts: `[P, 1]`."""
+        shared = lambda x: self.grouped(x)[:, i, :1]
+        made = shared(self.s.length - self.s.prompt_length) + g.steps[:, None] + 1
+        return made, shared(self.s.max_length - self.s.prompt_length), made > shared(self.s.min_new)
+
+    def after(self, i: int, g: Group, text: Text, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
+        """The group behind a step.
+
+        Args:
+            text: the candidates `[P, n]`, with the states of the stop automaton behind them (`stop`) and whether they
+                end by themselves (`closed`). may: `bool[n or P, n]`, which of them are finished texts if they end.
+            chosen: `i32[P, k]`, those that live on; -inf or closed ones are dead.
+        """
+        alg, places = self.alg, self.places
+        made, budget, _ = self.made(i, g)
+        ends = closed | (made >= budget)
         norm = lambda length: length.astype(jnp.float32) ** self.length_penalty
-        joins = ends & (jnp.arange(count) < k) & (best > -jnp.inf)
-        done = g.finished.join(text.replace(score=jnp.where(joins, best / norm(made), -jnp.inf), status=why))
-        done = done.pick(lax.top_k(done.score, k)[1])
-        going = lax.top_k(jnp.where(closed, -jnp.inf, best), k)[1]
-        score = take(jnp.where(ends, -jnp.inf, best), going)
-        chosen = going
+        joins = ends & may & (text.score > -jnp.inf)
+        done = g.finished.join(text.replace(score=jnp.where(joins, text.score / norm(made), -jnp.inf)))
+        done = done.pick(lax.top_k(done.score, self.k)[1])
+        done = done.replace(score=jnp.where(jnp.arange(self.k) < places, done.score, -jnp.inf))
+        score = take(jnp.where(ends, -jnp.inf, text.score), chosen)
         # a dead beam is a copy of the best, so that it neither ends nor asks for a node of its own
-        going = jnp.where(score == -jnp.inf, going[:, :1], going)
-        live = text.pick(going).replace(score=score)
+        best = jnp.argmax(score, 1)[:, None]
+        going = jnp.where(score == -jnp.inf, take(chosen, best), chosen)
+        live = text.pick(going).replace(score=score, status=jnp.full_like(going, Status.RUNNING, jnp.int32))
 
         # whether that was the last step
         ended = g.ended + joins.sum(1, dtype=jnp.int32)
-        alive = live.score[:, 0] > -jnp.inf
+        top = score.max(1)
         if alg.early_stopping is True:
-            goes = alive & (ended < self.patience * k)
+            goes = (top > -jnp.inf) & (ended < self.patience * places)
         else:
             longest = jnp.where(self.length_penalty > 0, budget, made) if alg.early_stopping == "never" else made
-            goes = alive & (live.score[:, 0] / norm(longest)[:, 0] > done.score[:, -1])
+            goes = (top > -jnp.inf) & (top / norm(longest)[:, 0] > done.score[:, places - 1])
         over = ~goes | (made >= budget)[:, 0]
 
         steps = g.steps + 1
-        goes, node = self.next_nodes(i, g, live, take(beam, going), take(token, going))
+        goes, node = self.next_nodes(i, g, live)
         goes = goes & ~over & (steps < alg.emits)
         if self.most is not None:
             goes = goes & (steps < self.most)
-        counted = jnp.where(best > -jnp.inf, token, V)
-        counted = counted[:, :2 * k] if alg.counting == "candidates" else take(counted, chosen)
         return Group(live=live, finished=done, node=node, stop=take(stop, going), ended=ended, over=over, goes=goes,
-                     steps=steps), counted
+                     steps=steps)
 
     def at_nodes(self, i: int, g: Group) -> Array:
         """What may follow each live beam: `f32[P, k, V]`."""
@@ -489,8 +513,8 @@ class Step:
         return log_p[:, :, 0] if self.tree is None else jax.vmap(lambda x, row, node: x[row, node])(
             log_p, g.live.origin, g.node)
 
-    def ranked(self, i: int, g: Group, total: Array, count: int) -> Array:
-        """The first `count` candidates of `f32[P, k, V]`, in order: the best, or draws without replacement."""
+    def ranks(self, i: int, g: Group, total: Array) -> Array:
+        """What candidates `f32[P, k, V]` are ordered by: scores, or with noise for draws without replacement."""
         P, k, V = total.shape
 
         def drawn() -> Array:
@@ -500,28 +524,42 @@ class Step:
             noise = -jnp.log(exponentials(address[:, 0], V)).reshape(P, k, V)
             return total + jnp.where(self.cold[:, None, None], 0, noise)
 
-        scores = lax.cond(self.cold.all(), lambda: total, drawn)
-        return lax.top_k(scores.reshape(P, -1), count)[1]
+        return lax.cond(self.cold.all(), lambda: total, drawn)
 
-    def longer(self, i: int, g: Group, beam: Array, token: Array, own: Array, best: Array, log_p: Array) -> Text:
-        """The candidates as texts."""
+    def longer(self, i: int, g: Group, beam: Array, token: Array, own: Array, best: Array, log_p: Array
+               ) -> tuple[Text, Array, Array]:
+        """The candidates as texts `[P, n]`, with the stop automaton's states and whether they end by themselves.
+
+        Args:
+            beam, token: `i32[P, n]`. own: `f32[P, n]`, the tokens' log-probabilities, of `log_p` (`f32[P, k, V]`).
+            best: `f32[P, n]`, the texts' scores.
+        """
+        ripe = self.made(i, g)[2]
+        eos = (token[..., None] == self.eos[:, i, None]).any(-1) & ripe
+        stop, hit = take(g.stop, beam), jnp.zeros_like(eos)
+        if self.stops is not None:
+            stop, hit = self.stops.advance(stop, token)
+        why = jnp.where(eos, Status.EOS, jnp.where(hit & ripe, Status.STOP, Status.LENGTH)).astype(jnp.int32)
         text = g.live.pick(beam)
         here = jnp.arange(self.alg.emits) == g.steps[:, None, None]
         put = lambda new, old: jnp.where(here, new[..., None], old)
-        surprisals = text.surprisals
-        if self.alg.uid is not None:
-            surprisals = self.alg.uid.after(surprisals, own, take(log_p.max(-1), beam))
-        return text.replace(
+        text = text.replace(
             count=text.count + 1, tokens=put(token, text.tokens), nodes=put(take(g.node, beam), text.nodes),
             beams=put(beam.astype(jnp.int32) + i * self.k, text.beams), processed=put(own, text.processed), score=best,
-            log_prob=text.log_prob + own, surprisals=surprisals)
+            log_prob=text.log_prob + own, memory=self.remember(text.memory, beam, token, own, log_p), status=why)
+        return text, stop, eos | (hit & ripe)
 
-    def next_nodes(self, i: int, g: Group, live: Text, beam: Array, token: Array) -> tuple[Array, Array]:
+    def remember(self, memory: Any, beam: Array, token: Array, own: Array, log_p: Array) -> Any:
+        """The memory of texts behind a token more; arguments as in `longer`."""
+        return memory if (uid := self.alg.uid) is None else uid.after(memory, own, take(log_p.max(-1), beam))
+
+    def next_nodes(self, i: int, g: Group, live: Text) -> tuple[Array, Array]:
         """Whether all live beams stand in the window, `bool[P]`, and where, `i32[P, k]`."""
         if self.tree is None:
             return jnp.zeros_like(g.over), jnp.zeros_like(g.node)
         of = lambda x: take(x[:, i], live.origin)                                       # [P, k, n]
-        hit = (of(self.parents) == take(g.node, beam)[..., None]) & (of(self.tokens) == token[..., None])
+        newest = lambda x: jnp.take_along_axis(x, g.steps[:, None, None], 2)            # [P, k, 1]
+        hit = (of(self.parents) == newest(live.nodes)) & (of(self.tokens) == newest(live.tokens))
         hit = hit & of(self.live)
         return (hit.any(-1) | (live.score == -jnp.inf)).all(1), jnp.argmax(hit, -1).astype(jnp.int32)
 

@@ -19,6 +19,10 @@ from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding, k_means, tf_idf
 from decodax.steps.prompting import batch_prompt, pedal, sketch_guided
+from decodax.steps.retrieval import CoRAG
+from decodax.steps.self_infilling import Phases, SelfInfilled, self_infill
+from decodax.steps.table import EXPLORERS, explorer
+from decodax.steps.tree import TreePO
 
 __all__ = ["DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "CoRAG", "DTSStar", "Explored",
            "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter", "Phases", "PhiDecoding", "Ranked",

@@ -10,10 +10,15 @@ from decodax.search import (
     UID,
     AdaDec,
     BeamSearch,
+    BestFirst,
     ContrastiveSearch,
+    DynamicBeams,
+    GridBeams,
     GroupThink,
+    Ordered,
     StochasticBeams,
     Superposed,
+    Unordered,
     VectorFSD,
 )
 from decodax.search.contrastive import hidden_width
@@ -24,6 +29,12 @@ from decodax.systems.shared import SEARCH, TARGET, entry
        guarantee="approximate")
 def _beam_search(width: int = 4, length_penalty: float = 1.0, early_stopping: Any = False, draft: Any = None) -> Any:
     return BeamSearch(width, length_penalty=length_penalty, early_stopping=early_stopping, draft=draft)
+
+
+@entry("best-first-beam-search", "Best-First Beam Search", "Meister et al. 2020", SEARCH,
+       "what beam search finds, the best text first, with fewer texts read", guarantee="approximate")
+def _best_first(width: int = 4, longest: int = 32, length_penalty: float = 0.0, at_once: int = 1) -> Any:
+    return BestFirst(width, longest=longest, length_penalty=length_penalty, at_once=at_once)
 
 
 @entry("patience-beam-search", "Beam Decoding with Controlled Patience", "Kasai et al. 2022", SEARCH,
@@ -44,6 +55,36 @@ def _diverse(width: int = 4, groups: int = 2, penalty: float = 0.5, counting: An
        "beams that lose score where surprisal is not spread evenly", guarantee="approximate")
 def _uid(width: int = 4, kind: Any = "greedy", strength: float = 1.0, length_penalty: float = 0.0) -> Any:
     return BeamSearch(width, uid=UID(kind), strength=strength, length_penalty=length_penalty)
+
+
+@entry("dynamic-beam-allocation", "Fast Lexically Constrained Decoding with Dynamic Beam Allocation for Neural Machine "
+       "Translation", "Post & Vilar 2018", SEARCH, "beams shared out among texts with more and fewer tokens of phrases "
+       "that they must have", TARGET, "approximate")
+def _dynamic(lm: Any, phrases: Any = None, width: int = 4, ordered: bool = False, length_penalty: float = 1.0,
+             early_stopping: Any = False) -> Any:
+    return DynamicBeams(width, phrases=_phrases("dynamic-beam-allocation", lm, phrases), length_penalty=length_penalty,
+                        progress=Ordered() if ordered else Unordered(), early_stopping=early_stopping)
+
+
+@entry("grid-beam-search", "Lexically Constrained Decoding for Sequence Generation Using Grid Beam Search",
+       "Hokamp & Liu 2017", SEARCH, "beams for each number of tokens of phrases that texts must have", TARGET,
+       "approximate")
+def _grid(lm: Any, phrases: Any = None, beams: int = 4, length_penalty: float = 1.0,
+          early_stopping: Any = False) -> Any:
+    return GridBeams(phrases=_phrases("grid-beam-search", lm, phrases), beams=beams, length_penalty=length_penalty,
+                     early_stopping=early_stopping)
+
+
+def _phrases(name: str, lm: Any, given: Any) -> Any:
+    """Phrases as token ids: texts are encoded as they stand, so that a leading space is part of them."""
+    if not given:
+        raise ValueError(f"system: {name!r} needs phrases=, a list of texts or of lists of token ids")
+    if isinstance(given, str):
+        given = [given]
+    if (text := next((p for p in given if isinstance(p, str)), None)) is not None and lm.tokenizer is None:
+        raise ValueError(f"phrases: got {text!r} for a model without a tokenizer; takes lists of token ids")
+    encode = lambda p: lm.tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p
+    return tuple(tuple(encode(p)) for p in given)
 
 
 @entry("stochastic-beam-search", "Stochastic Beams and Where to Find Them: The Gumbel-Top-k Trick for Sampling "

@@ -19,6 +19,9 @@ from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 from tests.steps.test_searches import EOS, NEW, V, law, tiny
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "awrs": dict(check=lambda ids: allowed(ids)), "dynamic-beam-allocation": dict(phrases=[[3, 5], [7]]),
+    "grid-beam-search": dict(phrases=[[3, 5], [7]], beams=2)}
 NAMES = [name for name, entry in SYSTEMS.items() if entry.family == "search"]
 
 
@@ -29,7 +32,7 @@ def allowed(ids: list[int]) -> bool:
 
 @pytest.mark.parametrize("name", often(["beam-search", "awrs"], NAMES))
 def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
-    options = dict(check=allowed) if name == "awrs" else {}
+    options = OPTIONS.get(name, {})
     alg = dx.system(name, net(), **options)
     assert alg.guarantee == SYSTEMS[name].guarantee == "approximate"
     penalty = {} if name == "group-think" else dict(repetition_penalty=1.2)         # it takes none
@@ -41,7 +44,7 @@ def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
         for j in range(count):
             assert alone.row(j).tolist() == together.row(i * count + j).tolist()
     assert all(status != dx.Status.RUNNING for status in together.status)
-    if name != "awrs":
+    if name != "awrs" and not options:
         text = dx.generate(net(), PROMPTS, algorithm=name, max_new_tokens=10, **penalty)
         assert np.array_equal(text.tokens, together.tokens)
 
