@@ -101,6 +101,9 @@ def ctc_beam_search(log_probs: Array, frames: Array, width: int = 16, *, blank: 
         first = _Beam(tokens=jnp.full((width, L), -1, jnp.int32), lengths=jnp.zeros(width, jnp.int32),
                       blank=none.at[0].set(0), symbol=none, prior=jnp.zeros(width, jnp.float32))
         beam = lax.scan(frame, first, (log_p.astype(jnp.float32), jnp.arange(T) < count))[0]
+        there = beam.ctc > -jnp.inf
+        beam = beam.replace(tokens=jnp.where(there[:, None], beam.tokens, -1),
+                            lengths=jnp.where(there, beam.lengths, 0))
         return CTCBeams(tokens=beam.tokens, lengths=beam.lengths, scores=beam.ctc + beam.prior, log_ctc=beam.ctc,
                         log_prior=beam.prior)
 
@@ -142,6 +145,7 @@ def _extended(beam: _Beam, log_p: Array, prior: Array, blank: int) -> _Beam:
     tokens, length = beam.tokens[of], beam.lengths[of]
     at = jnp.where(grows, length, L)
     return _Beam(tokens=tokens.at[rows, at].set(symbol, mode="drop"), lengths=length + grows,
-                 blank=jnp.where(grows, -jnp.inf, stays_blank[of]),
-                 symbol=jnp.where(grows, grown[of, symbol], stays_symbol[of]),
+                 # places that are left over hold nothing: they are no second copies of a prefix
+                 blank=jnp.where(grows | (value == -jnp.inf), -jnp.inf, stays_blank[of]),
+                 symbol=jnp.where(grows, grown[of, symbol], jnp.where(value > -jnp.inf, stays_symbol[of], -jnp.inf)),
                  prior=beam.prior[of] + jnp.where(grows, prior[of, symbol], 0))

@@ -52,6 +52,15 @@ def test_a_wide_beam_sums_all_alignments(alpha: float, beta: float, words: tuple
         assert kept[0] == max(full, key=lambda t: full[t])
 
 
+def test_places_that_are_left_over_hold_nothing() -> None:
+    """Two frames of two symbols have two texts: their probabilities add up to 1, however wide the beam is."""
+    x = jnp.log(jnp.array([[[.4, .6], [.4, .6]]]))
+    for width in (2, 3, 8):
+        out = ctc_beam_search(x, jnp.array([2]), width)
+        np.testing.assert_allclose(np.exp(out.log_ctc[0]), [.84, .16] + [0] * (width - 2), rtol=1e-6)
+        assert out.tokens[0].tolist() == [[1, -1]] + [[-1, -1]] * (width - 1)
+
+
 def test_a_narrow_beam_finds_part_of_it_and_greedy_alignments_less() -> None:
     logits = np.random.default_rng(2).normal(size=(40, T, V))
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
