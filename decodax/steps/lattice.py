@@ -87,8 +87,9 @@ def lattice_decode(lm: LM | Any, prompts: Any, *, calls: int = 256, k: int = 5, 
 
     Lengths count one token of the prompt, as those of the paper count a decoder's first token. This is the rule of the
     paper where its code departs from it: the code adds `suffix` to the length of the earlier text, its "zip" leads from
-    the earlier node to the later one and loses the former's parents, it looks for loops 10 tokens back, and it writes
-    on beyond the longest text.
+    the earlier node to the later one and loses the former's parents, it looks for loops 10 tokens back, gives up
+    a text that "zip" would make a loop of, and writes on beyond the longest text. There a full stop also ends a text;
+    here `eos_token_id` says so.
 
     Prompts are searched side by side and know nothing of one another. The model's own distribution counts.
 

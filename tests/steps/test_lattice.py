@@ -93,8 +93,6 @@ def test_bad_arguments_say_so() -> None:
 def test_a_cache_must_be_one_that_can_be_cut_back() -> None:
     with pytest.raises(ValueError, match="cannot be cut back to the beginning of a text"):
         steps.lattice_decode(sharp(), [[9, 3]], cache="streaming-llm")
-    kept, = steps.lattice_decode(sharp(), PROMPTS[:1], cache="int8", **SHORT)
-    assert kept.calls >= 40
 
 
 @pytest.mark.matrix
