@@ -15,10 +15,12 @@ from decodax.steps.front import explore
 from decodax.steps.healing import Healed, covered, heal
 from decodax.steps.integrative import Integrated, Together, integrate
 from decodax.steps.lag import lag_decode
+from decodax.steps.lattice import lattice_decode
 from decodax.steps.monitors import TrimR, WithTools
 from decodax.steps.particles import SMC, ParticleFilter, Steering
 from decodax.steps.phi import PhiDecoding, k_means, tf_idf
 from decodax.steps.prompting import batch_prompt, pedal, sketch_guided
+from decodax.steps.recombination import TextLattice
 from decodax.steps.retrieval import CoRAG
 from decodax.steps.self_infilling import Phases, SelfInfilled, self_infill
 from decodax.steps.table import EXPLORERS, explorer
@@ -26,7 +28,7 @@ from decodax.steps.tree import TreePO
 
 __all__ = ["DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "CoRAG", "DTSStar", "Explored",
            "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter", "Phases", "PhiDecoding", "Ranked",
-           "SelfInfilled", "Steering", "StepBeams", "Together", "TreePO", "TrimR", "WithTools", "atts",
+           "SelfInfilled", "Steering", "StepBeams", "TextLattice", "Together", "TreePO", "TrimR", "WithTools", "atts",
            "batch_prompt", "covered", "desel", "explore", "explorer", "heal", "integrate", "k_means", "lag_decode",
-           "lookahead_reasoning", "mean_shortfall", "pedal", "resample", "same_words", "self_infill", "separated",
-           "sketch_guided", "tf_idf"]
+           "lattice_decode", "lookahead_reasoning", "mean_shortfall", "pedal", "resample", "same_words", "self_infill",
+           "separated", "sketch_guided", "tf_idf"]
