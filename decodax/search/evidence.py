@@ -148,7 +148,8 @@ class Evidence:
     def _score(self, document: int, tokens: tuple[int, ...], places: dict[tuple[int, ...], list[int]],
                weight: dict[tuple[int, ...], float], single: dict[int, float]) -> Match:
         """One document's score, of the n-grams in it and where they start."""
-        free, covered, taken = np.ones(len(tokens), bool), set[int](), []
+        free, covered = np.ones(len(tokens), bool), set[int]()
+        taken: list[NGram] = []
         for ngram in sorted(places, key=lambda n: (-weight[n], n)):
             added = weight[ngram] * self.share(ngram, covered)
             if added <= 0:
