@@ -95,7 +95,7 @@ class Text(Struct):
 class Group(Struct):
     """A group of beams in the middle of a round, `[P, ...]`: `live` and `finished` texts, the live ones' window `node`
     and state of the stop automaton `stop` (`i32[P, k]`), and `ended`, `over`, `goes` (whether it makes another step in
-    this round), `steps` (how many it has made)."""
+    this round), `steps` (how many it has made); and `seen`, what a search notes of a step, or None."""
 
     live: Text
     finished: Text
@@ -105,6 +105,7 @@ class Group(Struct):
     over: Array
     goes: Array
     steps: Array
+    seen: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,8 @@ from decodax.search import (
     BeamSearch,
     BestFirst,
     ContrastiveSearch,
+    Corpus,
+    CorpusBeams,
     DynamicBeams,
     GridBeams,
     GroupThink,
@@ -85,6 +87,17 @@ def _phrases(name: str, lm: Any, given: Any) -> Any:
         raise ValueError(f"phrases: got {text!r} for a model without a tokenizer; takes lists of token ids")
     encode = lambda p: lm.tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p
     return tuple(tuple(encode(p)) for p in given)
+
+
+@entry("seal", "Autoregressive Search Engines: Generating Substrings as Document Identifiers", "Bevilacqua et al. 2022",
+       SEARCH, "beams of texts that occur in a corpus, whose n-grams find documents", guarantee="approximate")
+def _seal(corpus: Any = None, width: int = 15, length_penalty: float = 0.0, prefix: tuple[int, ...] = (),
+          may_end: bool = False, look: int = 256) -> Any:
+    if corpus is None:
+        raise ValueError("system: 'seal' needs corpus=, a decodax.search.Corpus or a list of lists of token ids")
+    corpus = corpus if isinstance(corpus, Corpus) else Corpus.build(corpus)
+    return CorpusBeams(width, length_penalty=length_penalty, corpus=corpus, prefix=tuple(prefix), may_end=may_end,
+                       look=look)
 
 
 @entry("stochastic-beam-search", "Stochastic Beams and Where to Find Them: The Gumbel-Top-k Trick for Sampling "

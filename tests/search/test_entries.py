@@ -21,7 +21,7 @@ from tests.steps.test_searches import EOS, NEW, V, law, tiny
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "awrs": dict(check=lambda ids: allowed(ids)), "dynamic-beam-allocation": dict(phrases=[[3, 5], [7]]),
-    "grid-beam-search": dict(phrases=[[3, 5], [7]], beams=2)}
+    "grid-beam-search": dict(phrases=[[3, 5], [7]], beams=2), "seal": dict(corpus=[[3, 5, 7, 3, 1, 3, 5, 1, 7] * 2])}
 NAMES = [name for name, entry in SYSTEMS.items() if entry.family == "search"]
 
 
