@@ -27,11 +27,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.axes import constrain
 from decodax.cache import Cache, Feature
-from decodax.core.mesh import heads
+from decodax.core.mesh import auto_region, heads
 from decodax.core.round import run
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Params
@@ -134,9 +134,15 @@ class Split:
         Args:
             weights: the draft model's, on `devices`.
             devices: a mesh, over whose axis "data" rows are divided, or one device.
+
+        Raises:
+            ValueError: a mesh with Explicit axes; the target's may have some.
         """
         own = s.replace(cache=None, algo=None, record=None, stats=None)
-        where = NamedSharding(devices, jax.sharding.PartitionSpec()) if isinstance(devices, Mesh) else devices
+        if isinstance(devices, Mesh) and set(devices.axis_types) != {AxisType.Auto}:
+            raise ValueError(f"devices: got a mesh with axes of types {devices.axis_types}, takes Auto ones for the "
+                             "draft model")
+        where = NamedSharding(devices, PartitionSpec()) if isinstance(devices, Mesh) else devices
         put = lambda tree: jax.tree.map(lambda x: jax.device_put(x, where, may_alias=False), tree)
         policy, own = put(policy), put(own)
         if isinstance(devices, Mesh):
@@ -262,9 +268,14 @@ def _propose(arm: Speculative | None, weights: Any, policy: Any, s: State,
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _verified(alg: Speculative, model: Model, params: Params, policy: Any, s: State) -> tuple[State, Told]:
     new = run(alg, model, params, policy, s, 1)
-    at = jnp.minimum(s.length[:, None] + jnp.arange(alg.emits, dtype=jnp.int32), s.tokens.shape[1] - 1)
-    return new, Told(tokens=jnp.take_along_axis(new.tokens, at, 1), count=new.length - s.length,
-                     accepted=new.stats.accepted - s.stats.accepted, running=s.running, status=new.status)
+
+    def tell(new: State, s: State) -> Told:
+        at = jnp.minimum(s.length[:, None] + jnp.arange(alg.emits, dtype=jnp.int32), s.tokens.shape[1] - 1)
+        return Told(tokens=jnp.take_along_axis(new.tokens, at, 1), count=new.length - s.length,
+                    accepted=new.stats.accepted - s.stats.accepted, running=s.running, status=new.status)
+
+    plain = lambda s: s.replace(cache=None, algo=None, policy=None, record=None)
+    return new, auto_region(tell, plain(new), plain(s))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))

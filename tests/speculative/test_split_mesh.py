@@ -77,7 +77,7 @@ def split_run(split: Split, policy: str, here: Any, there: Any, explicit: bool =
     mesh = mesh_of(here, kind)
     with jax.set_mesh(mesh):
         params, chain, s = begun(split.target, policy, mesh)
-    beside = mesh_of(there, kind) if len(there) > 1 else there[0]
+    beside = mesh_of(there) if len(there) > 1 else there[0]
     draft = jax.device_put(weights(SMALL), SMALL.shardings(beside) if len(there) > 1 else beside)
     side = split.begin(draft, chain, s, beside)
     s, side, first = split.advance(NETWORK, params.target, chain, s, side, max_rounds=2)
@@ -92,10 +92,11 @@ def split_run(split: Split, policy: str, here: Any, there: Any, explicit: bool =
     ("device", "mesh", "explicit"), ("greedy", "sampled", "together", "stateful"))))
 def test_two_programs_give_the_tokens_and_rounds_of_one(beside: str, policy: str) -> None:
     here, there = both()
+    # first, so that no weights are made in the context of a mesh
+    one = single(Speculative(DraftModel(SMALL), shape=Chain(3)), policy, draft=True)
     split = Split(DraftModel(SMALL), lengths=(3,))
     s, chosen = split_run(split, policy, here, there[:1] if beside == "device" else there, beside == "explicit")
     assert texts(s) == texts(single(Autoregressive(), policy))
-    one = single(Speculative(DraftModel(SMALL), shape=Chain(3)), policy, draft=True)
     for field in ("rounds", "drafted", "accepted"):
         assert np.array_equal(getattr(s.stats, field), getattr(one.stats, field)), field
     assert np.array_equal(s.status, one.status) and len(chosen) == one.stats.rounds.max()
@@ -129,6 +130,8 @@ def test_costs_are_measured_while_the_text_is_written() -> None:
     side = split.begin(jax.device_put(weights(), there[0]), chain, s, there[0])
     with pytest.raises(ValueError, match=r"costs: got none for the sizes \(0, 3\)"):
         split.advance(NETWORK, params.target, chain, s, side, max_rounds=1)
+    with pytest.raises(ValueError, match=r"devices: got a mesh with axes of types .*, takes Auto ones"):
+        split.begin(None, chain, s, mesh_of(there, AxisType.Explicit))
     split, s, side = split.measured(NETWORK, params.target, chain, s, side, repeats=1)
     assert split.costs is not None and min(split.costs.total) > 0
     assert np.array_equal(s.length - s.prompt_length, [10] * ROWS)      # twice a round of 1 token and one of 4
