@@ -246,7 +246,8 @@ class _Sent(Draft):
 def _on(s: State) -> contextlib.AbstractContextManager[Any]:
     """The context of a side's programs: its mesh, if it has one."""
     where: Any = s.length.sharding
-    return jax.set_mesh(where.mesh) if isinstance(where, NamedSharding) else contextlib.nullcontext()
+    mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), keep_unused=True)
