@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from decodax.programs import cache_programs
     from decodax.result import LogProbs, Result, Statistics
     from decodax.scoring import Scores, score
-    from decodax.sharding import apart, lanes
+    from decodax.sharding import apart, lanes, weave
     from decodax.speculative import (
         Adaptive,
         Block,
@@ -77,7 +77,7 @@ _HOMES = {
     "decodax.programs": ["cache_programs"],
     "decodax.result": ["LogProbs", "Result", "Statistics"],
     "decodax.scoring": ["Scores", "score"],
-    "decodax.sharding": ["apart", "lanes"],
+    "decodax.sharding": ["apart", "lanes", "weave"],
     "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
                             "TypicalAcceptance", "automatic", "drafts", "fit_layers", "fit_lengths", "fit_predictor",
                             "fit_tree", "shapes"],
@@ -95,7 +95,7 @@ __all__ = [
     "diffusion", "drafts", "entry", "explore", "fit_layers", "fit_lengths", "fit_predictor", "fit_tree",
     "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy", "python_loop",
     "quantize", "readout", "run", "save", "score", "serve", "shapes", "step", "steps", "stream", "system",
-    "systems", "watch", "zoo",
+    "systems", "watch", "weave", "zoo",
 ]
 
 
