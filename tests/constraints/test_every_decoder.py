@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
+import tests.scripts  # noqa: F401, which says where the programs are
 from decodax.constraints.front import constrain, read
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
