@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from decodax.constraints.dfa import Builder, Dfa, TooLarge, literals
 from decodax.constraints.regex import TOP, characters, regex, search
@@ -38,8 +39,11 @@ DIGITS = 15
 
 YEAR = r"(\d{3}[1-9]|\d{2}[1-9]\d|\d[1-9]\d{2}|[1-9]\d{3})"
 
+LEAP = r"(\d{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+
 FORMATS = {
-    "date": YEAR + r"-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))",
+    "date": YEAR + r"-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))|"
+            + LEAP + "-02-29",
     "time": r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)",
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "ipv4": r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
@@ -85,7 +89,9 @@ def canonical(schema: Any) -> str:
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError(f"json_schema: got {type(schema).__name__}, takes a dictionary, its JSON, or a Pydantic class")
     try:
-        return json.dumps(schema, ensure_ascii=False)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text.encode()           # raises ValueError for half a surrogate pair
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"json_schema: {error}") from error
 
@@ -151,10 +157,10 @@ class Compiler:
         return read(schema[name])
 
     def _resolve(self, ref: Any, at: str) -> Any:
-        if not isinstance(ref, str) or not ref.startswith("#"):
+        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
             raise Unsupported(f"json_schema: {at}/$ref: got {ref!r}, takes one into the schema itself (#/...)")
         found = self.root
-        for name in ref[1:].strip("/").split("/") if ref.strip("#/") else []:
+        for name in unquote(ref[1:]).split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
             try:
                 found = found[int(name)] if isinstance(found, list) else found[name]

@@ -139,6 +139,27 @@ def test_texts_of_a_schema_are_valid(schema: Any) -> None:
         valid(schema, walk(language, rng))
 
 
+def test_dates_are_those_of_the_calendar() -> None:
+    dates = json_schema({"type": "string", "format": "date"})
+    for year in (1, 4, 100, 400, 1900, 1996, 2000, 2023, 2024, 2100, 9996, 9999):
+        for month, day in itertools.product(range(14), (0, 1, 28, 29, 30, 31, 32)):
+            text = f"{year:04}-{month:02}-{day:02}"
+            try:
+                right = bool(datetime.date.fromisoformat(text))
+            except ValueError:
+                right = False
+            assert dates.accepts(f'"{text}"'.encode()) == right, text
+    assert not dates.accepts(b'"0000-02-29"')
+
+
+def test_references_are_json_pointers() -> None:
+    """With `%`, `~`, `/` and nothing at all as names."""
+    defs = {"a%b": 1, "a~b": 2, "a/b": 3, "": 4, '"': 5}
+    for ref, value in (("a%25b", 1), ("a~0b", 2), ("a~1b", 3), ("", 4), ("%22", 5)):
+        found = json_schema({"$defs": {k: {"const": v} for k, v in defs.items()}, "$ref": f"#/$defs/{ref}"})
+        assert found.accepts(str(value).encode()) and not found.accepts(b"9")
+
+
 def test_valid_values_are_accepted() -> None:
     person = SCHEMAS[0]
     for value, right in (({"name": "Ada \"x\" é", "age": 36, "tags": ["a", "bb"]}, True),
@@ -160,6 +181,7 @@ def test_valid_values_are_accepted() -> None:
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf"),
     ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "#/uniqueItems"), (True, "#: any value"),
     ({"type": "string", "format": "iri"}, "#/format"), ({"type": "string", "pattern": "(?=a)"}, "#/pattern"),
+    ({"definitions": {"type": "null"}, "$ref": "#definitions"}, "#/\\$ref"),      # an anchor, and no path
     ({"type": "string", "if": {}}, "#/if"), ({"minimum": 3}, "#: without a type"),
     ({"type": "object", "properties": {}, "required": ["x"]}, "#/required: 'x'")])
 def test_a_keyword_that_is_not_honoured_is_named(schema: Any, place: str) -> None:
@@ -168,7 +190,8 @@ def test_a_keyword_that_is_not_honoured_is_named(schema: Any, place: str) -> Non
 
 
 @pytest.mark.parametrize("schema", ["{", 3, {"type": "thing"}, {"$ref": "#/$defs/x"}, {"enum": 3}, {"type": "string",
-                                    "minLength": -1}, {"type": "integer", "minimum": 5, "maximum": 2}])
+                                    "minLength": -1}, {"type": "integer", "minimum": 5, "maximum": 2},
+                                    {"const": float("inf")}, {"const": "\ud83d"}])
 def test_what_is_no_schema_is_an_error(schema: Any) -> None:
     with pytest.raises(ValueError, match=r"^json_schema: "):
         json_schema(schema)
