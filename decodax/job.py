@@ -148,8 +148,9 @@ class Job:
     def finished(self) -> int:
         return int((self.status != Status.RUNNING).sum())
 
-    def advance(self, seconds: float | None, rounds: int | None = None) -> None:
-        """Runs to the end, or for about this long, or so many rounds."""
+    def advance(self, seconds: float | None, rounds: int | None = None, fewest: int = 0) -> None:
+        """Runs to the end, or for about this long, or so many rounds, or until no more than `fewest` rows
+        are running."""
         clock = time.perf_counter()
         budget = int((np.asarray(self.state.max_length) - np.asarray(self.state.length)).max())
         bound = self.algorithm.most_rounds(budget, self.state.batch)
@@ -157,14 +158,14 @@ class Job:
         rounds = bound if whole else min(self.burst if rounds is None else rounds, bound)
         with on_mesh(self.request.lm.mesh):
             self.state = drivers.advance(self.algorithm, self.model, self.params, self.policy, self.state,
-                                         np.int32(rounds), np.int32(0))
+                                         np.int32(rounds), np.int32(fewest))
         self.status = np.asarray(self.state.status)[:len(self.status)]
         spent = time.perf_counter() - clock
         self.seconds += spent
         # the row that runs longest took part in each of them, or waited while rows of another kind did
         stats = self.state.stats
         self.forwards = int((np.asarray(stats.rounds) + np.asarray(stats.waited)).max())
-        if self.running and whole:
+        if whole and int((self.status == Status.RUNNING).sum()) > fewest:
             raise RuntimeError(f"{self.algorithm}: rows still running after {rounds} rounds; it makes no progress")
         if seconds is not None and spent < seconds:
             self.burst = min(self.burst * 2, 256)

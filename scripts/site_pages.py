@@ -196,6 +196,7 @@ STANDINS = {
     "compare": ("above 0 where a is better", "lambda prompt, a, b: len(b) - len(a)"),
     "act": ("what the call in the text gives", 'lambda prompt, text: " # found\\n"'),
     "redundant": ("a small verifier", "lambda prompt, thoughts: len(thoughts) > 2"),
+    "fork": ("a token that the model was tuned to write", "4094"), "child": ("", "4095"),
     "guidance": ("", '"\\n# so\\n"'), "rule": ("", "choice.MBR()")}
 """What examples put for options without a default."""
 

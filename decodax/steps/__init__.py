@@ -4,6 +4,8 @@ The vocabulary is small. `Forks.extend` lets rows write a step, a search weighs 
 says which row goes on from which, `Forks.feed` puts text behind rows, and `Forks.ahead` looks how rows would go on.
 """
 
+from decodax.steps.apar import APAR, Thread
+from decodax.steps.apar_data import Tuning, from_apar, outline, to_apar
 from decodax.steps.beam import AStar, StepBeams, mean_shortfall
 from decodax.steps.canvases import Canvases
 from decodax.steps.desel import desel, separated
@@ -26,9 +28,9 @@ from decodax.steps.self_infilling import Phases, SelfInfilled, self_infill
 from decodax.steps.table import EXPLORERS, explorer
 from decodax.steps.tree import TreePO
 
-__all__ = ["DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "CoRAG", "DTSStar", "Explored",
+__all__ = ["APAR", "DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "CoRAG", "DTSStar", "Explored",
            "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter", "Phases", "PhiDecoding", "Ranked",
-           "SelfInfilled", "Steering", "StepBeams", "TextLattice", "Together", "TreePO", "TrimR", "WithTools", "atts",
-           "batch_prompt", "covered", "desel", "explore", "explorer", "heal", "integrate", "k_means", "lag_decode",
-           "lattice_decode", "lookahead_reasoning", "mean_shortfall", "pedal", "resample", "same_words", "self_infill",
-           "separated", "sketch_guided", "tf_idf"]
+           "SelfInfilled", "Steering", "StepBeams", "TextLattice", "Thread", "Together", "TreePO", "TrimR", "Tuning",
+           "WithTools", "atts", "batch_prompt", "covered", "desel", "explore", "explorer", "from_apar", "heal",
+           "integrate", "k_means", "lag_decode", "lattice_decode", "lookahead_reasoning", "mean_shortfall", "outline",
+           "pedal", "resample", "same_words", "self_infill", "separated", "sketch_guided", "tf_idf", "to_apar"]

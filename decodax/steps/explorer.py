@@ -29,6 +29,7 @@ class Explored:
         log_evidence: `f64[P]`, the log of the mean weight, of searches that estimate it; None elsewhere.
         tokens: made in all, also of rows that were given up. fed: put in.
         result: the rows as `decodax.generate` gives them.
+        details: what else a search tells of each prompt (the threads of `apar`); None of most.
     """
 
     text: list[Any]
@@ -40,6 +41,7 @@ class Explored:
     tokens: int
     fed: int
     result: Result
+    details: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.text)
@@ -57,6 +59,10 @@ class Explorer(abc.ABC):
     @abc.abstractmethod
     def rows(self) -> int:
         """Rows that a prompt takes."""
+
+    def begin(self, lm: Any, prompts: Any, **options: Any) -> Forks:
+        """The rows as the search begins; `options` of `Forks.begin`."""
+        return Forks.begin(lm, prompts, self.rows, **options)
 
     @abc.abstractmethod
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
@@ -81,12 +87,15 @@ class CanvasExplorer(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class Ranked:
     """How good rows are. Attributes: scores `f64[P, n]`; index `i64[P]` of the chosen ones, default the largest score;
-    weights, log_evidence: as in `Explored`."""
+    weights, log_evidence, details: as in `Explored`. texts: of searches whose texts are no single rows; `scores` and
+    `index` are about them."""
 
     scores: np.ndarray
     index: np.ndarray | None = None
     weights: np.ndarray | None = None
     log_evidence: np.ndarray | None = None
+    texts: list[list[Any]] | None = None
+    details: list[Any] | None = None
 
 
 def scored(score: Score, forks: Forks, asked: Sequence[Any], which: np.ndarray, old: np.ndarray) -> np.ndarray:

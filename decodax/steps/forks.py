@@ -7,7 +7,7 @@ weighs them, and says which row goes on from which. Nothing that has been read i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -24,6 +24,9 @@ from decodax.result import Result
 WAITING = Status.LENGTH
 """What the device takes a row for that stands between two steps."""
 
+BY_TEXT = 0x74657874
+"""What the keys of rows that fork by their text are folded with last. `Purpose` never has this number."""
+
 
 @dataclasses.dataclass
 class Forks:
@@ -31,10 +34,11 @@ class Forks:
 
     Attributes:
         job: the batch. n: rows of a prompt. until, step_tokens: what ends a step. stop: what ends a text.
+        marks: ids of tokens that end a step, too.
         status: `i32[P, n]`, why a text has ended; `Status.RUNNING` where it has not.
         lengths: `i64[P, n]`, tokens of each row, with the prompt. bound: `i64[P, n]`, how many it may have.
         keys: of the places. spent: tokens made so far, also of rows that are gone. fed: tokens that were put in.
-        generation: how often rows have forked.
+        generation: how often rows have forked. rounds: target forwards of the rows so far.
     """
 
     job: Job
@@ -49,15 +53,20 @@ class Forks:
     spent: int = 0
     fed: int = 0
     generation: int = 0
+    marks: tuple[int, ...] = ()
+    rounds: int = 0
 
     @classmethod
     def begin(cls, lm: Any, prompts: Any, n: int, *, until: str | Sequence[str] | None = None,
-              step_tokens: int | None = None, **options: Any) -> Self:
+              step_tokens: int | None = None, marks: Sequence[int] = (),
+              amend: Callable[[Request], Request] | None = None, **options: Any) -> Self:
         """Reads the prompts, and makes `n` rows of each.
 
         Args:
             until: strings with which a step ends; they are part of it. step_tokens: tokens of a step at most. Without
                 either, a step is the whole text.
+            marks: ids of tokens with which a step ends, too. amend: what a search changes of the request, such as
+                links of its policy.
             options: of `decodax.generate`. `max_new_tokens` bounds the whole text, with what is fed.
 
         Raises:
@@ -72,12 +81,18 @@ class Forks:
         if request.algorithm.samples is not None or request.algorithm.canvas:
             raise ValueError(f"algorithm: {request.algorithm.name} keeps rows of its own; takes a method that writes "
                              "each text from left to right")
+        if amend is not None:
+            request = amend(request)
+        if marks:
+            policy = request.policy
+            ids = jnp.tile(jnp.asarray(marks, jnp.int32), (policy.eos.shape[0], 1))
+            request = dataclasses.replace(request, policy=policy.replace(eos=jnp.concatenate([policy.eos, ids], 1)))
         job = Job.begin(request)
         # ends of steps count from the first token on; an end of sequence is kept back by the policy
         job.state = job.state.replace(min_new=jnp.zeros_like(job.state.min_new))
         shape = (len(request), n)
         first = host_rows(job.state, np.arange(len(request) * n))
-        return cls(job=job, n=n, until=ends, step_tokens=step_tokens, stop=stop,
+        return cls(job=job, n=n, until=ends, step_tokens=step_tokens, stop=stop, marks=tuple(marks),
                    status=np.asarray(first.status).reshape(shape).copy(), keys=job.state.key.copy(),
                    lengths=np.asarray(first.length, np.int64).reshape(shape),
                    bound=np.asarray(first.max_length, np.int64).reshape(shape))
@@ -104,11 +119,13 @@ class Forks:
         words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), self.generation]
         return np.random.default_rng(np.random.SeedSequence(words))
 
-    def extend(self, which: np.ndarray | None = None, tokens: int | None = None, whole: bool = False) -> np.ndarray:
+    def extend(self, which: np.ndarray | None = None, tokens: int | None = None, whole: bool = False,
+               fewest: int = 0) -> np.ndarray:
         """Lets rows write one step more.
 
         Args:
             which: `bool[P, n]`; None: all that live. tokens: in place of `step_tokens`. whole: to the text's end.
+            fewest: stops when no more rows than this are still within their step; they live, and can go on with it.
 
         Returns:
             `bool[P, n]`, which rows have written.
@@ -120,12 +137,16 @@ class Forks:
         while todo.any():
             limit = self.bound if tokens is None or whole else np.minimum(before + tokens, self.bound)
             self._set(np.where(todo, Status.RUNNING, WAITING), limit)
-            self.job.advance(None)
+            taken = self._taken()
+            self.job.advance(None, fewest=fewest)
+            self.rounds += int((self._taken() - taken).max())       # the row that ran longest took part in each
             state = host_rows(self.job.state, np.arange(self.rows))
             status, length = (x.reshape(self.status.shape) for x in (state.status, state.length))
             self.lengths = np.where(todo, length, self.lengths).astype(np.int64)
             full = self.lengths >= self.bound
             matched = (status == Status.STOP) & ~self._ended_by_stop(todo & (status == Status.STOP))
+            newest = np.asarray(state.tokens)[np.arange(self.rows), state.length - 1].reshape(self.status.shape)
+            matched |= (status == Status.EOS) & np.isin(newest, self.marks)
             waits = matched | ((status == Status.LENGTH) & ~full)
             self.status = np.where(todo & ~waits, status, self.status)
             self.status = np.where(todo & waits & full, Status.LENGTH, self.status).astype(np.int32)
@@ -133,6 +154,10 @@ class Forks:
             todo = todo & waits & ~full if whole else np.zeros_like(todo)
         self.spent += int((self.lengths - before).sum())
         return which
+
+    def _taken(self) -> np.ndarray:
+        stats = self.job.state.stats
+        return np.asarray(stats.rounds) + np.asarray(stats.waited)
 
     def _ended_by_stop(self, rows: np.ndarray) -> np.ndarray:
         """Of rows that a string has stopped, those that one of `stop` has."""
@@ -151,9 +176,10 @@ class Forks:
         assert request.lm.tokenizer is not None
         return request.lm.tokenizer.continuation(self.prompts[p], ids, skip_special_tokens=request.skip_special_tokens)
 
-    def fork(self, parents: np.ndarray) -> None:
+    def fork(self, parents: np.ndarray, by_text: bool = False) -> None:
         """Row `i` of prompt `p` goes on from what row `parents[p, i]` was. A row that goes on from itself is as it was;
-        the others draw by keys of their own."""
+        the others draw by keys of their own: those of their places and the generation; or `by_text` those of their
+        parents and the lengths of their texts, whichever row they take and whenever it is."""
         parents = np.asarray(parents, np.int64)
         own = np.arange(self.n)
         if (parents == own).all():
@@ -162,7 +188,16 @@ class Forks:
         rows = np.arange(self.job.state.batch)
         rows[:self.rows] = (np.arange(len(self))[:, None] * self.n + parents).reshape(-1)
         with on_mesh(self.job.request.lm.mesh):
-            self.job.state = drivers.fork(self.job.state, *self._moves(rows.astype(np.int32)))
+            keys: Any
+            last: Any
+            moved: Any = rows.astype(np.int32)
+            keys, last = self.keys, np.uint32(self.generation)
+            if by_text:
+                s, last = self.job.state, np.uint32(BY_TEXT)
+                mothers = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(s.key))[rows]),
+                                                   impl=jax.random.key_impl(s.key))
+                keys = jax.device_put(_folded(mothers, np.asarray(s.length)[rows]), self.keys.sharding)
+            self.job.state = drivers.fork(self.job.state, moved, keys, last)
         take = lambda x: np.take_along_axis(x, parents, 1)
         self.status, self.lengths = take(self.status), take(self.lengths)
 
@@ -296,7 +331,7 @@ class Forks:
         request = dataclasses.replace(job.request, stop=self.stop)
         result = collect(request, s, self.status.reshape(-1), {})
         return dataclasses.replace(result, stats=dataclasses.replace(
-            result.stats, forwards=job.forwards, prefill_forwards=job.prefill_forwards, seconds=job.seconds,
+            result.stats, forwards=self.rounds, prefill_forwards=job.prefill_forwards, seconds=job.seconds,
             prefill_seconds=job.prefill_seconds))
 
     def _set(self, status: np.ndarray, bound: np.ndarray) -> None:
@@ -306,3 +341,8 @@ class Forks:
         with on_mesh(self.job.request.lm.mesh):
             self.job.state = s.replace(status=jax.device_put(wide, s.status.sharding),
                                        max_length=jax.device_put(limit, s.max_length.sharding))
+
+
+@jax.jit
+def _folded(keys: Any, numbers: Any) -> Any:
+    return jax.vmap(jax.random.fold_in)(keys, numbers)

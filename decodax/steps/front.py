@@ -55,13 +55,13 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
         forks = Canvases.begin(lm, prompts, chosen.rows, **sampling)
         found = chosen.search(forks, asked(prompts, forks.prompts))
     else:
-        forks = Forks.begin(lm, prompts, chosen.rows, until=until, step_tokens=step_tokens, **sampling)
+        forks = chosen.begin(lm, prompts, until=until, step_tokens=step_tokens, **sampling)
         found = chosen.search(forks, asked(prompts, forks.prompts))
-    texts = forks.texts()
+    texts = forks.texts() if found.texts is None else found.texts
     index = found.scores.argmax(1) if found.index is None else np.asarray(found.index)
     return Explored(text=[row[int(i)] for row, i in zip(texts, index, strict=True)], index=index, texts=texts,
                     scores=found.scores, weights=found.weights, log_evidence=found.log_evidence, tokens=forks.spent,
-                    fed=forks.fed, result=forks.result())
+                    fed=forks.fed, result=forks.result(), details=found.details)
 
 
 def asked(prompts: Any, ids: Sequence[list[int]]) -> list[Any]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from decodax.registry import near
+from decodax.steps.apar import APAR
 from decodax.steps.beam import AStar, StepBeams
 from decodax.steps.diffusion_tree import DTS, DTSStar
 from decodax.steps.explorer import CanvasExplorer, Explorer
@@ -61,6 +62,8 @@ EXPLORERS = {entry.name: entry for entry in (
           "chains of questions and what a retriever finds, of which the best is looked for", CoRAG),
     Entry("trimr", "TrimR: Verifier-based Training-Free Thinking Compression for Efficient Test-Time Scaling",
           "Lin et al. 2025", "a verifier ends thoughts that only say again what is known", TrimR),
+    Entry("apar", "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", "Liu et al. 2024",
+          "a tuned model forks its own text, and all branches are written at once", APAR),
     Entry("dts", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models", "Jain et al. 2025",
           "a tree of canvases, whose leaves are samples of the model times the exponential of a reward", DTS),
     Entry("dts-star", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
