@@ -114,6 +114,7 @@ def by_costs(costs: Costs) -> tuple[Any, tuple[int, ...]]:
     return s, chosen
 
 
+@pytest.mark.matrix
 def test_a_round_is_as_long_as_the_costs_of_verifying_say() -> None:
     # a wider window costs the target nothing: four tokens a round, of which the first sizes are known to hold
     s, chosen = by_costs(EVEN)
