@@ -12,6 +12,8 @@ import pytest
 import decodax as dx
 from decodax.bench.choose import Runtime, Selector, Workload, tune
 
+pytestmark = pytest.mark.matrix
+
 
 def asleep(lm: Any, prompts: Any, *, batch_size: int, chunk: int, new: int) -> Any:
     """As fast as its options say."""

@@ -17,6 +17,8 @@ import decodax as dx
 from decodax import choice
 from decodax.choice import Candidates, Hierarchy
 
+pytestmark = pytest.mark.matrix
+
 TREE = Hierarchy((-1, 0, 0, 1, 1, 2, 2, 5, 5), ("all", "animal", "plant", "cat", "dog", "tree", "herb", "oak", "elm"))
 
 

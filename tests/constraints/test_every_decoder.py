@@ -28,6 +28,8 @@ from decodax.systems import SYSTEMS
 from tests.constraints.test_regex import simple, valid
 from tests.matrix import often
 
+pytestmark = pytest.mark.matrix
+
 MASK = 1        # a special token of the tokenizer
 PROMPTS = ['{"a": [1, true], "name": "x"}\n', "one", "def f("]
 MORE = [0, 1, 3, 10, 2, 5, 20]

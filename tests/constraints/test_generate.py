@@ -76,6 +76,7 @@ def test_what_must_follow_is_drafted(lm: LM, base: bool) -> None:
     assert base or int(free.stats.drafted[0]) == 0
 
 
+@pytest.mark.matrix
 def test_drafted_beams_keep_to_it(lm: LM) -> None:
     from decodax.search import BeamSearch
     from decodax.speculative import drafts

@@ -15,6 +15,8 @@ from decodax.kvcache.cachegen import CacheGen
 from decodax.kvcache.entropy import decoded, encoded, frequencies
 from tests.kvcache.test_policies import DEEP, PROMPTS
 
+pytestmark = pytest.mark.matrix
+
 
 @pytest.mark.parametrize(("length", "count"), [(0, 3), (1, 1), (300, 1), (400, 7), (400, 200)])
 def test_symbols_come_back_and_take_the_bits_of_their_entropy(length: int, count: int) -> None:

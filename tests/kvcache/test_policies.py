@@ -132,6 +132,7 @@ def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(name: str)
     assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", often(["adakv"], OPTIONS))
 def test_so_do_trees(name: str) -> None:
     drafted = run(name, TREE)

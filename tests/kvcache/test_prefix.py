@@ -16,6 +16,8 @@ from decodax.kvcache.query_scores import moved
 from decodax.models.rope import Rope, Yarn, rotate
 from tests.kvcache.test_policies import DEEP, LOOKUP, PROMPTS, network
 
+pytestmark = pytest.mark.matrix
+
 LAYERS = network(3)
 TEXT = PROMPTS[0]
 QUESTIONS = [[3, 1, 4, 1], [5, 9], [2, 6, 5, 3, 5, 8, 9]]

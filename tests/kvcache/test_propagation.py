@@ -23,6 +23,8 @@ from decodax.speculative.drafts import OwnCache
 from tests.kvcache.test_kvpress import MODEL, TEXTS, weights
 from tests.kvcache.test_policies import DEEP, PROMPTS
 
+pytestmark = pytest.mark.matrix
+
 PARAMS = weights()
 THREE = LM(model=MODEL, params=PARAMS, vocab_size=320)
 

@@ -11,6 +11,8 @@ import pytest
 import schema_suite
 from schema_suite import main, read, texts
 
+pytestmark = pytest.mark.matrix
+
 CASES: list[dict[str, Any]] = [
     {"description": "two members", "schema": {"type": "object", "properties": {
         "a": {"type": "integer"}, "b": {"type": "null"}}},

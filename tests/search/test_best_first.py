@@ -15,6 +15,8 @@ from decodax.search import BeamSearch, BestFirst
 from tests.matrix import often
 from tests.search.test_beams import NEW, PROMPTS, lm, small
 
+pytestmark = pytest.mark.matrix
+
 
 def same(ours: Any, beams: Any) -> None:
     assert ours.tokens.tolist() == beams.tokens.tolist() and ours.status == beams.status

@@ -16,6 +16,8 @@ from decodax.search.group import split
 from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 
+pytestmark = pytest.mark.matrix
+
 
 def whole(prompt: list[int], threads: list[list[int]], bound: int, together: bool) -> np.ndarray:
     """`f64[n, L + 1, V]`: log-probabilities behind the first tokens of each thread, by one forward over everything."""

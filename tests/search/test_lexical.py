@@ -24,6 +24,8 @@ from decodax.search.phrases import Progress
 from tests.matrix import often
 from tests.search.test_beams import PROMPTS, lm, log_probs, small
 
+pytestmark = pytest.mark.matrix
+
 EXPECTED = json.loads((Path(__file__).parent / "lexical.json").read_text())
 KINDS: dict[str, type[Any]] = {"ordered": Ordered, "unordered": Unordered}
 Text = tuple[int, ...]

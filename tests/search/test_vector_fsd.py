@@ -20,6 +20,8 @@ from decodax.search import VectorFSD
 from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 
+pytestmark = pytest.mark.matrix
+
 EXPECTED = json.loads((Path(__file__).parent / "vector_fsd.json").read_text())
 GUIDE = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
 

@@ -17,6 +17,8 @@ from decodax.speculative import Draft, Reflective, chain, drafts, shapes
 from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 
+pytestmark = pytest.mark.matrix
+
 V, K, PROBE, NEW = 24, 3, (7, 11), 12
 
 

@@ -17,6 +17,8 @@ from decodax.speculative.fit_lengths import embeddings, examples, fitted_to
 from decodax.speculative.lengths import always
 from tests.laws.cases import VOCABULARY, decode, model, prompts, start, texts
 
+pytestmark = pytest.mark.matrix
+
 DRAFT = model("toy-draft")[1]
 SOURCE = DraftModel(model("toy")[0])
 IDS = prompts(6)

@@ -28,6 +28,8 @@ from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 from tests.small_tokenizers import of_words
 
+pytestmark = pytest.mark.matrix
+
 EXPECTED = json.loads((Path(__file__).parent / "apar.json").read_text())
 SAID = {5: "1. ", 7: "\n", 12: "\n"}
 FORK, CHILD, END = 22, 23, 10

@@ -9,6 +9,8 @@ from decodax import steps
 from tests.search.test_adadec import following
 from tests.steps.test_self_infilling import LETTERS, filling
 
+pytestmark = pytest.mark.matrix
+
 
 def test_items_and_scores_are_by_their_definition() -> None:
     lm, prompts, n = filling(), ["kpt", "cq"], 6

@@ -16,6 +16,8 @@ from decodax.core.state import Status
 from tests.diffusion.toy import lm, raw
 from tests.laws.cases import MASK, VOCABULARY
 
+pytestmark = pytest.mark.matrix
+
 NEW, TOKENS, PROMPT, LAM, WARM = 4, (2, 5, 9), [3, 7, 1], 1.5, 3.0
 OTHERS = [t for t in range(VOCABULARY) if t not in TOKENS]
 OPTIONS: dict[str, Any] = dict(algorithm="llada:block=4,order=random", temperature=WARM, max_new_tokens=NEW,

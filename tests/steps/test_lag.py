@@ -9,6 +9,8 @@ import decodax as dx
 from decodax import steps
 from tests.search.test_adadec import following, sharp
 
+pytestmark = pytest.mark.matrix
+
 
 def test_a_string_is_a_queue() -> None:
     """Against the definition, step by step with whole forwards."""

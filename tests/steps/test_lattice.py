@@ -19,6 +19,8 @@ from decodax import steps
 from tests.matrix import often
 from tests.search.test_adadec import PROMPTS, following, sharp
 
+pytestmark = pytest.mark.matrix
+
 EXPECTED = json.loads((Path(__file__).parent / "lattice.json").read_text())
 SHORT: dict[str, Any] = dict(calls=40, k=5, suffix=2, gap=3, length_penalty=0.5, max_new_tokens=10)
 

@@ -96,6 +96,7 @@ def test_a_twist_and_a_late_potential_change_no_law() -> None:
         assert sum(abs(got.get(t, 0) - w) for t, w in want.items()) / 2 < 0.3
 
 
+@pytest.mark.matrix
 def test_steering_is_unbiased() -> None:
     prompt = (1, 3)
     want, total = target(prompt)
@@ -161,6 +162,7 @@ def test_a_star_expands_the_best_first_and_finds_the_best() -> None:
     assert few.tokens <= 36 < out.tokens
 
 
+@pytest.mark.matrix
 def test_foresight_and_trees_write_whole_texts() -> None:
     points = lambda texts: np.array([[len(t)] for t in texts], float)
     from tests.laws.test_systems import lm as worded

@@ -24,6 +24,8 @@ from tests.matrix import often
 from tests.search.test_adadec import sharp
 from tests.small_tokenizers import of_words
 
+pytestmark = pytest.mark.matrix
+
 EXPECTED = json.loads((Path(__file__).parent / "self_infilling.json").read_text())
 LETTERS = "a b c d e f g h i j k l m n o p q r s t P S M"
 
