@@ -197,6 +197,9 @@ STANDINS = {
     "act": ("what the call in the text gives", 'lambda prompt, text: " # found\\n"'),
     "redundant": ("a small verifier", "lambda prompt, thoughts: len(thoughts) > 2"),
     "fork": ("a token that the model was tuned to write", "4094"), "child": ("", "4095"),
+    "retrieve": ("what is found for the question that ends the text", 'lambda prompt, text: "# found: os.path\\n"'),
+    "evidence": ("texts in another language", "choice.Sampled(lm, n=4, sampling=SAMPLING)"),
+    "references": ("samples of the reference policy", "choice.Sampled(lm, n=4, sampling=SAMPLING)"),
     "guidance": ("", '"\\n# so\\n"'), "rule": ("", "choice.MBR()")}
 """What examples put for options without a default."""
 
@@ -225,17 +228,26 @@ def search_page(front: str, e: Any, guide: str) -> str:
 
 def search_example(front: str, e: Any) -> str:
     """A call that runs on a shipped model."""
+    from decodax.steps import CanvasExplorer
+
+    fills = front == "explore" and issubclass(e.make, CanvasExplorer)
     needed = [name for name, value in e.options.items() if value is ...]
-    lines = ["import decodax as dx", *(["from decodax import choice"] if "rule" in needed else []), "",
-             'lm = dx.load("pycode")']
-    for name in needed:
-        said, value = STANDINS.get(name, ("", ""))
+    given = [(name, *STANDINS.get(name, ("", ""))) for name in needed]
+    values = [value for _, _, value in given]
+    lines = ["import decodax as dx", *(["from decodax import choice"] if "choice." in "".join(values) else []), "",
+             f'lm = dx.load("{"pycode-diffusion" if fills else "pycode"}")']
+    if "SAMPLING" in "".join(values):
+        lines.append("SAMPLING = dict(temperature=1.0, max_new_tokens=16)")
+    for name, said, value in given:
         lines += [*([f"# yours: {said}"] if said else []), *([f"{name} = {value}"] if value else [])]
-    options = f", options={{{', '.join(f'{name!r}: {name}' for name in needed)}}}".replace("'", '"') if needed else ""
-    how = ('until="\\n", step_tokens=12, max_new_tokens=24, temperature=0.8' if front == "explore" else
-           "n=4, temperature=0.8, max_new_tokens=16")
-    return "\n".join([*lines, f'out = dx.{front}(lm, "def area(", "{e.name}"{options},', f"    {how})".replace(
-        "    ", " " * (len(f"out = dx.{front}("))), "print(out.text[0])"])
+    parts = [f'"{name}": {name}' for name in needed] + (['"n": 2, "simulations": 4, "every": 4'] if fills else [])
+    options = f", options={{{', '.join(parts)}}}" if parts else ""
+    how = ("n=4, temperature=0.8, max_new_tokens=16" if front == "choose" else
+           'algorithm="llada:block=8", temperature=0.8, max_new_tokens=16' if fills else
+           'until="\\n", step_tokens=12, max_new_tokens=24, temperature=0.8')
+    call = f"out = dx.{front}("
+    return "\n".join([*lines, f'{call}lm, "def area(", "{e.name}"{options},', f"{' ' * len(call)}{how})",
+                      "print(out.text[0])"])
 
 
 def _value(value: Any) -> str:

@@ -91,7 +91,7 @@ def _listen(model: Model, shapes: tuple[KVLayer, ...], gradients: bool, params: 
     # gradients turn as keys do, since a rotation is orthogonal
     made: list[tuple[Array, ...]] = []
     for shape, (k, v), (dk, dv) in zip(shapes, entries, slopes, strict=True):
-        weigh = (lambda x: jnp.square(x)) if gradients else jnp.ones_like
+        weigh = jnp.square if gradients else jnp.ones_like
         made.append((back(shape, k), v[0].astype(jnp.float32), weigh(back(shape, dk)), weigh(dv[0])))
     return made
 

@@ -25,6 +25,7 @@ __all__ = ["checked", "draw", "exponentials", "first_argmax", "race", "winner"]
 
 BLOCK = 256
 
+
 def draw(logits: Array, address: Array, greedy: tuple[Array, Array] | None = None) -> Array:
     """One token per distribution: `i32[...]` from `f32[..., V]` and `u32[..., 2]`.
 

@@ -131,8 +131,10 @@ class GroupThink(Algorithm):
         new = Threads(owner=jax.vmap(put)(algo.owner, slot, writes & s.running[:, None]), live=goes, newest=token,
                       slot=slot, lengths=algo.lengths + (writes & s.running[:, None]), step=algo.step + 1, cut=cut)
         over = jnp.where(goes.any(1), Status.RUNNING, jnp.where(cut, Status.LENGTH, Status.EOS))
+        # always true, but it makes the slots depend on the logits: XLA's CPU else copies the cache to be safe
+        decided = token > jnp.iinfo(jnp.int32).min
         return Decision(tokens=jnp.take_along_axis(token, order, 1), count=count, source=order, algo=new,
-                        slots=jnp.where(token > -9, held, -1), status=over.astype(jnp.int32))
+                        slots=jnp.where(decided, held, -1), status=over.astype(jnp.int32))
 
     def _started(self, token: Array, step: Array) -> Array:
         """The tokens with which threads begin, in place of those that were drawn."""

@@ -273,5 +273,3 @@ def _stage(model: Transformer, first: int, weights: Any, x: Array, kv: tuple[Arr
         x = x + pieces.mlp(first + i, x)
         entries.append(entry)
     return x, cache.commit(entries, window.positions).kv
-
-

@@ -88,8 +88,6 @@ class DTS(CanvasExplorer):
     widening: float = 0.8
     every: int = 1
 
-    needs_reward = True
-
     def __post_init__(self) -> None:
         for name, least in (("n", 1), ("simulations", 1), ("every", 1)):
             if getattr(self, name) < least:

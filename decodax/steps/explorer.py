@@ -72,8 +72,6 @@ class Explorer(abc.ABC):
 class CanvasExplorer(abc.ABC):
     """A search over canvases that are denoised step by step: as `Explorer`, but `search` sees `Canvases`."""
 
-    needs_reward = False
-
     @property
     @abc.abstractmethod
     def rows(self) -> int:
