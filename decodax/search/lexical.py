@@ -12,8 +12,9 @@ from jax import Array, lax
 
 from decodax.cache import take
 from decodax.core.types import Params
-from decodax.search.beams import BeamSearch, Group, Step
+from decodax.search.beams import BeamSearch
 from decodax.search.phrases import Cover, Phrases, Progress, Unordered, phrases_of
+from decodax.search.step import Group, Step
 
 
 @dataclasses.dataclass(frozen=True)

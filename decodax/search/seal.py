@@ -15,9 +15,10 @@ from jax import Array
 from decodax.cache import Window
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Params
-from decodax.search.beams import Beams, BeamSearch, EarlyStopping, Group, Step, Text
+from decodax.search.beams import BeamSearch, EarlyStopping
 from decodax.search.corpus import Corpus, Span
 from decodax.search.pool import append
+from decodax.search.step import Beams, Group, Step, Text
 from decodax.struct import Struct, struct
 
 NGram = tuple[tuple[int, ...], float]

@@ -59,12 +59,14 @@ class Superposed(Algorithm):
     """Superposed decoding (Shen et al., 2024): `k` drafts that share one forward a token.
 
     What the model reads for the newest token is the mean of the drafts' newest tokens' embeddings, weighted by the
-    probabilities of the drafts; so all of them share one text to look back at and one distribution. (The rows of a prompt
-    are places of its answers and keep a cache each, which are equal; the first one's is gathered and read in a round.) Its `candidates` likeliest tokens,
-    renormalised, are scored for each draft by `(1 - alpha) log p + alpha log q`, where `q` is what an n-gram model says
-    behind this draft, and the best `k` of all go on. A draft for which the n-gram model supports none of them scores
+    probabilities of the drafts, so all of them have one distribution. Its `candidates` likeliest tokens, renormalised,
+    are scored for each draft by `(1 - alpha) log p + alpha log q`, where `q` is what an n-gram model says behind this
+    draft, and the best `k` of all go on. A draft for which the n-gram model supports none of them scores
     `(1 - alpha) log p - penalty`. Of the `2 k` best those that end join the texts that have ended, of which the best
     `k` are kept; the others live on.
+
+    The rows of a prompt are the places of its answers. Each has a cache, all of them equal, of which the first one's is
+    gathered and read in a round; the authors keep one.
 
     Without a table there is nothing that tells the drafts apart, and `log p` is the score.
 
