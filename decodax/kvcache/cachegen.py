@@ -55,7 +55,7 @@ class CacheGen:
             parts[f"{layer}.shape"] = np.array([G, T, w])
             parts[f"{layer}.dtype"] = np.array(str(kv.dtype))
         np.savez(file, version=np.array(VERSION), group=np.array(self.group), tokens=np.array(prefix.tokens, np.int32),
-                 **parts)       # type: ignore[arg-type]
+                 begin=np.array(prefix.begin), **parts)       # type: ignore[arg-type]
 
     def _layer(self, x: np.ndarray, step: float) -> dict[str, np.ndarray]:
         """The parts of `f32[T, C]`."""
@@ -107,14 +107,14 @@ def load_prefix(file: Any) -> Prefix:
         with np.load(file) as parts:
             if "version" not in parts or int(parts["version"]) != VERSION:
                 raise ValueError(f"file: got no prefix of version {VERSION}")
-            group, tokens = int(parts["group"]), parts["tokens"]
+            group, tokens, begin = int(parts["group"]), parts["tokens"], int(parts["begin"])
             kv: list[np.ndarray] = []
             while f"{len(kv)}.shape" in parts:
                 kv.append(_restored({name: parts[f"{len(kv)}.{name}"] for name in (
                     "anchors", "scales", "sizes", "low", "share", "state", "words", "shape", "dtype")}, group))
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise ValueError(f"file: got no prefix that save_prefix wrote: {error}") from error
-    return Prefix(tuple(tokens.tolist()), tuple(kv))
+    return Prefix(tuple(tokens.tolist()), tuple(kv), begin)
 
 
 def _restored(own: dict[str, np.ndarray], group: int) -> np.ndarray:

@@ -45,43 +45,33 @@ class Prefix:
     """A text of `T` tokens with its keys and values.
 
     Attributes:
-        tokens: ids. kv: `f[G, T, d + e]` of each layer, keys rotated to positions 0 to `T - 1`.
+        tokens: ids. kv: `f[G, T, d + e]` of each layer. begin: the position to which the first key is rotated; 0 but
+            for a part that was cut out of a longer text.
     """
 
     tokens: tuple[int, ...]
     kv: tuple[np.ndarray, ...]
+    begin: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def check(self, model: Model) -> None:
-        """Raises ValueError where a model has other layers."""
+        """Raises ValueError where a model has other layers, or the text is a part that began elsewhere."""
         wanted = [(shape.heads, len(self), shape.both) for shape in layers_of(model)]
         if [x.shape for x in self.kv] != wanted:
             raise ValueError(f"context: got a prefix of {len(self.kv)} layers {self.kv[0].shape if self.kv else ()}, "
                              f"the model has {len(wanted)} of {wanted[0]}")
-
-    def __getitem__(self, part: slice) -> Prefix:
-        """A part of the text, as if it began at position 0, for `blended`."""
-        if not isinstance(part, slice) or part.step not in (None, 1):
-            raise TypeError("prefix: takes a slice without steps")
-        return _Moved(self, *part.indices(len(self))[:2])
-
-
-class _Moved(Prefix):
-    """A part of a prefix; keys keep the rotation of where they were read, `begin` and behind."""
-
-    begin: int
-
-    def __init__(self, whole: Prefix, start: int, stop: int):
-        stop = max(start, stop)
-        super().__init__(whole.tokens[start:stop], tuple(x[:, start:stop] for x in whole.kv))
-        object.__setattr__(self, "begin", start + getattr(whole, "begin", 0))
-
-    def check(self, model: Model) -> None:
-        super().check(model)
         if self.begin:
             raise ValueError("context: got a part of a prefix that began elsewhere; decodax.kvcache.blended moves it")
+
+    def __getitem__(self, part: slice) -> Prefix:
+        """A part of the text, for `blended`; its keys stay where they were read."""
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise TypeError("prefix: takes a slice without steps")
+        start, stop, _ = part.indices(len(self))
+        stop = max(start, stop)
+        return Prefix(self.tokens[start:stop], tuple(x[:, start:stop] for x in self.kv), self.begin + start)
 
 
 def read_prefix(lm: Any, text: Sequence[int], params: Any = None) -> Prefix:
@@ -173,7 +163,7 @@ def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float =
         ids = part.tokens if isinstance(part, Prefix) else [int(token) for token in part]
         for layer, shape in enumerate(shapes):
             if isinstance(part, Prefix):
-                new = _shifted(shape, part.kv[layer], len(tokens) - getattr(part, "begin", 0))
+                new = _shifted(shape, part.kv[layer], len(tokens) - part.begin)
             else:
                 new = np.zeros((shape.heads, len(ids), shape.both), model_dtype(model))
             stored[layer].append(new)

@@ -74,6 +74,14 @@ def test_bytes_of_smaller_steps_give_the_tokens_of_the_text() -> None:
     assert dx.generate(DEEP, [[3, 1], [4]], context=fine, **options).tokens.tolist() == want.tokens.tolist()
 
 
+def test_a_part_that_is_written_stays_where_it_was_read() -> None:
+    held = read_prefix(DEEP, PROMPTS[0])
+    part, _ = written(held[2:])
+    assert part.begin == 2 and part.tokens == held.tokens[2:]
+    with pytest.raises(ValueError, match="began elsewhere"):
+        part.check(DEEP.model)
+
+
 def test_what_it_cannot_read_or_write_is_refused(tmp_path: Any) -> None:
     short = Prefix((5,), (np.ones((1, 1, 4), np.float32).astype(jnp.bfloat16),))
     save_prefix(short, tmp_path / "one.npz")
