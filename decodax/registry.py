@@ -185,6 +185,44 @@ def find(name: str) -> System:
     raise ValueError(f"system: unknown name {name!r}; {near(name, SYSTEMS)}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A published method that is a class with its options as fields: a search over steps, or a rule of choice.
+
+    Attributes:
+        name: what it is chosen by. title: the paper's. authors: and year. summary: one line. make: the class.
+    """
+
+    name: str
+    title: str
+    authors: str
+    summary: str
+    make: type[Any]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What can be set, with defaults; `...` where there is none."""
+        fields = dataclasses.fields(self.make)
+        return {f.name: ... if f.default is dataclasses.MISSING else f.default for f in fields}
+
+
+def made(what: str, table: Mapping[str, Named], name: str, options: Mapping[str, Any]) -> Any:
+    """What stands in a table under a name, with these options; `what` begins the messages of errors.
+
+    Raises:
+        ValueError: an unknown name (near ones are listed), an option that it does not take, one that is missing, or one
+            out of its range.
+    """
+    if name not in table:
+        raise ValueError(f"{what}: unknown name {name!r}; {near(name, table)}")
+    entry = table[name]
+    if unknown := sorted(options.keys() - entry.options.keys()):
+        raise ValueError(f"{what}: {name!r} takes no option {unknown[0]!r}; takes {', '.join(entry.options)}")
+    if missing := [key for key, value in entry.options.items() if value is ... and key not in options]:
+        raise ValueError(f"{what}: {name!r} needs {missing[0]}=")
+    return entry.make(**options)
+
+
 def near(name: str, known: Collection[str]) -> str:
     """What to say to a name that is not `known`: the near ones, or all."""
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from decodax.choice.best import BestOfN, Likelihood, QualityAware
@@ -12,57 +11,34 @@ from decodax.choice.evidence import XMBR, CalibratedBestOfN
 from decodax.choice.mbr import MBR, AggregateMBR, LowRankMBR, PruningMBR
 from decodax.choice.pairs import PairRanker
 from decodax.choice.vote import SelfConsistency
-from decodax.registry import near
+from decodax.registry import Named, made
 
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A published rule.
-
-    Attributes:
-        name: what it is chosen by. title: the paper's. authors: and year. summary: one line. make: the rule; its fields
-            are the options.
-    """
-
-    name: str
-    title: str
-    authors: str
-    summary: str
-    make: type[Rule]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What can be set, with defaults; `...` where there is none."""
-        fields: Any = dataclasses.fields(self.make)       # type: ignore[arg-type]
-        return {f.name: ... if f.default is dataclasses.MISSING else f.default for f in fields}
-
-
-RULES = {entry.name: entry for entry in (
-    Entry("best-of-n", "WebGPT", "Nakano et al. 2021", "the largest reward", BestOfN),
-    Entry("likelihood", "", "", "the largest mean log-probability, or sum", Likelihood),
-    Entry("self-consistency", "Self-Consistency Improves Chain of Thought Reasoning", "Wang et al. 2022",
+RULES: dict[str, Named] = {entry.name: entry for entry in (
+    Named("best-of-n", "WebGPT", "Nakano et al. 2021", "the largest reward", BestOfN),
+    Named("likelihood", "", "", "the largest mean log-probability, or sum", Likelihood),
+    Named("self-consistency", "Self-Consistency Improves Chain of Thought Reasoning", "Wang et al. 2022",
           "the answer that most samples give", SelfConsistency),
-    Entry("mbr", "Is MAP Decoding All You Need?", "Eikema and Aziz 2020",
+    Named("mbr", "Is MAP Decoding All You Need?", "Eikema and Aziz 2020",
           "the largest mean utility against all samples", MBR),
-    Entry("aggregate-mbr", "Linear-time Minimum Bayes Risk Decoding with Reference Aggregation",
+    Named("aggregate-mbr", "Linear-time Minimum Bayes Risk Decoding with Reference Aggregation",
           "Vamvas and Sennrich 2024", "chrF against one reference made of all samples", AggregateMBR),
-    Entry("pruning-mbr", "Faster Minimum Bayes Risk Decoding with Confidence-based Pruning", "Cheng and Vlachos 2023",
+    Named("pruning-mbr", "Faster Minimum Bayes Risk Decoding with Confidence-based Pruning", "Cheng and Vlachos 2023",
           "candidates are dropped as references are added", PruningMBR),
-    Entry("low-rank-mbr", "Efficient Minimum Bayes Risk Decoding using Low-Rank Matrix Completion",
+    Named("low-rank-mbr", "Efficient Minimum Bayes Risk Decoding using Low-Rank Matrix Completion",
           "Trabelsi et al. 2024", "a part of the utilities, and the rest by a matrix of low rank", LowRankMBR),
-    Entry("quality-aware", "Quality-Aware Decoding for Neural Machine Translation", "Fernandes et al. 2022",
+    Named("quality-aware", "Quality-Aware Decoding for Neural Machine Translation", "Fernandes et al. 2022",
           "the best by an estimate of quality, then another rule", QualityAware),
-    Entry("pair-reranker", "LLM-Blender", "Jiang et al. 2023", "the winner of comparisons of two", PairRanker),
-    Entry("equilibrium-ranking", "The Consensus Game: Language Model Generation via Equilibrium Search",
+    Named("pair-reranker", "LLM-Blender", "Jiang et al. 2023", "the winner of comparisons of two", PairRanker),
+    Named("equilibrium-ranking", "The Consensus Game: Language Model Generation via Equilibrium Search",
           "Jacob et al. 2024", "what the model as a generator and as a judge of texts agree on", EquilibriumRanking),
-    Entry("universal-self-consistency", "Universal Self-Consistency for Large Language Models", "Chen et al. 2023",
+    Named("universal-self-consistency", "Universal Self-Consistency for Large Language Models", "Chen et al. 2023",
           "what a model names that sees all candidates", Asked),
-    Entry("local-normalization", "Local Normalization Distortion and the Thermodynamic Formalism of Decoding "
+    Named("local-normalization", "Local Normalization Distortion and the Thermodynamic Formalism of Decoding "
           "Strategies for Large Language Models", "Kempton and Burrell 2025",
           "a draw by what truncation took from each", Corrected),
-    Entry("x-mbr", "When Life Gives You Samples: The Benefits of Scaling up Inference Compute for Multilingual LLMs",
+    Named("x-mbr", "When Life Gives You Samples: The Benefits of Scaling up Inference Compute for Multilingual LLMs",
           "Khairi et al. 2025", "minimum Bayes risk with evidence from other languages", XMBR),
-    Entry("infalign-ctrl", "InfAlign: Inference-aware language model alignment", "Balashankar et al. 2024",
+    Named("infalign-ctrl", "InfAlign: Inference-aware language model alignment", "Balashankar et al. 2024",
           "the largest reward, as its quantile among reference samples", CalibratedBestOfN))}
 """All of them, by name."""
 
@@ -77,11 +53,4 @@ def rule(name: str, **options: Any) -> Rule:
     >>> rule("self-consistency").weight
     'count'
     """
-    if name not in RULES:
-        raise ValueError(f"rule: unknown name {name!r}; {near(name, RULES)}")
-    entry = RULES[name]
-    if unknown := sorted(options.keys() - entry.options.keys()):
-        raise ValueError(f"rule: {name!r} takes no option {unknown[0]!r}; takes {', '.join(entry.options)}")
-    if missing := [key for key, value in entry.options.items() if value is ... and key not in options]:
-        raise ValueError(f"rule: {name!r} needs {missing[0]}=")
-    return entry.make(**options)
+    return made("rule", RULES, name, options)

@@ -26,7 +26,7 @@ def fit_lengths(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, gamma:
     """The classifier of H-RAD for `SpecBranch`, fitted to a target and a draft.
 
     Samples are continued by SpecBranch, with continuations that always wait whole; each that the target has verified is
-    an example. The classifier is trained by Adam on all of them at once.
+    an example. The classifier is trained by Adam on all of them at once, which takes optax (`decodax[train]`).
 
     Args:
         lm: what `decodax.load` gave; its layers must be accessible. draft: a `Source`, as `drafts.DraftModel(small)`.
@@ -92,19 +92,17 @@ def fitted_to(seen: np.ndarray, token: np.ndarray, kind: np.ndarray, embedding: 
         log_p = jax.nn.log_softmax(scores(table(w), x, tokens, key))
         return -jnp.take_along_axis(log_p, kinds[:, None], 1).mean()
 
+    import optax  # only for those who train
+
+    adam = optax.adam(rate)
+
     def visit(i: Array, carry: Any) -> Any:
-        w, m, v = carry
-        g = jax.grad(loss)(w, jax.random.fold_in(jax.random.key(seed), i))
-        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
-        v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, v, g)
-        at = i + 1.0
-        w = jax.tree.map(lambda w, m, v: w - rate * (m / (1 - 0.9**at)) / (jnp.sqrt(v / (1 - 0.999**at)) + 1e-8),
-                         w, m, v)
-        return w, m, v
+        w, state = carry
+        change, state = adam.update(jax.grad(loss)(w, jax.random.fold_in(jax.random.key(seed), i)), state)
+        return optax.apply_updates(w, change), state
 
     w = start(x.shape[1], embedding, jax.random.key(seed))
-    zeros = jax.tree.map(jnp.zeros_like, w)
-    train = jax.jit(lambda w: lax.fori_loop(0, epochs, visit, (w, zeros, zeros))[0])
+    train = jax.jit(lambda w: lax.fori_loop(0, epochs, visit, (w, adam.init(w)))[0])
     return table(train(w))
 
 

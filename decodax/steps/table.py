@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from decodax.registry import near
+from decodax.registry import Named, made
 from decodax.steps.apar import APAR
 from decodax.steps.beam import AStar, StepBeams
 from decodax.steps.diffusion_tree import DTS, DTSStar
@@ -16,57 +15,34 @@ from decodax.steps.phi import PhiDecoding
 from decodax.steps.retrieval import CoRAG
 from decodax.steps.tree import TreePO
 
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A published search.
-
-    Attributes:
-        name: what it is chosen by. title: the paper's. authors: and year. summary: one line. make: the search; its
-            fields are the options.
-    """
-
-    name: str
-    title: str
-    authors: str
-    summary: str
-    make: type[Explorer] | type[CanvasExplorer]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What can be set, with defaults; `...` where there is none."""
-        fields: Any = dataclasses.fields(self.make)       # type: ignore[arg-type]
-        return {f.name: ... if f.default is dataclasses.MISSING else f.default for f in fields}
-
-
-EXPLORERS = {entry.name: entry for entry in (
-    Entry("particle-filter", "A Probabilistic Inference Approach to Inference-Time Scaling of LLMs using "
+EXPLORERS: dict[str, Named] = {entry.name: entry for entry in (
+    Named("particle-filter", "A Probabilistic Inference Approach to Inference-Time Scaling of LLMs using "
           "Particle-Based Monte Carlo Methods", "Puri et al. 2025",
           "particles resampled by the odds of a process reward", ParticleFilter),
-    Entry("smc", "Sequential Monte Carlo Steering of Large Language Models", "Lew et al. 2023",
+    Named("smc", "Sequential Monte Carlo Steering of Large Language Models", "Lew et al. 2023",
           "weighted samples of the model times a potential, with an estimate of how much that is", SMC),
-    Entry("smc-steering", "Sequential Monte Carlo Steering of Large Language Models", "Lew et al. 2023",
+    Named("smc-steering", "Sequential Monte Carlo Steering of Large Language Models", "Lew et al. 2023",
           "several copies of each particle try a step, and none is kept twice", Steering),
-    Entry("step-beams", "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling Model Parameters",
+    Named("step-beams", "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling Model Parameters",
           "Snell et al. 2024", "beam search over steps by a process reward", StepBeams),
-    Entry("a-star", "A*-Decoding: Token-Efficient Inference Scaling", "Chatziveroglou 2025",
+    Named("a-star", "A*-Decoding: Token-Efficient Inference Scaling", "Chatziveroglou 2025",
           "best-first search over steps by a process reward", AStar),
-    Entry("phi-decoding", "phi-Decoding: Adaptive Foresight Sampling for Balanced Inference-Time Exploration and "
+    Named("phi-decoding", "phi-Decoding: Adaptive Foresight Sampling for Balanced Inference-Time Exploration and "
           "Exploitation", "Xu et al. 2025", "steps judged by how the model goes on from them", PhiDecoding),
-    Entry("treepo", "TreePO: Bridging the Gap of Policy Optimization and Efficacy and Inference Efficiency with "
+    Named("treepo", "TreePO: Bridging the Gap of Policy Optimization and Efficacy and Inference Efficiency with "
           "Heuristic Tree-based Modeling", "Li et al. 2025", "a tree of segments that share their beginnings", TreePO),
-    Entry("with-tools", "Inference Scaling for Long-Context Retrieval Augmented Generation", "Yue et al. 2024",
+    Named("with-tools", "Inference Scaling for Long-Context Retrieval Augmented Generation", "Yue et al. 2024",
           "a text that stops at calls, and goes on behind what they gave (IterDRAG; DTA-Llama: several calls at once)",
           WithTools),
-    Entry("corag", "Chain-of-Retrieval Augmented Generation", "Wang et al. 2025",
+    Named("corag", "Chain-of-Retrieval Augmented Generation", "Wang et al. 2025",
           "chains of questions and what a retriever finds, of which the best is looked for", CoRAG),
-    Entry("trimr", "TrimR: Verifier-based Training-Free Thinking Compression for Efficient Test-Time Scaling",
+    Named("trimr", "TrimR: Verifier-based Training-Free Thinking Compression for Efficient Test-Time Scaling",
           "Lin et al. 2025", "a verifier ends thoughts that only say again what is known", TrimR),
-    Entry("apar", "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", "Liu et al. 2024",
+    Named("apar", "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", "Liu et al. 2024",
           "a tuned model forks its own text, and all branches are written at once", APAR),
-    Entry("dts", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models", "Jain et al. 2025",
+    Named("dts", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models", "Jain et al. 2025",
           "a tree of canvases, whose leaves are samples of the model times the exponential of a reward", DTS),
-    Entry("dts-star", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
+    Named("dts-star", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
           "Jain et al. 2025", "a tree of canvases, searched for the text with the largest reward", DTSStar))}
 """All of them, by name."""
 
@@ -78,11 +54,4 @@ def explorer(name: str, **options: Any) -> Explorer | CanvasExplorer:
         ValueError: an unknown name (near ones are listed), an option that it does not take, one that is missing, or one
             out of its range.
     """
-    if name not in EXPLORERS:
-        raise ValueError(f"explore: unknown name {name!r}; {near(name, EXPLORERS)}")
-    entry = EXPLORERS[name]
-    if unknown := sorted(options.keys() - entry.options.keys()):
-        raise ValueError(f"explore: {name!r} takes no option {unknown[0]!r}; takes {', '.join(entry.options)}")
-    if missing := [key for key, value in entry.options.items() if value is ... and key not in options]:
-        raise ValueError(f"explore: {name!r} needs {missing[0]}=")
-    return entry.make(**options)
+    return made("explore", EXPLORERS, name, options)
