@@ -10,7 +10,7 @@ from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks, Coupled
 from decodax.kvcache.graded import Grading
 from decodax.kvcache.rotated import Rotated
-from decodax.kvcache.shrunk import Features, Shrunk
+from decodax.kvcache.shrunk import KVFeatures, Shrunk
 from decodax.kvcache.squat import SubspaceOrthogonal
 from decodax.kvcache.table import cache_policy
 
@@ -58,6 +58,6 @@ def _rotatekv(order: Constant | None = None, bits: int = 2, group: int = 128, cl
 @cache_policy("cskv", "CSKV: Training-Efficient Channel Shrinking for KV Cache in Long-Context Scenarios",
               "Wang et al. 2024", "everything, as a few measured features of a layer's heads together (fit_features), "
               "and the latest tokens whole")
-def _cskv(features: Features | None = None, bits: int | None = None, group: int = 32,
+def _cskv(features: KVFeatures | None = None, bits: int | None = None, group: int = 32,
           residual: int = 32) -> CacheConfig:
-    return Coding(Shrunk(_measured("features", features, Features, "fit_features"), bits, group), residual, "cskv")
+    return Coding(Shrunk(_measured("features", features, KVFeatures, "fit_features"), bits, group), residual, "cskv")

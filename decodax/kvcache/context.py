@@ -28,7 +28,7 @@ from decodax.axes import CONTEXT, DATA, MODEL, free_axes, shardwise
 from decodax.cache.base import ALL, CacheConfig, Entries, Feature, PyTree, ReadPrompt
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, empty_kv, key_widths
-from decodax.kvcache.ring import Choice, Keys, Partial, Queries, gathered, pass_kv, pass_q
+from decodax.kvcache.ring import Keys, Partial, Queries, RingChoice, gathered, pass_kv, pass_q
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse
 from decodax.struct import Struct, static, struct
 
@@ -99,7 +99,7 @@ class ContextParallel(KeyValues):
     given: PyTree = None
     widths: tuple[int, ...] = static(default=())
     size: int = static(default=0)
-    choice: Choice = static(default=Choice())
+    choice: RingChoice = static(default=RingChoice())
 
     supports: ClassVar[frozenset[Feature]] = ALL
 
@@ -262,7 +262,7 @@ def _only(held: Array, cached: Array | None) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Context(CacheConfig):
+class ContextAxis(CacheConfig):
     """A `ContextParallel` cache over the axis "context" of the mesh.
 
     Attributes:
@@ -271,7 +271,7 @@ class Context(CacheConfig):
         parts: how many parts it has; None: as many as there are devices on the axis.
     """
 
-    choice: Choice = Choice()
+    choice: RingChoice = RingChoice()
     block: int = 256
     parts: int | None = None
 

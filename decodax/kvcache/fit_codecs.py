@@ -23,13 +23,13 @@ from decodax.kvcache.coupled import Codebooks
 from decodax.kvcache.listening import Listening
 from decodax.kvcache.rotated import spread
 from decodax.kvcache.shapes import layers_of
-from decodax.kvcache.shrunk import Features
+from decodax.kvcache.shrunk import KVFeatures
 from decodax.kvcache.turning import before_rotation
 from decodax.struct import Struct, struct
 
 
 @struct
-class Observed(Struct):
+class LayerSamples(Struct):
     """Keys, before their rotation, and values of one layer of all texts together: `f32[N, G, d]` and `f32[N, G, e]`;
     and how much each of those numbers matters, of the same shapes: the squares of the gradients of the loss on the next
     tokens; or ones."""
@@ -40,7 +40,8 @@ class Observed(Struct):
     value_weights: np.ndarray
 
 
-def observed(lm: Any, texts: Sequence[Sequence[int]], params: Any = None, gradients: bool = False) -> list[Observed]:
+def observed(lm: Any, texts: Sequence[Sequence[int]], params: Any = None,
+             gradients: bool = False) -> list[LayerSamples]:
     """Keys and values of each layer, over all tokens of texts.
 
     Args:
@@ -63,7 +64,7 @@ def observed(lm: Any, texts: Sequence[Sequence[int]], params: Any = None, gradie
         tokens[0, :length] = text
         for layer, parts in enumerate(_listen(model, tuple(shapes), gradients, weights, tokens, np.int32(length))):
             rows[layer].append(tuple(np.asarray(x)[:length] for x in parts))
-    return [Observed(*(np.concatenate(part) for part in zip(*layer, strict=True))) for layer in rows]
+    return [LayerSamples(*(np.concatenate(part) for part in zip(*layer, strict=True))) for layer in rows]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -153,7 +154,7 @@ def k_means(x: np.ndarray, weights: np.ndarray, count: int, loops: int, random: 
 
 
 def fit_features(lm: Any, texts: Sequence[Sequence[int]], keys: float | int = 0.2, values: float | int = 0.2,
-                 params: Any = None) -> Features:
+                 params: Any = None) -> KVFeatures:
     """The factors of CSKV (Wang et al., 2024) with the least squared error of keys and values on texts.
 
     Args:
@@ -171,7 +172,7 @@ def fit_features(lm: Any, texts: Sequence[Sequence[int]], keys: float | int = 0.
             if not isinstance(r, int) or not 1 <= r <= flat.shape[1]:
                 raise ValueError(f"{name}: got {rank}, takes 1 to {flat.shape[1]} features, or a share between 0 and 1")
             into.append(np.linalg.eigh(flat.T @ flat)[1][:, ::-1][:, :r])
-    return Features(*(Constant(np.stack(part).astype(np.float32)) for part in made))
+    return KVFeatures(*(Constant(np.stack(part).astype(np.float32)) for part in made))
 
 
 def fit_order(lm: Any, texts: Sequence[Sequence[int]], heads: int = 4, params: Any = None) -> Constant:
@@ -186,7 +187,7 @@ def fit_order(lm: Any, texts: Sequence[Sequence[int]], heads: int = 4, params: A
                               zip(observed(lm, texts, params), layers_of(model), strict=True)]))
 
 
-def _order(own: Observed, shape: KVLayer, heads: int) -> np.ndarray:
+def _order(own: LayerSamples, shape: KVLayer, heads: int) -> np.ndarray:
     wide = np.gcd(heads, shape.heads) * shape.width
     sums = np.asarray(spread(jnp.asarray(own.keys.reshape(len(own.keys), -1)), int(wide))).sum(0, dtype=np.float64)
     return np.argsort(sums, kind="stable").astype(np.int32)

@@ -11,7 +11,7 @@ from typing import Literal
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.codecs import Affine, Approximated, Largest
 from decodax.kvcache.coded import Coding
-from decodax.kvcache.context import Context
+from decodax.kvcache.context import ContextAxis
 from decodax.kvcache.crush import Anchor, Representatives
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
@@ -26,7 +26,7 @@ from decodax.kvcache.query_scores import Accumulated, Capacity, Critical, Expect
 from decodax.kvcache.reconstruction import Reconstruction, Words
 from decodax.kvcache.recycling import Recycled
 from decodax.kvcache.retrieval import KeyBounds, Retrieval
-from decodax.kvcache.ring import Choice, Mode
+from decodax.kvcache.ring import Mode, RingChoice
 from decodax.kvcache.selection import AcrossLayers, AdaptiveHeads, Budget, Chunks, NearestTop, Pyramid, Top, TwoStages
 from decodax.kvcache.shared import Sharing
 from decodax.kvcache.sinks import Sinks
@@ -277,9 +277,9 @@ def _hydragen() -> CacheConfig:
 
 @cache_policy("context-parallel", "Context Parallelism for Scalable Million-Token Inference", "Yang et al. 2024",
               "everything, its positions divided over a mesh axis; prompts by ring attention", "exact")
-def _context_parallel(mode: Mode = "auto", block: int = 256, flops: float = Choice.flops,
-                      bandwidth: float = Choice.bandwidth) -> CacheConfig:
-    return Context(Choice(mode, flops, bandwidth), block)
+def _context_parallel(mode: Mode = "auto", block: int = 256, flops: float = RingChoice.flops,
+                      bandwidth: float = RingChoice.bandwidth) -> CacheConfig:
+    return ContextAxis(RingChoice(mode, flops, bandwidth), block)
 
 
 @cache_policy("kivi", "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", "Liu et al. 2024",

@@ -29,7 +29,7 @@ Partial = tuple[Array, Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class RingChoice:
     """Which form is taken, from sizes alone (Yang et al., 2024, algorithm 1 and its refinement for the exchange at the
     end of pass-Q).
 
@@ -59,7 +59,7 @@ class Choice:
         Args:
             new, cached: `T` and `P`. parts: `N`. queries, heads: `H` and `G`. size: `e`.
 
-        >>> choose = Choice(flops=8e14, bandwidth=2e11)
+        >>> choose = RingChoice(flops=8e14, bandwidth=2e11)
         >>> [bool(choose.passes_kv(t, 128_000 - t, 4, 128, 8, 2)) for t in (640, 12_800, 128_000)]
         [False, True, True]
         """

@@ -23,7 +23,7 @@ from decodax.kvcache.turning import after_rotation, apart, before_rotation, toge
 
 
 @dataclasses.dataclass(frozen=True)
-class Features:
+class KVFeatures:
     """Directions that span a layer's keys, `f32[L, G d, r]`, and its values, `f32[L, G e, r']`, orthonormal."""
 
     keys: Constant
@@ -39,7 +39,7 @@ class Shrunk(Codec):
             feature of keys, or features of a token's values, that share a step.
     """
 
-    features: Features
+    features: KVFeatures
     bits: int | None = None
     group: int = 32
 

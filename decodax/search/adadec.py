@@ -19,7 +19,7 @@ Counting = Literal["ended", "running"]
 
 
 @struct
-class Ahead(Struct):
+class LookAhead(Struct):
     """A look ahead, `k` candidates of each row with the greedy text behind them.
 
     Attributes:
@@ -116,9 +116,9 @@ class AdaDec(Algorithm):
         """`looks`, how often each row has looked ahead."""
         return {"looks": s.algo.looks}
 
-    def init(self, params: Params, s: State) -> Ahead:
+    def init(self, params: Params, s: State) -> LookAhead:
         none = jnp.zeros((s.batch, self.k), jnp.int32)
-        return Ahead(depth=jnp.zeros(s.batch, jnp.int32),
+        return LookAhead(depth=jnp.zeros(s.batch, jnp.int32),
                      tokens=jnp.zeros((s.batch, self.k, self.length + 1), jnp.int32), score=none.astype(jnp.float32),
                      length=none, ended=none > 0, stop=none, looks=jnp.zeros(s.batch, jnp.int32))
 
@@ -186,7 +186,7 @@ class AdaDec(Algorithm):
                    moved.replace(depth=jnp.where(ready, 0, moved.depth)))
         return Decision(tokens=tokens, count=count, slots=slots, source=source, algo=a)
 
-    def _grown(self, policy: Any, s: State, a: Ahead, token: Array, log_p: Array, depth: Array | int) -> Ahead:
+    def _grown(self, policy: Any, s: State, a: LookAhead, token: Array, log_p: Array, depth: Array | int) -> LookAhead:
         """Chains with a token more, at place `depth`."""
         here = jnp.arange(self.length + 1) == jnp.reshape(jnp.asarray(depth), (-1, 1, 1))
         ripe = (s.length - s.prompt_length + depth >= s.min_new)[:, None]
@@ -198,10 +198,10 @@ class AdaDec(Algorithm):
         return a.replace(tokens=jnp.where(here, token[..., None], a.tokens), score=a.score + jnp.where(adds, log_p, 0),
                          length=a.length + counts, ended=a.ended | ends | (hit & ripe), stop=stop)
 
-    def _over(self, a: Ahead, depth: Array) -> Array:
+    def _over(self, a: LookAhead, depth: Array) -> Array:
         """`bool[B]`: whether all chains have ended."""
         return a.ended.all(1) & (depth >= (1 if self.counting == "ended" else 2))
 
 
-def _where(rows: Array, new: Ahead, old: Ahead) -> Ahead:
+def _where(rows: Array, new: LookAhead, old: LookAhead) -> LookAhead:
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)

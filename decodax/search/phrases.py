@@ -69,7 +69,7 @@ class Progress(abc.ABC):
 
 
 @struct
-class Chain(Struct):
+class InOrder(Struct):
     """Attributes: tokens: `i32[C]` of the phrases in their order. ends: `bool[C]`, where one ends. back: `i32[C]`, how
     many tokens are left of a text that breaks a phrase behind so many tokens."""
 
@@ -93,36 +93,36 @@ class Ordered(Progress):
     def __post_init__(self) -> None:
         _known(self.rule)
 
-    def table(self, phrases: Phrases) -> Chain:
+    def table(self, phrases: Phrases) -> InOrder:
         begins = np.cumsum([0, *map(len, phrases)])
         back = np.concatenate([np.full(len(p), b if self.rule == "paper" else 0)
                                for p, b in zip(phrases, begins, strict=False)])
         ends = np.concatenate([np.arange(len(p)) == len(p) - 1 for p in phrases])
         arrays: Any = np.concatenate(phrases).astype(np.int32), ends, back.astype(np.int32)
-        return Chain(*arrays)
+        return InOrder(*arrays)
 
-    def start(self, tables: Chain, shape: tuple[int, ...]) -> Array:
+    def start(self, tables: InOrder, shape: tuple[int, ...]) -> Array:
         return jnp.zeros(shape, jnp.int32)
 
-    def _at(self, tables: Chain, state: Array) -> tuple[Array, Array, Array]:
+    def _at(self, tables: InOrder, state: Array) -> tuple[Array, Array, Array]:
         """The token that goes on, whether a phrase is open, and where the text falls back to."""
         here = jnp.minimum(state, tables.tokens.shape[0] - 1)
         is_open = (state > 0) & ~jnp.asarray(tables.ends)[jnp.maximum(state - 1, 0)]
         return jnp.asarray(tables.tokens)[here], is_open, jnp.asarray(tables.back)[here]
 
-    def advance(self, tables: Chain, state: Array, token: Array) -> Array:
+    def advance(self, tables: InOrder, state: Array, token: Array) -> Array:
         follows, is_open, back = self._at(tables, state)
         again = back + (token == jnp.asarray(tables.tokens)[back])
         after = jnp.where(token == follows, state + 1, jnp.where(is_open, again, state))
         return jnp.where(self.met(tables, state), state, after)
 
-    def bank(self, tables: Chain, state: Array) -> Array:
+    def bank(self, tables: InOrder, state: Array) -> Array:
         return state
 
-    def met(self, tables: Chain, state: Array) -> Array:
+    def met(self, tables: InOrder, state: Array) -> Array:
         return state == tables.tokens.shape[0]
 
-    def next(self, tables: Chain, state: Array) -> tuple[Array, Array]:
+    def next(self, tables: InOrder, state: Array) -> tuple[Array, Array]:
         follows, is_open, back = self._at(tables, state)
         tokens = jnp.stack([follows, jnp.asarray(tables.tokens)[back]], -1)
         # fairseq offers the very first token also where nothing is open

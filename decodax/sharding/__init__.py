@@ -5,9 +5,25 @@ from decodax.axes import CONTEXT, DATA, MODEL
 from decodax.sharding.apart import ROLE, apart
 from decodax.sharding.lanes import lanes
 from decodax.sharding.place import place
-from decodax.sharding.sequence import Chain, LayerCost, Pipeline, chain_time, chunks, partition
+from decodax.sharding.sequence import LayerCost, Pipeline, PrefillChain, chain_time, chunks, partition
 from decodax.sharding.split import Costs, Split
 from decodax.sharding.weave import weave
 
-__all__ = ["CONTEXT", "DATA", "MODEL", "ROLE", "Chain", "Costs", "LayerCost", "Pipeline", "Split", "apart",
-           "chain_time", "chunks", "lanes", "partition", "place", "weave"]
+__all__ = [
+           "CONTEXT",
+           "DATA",
+           "MODEL",
+           "ROLE",
+           "Costs",
+           "LayerCost",
+           "Pipeline",
+           "PrefillChain",
+           "Split",
+           "apart",
+           "chain_time",
+           "chunks",
+           "lanes",
+           "partition",
+           "place",
+           "weave",
+]

@@ -120,7 +120,7 @@ def chunks(tokens: int, budget: float, layers: int, cost: Cost, sizes: Sequence[
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
+class PrefillChain:
     """Devices that read slices of a prompt (KV-Runahead).
 
     Attributes:
@@ -132,7 +132,7 @@ class Chain:
     weights: tuple[Any, ...]
 
     @classmethod
-    def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> Chain:
+    def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> PrefillChain:
         """With the weights copied to each device."""
         return cls(model, tuple(devices), tuple(jax.device_put(weights, d) for d in devices))
 
@@ -193,7 +193,7 @@ class Pipeline:
         return cls(model, tuple(devices), borders, tuple(placed))
 
     def prefill(self, s: State, sizes: Sequence[int]) -> State:
-        """As `Chain.prefill`; `sizes`: of the chunks, in their order."""
+        """As `PrefillChain.prefill`; `sizes`: of the chunks, in their order."""
         empty, total = _unread(s)
         if sum(sizes) != total or min(sizes, default=1) < 1:
             raise ValueError(f"sizes: got {list(sizes)}, takes numbers that add up to {total} tokens")

@@ -129,7 +129,6 @@ def test_rationales_are_cut_short(tiny_model: Path) -> None:
         choice.faithfulness(lm, problems, (0.5,))
 
 
-@pytest.mark.matrix
 def test_choices_become_training_data(tiny_model: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("a b\nc\n")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from decodax.cache import KVLayer, ReadPrompt, causal
-from decodax.kvcache import Constant, Features, fit_codebooks, fit_features, fit_order, kv
+from decodax.kvcache import Constant, KVFeatures, fit_codebooks, fit_features, fit_order, kv
 from decodax.kvcache.codecs import Span, unpack
 from decodax.kvcache.coded import Coding
 from decodax.kvcache.coupled import Codebooks, Coupled
@@ -211,7 +211,7 @@ def test_what_was_not_measured_is_asked_for() -> None:
             (r"^features: got int, takes", lambda: kv("cskv", features=3)),
             (r"^order: got none", lambda: kv("rotatekv")),
             (r"^codebooks: got values of 2 heads of 3", lambda: Coupled(books).check(shape)),
-            (r"^features: got keys", lambda: Shrunk(Features(*(Constant(np.zeros((1, 3, 2))),) * 2)).check(shape)),
+            (r"^features: got keys", lambda: Shrunk(KVFeatures(*(Constant(np.zeros((1, 3, 2))),) * 2)).check(shape)),
             (r"^heads: got 6 channels", lambda: Rotated(Constant(np.zeros((1, 6)))).check(KVLayer(2, 3))),
             (r"^cache: squat takes a model that says", lambda: SubspaceOrthogonal().check(KVLayer(2, 32))),
             (r"^texts: got none", lambda: fit_order(DEEP, [])),

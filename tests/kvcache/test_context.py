@@ -8,7 +8,7 @@ import pytest
 
 import decodax as dx
 from decodax.kvcache.context import Layout
-from decodax.kvcache.ring import Choice
+from decodax.kvcache.ring import RingChoice
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -33,7 +33,8 @@ def test_a_block_is_cut_into_twice_as_many_pieces_as_devices() -> None:
     assert layout.part(jnp.arange(16)[None])[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 2, 2, 1, 1, 0, 0]
 
 
-def cost(new: int, cached: int, parts: int, queries: int, heads: int, size: int, choice: Choice) -> tuple[float, float]:
+def cost(new: int, cached: int, parts: int, queries: int, heads: int, size: int,
+         choice: RingChoice) -> tuple[float, float]:
     """Seconds that a ring keeps a device waiting, by counting bytes and operations of heads of width 1."""
     turns, total = parts - 1, new + cached
     work = 4 * queries * (new / parts) * (total / parts) / choice.flops
@@ -45,7 +46,7 @@ def cost(new: int, cached: int, parts: int, queries: int, heads: int, size: int,
 @pytest.mark.parametrize("heads", [1, 8, 16, 64])
 @pytest.mark.parametrize("parts", [2, 8])
 def test_the_form_is_the_one_that_waits_less(heads: int, parts: int) -> None:
-    choice = Choice(flops=8e14, bandwidth=2.6e10)
+    choice = RingChoice(flops=8e14, bandwidth=2.6e10)
     for new in (64, 1000, 10_000, 200_000):
         for cached in (0, 1000, 50_000, 1_000_000):
             kv, q = cost(new, cached, parts, 64, heads, 2, choice)

@@ -15,7 +15,7 @@ import pytest
 import decodax as dx
 from decodax.io.load import LM
 from decodax.job import Job
-from decodax.kvcache import POLICIES, Codebooks, Constant, Evicting, Features, cache_policy, kv
+from decodax.kvcache import POLICIES, Codebooks, Constant, Evicting, KVFeatures, cache_policy, kv
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyNorm, LagRelative
 from decodax.kvcache.packed import SEGMENT, pack, segment_attention, segments_of, unpack
@@ -44,7 +44,7 @@ PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enum
 # what is measured on models, here of any numbers: for up to 2 layers of 2 heads of 4
 ANY = np.random.default_rng(0).standard_normal((2, 2, 2, 4, 2)).astype(np.float32)
 BOOKS = Codebooks(Constant(ANY), Constant(-ANY))
-FEATURES = Features(*(Constant(np.linalg.qr(ANY.reshape(8, 8))[0][None, :, :6].repeat(2, 0)),) * 2)
+FEATURES = KVFeatures(*(Constant(np.linalg.qr(ANY.reshape(8, 8))[0][None, :, :6].repeat(2, 0)),) * 2)
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),

@@ -17,7 +17,7 @@ from decodax.core.types import Params
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.policy import build
-from decodax.sharding import Chain, LayerCost, Pipeline, chain_time, chunks, partition, place
+from decodax.sharding import LayerCost, Pipeline, PrefillChain, chain_time, chunks, partition, place
 
 NETWORK = Transformer(llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256))
 WEIGHTS = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, NETWORK.init_params(jax.random.key(5)))
@@ -46,7 +46,7 @@ def wanted() -> np.ndarray:
 
 @pytest.mark.mesh
 def test_a_chain_of_slices_gives_the_tokens_of_one_device(wanted: np.ndarray) -> None:
-    chain = Chain.of(NETWORK, WEIGHTS, jax.devices()[:3])
+    chain = PrefillChain.of(NETWORK, WEIGHTS, jax.devices()[:3])
     slices = partition(40, 3, NETWORK.depth, LayerCost.of(NETWORK, 4, 1e9))
     assert slices[0] > slices[2]
     s = chain.prefill(begun(policy()), slices)

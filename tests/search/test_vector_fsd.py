@@ -62,7 +62,6 @@ def test_the_roster_is_whole() -> None:
         Request.read(lm, PROMPTS, **({} if name == "contrastive decoding" else given))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", list(roster()))
 def test_the_roster_runs(name: str) -> None:
     given = eval(f"dict({roster()[name]})")
