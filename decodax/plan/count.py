@@ -59,6 +59,8 @@ class Counts:
     Attributes:
         weights, draft, cache: what lies in memory for as long as the batch runs. `draft`: weights beside the model's.
         weights_read, cache_read, cache_written: what a round cannot avoid moving.
+        prompt_flops: of the products of one row's prompt of `live` tokens. row_cache: what its entries take. Both are
+            0 where nothing is cached.
         flops: of its products. sent: what it sends in collectives. hops: how many neighbours in turn that goes by.
     """
 
@@ -68,6 +70,8 @@ class Counts:
     weights_read: float
     cache_read: float
     cache_written: float
+    prompt_flops: float
+    row_cache: float
     flops: float
     sent: float
     hops: int
@@ -198,9 +202,13 @@ def count(s: Setup) -> Counts:
     per_token = 2 * _active(model)
     attended = sum(4 * c.heads * c.head_dim * (n if cached else s.width) for n in held)
     flops = tokens * (per_token + attended) / across
+    # a prompt's tokens attend to what is in front of them, and its last one alone has logits
+    seen = sum(w * (w + 1) // 2 + (s.live - w) * w for w in held)
+    prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * c.head_dim * seen
     reductions = 2 * len(held) + 1
     sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
-    return Counts(weights, beside, cached, read, cache_read, written, flops, sent,
+    return Counts(weights, beside, cached, read, cache_read, written, prompt / across if cached else 0.0,
+                  cache_read / s.rows, flops, sent,
                   reductions * 2 * (across - 1) if across > 1 else 0)
 
 

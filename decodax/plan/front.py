@@ -41,6 +41,8 @@ class Plan:
         free: memory that is left; below 0 it does not fit.
         largest: the most rows that fit; 0 if none does.
         memory, arithmetic, network: the least that each takes. `seconds` is the greater of the first two and the third.
+        prompt: the least that a row's prompt of `live` tokens takes. swap: the least that its cache takes to the host's
+            memory, and as long back; None where the maker does not say how fast that is.
         tokens: new tokens a row and round that `tokens_per_second` counts with.
         price: of a device and hour; None if it was not said.
     """
@@ -59,6 +61,8 @@ class Plan:
     memory: float
     arithmetic: float
     network: float
+    prompt: float
+    swap: float | None
     tokens: float
     price: float | None
 
@@ -235,5 +239,8 @@ def _plan(s: Any, where: Slice, mesh: tuple[int, int], batch: int, compiled: Com
     # a program's text has all experts read that may be; counted are those that are chosen as often as others
     sure = known and compiled is not None and all(layer.experts is None for layer in config.layers)
     times = c.seconds(where.device, compiled.moved if sure and compiled is not None else None)
+    device = where.device
+    prompt = max(c.prompt_flops / device.flops, c.weights_read / device.bandwidth)
+    swap = None if device.host is None else c.row_cache / device.host
     return Plan(where, mesh, batch, s.capacity, s.live, s.width, c, compiled, temporaries,
-                memory - held - temporaries, largest, *times, tokens, price)
+                memory - held - temporaries, largest, *times, prompt, swap, tokens, price)

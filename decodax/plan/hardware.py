@@ -22,6 +22,7 @@ class Device:
         flops: a second with 16-bit numbers. flops8: with 8-bit ones.
         link: bytes a second that it sends to its neighbour in a ring of devices, in one direction.
         hop: seconds until a neighbour has what was sent.
+        host: bytes a second between it and its host's memory, in one direction; None where the maker does not say.
         source: where the figures are from.
     """
 
@@ -32,6 +33,7 @@ class Device:
     flops8: float
     link: float
     hop: float
+    host: float | None
     source: str
 
 
@@ -40,14 +42,14 @@ _NVIDIA = "NVIDIA's data sheet; 5% of the memory is left to the driver and to JA
 
 DEVICES = {d.name: d for d in (
     # JAX has two devices a v4 chip when it compiles without one
-    Device("v4", 15.25 * GIB, 614e9, 137.5e12, 137.5e12, 45e9, 1e-6, _CLOUD + ", one of a chip's two cores"),
-    Device("v5e", 15.75 * GIB, 819e9, 197e12, 394e12, 45e9, 1e-6, _CLOUD),
-    Device("v5p", 95.74 * GIB, 2765e9, 459e12, 918e12, 90e9, 1e-6, _CLOUD),
-    Device("v6e", 31.24 * GIB, 1640e9, 918e12, 1836e12, 90e9, 1e-6, _CLOUD),
-    Device("a100", 0.95 * 80e9, 2039e9, 312e12, 624e12, 300e9, 2e-6, _NVIDIA + "; 80 GB, SXM"),
-    Device("h100", 0.95 * 80e9, 3350e9, 989e12, 1979e12, 450e9, 2e-6, _NVIDIA + "; SXM"),
-    Device("h200", 0.95 * 141e9, 4800e9, 989e12, 1979e12, 450e9, 2e-6, _NVIDIA + "; SXM"),
-    Device("l4", 0.95 * 24e9, 300e9, 121e12, 242e12, 32e9, 5e-6, _NVIDIA + "; PCIe"),
+    Device("v4", 15.25 * GIB, 614e9, 137.5e12, 137.5e12, 45e9, 1e-6, None, _CLOUD + ", one of a chip's two cores"),
+    Device("v5e", 15.75 * GIB, 819e9, 197e12, 394e12, 45e9, 1e-6, None, _CLOUD),
+    Device("v5p", 95.74 * GIB, 2765e9, 459e12, 918e12, 90e9, 1e-6, None, _CLOUD),
+    Device("v6e", 31.24 * GIB, 1640e9, 918e12, 1836e12, 90e9, 1e-6, None, _CLOUD),
+    Device("a100", 0.95 * 80e9, 2039e9, 312e12, 624e12, 300e9, 2e-6, 32e9, _NVIDIA + "; 80 GB, SXM"),
+    Device("h100", 0.95 * 80e9, 3350e9, 989e12, 1979e12, 450e9, 2e-6, 64e9, _NVIDIA + "; SXM"),
+    Device("h200", 0.95 * 141e9, 4800e9, 989e12, 1979e12, 450e9, 2e-6, 64e9, _NVIDIA + "; SXM"),
+    Device("l4", 0.95 * 24e9, 300e9, 121e12, 242e12, 32e9, 5e-6, 32e9, _NVIDIA + "; PCIe"),
 )}
 """By name."""
 
@@ -128,6 +130,6 @@ def here() -> Slice:
     else:
         import os
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / len(devices)
-    found = Device("here", memory, bandwidth, flops, flops, bandwidth, 1e-6,
+    found = Device("here", memory, bandwidth, flops, flops, bandwidth, 1e-6, None,
                    f"measured on {devices[0].device_kind} with {np.dtype(dtype).name}")
     return Slice("here", found, len(devices))

@@ -47,6 +47,14 @@ def test_by_hand():
     sent = 65 * 2 * 7 / 8 * 64 * 4096 * 2 / 2
     assert one.network == pytest.approx(sent / 45e9 + 65 * 14 * 1e-6)
     assert one.tokens_per_second == pytest.approx(64 / (one.memory + one.network))
+    # a prompt has logits of its last token alone, and each token attends to those in front of it
+    products = 8192 * 2 * (8.03e9 - 2 * 128_256 * 4096) + 32 * 4 * 32 * 128 * 8192 ** 2 / 2
+    assert one.prompt == pytest.approx(products / 8 / 197e12, rel=0.01) and one.swap is None
+    gpu, = plan("llama-3-8b", "h100", batch=4, capacity=16384, live=8192, compile=False)
+    assert gpu.prompt == pytest.approx(products / 989e12, rel=0.01)
+    assert gpu.swap == pytest.approx(8192 * 131_072 / 64e9, rel=0.01)
+    few, = plan("llama-3-8b", "h100", batch=4, live=2, compile=False)
+    assert few.prompt == pytest.approx(2 * (8.03e9 - 128_256 * 4096) / 3350e9, rel=0.03)    # the weights, once
     assert one.fits and not found[8, 1].fits and found[8, 1].largest == 0
     rows = (15.75 * 2 ** 30 * 0.98 - one.counts.weights) / (one.counts.cache / 64)
     assert one.largest == pytest.approx(rows, rel=0.03)
@@ -166,6 +174,7 @@ def test_the_command_line(capsys):
     assert main(["plan", "--model", "llama-3-8b", "--topology", "v5e:2x4", "--batch", "8", "--no-compile"]) == 0
     told = capsys.readouterr()
     assert "does not fit" in told.out and "~" in told.out and "assumed: v5e: 819 GB/s" in told.err
+    assert "prompts: v5e:2x4 1x8: " in told.err and "ms for 8,192 tokens of one row\n" in told.err
     for arguments, message in ((["--mesh", "8"], "--mesh: takes DATAxMODEL"), (["--price", "v5e"], "--price: takes"),
                                (["--batch", "0"], "batch: got 0")):
         assert main(["plan", "--model", "llama-3-8b", "--topology", "v5e:2x4", "--no-compile", *arguments]) == 2
