@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from decodax.kvcache.shapes import layers_of
 from decodax.search import (
     AWRS,
     UID,
@@ -149,7 +148,8 @@ def _awrs(check: Callable[[list[int]], bool] | None = None, proper: bool = True,
        "Hsu et al. 2025", SEARCH, "several threads of one text, written side by side, that read one another", TARGET,
        "approximate")
 def _group_think(lm: Any, threads: int = 4, starts: tuple[tuple[int, ...], ...] = (), together: bool = True) -> Any:
-    if any(layer.sliding is not None for layer in layers_of(lm.model)):
+    layers = getattr(getattr(lm.model, "config", None), "layers", ())
+    if any(getattr(layer, "sliding", None) for layer in (layers if isinstance(layers, tuple) else ())):
         raise ValueError("system: 'group-think' gives threads blocks of positions of their own; takes a model whose "
                          "layers attend to the whole text")
     return GroupThink(threads, tuple(map(tuple, starts)), together)
