@@ -2,6 +2,7 @@
 # Installs the test extras into .venv-test and runs every check:
 #
 #     bash scripts/test.sh                      each law on its smallest cases: a quarter of an hour on 2 cores
+#     bash scripts/test.sh --wide               what that leaves out and CI runs as well: half an hour
 #     bash scripts/test.sh --all                the whole matrix, the slow tests and every mesh: hours
 #     bash scripts/test.sh PYTEST ARGUMENTS     the tests that pytest selects
 #
@@ -14,8 +15,8 @@ install .venv-test test
 
 export JAX_PLATFORMS=cpu
 
-# tests with collectives run in a process without torch, where JAX's CPU collectives do not crash
-mesh="mesh and not matrix"
+# tests with collectives run in processes without torch, where JAX's CPU collectives do not crash
+mesh="mesh and not wide and not matrix"
 mesh_files=(tests/laws/test_mesh.py tests/test_api.py tests/test_scoring.py tests/scripts/test_train_lm.py
             tests/pallas_kernels/test_vocabulary.py tests/models/test_packed_mesh.py
             tests/kvcache/test_policies_mesh.py tests/jobs/test_slots_mesh.py tests/search/test_beams_mesh.py
@@ -25,7 +26,11 @@ mesh_files=(tests/laws/test_mesh.py tests/test_api.py tests/test_scoring.py test
             tests/speculative/test_apart_mesh.py tests/laws/test_weave_mesh.py
             tests/speculative/test_split_mesh.py)
 limit=1200
-if [ "${1:-}" = --all ]; then
+if [ "${1:-}" = --wide ]; then
+    shift
+    set -- -m "wide and not slow and not matrix and not mesh and not gpu" "$@"
+    mesh="mesh and wide and not matrix"
+elif [ "${1:-}" = --all ]; then
     shift
     set -- -m "not mesh and not gpu" "$@"
     mesh=mesh
@@ -35,12 +40,13 @@ elif [ $# -gt 0 ]; then
     mesh=
 fi
 
-# every check runs, so that one failure does not hide another; mypy beside the tests of meshes, which leave a core idle
+# every check runs, so that one failure does not hide another; mypy beside the tests of meshes, whose processes wait for
+# each other's devices
 failed=()
 .venv-test/bin/ruff check . || failed+=(ruff)
 .venv-test/bin/pytest -n "${TEST_WORKERS:-2}" --dist loadgroup "$@" || failed+=(pytest)
 MYPY=.venv-test/bin/mypy bash scripts/typecheck.sh & types=$!
-[ -z "$mesh" ] || timeout "$limit" .venv-test/bin/pytest -m "$mesh" "${mesh_files[@]}" || failed+=("pytest -m mesh")
+[ -z "$mesh" ] || timeout "$limit" .venv-test/bin/pytest -n "${TEST_WORKERS:-2}" --dist loadgroup -m "$mesh" "${mesh_files[@]}" || failed+=("pytest -m mesh")
 wait "$types" || failed+=(mypy)
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2

@@ -36,9 +36,14 @@ SPREAD = ("laws/test_distribution.py", "laws/test_systems.py", "laws/test_famili
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sends the tests of a module to one process, where they share what is compiled.
 
-    It is marked here rather than asked for with `--dist loadfile`, so that the modules above can be spread.
+    It is marked here rather than asked for with `--dist loadfile`, so that the modules above can be spread. And takes
+    the mark `wide` off the parameters that it names.
     """
     for item in items:
+        wide = item.get_closest_marker("wide")
+        case = item.name.partition("[")[2].removesuffix("]")
+        if wide is not None and case in wide.kwargs.get("but", ()):
+            item.own_markers.remove(wide)
         if not item.path.as_posix().endswith(SPREAD) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 

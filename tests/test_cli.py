@@ -77,6 +77,7 @@ def test_prompt_lookup_gives_the_tokens_of_plain_decoding(generate: Run) -> None
     assert as_json(generate, *warm, "--algorithm", "ngram")["text"] == fast["text"]
 
 
+@pytest.mark.wide
 def test_a_cache_policy_is_chosen_by_name(generate: Run) -> None:
     args = ["a b a b a b a b a b a b a b a b", "--max-new-tokens", "12"]
     everything = as_json(generate, *args)
@@ -259,6 +260,7 @@ def test_a_closed_pipe_ends_it_quietly(tiny_model: Path) -> None:
     process.stderr.close()
 
 
+@pytest.mark.wide
 def test_an_interrupt_is_code_130(tiny_model: Path) -> None:
     process = start(tiny_model, "--max-new-tokens", "20000")      # far more than it makes before the signal
     assert process.stdout is not None
@@ -270,6 +272,7 @@ def test_an_interrupt_is_code_130(tiny_model: Path) -> None:
     assert b"Traceback" not in err
 
 
+@pytest.mark.wide
 def test_a_model_is_packed_and_written(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "packed"
     quantize = ["quantize", str(tiny_model), str(out), "--weights"]

@@ -25,6 +25,7 @@ def pycode() -> dx.LM:
 
 # the prompts
 
+@pytest.mark.wide
 def test_the_held_out_files_are_those_of_the_training_of_pycode() -> None:
     assert tasks.held_out_files() == [(d.path, d.text) for d in load_corpus()[1]]
 

@@ -20,6 +20,7 @@ def blocks(file: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)```", file.read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.wide(but=("planning.md",))
 @pytest.mark.parametrize("name", often(["training.md", "planning.md"], sorted(
     file.name for file in DOCS.glob("*.md") if blocks(file) and file.name not in OWN)))
 def test_examples_run(name, tmp_path, monkeypatch):

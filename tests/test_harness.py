@@ -129,6 +129,7 @@ def test_draws_and_reasonings(both):
     assert answer == text.split(text[2])[-1].lstrip()
 
 
+@pytest.mark.wide
 def test_tasks_from_their_files(both, tmp_path, capsys, monkeypatch):
     """A task of one's own, run whole: the same figures as with the harness's model."""
     import lm_eval

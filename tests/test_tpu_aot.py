@@ -56,6 +56,7 @@ def bounds(r: dict[str, Any], most: float, temporaries: float = 0.05) -> None:
     assert r["donated_bytes"] > r["cache_bytes"] and r["output_bytes"] - r["donated_bytes"] < 8192, r["options"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("topology", often([V5E], [V5E, V6E, V5P]))
 def test_a_round_moves_what_it_must_and_copies_no_cache(topology: str) -> None:
     for r in few(topology):
@@ -70,6 +71,7 @@ def packed(topology: str, *options: str) -> None:
         assert r["largest_collective_bytes"] <= 2 * r["options"]["batch"] * 4096, r["options"]
 
 
+@pytest.mark.wide
 def test_packed_weights_are_multiplied_as_they_lie() -> None:
     packed(V5E, "--layers", "2", "--shape", "1b", "--mesh", "1x1", "--weights", "int4")
 

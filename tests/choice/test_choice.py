@@ -167,6 +167,7 @@ def test_choose_samples_and_chooses(lm: LM) -> None:
         dx.choose(lm, PROMPTS, num_samples=3)
 
 
+@pytest.mark.wide
 def test_the_first_that_ends_is_taken(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rounds, whatever the number of rounds between two looks; the others are ended soon after."""
     options: dict[str, Any] = dict(temperature=1.0, seed=1, max_new_tokens=120, stop="a")
@@ -193,6 +194,7 @@ def test_candidates_are_checked() -> None:
         assert dataclasses.is_dataclass(entry.make) and entry.summary
 
 
+@pytest.mark.wide
 def test_the_guide_runs() -> None:
     guide = Path(__file__).parents[2] / "docs" / "choice.md"
     names: dict[str, object] = {"__name__": __name__}

@@ -34,6 +34,7 @@ def wanted(group: dict[str, Any]) -> list[Any]:
     return trees
 
 
+@pytest.mark.wide(but=("prompt-lookup", "prompt-lookup-transformers", "sam-decoding", "sam-decoding-hybrid"))
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_proposals_are_the_authors(file: Path) -> None:
     data: dict[str, Any] = json.loads(file.read_text())

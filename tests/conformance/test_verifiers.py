@@ -95,6 +95,7 @@ def test_trees_are_accepted_as_by_the_authors(rule: str, group: dict[str, Any]) 
     assert [row[:n + 1].tolist() for row, n in zip(decided, accepted, strict=True)] == group["tokens"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("rule", "group"), groups("residual"))
 def test_chains_are_accepted_as_by_the_authors(rule: str, group: dict[str, Any]) -> None:
     tokens, log_q, logits, _ = chain_drawn(**group["drawn"])

@@ -35,6 +35,7 @@ def tokenizer(order: list[int]) -> tokenizers.Tokenizer:
     return tok
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "case"), [
     pytest.param(name, case, id=f"{name}-{i}", marks=[pytest.mark.matrix] if i else [])
     for name, data in FILES.items() for i, case in enumerate(data["cases"])])

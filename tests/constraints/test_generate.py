@@ -35,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "places": dict(temperature=1.0, batch_size=2), "penalties": dict(repetition_penalty=1.3, temperature=1.0)}
 
 
+@pytest.mark.wide(but=("sampled",))
 @pytest.mark.parametrize("way", often(["sampled", "beams"], WAYS))
 def test_texts_are_of_their_language(lm: LM, way: str) -> None:
     each: list[dict[str, Any]] = [dict(regex=CALL), dict(choices=["yes", "no", "no way"]), dict(json_schema=PERSON)]
@@ -61,6 +62,7 @@ def test_speculation_changes_nothing(lm: LM, algorithm: str, temperature: float)
     assert free.row(2).tolist() == plain.row(2).tolist()            # a row without a constraint is free
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("base", often([False], [False, True]))
 def test_what_must_follow_is_drafted(lm: LM, base: bool) -> None:
     from decodax.speculative import drafts
@@ -106,6 +108,7 @@ def test_every_budget_closes(lm: LM) -> None:
     assert whole.text is not None and all(re.fullmatch("(ab)+", t) for t in whole.text)
 
 
+@pytest.mark.wide
 def test_the_law_is_the_models_held_to_the_language(lm: LM) -> None:
     """Weighted samples of a choice have the model's own proportions. At 1e-5."""
     texts, rows = ["ab", "a", "ba", "b"], 4000
@@ -139,6 +142,7 @@ def test_what_is_no_constraint_is_refused(lm: LM, given: dict[str, Any], error: 
         dx.generate(lm, "one", max_new_tokens=8, **given)
 
 
+@pytest.mark.wide
 def test_a_constraint_and_a_ban_that_leave_nothing_end_the_row(lm: LM) -> None:
     assert lm.tokenizer is not None
     ids = [i for i, b in enumerate(lm.tokenizer.token_bytes(True)) if b"y" in b]
@@ -146,6 +150,7 @@ def test_a_constraint_and_a_ban_that_leave_nothing_end_the_row(lm: LM) -> None:
     assert out.status == [dx.Status.DEAD_END] and out.lengths[0] == 0
 
 
+@pytest.mark.wide
 def test_another_constraint_of_the_same_size_compiles_nothing(lm: LM) -> None:
     from decodax.core import drivers
 

@@ -100,6 +100,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "drafted": dict(temperature=1.0, algorithm="prompt-lookup:length=4"), "places": dict(temperature=1.0, batch_size=1)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", often(["sampled", "beams"], WAYS))
 def test_texts_have_what_they_must_and_call_what_there_is(lm: LM, way: str) -> None:
     given: dict[str, Any] = dict(max_new_tokens=72, **WAYS[way])
@@ -127,6 +128,7 @@ def nested(text: str) -> bool:
         return False
 
 
+@pytest.mark.wide(but=("sampled",))
 @pytest.mark.parametrize("way", often(["sampled", "drafted"], WAYS))
 def test_rules_that_refer_to_themselves_hold(lm: LM, way: str) -> None:
     out = dx.generate(lm, ["one", "def f(", "x"], grammar=[EXPR, EXPR, None], max_new_tokens=40, **WAYS[way])

@@ -223,6 +223,7 @@ def simple(rng: random.Random, depth: int = 3) -> Any:
         "anyOf": lambda: {"anyOf": [deeper(), deeper()]}}[kind]()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("first", [0, *[pytest.param(n, marks=pytest.mark.matrix) for n in range(40, 1000, 40)]])
 def test_texts_of_random_schemas_are_valid(first: int) -> None:
     """A thousand of them in all, none refused."""

@@ -76,6 +76,7 @@ def hierarchy(open, confidence, step, lp):
     return chosen
 
 
+@pytest.mark.wide
 def test_the_hierarchy_takes_one_of_each_run():
     alg = made("dinfer-hierarchy", threshold=0.6, low=0.2, block=8)
     rounds = agrees(alg, lambda p: block_by_block(p, 8, hierarchy))
@@ -112,6 +113,7 @@ def average(past, kept):
     return shape
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("kept", "bound"), [(4, None), (VOCABULARY, 1.4)])
 def test_ccd_may_decide_by_the_mean_over_steps(kept, bound):
     def choose(open, confidence, step, lp):
@@ -156,6 +158,7 @@ def prophet(prompt, steps, block, answer, gaps):
     return x[len(prompt):].tolist(), done
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("answer", "gaps"), [
     ((9, 14), (1.6, 1.4, 0.9)), pytest.param(None, (0.49, 0.6, 0.55), marks=pytest.mark.matrix)])
 def test_prophet_unmasks_everything_when_the_answer_is_sure(answer, gaps):
@@ -210,6 +213,7 @@ def learn2pd(prompt, threshold, eos):
     return text[:text.index(eos) + 1] if eos in text else text, rounds
 
 
+@pytest.mark.wide
 def test_learn2pd_is_the_authors_loop():
     ids = [[t for t in p if t != 5] or [1] for p in PROMPTS]
     for eos in (None, 5):
@@ -354,12 +358,14 @@ def test_ancestral_sampling_takes_as_many_forwards_as_its_chain_has_changes():
         assert abs(first[m] / rows - p) < 4.5 * math.sqrt(p * (1 - p) / rows) + 1e-9
 
 
+@pytest.mark.wide
 def test_coins_that_all_fall_on_the_other_side_unmask_nothing():
     remask = d.ReMDM(40, 0.0)
     alg = d.MaskedDiffusion(d.Adapter(MASK), d.Whole(4), d.Random(), d.Coins(40, remask), remask, stops=())
     assert run(alg, 4)[1] == [40] * 3
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["cap", "rescale", "loop"])
 def test_remdm_keeps_the_share_of_masks_that_its_chain_has(kind):
     rows, n, steps, eta = 4_000, 8, 20, 0.08

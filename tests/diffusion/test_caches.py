@@ -317,6 +317,7 @@ def made(alg):
     return texts(s), np.asarray(s.stats.rounds).tolist()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("packed", [pytest.param((), marks=pytest.mark.matrix), (20,)])
 def test_delayed_is_dkv_cache_decode(packed):
     alg = MaskedDiffusion(A, **QUOTA, caching=d.DelayedTokens(1, 4, packed))
@@ -340,10 +341,12 @@ def test_vicinity_is_dinfers(warmup):
     assert made(alg) == ([text for text, _ in wanted], [steps for _, steps in wanted])
 
 
+@pytest.mark.wide
 def test_frozen_is_freecache():
     assert made(MaskedDiffusion(A, **QUOTA, caching=d.Frozen(NEW)))[0] == [freecache(p, 5) for p in IDS]
 
 
+@pytest.mark.wide
 def test_targets_are_recaps():
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK))
     alg = SYSTEMS["recap"].make(lm, steps=8, every=3, lead=1, choice_temperature=0.0, size=NEW)
@@ -351,6 +354,7 @@ def test_targets_are_recaps():
     assert made(alg)[0] != made(dataclasses.replace(alg, caching=d.NoCache()))[0]
 
 
+@pytest.mark.wide
 def test_guided_and_frozen_is_flashdlm():
     network, weights = model("llama")
     lm = LM(network, weights, VOCABULARY)
@@ -363,6 +367,7 @@ def test_guided_and_frozen_is_flashdlm():
     assert max(n for _, n in wanted) < NEW
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cache", often(["dual"], ["dual", "prefix"]))
 def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True))
@@ -387,6 +392,7 @@ def test_the_cache_inside_a_block_needs_blocks():
         SYSTEMS["fast-dllm-2"].make(lm, cache="dual")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("gamma", [0.998])
 def test_drift_is_elastic_cache(gamma):
     alg = MaskedDiffusion(A, d.Leading(NEW, 5), unmask=d.Threshold(0.2), caching=d.Drift(MASK, 5, gamma))
@@ -398,6 +404,7 @@ def test_drift_is_elastic_cache(gamma):
     assert all(0 < renewals < steps - 1 for _, steps, renewals in wanted)
 
 
+@pytest.mark.wide
 def test_similarity_is_dllm_cache():
     alg = MaskedDiffusion(A, **QUOTA, caching=d.Similarity(5, 3, 0.3, size=NEW))
     wanted = [dllm_cache(p, 5, 5, 3, 0.3) for p in IDS]

@@ -33,6 +33,7 @@ def guided(prompt, new, block, steps, cfg):
     return x[len(prompt):].tolist()
 
 
+@pytest.mark.wide
 def test_guidance_is_lladas():
     texts, _ = run(LLADA, 8, guidance_scale=2.5)
     assert texts == [guided(p, 8, 4, 2, 1.5) for p in PROMPTS] != run(LLADA, 8)[0]
@@ -77,6 +78,7 @@ def test_infilling_keeps_the_pieces_and_fills_the_gaps():
     assert dx.infill(model, rows[0], algorithm=LLADA).text == out.text[:1]
 
 
+@pytest.mark.wide
 def test_infilling_sees_both_sides():
     left, right = [PROMPTS[0], 3, [2, 2, 2]], [PROMPTS[0], 3, [9, 9, 9]]
     out = dx.infill(lm(), [left, right], temperature=1.0, seed=[5, 5])
@@ -88,6 +90,7 @@ def test_infilling_sees_both_sides():
     assert greedy[int(first.max(-1).argmax())] == first.argmax(-1)[first.max(-1).argmax()]
 
 
+@pytest.mark.wide
 def test_an_end_of_sequence_cuts_a_gap_only_if_it_may():
     out = dx.infill(lm(), [PROMPTS[0], 5, [2]], algorithm=LLADA).tokens[0][0]
     end = out[1]
@@ -96,6 +99,7 @@ def test_an_end_of_sequence_cuts_a_gap_only_if_it_may():
     assert end not in dx.infill(model, [PROMPTS[0], 5, [2]], algorithm=LLADA).tokens[0][0]
 
 
+@pytest.mark.wide
 def test_an_infilling_takes_its_arguments_text_by_text():
     rows = [[PROMPTS[0], 4, [2]], [PROMPTS[1], 2, [3]]]
     options = dict(temperature=[0.0, 1.0], seed=[1, 2], suppress_tokens=[[5, 6], None])
@@ -117,6 +121,7 @@ def test_what_cannot_be_infilled_is_named():
         dx.infill(lm(), [[1], 2], algorithm=dx.Autoregressive())
 
 
+@pytest.mark.wide
 def test_a_canvas_is_watched_round_by_round():
     model = lm(tokenizer=WORDS)
     options = dict(algorithm=LLADA, max_new_tokens=8, temperature=0.8)

@@ -48,6 +48,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         name="llada2.1", threshold=0.15, edit=0.12))}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", often(["at once", "dual cache"], WAYS))
 def test_every_text_is_of_its_language(way: str) -> None:
     speaks, given = WAYS[way]
@@ -65,6 +66,7 @@ def test_every_text_is_of_its_language(way: str) -> None:
     assert free.text is not None and beside.text is not None and free.text[0] == beside.text[2]
 
 
+@pytest.mark.wide
 def test_gaps_are_filled_so_that_the_whole_is_of_the_language() -> None:
     for seed in range(4):
         out = dx.infill(lm("full"), [["ab", 4, "f", 2, "gh"], ["h", 3, "cdf", 3]], regex="(ab|cd)+e?f(gh|a)*",
@@ -107,6 +109,7 @@ def texts(width: int, fixed: dict[int, int]) -> list[tuple[int, ...]]:
     return out
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("fixed", [{1: 2}, pytest.param({}, marks=pytest.mark.matrix)])
 def test_draws_have_the_law_of_the_product_held_to_the_language(fixed: dict[int, int]) -> None:
     width, count = 4, 8_000

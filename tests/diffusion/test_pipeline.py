@@ -261,6 +261,7 @@ def product(weight, lookahead, window, shift=True):
         caching=d.NoCache() if window is None else Trailing(window), verify=Product(NETWORK, weight))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("window", "temperature", "shift"), [
     (2, 0.7, True), pytest.param(None, 0.0, False, marks=pytest.mark.matrix)])
 def test_the_product_is_apds(window, temperature, shift):

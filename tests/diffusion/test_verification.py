@@ -141,6 +141,7 @@ CHAIN = [(0,), (0, 1), (0, 1, 2)]
 TREE = [(0,), (1,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "orders", "threshold", "follows"), [
     pytest.param("freedave", CHAIN, None, equal, marks=pytest.mark.matrix), ("ssd", TREE, None, equal),
     pytest.param("freedave++", CHAIN, 0.3, subset, marks=pytest.mark.matrix)])

@@ -41,6 +41,7 @@ def dimple(prompt, threshold, steps):
     return x[len(prompt):].tolist(), steps
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("threshold", "steps"), [(0.4, 16), pytest.param(0.95, 6, marks=pytest.mark.matrix)])
 def test_dimple_decodes_all_that_it_is_sure_of_or_a_share(threshold, steps):
     options = dict(threshold=threshold, order="confidence", steps=None if steps == NEW else steps)
@@ -69,6 +70,7 @@ def ccd(prompt, steps, adaptive, grow):
     return x[len(prompt):].tolist(), step
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("adaptive", "grow"), [
     (True, 4.0), pytest.param(True, 1.0, marks=pytest.mark.matrix), (False, 4.0)])
 def test_ccd_decides_what_two_steps_agree_on(adaptive, grow):

@@ -84,6 +84,7 @@ def theirs(directory: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
+@pytest.mark.wide(but=("never-and-a-minimum",))
 @pytest.mark.parametrize("options", [
     dict(width=4, returns=4, eos_token_id=[4, 13]),
     dict(width=3, returns=2, eos_token_id=[4, 13], length_penalty=0.3, early_stopping=True, bad_words_ids=[[12]]),
@@ -110,6 +111,7 @@ def test_beams_are_those_of_transformers(page: dict[str, Any], tmp_path_factory:
     assert ended > 0
 
 
+@pytest.mark.wide
 def test_a_beam_without_a_text_says_so(page: dict[str, Any]) -> None:
     width = 8
     alg = page["Beams"](width)
@@ -129,6 +131,7 @@ def test_broken_logits_end_the_search(page: dict[str, Any]) -> None:
     assert out.status == [dx.Status.INVALID] * 12
 
 
+@pytest.mark.wide
 def test_the_rows_of_a_prompt_are_the_methods_own(page: dict[str, Any]) -> None:
     """Also where a batch is filled up: 6 rows a prompt do not divide 8."""
     alg = page["Beams"](3)
@@ -217,6 +220,7 @@ def test_the_estimate_is_unbiased(page: dict[str, Any], least: float) -> None:
     assert deviates(weight.sum(1), 1.0) > limit and deviates(weight.sum(1), 1.2 * total) > limit
 
 
+@pytest.mark.wide
 def test_a_hard_potential_gives_the_probability_of_an_event(page: dict[str, Any]) -> None:
     """At 1e-5; see above."""
     groups, size, prompt, barred = 300, 8, PROMPTS[0], 3

@@ -247,6 +247,7 @@ def test_a_write_that_fails_or_is_torn_loses_and_doubles_nothing(lm: LM, source:
     assert not list(out.glob(".part-*"))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kills", often([1], [1, 20]))
 def test_a_job_that_is_killed_goes_on(tiny_model: Path, tmp_path: Path, kills: int) -> None:
     lines = [{"id": f"q{i}", "prompt": f"def f{i}(", "options": {"max_new_tokens": 10 + i % 40}} for i in range(400)]

@@ -10,6 +10,7 @@ import pytest
 GUIDE = Path(__file__).parents[2] / "docs" / "jobs.md"
 
 
+@pytest.mark.wide
 def test_the_guide_to_jobs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                 capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)

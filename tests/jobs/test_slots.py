@@ -60,6 +60,7 @@ def through(case: str, order: list[int], seats: int = 4, **options: Any) -> dict
     return dict(schedule((Ticket(request.select([i]), i) for i in order), seats, **options))
 
 
+@pytest.mark.wide(but=("samples", "drafts of unequal lengths"))
 @pytest.mark.parametrize("case", often(["plain", "drafts of unequal lengths", "samples", "choices while decoding",
                                         "masks"], CASES))
 def test_a_prompt_gets_the_tokens_that_it_gets_in_a_batch(case: str) -> None:
@@ -104,6 +105,7 @@ def test_places_are_in_use_nearly_always() -> None:
     assert use.prompt_tokens == 6 * sum(len(p) - 1 for p in PROMPTS) <= use.prefill_tokens
 
 
+@pytest.mark.wide
 def test_requests_of_different_kinds_take_turns() -> None:
     kinds: list[dict[str, Any]] = [{}, dict(algorithm="prompt-lookup:length=4"), dict(top_p=0.9, temperature=0.7),
                                    dict(num_samples=2, temperature=1.0)]
@@ -216,6 +218,7 @@ def test_what_a_method_found_is_in_the_order_of_the_prompts() -> None:
     assert both.status == [found.status[1], Status.TIME]
 
 
+@pytest.mark.wide
 def test_rows_that_share_memory_go_through_batches() -> None:
     request = Request.read(SMALL, PROMPTS, cache="paged", **OPTIONS)
     assert not possible(request)
@@ -240,6 +243,7 @@ def test_a_common_beginning_is_read_once() -> None:
     assert use.prefix_tokens == 2 * 6 * 80
 
 
+@pytest.mark.wide
 def test_places_are_as_many_as_the_memory_holds() -> None:
     request = Request.read(SMALL, PROMPTS, **OPTIONS)
     row = BatchShape.of(request, request.longest, request.more).row_bytes(request)

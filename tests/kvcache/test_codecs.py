@@ -47,6 +47,7 @@ def test_codes_are_those_of_squat() -> None:
     assert (np.asarray(unpack(other.codes, 2)) != codes).any()
 
 
+@pytest.mark.wide
 def test_salience_and_numbers_are_those_of_zipcache() -> None:
     """Of `MyLlamaFlashAttention2`, `true_mixedprec_compress_channelwise` and
     `true_channel_separate_mixedprec_tokenwise_compress` of ThisisBillhe/ZipCache at b6932b9, with 7 probes of 40
@@ -181,6 +182,7 @@ def test_gradients_weigh_what_the_loss_hangs_on() -> None:
     assert float(own[1].value_weights[-1].max()) == 0       # the last token predicts nothing that is there
 
 
+@pytest.mark.wide
 def test_features_are_the_best_that_there_are() -> None:
     """Less error than other directions, and as much as the singular values say that are left out."""
     own, features = observed(DEEP, TEXTS), fit_features(DEEP, TEXTS, 3, 0.5)

@@ -76,6 +76,7 @@ def elements(found: tuple[Any, Any]) -> int:
     return max(math.prod(buffer.dims) for buffer in found[0].result)
 
 
+@pytest.mark.wide
 def test_the_cache_stays_divided_and_a_round_has_one_exchange_a_layer() -> None:
     mesh = mesh_of((1, 2, 4))
     with jax.set_mesh(mesh):

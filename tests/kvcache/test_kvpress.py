@@ -105,6 +105,7 @@ def keeps(kind: Eviction, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
                 assert cache.count[layer][row, head] == len(found)
 
 
+@pytest.mark.wide(but=("snapkv", "keydiff"))
 @pytest.mark.parametrize("name", often(set(KEPT) - VARIANTS, KEPT))
 def test_the_tokens_of_kvpress_are_kept(name: str) -> None:
     keeps(Eviction(*KEPT[name]), WANTED["kept"][name])
@@ -118,6 +119,7 @@ REPEATED: dict[str, Selection] = {
     "kvzip-layers": AdaptiveHeads(dataclasses.replace(ASKED, chunk=100), 0.0)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["kvzip-chunks"], REPEATED))
 def test_the_tokens_that_repeating_needs_are_kept(name: str) -> None:
     """KVzipPress's; of lengths whose share is a whole number, since it rounds the tokens of all layers together."""
@@ -133,6 +135,7 @@ WRITTEN = {
     "per-layer": Eviction(Top(KeyNorm()), (1 - 0.2, 1 - 0.4, 1 - 0.6))}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["decoding", "rerotation", "per-layer"], WRITTEN))
 def test_the_tokens_of_kvpress_are_written(name: str) -> None:
     lm = LM(model=MODEL, params=weights(), vocab_size=320)

@@ -30,6 +30,7 @@ from tests.kvcache.test_policies import PROMPTS, SMALL
 MODEL = Transformer(llama(vocab=320, width=32, layers=3, heads=4, kv_heads=4, mlp=48, context=1024))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("window", [8, 0])
 def test_the_tokens_of_the_authors_are_kept(window: int) -> None:
     """LAQ++ and LAQ; what decoding runs ahead on is SnapKV's choice."""
@@ -46,6 +47,7 @@ def test_the_tokens_of_the_authors_are_kept(window: int) -> None:
                 np.testing.assert_array_equal(found[found >= 0], np.flatnonzero(kept))
 
 
+@pytest.mark.wide
 def test_sentences_are_written_by_the_tokenizer(tiny_model: Path) -> None:
     lm = dx.load(tiny_model)
     score = Reconstruction().of_model(lm)

@@ -16,6 +16,7 @@ SUMS = 653.18262, 535.06104
 stay, the first numbers of a later and of an earlier token, and the sums of all magnitudes of both layers."""
 
 
+@pytest.mark.wide
 def test_what_two_layers_share_is_what_minicache_keeps() -> None:
     random = np.random.RandomState(3)
     earlier = random.standard_normal((2, 41, 8)).astype(np.float32)

@@ -116,6 +116,7 @@ def same(one: Any, other: Any) -> bool:
     return one.tokens.tolist() == other.tokens.tolist() and np.allclose(one.logprobs.raw, other.logprobs.raw, atol=1e-4)
 
 
+@pytest.mark.wide(but=("cskv", "kivi", "paged", "quest", "kvcrush", "recycled-attention", "fastkv"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_drafts_give_the_tokens_of_no_drafts_with_the_same_cache(name: str) -> None:
     out = run(name, BOTH, (0, 1, 2, 0, 1, 2))
@@ -126,6 +127,7 @@ def test_drafts_give_the_tokens_of_no_drafts_with_the_same_cache(name: str) -> N
     assert same(drafted, half(run(dense(name), BOTH, (0, 1, 2, 0, 1, 2)), slice(0, 3))) == (name in EXACT)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["h2o", "gear"], OPTIONS))
 def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(name: str) -> None:
     drafted = run(name, LOOKUP)
@@ -139,6 +141,7 @@ def test_so_do_trees(name: str) -> None:
     assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
 
 
+@pytest.mark.wide(but=("kivi",))
 @pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"],
                                                     [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
@@ -155,6 +158,7 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     assert same(out, run(dense(name), LOOKUP))
 
 
+@pytest.mark.wide(but=("adakv",))
 @pytest.mark.parametrize("name", often(["adakv", "snapkv", "lagkv"], OPTIONS))
 def test_a_row_does_not_depend_on_its_batch_mates_or_on_chunks(name: str) -> None:
     alone, all_of_them = run(name, rows=(1,), chunk=7), run(name)
@@ -181,6 +185,7 @@ def test_memory_is_that_of_the_budget(name: str) -> None:
     assert np.mean(slots) <= 14 + (5 if name == "pyramidkv" else more) + (kind.every or 20)
 
 
+@pytest.mark.wide
 def test_heads_of_any_lengths_share_memory_and_are_attended_to() -> None:
     """One keeps everything, one nothing, and each has room for what is to come; against a softmax written out."""
     size, later, r = 90, 9, np.random.default_rng(0)
@@ -204,6 +209,7 @@ def test_heads_of_any_lengths_share_memory_and_are_attended_to() -> None:
             assert lse[b, w, h] < -1e29 and not out[b, w, h].any()
 
 
+@pytest.mark.wide(but=("knorm",))
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "knorm"])
 def test_a_budget_in_bytes_holds_for_a_row(name: str) -> None:
     given = {"adakv": dict(window=4, most=1.0), "snapkv": dict(window=4), "knorm": dict(skip=())}[name]
@@ -218,6 +224,7 @@ def test_long_texts_stay_within_the_budget() -> None:
     assert out.lengths.tolist() == [180, 180]
 
 
+@pytest.mark.wide
 def test_samples_and_a_mixed_batch_go_their_own_ways() -> None:
     out = dx.generate(SMALL, PROMPTS, cache="snapkv:budget=14,window=4", num_samples=2, temperature=1.0,
                       max_new_tokens=12, seed=3)

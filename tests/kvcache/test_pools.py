@@ -26,6 +26,7 @@ from tests.kvcache.test_policies import DEEP
 WANTED = json.loads((Path(__file__).parent / "scope.json").read_text())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["slide", "adaptive"])
 def test_a_pool_keeps_what_scope_keeps(scheme: str) -> None:
     """Step by step on random keys and queries, of two heads, with a prompt of 6 tokens."""
@@ -63,6 +64,7 @@ def test_layers_keep_the_same_part_of_the_attention() -> None:
         assert _dropped(paid, case["share"], case["sinks"]).tolist() == case["dropped"]
 
 
+@pytest.mark.wide
 def test_shares_of_layers_are_measured_on_texts() -> None:
     tokens = np.random.default_rng(0).integers(0, 16, 60).tolist()
     shares = fit_layers(DEEP, [tokens, tokens[:40]], 0.4)
@@ -78,6 +80,7 @@ def test_shares_of_layers_are_measured_on_texts() -> None:
             wrong()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", range(2))
 def test_the_tokens_of_prefixkv_are_kept(case: int) -> None:
     wanted = json.loads((Path(__file__).parent / "prefixkv.json").read_text())["kept"][case]

@@ -68,6 +68,7 @@ def test_bits_are_packed_without_loss(bits: int) -> None:
     np.testing.assert_array_equal(unpack(packed, bits), codes)
 
 
+@pytest.mark.wide
 def test_what_is_constant_over_a_group_stays_as_it_is() -> None:
     x = jnp.full((1, 8, 4), 3.5)
     np.testing.assert_array_equal(keys_of(of_keys(x, 2, 8), 2, 8, jnp.float32), x)
@@ -109,6 +110,7 @@ def _shown(cache: Coded, whole: Any) -> Any:
     return whole.replace(kv=(jnp.where(at[:, None, :, None], both, whole.kv[0]),))
 
 
+@pytest.mark.wide
 def test_more_bits_are_nearer_to_the_dense_cache() -> None:
     """8 bits of small groups give its tokens."""
     options: dict[str, Any] = dict(max_new_tokens=20, logprobs=0)
@@ -174,6 +176,7 @@ def test_numbers_from_the_threshold_on_stay(sparsity: float) -> None:
     assert codes[0].kept.shape[-1] == 96 - max(1, int(sparsity * 96)) + 1
 
 
+@pytest.mark.wide
 def test_a_second_half_of_bits_brings_numbers_nearer() -> None:
     """By about 16 times, and the first half alone is the plain 4 bits."""
     x = jnp.asarray(given())[:, :, :64]

@@ -29,6 +29,7 @@ def test_where_nothing_is_forgotten_it_is_one_prompt(cache: Any, context: Any) -
     assert apart.tokens.tolist() == whole.tokens.tolist()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cache", often(["snapkv:budget=14,window=4"], [
     "snapkv:budget=14,window=4", "h2o:budget=14,every=3", "kivi:group=4,residual=8", "streaming-llm:sinks=2,recent=8"]))
 def test_questions_do_not_change_what_is_kept(cache: str) -> None:

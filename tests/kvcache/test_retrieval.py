@@ -59,6 +59,7 @@ def test_pages_are_worth_what_the_authors_say() -> None:
     assert found == wanted["triforce"]["chunks"]
 
 
+@pytest.mark.wide
 def test_a_query_reads_the_pages_of_highest_score_and_the_latest_tokens() -> None:
     """Against a sum written out query by query, in rows of different lengths."""
     lengths = (61, 30, 9)
@@ -95,6 +96,7 @@ def test_digests_do_not_depend_on_how_tokens_came() -> None:
             np.testing.assert_array_equal(other[b, :, :n], digests[0][b, :, :n])
 
 
+@pytest.mark.wide
 def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^cache: quest takes windows of at most its 4 recent tokens, got one of 11"):
         dx.generate(SMALL, PROMPTS[:1], cache="quest:budget=6,page=2,recent=4,skip=()", algorithm=TREE,
@@ -103,6 +105,7 @@ def test_what_cannot_be_had_is_refused() -> None:
         dx.kv("quest", page=0)
 
 
+@pytest.mark.wide
 def test_a_query_that_reads_everything_notes_what_it_attends_to() -> None:
     """By the largest weight of a group's heads; the others read that and what has come since."""
     cache = Recycled(budget=5, stride=4)([LAYER], 2, 64, jnp.float32)
@@ -124,6 +127,7 @@ def test_a_query_that_reads_everything_notes_what_it_attends_to() -> None:
     np.testing.assert_array_equal(some[0, 1, 0], np.concatenate([keys, values], -1)[0, int(at[0, 1, 0]), 1])
 
 
+@pytest.mark.wide
 def test_a_query_reads_the_chunks_of_shadowkv_by_keys_of_low_rank() -> None:
     """Attention of the authors' code to outliers, the end of the prompt, and keys that it makes anew."""
     wanted, r = json.loads((Path(__file__).parent / "retrieval.json").read_text())["shadowkv"], np.random.RandomState(0)

@@ -23,6 +23,7 @@ SHARED = [BEGINNING + prompt for prompt in PROMPTS] + [BEGINNING]
 SAMPLED: dict[str, Any] = dict(max_new_tokens=16, temperature=0.9, seed=5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", often([LOOKUP], [None, LOOKUP, TREE]))
 @pytest.mark.parametrize(("prompts", "samples"), often([(SHARED, 2)], [(PROMPTS, 3), (SHARED, 2)]))
 def test_rows_that_share_give_the_tokens_of_a_dense_cache(prompts: Any, samples: int, algorithm: Any) -> None:
@@ -59,6 +60,7 @@ def test_forks_copy_no_prefix() -> None:
     assert forked.cache.length.tolist() == [40] * 32
 
 
+@pytest.mark.wide
 def test_forks_copy_only_the_page_that_is_being_filled() -> None:
     """32 samples of a prompt of 41 tokens, 40 of them in ten pages of four and none in an eleventh; or of one more."""
     for prompt, used in ((PROMPTS[0], 10), ([*PROMPTS[0], 1], 10 + 32)):

@@ -53,6 +53,7 @@ def look(cache, layer=0):
     return cache.attend(layer, q, zeros(cache.keys(layer)), zeros(cache.values(layer)), window, scale=0.5)[0]
 
 
+@pytest.mark.wide(but=("dense of other values",))
 @pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 def test_chunks_of_any_size_commit_the_same(kind):
     kv = entries(0, 3, 6, kind)

@@ -96,6 +96,7 @@ PROGRAMS = [("autoregressive", "advance"), ("autoregressive", "prefill"),
 OFTEN = [*PROGRAMS[:2], *((name, "advance") for name in ("draft-tree", "recycling", "dual-cache", "adaptive"))]
 
 
+@pytest.mark.wide(but=("autoregressive-advance-8", "autoregressive-prefill-8", "recycling-advance-8"))
 @pytest.mark.parametrize(("algorithm", "driver", "batch"), often(
     [(*p, 8) for p in OFTEN], [(*p, n) for p in PROGRAMS for n in (1, 8)]))
 def test_no_round_copies_the_cache(algorithm, driver, batch):
@@ -209,6 +210,7 @@ def sharded(driver, algorithm="autoregressive"):
 REPLICAS = ({0, 1, 2, 3}, {4, 5, 6, 7})
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", often(["lookup-rejection"], ALGORITHMS))
 def test_lanes_never_wait_for_another_replica(algorithm):
     waits = collectives(parse(sharded("lanes", algorithm)))

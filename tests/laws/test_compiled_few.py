@@ -50,6 +50,7 @@ def test_algorithms_and_policies_share_one_prefill():
     assert all_of_them.count["prefill"] == 1
 
 
+@pytest.mark.wide
 def test_a_draft_that_reads_prompts_has_a_prefill_of_its_own_for_all_verifiers():
     recycling = TokenRecycling(Fixed.balanced(2, 2), k=2, rows=VOCABULARY)
     with compiles() as all_of_them:
@@ -74,6 +75,7 @@ def test_single_prompts_of_3_to_400_tokens_compile_at_most_8_programs():
     assert all_of_them.total <= 8, all_of_them.count
 
 
+@pytest.mark.wide
 def test_200_prompts_in_batches_of_16_compile_at_most_6_programs():
     """The last batch has 8 prompts."""
     ids = [prompt(3 + 2 * i) for i in range(200)]
@@ -83,6 +85,7 @@ def test_200_prompts_in_batches_of_16_compile_at_most_6_programs():
     assert len(out) == 200 and (out.lengths == 4).all()
 
 
+@pytest.mark.wide
 def test_batches_of_2_to_8_share_their_programs():
     with compiles() as all_of_them:
         for rows in range(2, 9):
@@ -110,6 +113,7 @@ def test_numbers_of_samples_share_their_programs():
     assert all_of_them.count == {"begin": 1, "prefill": 1, "fan_out": 1, "refill": 0, "advance": 1}
 
 
+@pytest.mark.wide(but=("options1", "options2"))
 @pytest.mark.parametrize("options", [
     {}, {"num_samples": 3}, {"batch_size": 4}, {"guidance_scale": 1.5},
     pytest.param({"algorithm": Speculative(PromptLookup(length=4))}, marks=pytest.mark.matrix)])
@@ -130,6 +134,7 @@ def test_rows_that_fill_up_a_batch_show_nowhere(options):
         assert whole.stats.forwards == whole.stats.rounds.max()
 
 
+@pytest.mark.wide
 def test_counts_of_log_probabilities_share_their_programs():
     with compiles() as all_of_them:
         counts = [dx.generate(LM1, [prompt(5)], max_new_tokens=4, logprobs=n).logprobs.top.shape[-1] for n in (5, 6, 8)]

@@ -173,6 +173,7 @@ def test_every_entry_has_a_case():
     assert set(CASES) == set(SAMPLERS)
 
 
+@pytest.mark.wide(but=("ccd", "dinfer-hierarchy", "dparallel", "llada"))
 def test_a_sampler_finishes_and_keeps_what_it_was_given(name):
     s, ids = free(name), prompts(3, longest=9)
     assert np.asarray(s.status).tolist() == [Status.LENGTH] * 3
@@ -298,6 +299,7 @@ def outcome(alg, greedy=False):
     return sample(alg, prompts(3, longest=9), policy=dict(temperature=0, repetition_penalty=1.2) if greedy else None)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", often(OFTEN, SAME))
 def test_two_ways_of_saying_the_same_agree(case):
     left, right = (outcome(alg, case in GREEDY) for alg in SAME[case])
@@ -307,6 +309,7 @@ def test_two_ways_of_saying_the_same_agree(case):
         assert np.asarray(left.stats.accepted).sum() > 0
 
 
+@pytest.mark.wide
 def test_frozen_tokens_stay_and_holes_are_filled():
     caching = d.DualCache()
     alg = MaskedDiffusion(dataclasses.replace(A, canvas=d.Template()), FIXED, **SURE, caching=caching)
@@ -373,6 +376,7 @@ def llada(prompt, new, block, steps, shift):
     return x[len(prompt):].tolist()
 
 
+@pytest.mark.wide(but=("4-2-True",))
 @pytest.mark.parametrize(("block", "steps", "shift"), [(8, 3, False), (4, 2, True)])
 def test_the_sampler_is_lladas(block, steps, shift):
     ids = prompts(3, longest=9)

@@ -134,6 +134,7 @@ OFTEN = [("plain", "truncated"),
          *((c, "floored") for c in ("chain-rejection", "tree-multi-round"))]
 
 
+@pytest.mark.wide(but=("plain-truncated",))
 @pytest.mark.parametrize(("case", "policy"), often(OFTEN, [
     *itertools.product(CASES, POLICIES), *itertools.product(TREES, FLOORED), ("tree-multi-round", "truncated"),
     *itertools.product(SOURCES, ("temperature", "floored"))]))

@@ -16,6 +16,8 @@ OFTEN = [*(("toy", "lookup", policy) for policy in ("greedy", "penalised", "n-gr
          ("llama", "lookup-long", "together")]
 
 
+@pytest.mark.wide(but=("llama-lookup-long-together", "toy-lookup-greedy", "toy-lookup-penalised",
+                       "toy-lookup-stateful"))
 @pytest.mark.parametrize(("which", "draft", "policy"), often(OFTEN, itertools.product(MODELS, LEFT_TO_RIGHT, POLICIES)))
 def test_speculative_equals_plain_decoding(which, draft, policy):
     ids = prompts(6)
@@ -25,6 +27,7 @@ def test_speculative_equals_plain_decoding(which, draft, policy):
     assert np.array_equal(drafted.status, plain.status)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rows", often([16], [1, 2, 5, 16, 64]))
 def test_ragged_batches_of_any_size_equal_plain_decoding(rows):
     """Rows by turns sampled and greedy."""
@@ -35,6 +38,7 @@ def test_ragged_batches_of_any_size_equal_plain_decoding(rows):
     assert texts(drafted) == texts(plain)
 
 
+@pytest.mark.wide
 def test_a_draft_that_samples_equals_plain_decoding():
     ids = prompts(5)
     plain = decode(Autoregressive(), "toy", ids, POLICIES["together"])

@@ -30,6 +30,7 @@ OFTEN = ["top-h", "encoder-repetition", "encoder-n-gram", "dry", "begin-suppress
          "length-decay", "xtc", "watermark"]
 
 
+@pytest.mark.wide(but=("begin-suppress", "encoder-repetition", "length-decay"))
 @pytest.mark.parametrize("transform", often(OFTEN, ONE_BY_ONE))
 def test_a_transform_is_exact_under_speculation(transform):
     ids = prompts(8, longest=16)

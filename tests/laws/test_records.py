@@ -21,6 +21,7 @@ def forward(network, weights, tokens):
 LEFT_TO_RIGHT = [a for a in ALGORITHMS if not a.startswith("llada")]
 
 
+@pytest.mark.wide(but=("lookup-llama", "lookup-rejection-sliding"))
 @pytest.mark.parametrize(("algorithm", "which"), often(
     [("autoregressive", "sliding"), ("lookup", "llama"), ("lookup-rejection", "sliding")],
     itertools.product(LEFT_TO_RIGHT, ("llama", "sliding"))))

@@ -105,6 +105,7 @@ class Broken(Model):
 SAMPLED = dict(temperature=1.0, top_p=0.9, repetition_penalty=1.2)
 
 
+@pytest.mark.wide(but=("lookup-policy2",))
 @pytest.mark.parametrize(("algorithm", "policy"), often(
     [("lookup", {}), ("lookup-rejection", SAMPLED)],
     itertools.product(("autoregressive", "lookup", "lookup-rejection"), ({}, SAMPLED))))

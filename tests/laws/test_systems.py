@@ -94,6 +94,8 @@ def plain(which: str, rows: int = ROWS, policy: str = "few"):
     return texts(s), np.asarray(s.status)
 
 
+@pytest.mark.wide(but=("autoregressive-few", "jacobi-few", "blockwise-distance-few", "ngram-few", "token-recycling-few",
+                       "suffix-decoding-few", "typical-acceptance-few"))
 @pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES if name not in ELSEWHERE],
                                                    itertools.product(NAMES, POLICY)))
 def test_a_system_keeps_its_guarantee(name, policy):

@@ -47,6 +47,7 @@ def start(mesh: Any, chain: str) -> tuple[Any, ...]:
     return Autoregressive(), NETWORK, params, policy, s, jnp.int32(9)
 
 
+@pytest.mark.wide(but=("top-k",))
 @pytest.mark.parametrize("chain", often(["greedy", "top-p", "top-k"], CHAINS))
 def test_no_round_gathers_what_has_a_number_for_each_token(chain: str) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -117,6 +117,7 @@ def apart(text: str) -> list[int]:
     return sorted(count for _, count in groups)
 
 
+@pytest.mark.wide
 def test_no_collective_of_one_half_depends_on_the_other() -> None:
     mesh = mesh_of(AxisType.Auto)
     alg, params, chain, s = begun("autoregressive", "sampled", mesh)

@@ -39,6 +39,7 @@ def several(home) -> tuple[dx.LM, dict]:
     return lm, {"a0": some(lm, 0, 2, ("q", "v", "o")), "a1": some(lm, 1, 3, ("q", "down"))}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", often(["prompt-lookup:length=3"], [
     None, "prompt-lookup:length=3", "token-recycling", "beam-search:width=2"]))
 @pytest.mark.parametrize("cache", often([None], [None, "paged", "kivi"]))
@@ -63,6 +64,7 @@ def test_rows_in_slots_keep_their_adapters(several):
     assert whole.tokens.tolist() == slots.tokens.tolist()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("weights", often(["int8"], ["int8", "int4", "bfloat16"]))
 def test_beside_packed_weights(home, weights):
     lm = dx.load(home, weights=weights)
@@ -75,6 +77,7 @@ def test_beside_packed_weights(home, weights):
         lm.with_adapter(adapter)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("family", often(["llama"], ["llama", "gpt2"]))
 @pytest.mark.parametrize("rslora", [False, True])
 def test_files_of_peft(tmp_path, family, rslora):

@@ -80,6 +80,7 @@ def lm(name: str = "dense") -> LM:
     return LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=61, diffusion=diffusion)
 
 
+@pytest.mark.wide(but=("blocks",))
 @pytest.mark.parametrize("name", often(["tied", "experts", "blocks"], MODELS))
 def test_watched_kernels_see_what_gradients_are_made_of(name: str) -> None:
     """Their sum of outer products of inputs and gradients is the kernel's own gradient; fillers of experts add none."""
@@ -97,6 +98,7 @@ def test_watched_kernels_see_what_gradients_are_made_of(name: str) -> None:
         np.testing.assert_allclose(seen[path], wanted, rtol=1e-4, atol=1e-4 * wanted.max())
 
 
+@pytest.mark.wide
 def test_a_tied_head_sees_hidden_states() -> None:
     own = lm("tied")
     seen = observe(own.model, own.params, TOKENS, Squares(), ["embed"])["embed"]
@@ -113,6 +115,7 @@ def test_memory_changes_how_often_the_data_is_read_and_nothing_else() -> None:
     assert packed == set(kernels(own.params)) - {"lm_head.kernel"}
 
 
+@pytest.mark.wide
 def test_sequences_are_taken_from_all_over_the_data() -> None:
     seen = [dx.quantize(lm(), Loudest(), data, length=3, sequences=count).params
             for data, count in ((TOKENS[:2].tolist(), 2), ([TOKENS[0, :3].tolist(), TOKENS[1, 6:].tolist()], 9))]

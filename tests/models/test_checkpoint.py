@@ -48,6 +48,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.wide
 def test_several_files_load_as_one(tmp_path: Path) -> None:
     saved("llama", tmp_path / "one")
     saved("llama", tmp_path / "many", max_shard_size="20KB")
@@ -55,6 +56,7 @@ def test_several_files_load_as_one(tmp_path: Path) -> None:
     same(load_model(tmp_path / "one")[1], load_model(tmp_path / "many")[1])
 
 
+@pytest.mark.wide
 def test_weights_have_the_stored_dtype_or_the_one_asked_for(tmp_path: Path) -> None:
     build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     model, params = load_model(tmp_path)

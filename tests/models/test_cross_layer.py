@@ -70,6 +70,7 @@ def test_logits_are_those_by_hand(name: str) -> None:
     np.testing.assert_allclose(out, by_hand(CONFIGS[name], own.params, PROMPTS[0]), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "cache"), often([("cla", None), ("yoco", "snapkv")], [
     (name, cache) for name in CONFIGS for cache in (None, "snapkv", "kivi", "streaming-llm")]))
 def test_drafts_give_the_tokens_of_plain_decoding(name: str, cache: str | None) -> None:
@@ -86,6 +87,7 @@ def test_drafts_give_the_tokens_of_plain_decoding(name: str, cache: str | None) 
         assert logits[len(PROMPTS[0]) - 1:-1].argmax(-1).tolist() == plain.tokens[0].tolist()
 
 
+@pytest.mark.wide(but=("cla of 3-2",))
 @pytest.mark.parametrize(("name", "layers"), [("cla", 2), ("cla of 3", 2), ("yoco", 3)])
 def test_a_cache_holds_the_layers_with_keys_and_values(name: str, layers: int) -> None:
     own = lm(name)

@@ -25,6 +25,7 @@ def runs() -> list[dict[str, Any]]:
     return after
 
 
+@pytest.mark.wide
 def test_the_guides_models_generate(runs: list[dict[str, Any]]) -> None:
     for names in runs:
         assert names["out"].lengths.tolist() == [8, 8]

@@ -101,6 +101,7 @@ def test_logits_equal_transformers_under_the_models_attention(case: Any, lengths
         np.testing.assert_allclose(logits[b, :lengths[b] - prefix[b]], expected[b, prefix[b]:lengths[b]], atol=1e-4)
 
 
+@pytest.mark.wide(but=("dream",))
 @pytest.mark.parametrize("name", ["llada", "dream"])
 def test_sampling_equals_the_published_loop_on_transformers(name: str, tmp_path: Path) -> None:
     """LLaDA's rule in one block, one token a step; Dream's logits are moved by one place."""

@@ -124,6 +124,7 @@ def test_a_weight_is_its_expanded_point(bits: tuple[int, ...], K: int) -> None:
 CASES = [(rows, *sizes) for rows in (1, 2, 8, 9, 40) for sizes in ((96, 50), (70, 7), (256, 1), (640, 900))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("rows", "K", "N"), often([(9, 70, 7)], CASES))
 def test_a_product_is_that_of_the_values(rows: int, K: int, N: int) -> None:
     made, x = packed(weights(K, N), inputs(K), steps=0, bits=3, scales=True), normal(rows, K, seed=3)

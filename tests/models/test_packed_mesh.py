@@ -122,6 +122,7 @@ def test_tables_and_lists_lie_on_a_mesh(whole: Path) -> None:
     agrees(dx.load(packed), parted)
 
 
+@pytest.mark.wide
 def test_large_inputs_are_found_on_a_mesh(whole: Path) -> None:
     data, own = [np.random.default_rng(0).integers(3, 90, 400).tolist()], RSparse(ratio=0.6)
     alone = dx.quantize(dx.load(whole), own, data, length=32)

@@ -125,6 +125,7 @@ def test_tensors_of_omniserve_are_read(i: int) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, packed)
 
 
+@pytest.mark.wide
 def test_tensors_that_do_not_belong_together_are_refused() -> None:
     t = written(QServe().pack(kernel(256, 64)))
     s, form = t["s1_scales"], {"qweight": t["qweight"], "s1_scales": t["s1_scales"]}
@@ -144,6 +145,7 @@ def test_tensors_that_do_not_belong_together_are_refused() -> None:
 
 # ---- laws
 
+@pytest.mark.wide
 @pytest.mark.parametrize("fmt", FORMATS[:2])
 def test_what_comes_back_from_4_bits_fits_8(fmt: QServe) -> None:
     """Groups of every smallest and largest weight, the others between them; each output's largest is 1."""
@@ -162,6 +164,7 @@ CASES = [(i, rows, *sizes) for i in range(4) for rows in (1, 2, 8, 9, 40)
          for sizes in ((96, 50), (4500, 3), (768, 800), (4096, 16), (640, 9), (64, 1))]
 
 
+@pytest.mark.wide(but=("3-1-64-1",))
 @pytest.mark.parametrize(("i", "rows", "K", "N"), often(
     [(0, 1, 4096, 16), (1, 40, 96, 50), (2, 8, 4500, 3), (3, 1, 64, 1)], CASES))
 def test_products_of_integers_are_exact_and_then_scaled(i: int, rows: int, K: int, N: int) -> None:
@@ -238,6 +241,7 @@ def test_each_expert_is_packed_by_itself() -> None:
         np.testing.assert_allclose(found[which[:, 0] == i], alone[which[:, 0] == i], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.wide
 def test_embeddings_and_head_stay_as_they_are() -> None:
     params = Transformer(SMALL).init_params(jax.random.key(0))
     packed = pack(params, "qserve")
@@ -306,6 +310,7 @@ ROTATED: dict[str, dict[str, Any]] = {
     "experts": {"layers": (Layer(experts=Experts(count=3, chosen=2, width=32)),) * 2}}
 
 
+@pytest.mark.wide(but=("tied",))
 @pytest.mark.parametrize("name", often(["tied", "bias"], ROTATED))
 def test_a_rotated_model_has_the_same_logits(name: str) -> None:
     config = llama(vocab=96, width=48, layers=2, heads=4, kv_heads=2, mlp=64)
@@ -322,6 +327,7 @@ def test_a_rotated_model_has_the_same_logits(name: str) -> None:
     assert not own.config.tied and np.ptp(turned["layers"]["0"]["attn_in"]["scale"]) == 0
 
 
+@pytest.mark.wide
 def test_rotation_spreads_what_stands_out() -> None:
     """So rows lose less by 8 bits."""
     model = Transformer(SMALL)
@@ -331,6 +337,7 @@ def test_rotation_spreads_what_stands_out() -> None:
     assert off(rotated(model, params)[1]["embed"]) < 0.3 * off(params["embed"])
 
 
+@pytest.mark.wide
 def test_networks_that_cannot_be_rotated_are_refused() -> None:
     for expected, options in ((r"^model: got post blocks", {"block": "post"}),
                               (r"^model: got pre blocks with layer norms", {"norm": NormConfig(kind="layer")}),

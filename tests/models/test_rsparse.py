@@ -79,6 +79,7 @@ def by_the_rule(x: np.ndarray, packed: RankSparse) -> np.ndarray:
     return y
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("rows", "K", "N"), [(1, 96, 50), (1, 2100, 20), (2, 33, 7), (9, 96, 50)])
 def test_a_product_is_that_of_the_rule(rows: int, K: int, N: int) -> None:
     kernel, x = (np.asarray(jax.random.normal(jax.random.key(i), shape)) for i, shape in
@@ -243,6 +244,7 @@ def test_half_of_the_kernels_is_not_read_at_little_cost() -> None:
     assert plain < own < large and own < 1.1 * plain
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["llama"], ["llama", "mixtral"]))
 def test_a_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path / "plain")

@@ -163,6 +163,7 @@ CASES = [(bits, rows, *sizes) for bits in (3, 4) for rows in (1, 2, 8, 40)
          for sizes in ((96, 50), (33, 7), (4500, 3), (768, 800), (64, 1))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("bits", "rows", "K", "N"), often(
     [(3, 1, 33, 7), (3, 8, 96, 50), (4, 2, 768, 800), (4, 1, 4500, 3)], CASES))
 def test_a_product_is_that_of_the_values(bits: int, rows: int, K: int, N: int) -> None:
@@ -248,6 +249,7 @@ def small(seed: int = 0) -> LM:
 IDS = [[i * i % 96 for i in range(64)]]
 
 
+@pytest.mark.wide
 def test_the_statistic_is_the_square_of_each_sequences_gradient() -> None:
     lm, path, tokens = small(), "layers.0.mlp.up.kernel", np.array(IDS, np.int32).reshape(2, 32)
     found = observe(lm.model, lm.params, tokens, Fisher(), [path])[path]

@@ -107,6 +107,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     np.testing.assert_array_equal(jax.jit(multiply)(x, packed)[:1], jax.jit(multiply)(x[:1], packed))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["mixtral"], ["llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral"]))
 @pytest.mark.parametrize("weights", often(["int8"], STEPS))
 def test_a_model_loads_packed(name: str, weights: str, tmp_path: Path) -> None:

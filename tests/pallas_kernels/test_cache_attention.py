@@ -33,6 +33,14 @@ WEIGHTS = {"xla": reference.slot_weights,
            "triton": functools.partial(gpu.slot_weights, interpret=True)}
 
 
+@pytest.mark.wide(but=("widths0-None-None-all-mosaic_tpu", "widths0-None-None-all-triton", "widths0-None-None-all-xla",
+                       "widths13-70-5.0-some-mosaic_tpu", "widths13-70-5.0-some-triton", "widths13-70-5.0-some-xla",
+                       "widths3-None-None-none-mosaic_tpu", "widths3-None-None-none-triton",
+                       "widths3-None-None-none-xla", "widths49-None-None-some-mosaic_tpu",
+                       "widths49-None-None-some-triton", "widths49-None-None-some-xla",
+                       "widths58-70-None-some of each head-mosaic_tpu", "widths58-70-None-some of each head-triton",
+                       "widths58-70-None-some of each head-xla", "widths34-None-None-some of each head-mosaic_tpu",
+                       "widths34-None-None-some of each head-triton", "widths34-None-None-some of each head-xla"))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("widths", "sliding", "softcap", "held"), pairs(
     ((64, 64), (96, 96), (128, 128), (256, 256), (64, 32)), (None, 70), (None, 5.0), HELD))
@@ -48,6 +56,7 @@ def test_attention_to_a_cache_is_that_of_float64(implementation: str, widths: tu
     assert (np.asarray(lse)[sums < -1e29] < -1e29).all()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("form", "widths", "sliding", "held"), often(
     [("int8", (64, 64), 70, "some"), ("pages of 128", (128, 128), 70, "some of each head"),
@@ -87,6 +96,7 @@ def test_the_weights_of_slots_are_those_of_float64(implementation: str, widths: 
     assert (want > 0).any() == (held != "none")
 
 
+@pytest.mark.wide
 def test_tiles_of_queries_change_nothing() -> None:
     q, cache, length, positions, held = arrays(64, 64, "some of each head")
     q, positions = (np.concatenate([x] * 7, -2 if x.ndim > 2 else -1) for x in (q, positions))      # 35 queries
@@ -101,6 +111,7 @@ def test_tiles_of_queries_change_nothing() -> None:
                                    atol=1e-6)
 
 
+@pytest.mark.wide
 def test_the_attention_that_slots_receive_and_that_of_the_window_is_all_there_is() -> None:
     """The weights of a head's queries add up to one each: what a mask of the window hides is the rest."""
     r = np.random.default_rng(3)
@@ -157,6 +168,7 @@ def test_the_kernel_has_no_races() -> None:
     np.testing.assert_allclose(got, exact_weights(q, lse, cache, length, positions, held, scale=0.3), atol=2e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("form", often(["int8 pages of 256"], FORMS))
 def test_the_kernel_has_no_races_in_any_form(form: str) -> None:
     q, cache, *where = arrays(64, 64, "some")
@@ -236,6 +248,7 @@ def test_the_kernel_for_gpus_is_lowered_for_cuda(form: str, width: int, rows: in
     assert text.count("xla.gpu.triton") == 2
 
 
+@pytest.mark.wide
 def test_shares_of_slots_lie_side_by_side() -> None:
     """However many there are: also more than there is to share, and with rows that hold nothing."""
     q, cache, length, positions, held = arrays(64, 32, "some")

@@ -33,6 +33,7 @@ def reports(topology: str, *options: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("topology", "options"), often([("v5e:2x4", ("--form", *FEW, "--mesh", "2x4"))], [
     ("v5e:2x4", ("--form", *FEW, "--mesh", "2x4")), *((chip, ()) for chip in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4"))]))
 def test_a_form_is_one_kernel_that_copies_nothing_and_waits_for_no_device(topology: str,

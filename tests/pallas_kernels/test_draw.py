@@ -127,6 +127,7 @@ def test_the_kernel_runs_in_a_loop() -> None:
     np.testing.assert_array_equal(looped, want)
 
 
+@pytest.mark.wide
 def test_the_kernel_has_no_races() -> None:
     given, numbers = arrays(9, 300, "p")
     assert no_races(tpu.draw, **given, **numbers)[0].tolist() == exact(**given, **numbers)

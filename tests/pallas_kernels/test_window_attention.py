@@ -67,6 +67,7 @@ def test_a_sink_is_a_key_whose_value_is_zero(implementation: Any) -> None:
     np.testing.assert_allclose(few, np.einsum("bwgrk,bkgd->bwgrd", weights, v).reshape(few.shape), atol=2e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("implementation", often(FEW, IMPLEMENTATIONS))
 @pytest.mark.parametrize("form", often(["int8 pages of 256"], FORMS))
 def test_a_window_attends_to_each_form(form: str, implementation: Any) -> None:

@@ -24,6 +24,7 @@ PARAMETERS = {"llama-3-8b": 8.03, "llama-3-70b": 70.55, "qwen3-8b": 8.19, "qwen3
 """Billions, as on the models' cards; of Gemma the text model."""
 
 
+@pytest.mark.wide(but=("llama-3-8b", "llada-8b"))
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_published_number_of_weights(name):
     lm = abstract(name)
@@ -63,6 +64,7 @@ def test_by_hand():
     assert order == [(1, 8), (2, 4), (4, 2), (8, 1)]
 
 
+@pytest.mark.wide
 def test_what_changes_the_bytes():
     base = dict(batch=8, capacity=4096, mesh=[(1, 1)], compile=False)
     one = lambda name="llama-3-8b", **more: plan(name, "v5p", **{**base, **more})[0]
@@ -115,6 +117,7 @@ def test_errors_name_what_is_wrong():
             plan(**{"model": "llama-3-8b", "topology": "v5e:2x4", "compile": False, **given})
 
 
+@pytest.mark.wide
 @compiler
 @pytest.mark.parametrize(("name", "topology", "mesh", "options"), often([("llama-3-8b", "v5e:2x4", (2, 4), {})], [
     ("llama-3-8b", "v5e:2x4", (2, 4), {}), ("llama-3-8b", "v5e:2x4", (1, 8), {"algorithm": "prompt-lookup:length=4"}),
@@ -140,6 +143,7 @@ def test_the_largest_batch_is_one_that_fits():
     assert ask(largest).fits and not ask(math.ceil(1.05 * largest)).fits
 
 
+@pytest.mark.wide
 def test_this_machine(monkeypatch):
     here = slice_of("here")
     assert here.count == jax.local_device_count() and 1e8 < here.device.bandwidth < 1e13 and here.device.flops > 1e8

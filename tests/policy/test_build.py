@@ -101,6 +101,7 @@ def test_an_unknown_argument_lists_the_near_ones() -> None:
         build(1, zzz=1.0)
 
 
+@pytest.mark.wide
 def test_other_values_do_not_compile_anew() -> None:
     logits = jnp.zeros((3, 64))
     key = row_keys(3)

@@ -45,6 +45,7 @@ def chi_square(counts: np.ndarray, p: np.ndarray) -> float:
 LIMIT = 51.5
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("settings", [
     dict(temperature=1.0), dict(temperature=0.6), dict(temperature=1.0, top_k=5), dict(temperature=1.3, top_p=0.8),
     dict(temperature=1.0, min_p=0.1, repetition_penalty=1.5), dict(temperature=1.0, typical_p=0.7),
@@ -59,6 +60,7 @@ def test_tokens_are_drawn_as_often_as_the_policy_says(settings: dict) -> None:
     assert chi_square(frequencies(logits, **settings), p / p.sum()) < LIMIT
 
 
+@pytest.mark.wide
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     rng = np.random.default_rng(1)
     for size in (3, 300):

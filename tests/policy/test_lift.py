@@ -181,6 +181,7 @@ def test_a_state_goes_on_where_the_accepted_node_left_it(name: str) -> None:
         np.testing.assert_allclose(moved[b], mu, rtol=1e-4)
 
 
+@pytest.mark.wide
 def test_selected_nodes_and_rows_are_those_of_the_whole() -> None:
     policy = build(BATCH, temperature=[0.7, 1.2], repetition_penalty=[1.2, 1.5], top_p=0.9)
     window, logits = window_and_logits(TREE, seed=5)
@@ -216,6 +217,7 @@ def test_a_canvas_takes_bags_and_refuses_sequences() -> None:
             policy.over(start(policy), window, out_of(logits)).on_canvas(known, window.positions)
 
 
+@pytest.mark.wide
 def test_a_distribution_crosses_an_inner_jit_and_a_branch() -> None:
     """Its head closes over weights that are traced outside, anew in each trace."""
     policy = build(BATCH, temperature=[0.8, 0.0], repetition_penalty=1.3, top_p=0.9, vocab_size=VOCAB)
@@ -242,6 +244,7 @@ def test_a_distribution_crosses_an_inner_jit_and_a_branch() -> None:
         assert plain[0].shape == bare.shape and not np.allclose(plain[0], bare)
 
 
+@pytest.mark.wide
 def test_a_warm_distribution_has_the_probabilities_of_greedy_rows_too() -> None:
     settings = dict(repetition_penalty=1.4, top_k=5, vocab_size=VOCAB)
     window, logits = window_and_logits(TREE, seed=7)
@@ -257,6 +260,7 @@ def test_a_warm_distribution_has_the_probabilities_of_greedy_rows_too() -> None:
         assert (np.isfinite(told([0.0, 0.7], False, **more)[0]).sum(-1) == 1).all()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("nodes", [pytest.param(None, marks=pytest.mark.matrix), [6, 0, 3, 3, 1]],
                          ids=["all nodes", "some"])
 def test_draws_from_a_few_nodes_at_a_time_are_those_from_all_at_once(nodes: list[int] | None,

@@ -78,6 +78,7 @@ def pairs(a: np.ndarray, b: np.ndarray) -> float:
     return float(((table - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.wide
 def test_draws_of_neighbours_are_independent() -> None:
     logits = jnp.zeros(16)
     drawn = np.asarray(tokens(row_keys(400), logits, 500))
@@ -90,6 +91,7 @@ def test_draws_of_neighbours_are_independent() -> None:
     assert pairs(drawn, again) < QUANTILE[225], "other purposes"
 
 
+@pytest.mark.wide
 def test_times_of_neighbouring_ids_are_independent() -> None:
     address = keys.addresses(row_keys(64), jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), (64, 64)), Purpose.TOKEN)
     e = np.asarray(exponentials(address, 256))
@@ -99,6 +101,7 @@ def test_times_of_neighbouring_ids_are_independent() -> None:
         assert pairs(bins[..., :-apart], bins[..., apart:]) < QUANTILE[225], apart
 
 
+@pytest.mark.wide
 def test_the_order_of_arrival_is_a_draw_without_replacement() -> None:
     p = np.array([0.5, 0.3, 0.15, 0.05])
     address = keys.addresses(row_keys(400), jnp.broadcast_to(jnp.arange(500, dtype=jnp.int32), (400, 500)),

@@ -26,6 +26,7 @@ def divergence(x: np.ndarray, y: np.ndarray, a: float) -> np.ndarray:
     return x ** a / (a * (a - 1)) - y ** a / (a * (a - 1)) - y ** (a - 1) / (a - 1) * (x - y)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("alpha", "dual"), often([(1.5, False), (2.0, True)],
                                                   [(a, d) for a in (1.0, 1.2, 1.5, 2.0, 3.0) for d in (False, True)
                                                    if a > 1 or not d]))
@@ -77,6 +78,7 @@ def test_an_end_comes_as_likely_as_its_bound_says() -> None:
         np.testing.assert_allclose(jnp.exp(out), want, rtol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("samples", [8])
 def test_even_samples_are_samples_and_even(samples: int) -> None:
     V, steps, groups = 5, 3, 12_000
@@ -108,6 +110,7 @@ def test_even_samples_are_samples_and_even(samples: int) -> None:
     assert np.abs(np.cov(counts[:, 0])) < 0.5 * samples * p[0, 0] * (1 - p[0, 0])
 
 
+@pytest.mark.wide
 def test_even_samples_are_more_different_and_the_same_with_drafts() -> None:
     options: dict[str, Any] = dict(max_new_tokens=4, temperature=1.0, num_samples=8, eos_token_id=[])
     different: Any = lambda out: np.mean([len({tuple(t) for t in out.tokens[i:i + 8]}) for i in range(0, len(out), 8)])

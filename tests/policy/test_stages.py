@@ -112,6 +112,7 @@ def decoded(algorithm: str, policy: str) -> Any:
     return decode(alg, "toy", prompts(ROWS), base | policies[policy], new=24, top_logprobs=0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", often(["beside a state"], ["tail-free", "function", "beside a state"]))
 def test_speculation_equals_plain_sampling(policy: str) -> None:
     plain, drafted = decoded("plain", policy), decoded("lookup", policy)
@@ -141,6 +142,7 @@ def test_behind_the_temperature_a_greedy_row_keeps_its_token() -> None:
     assert draw(build(2, transforms=[forbids]), logits, row_keys(2)).tolist() == [DEAD_END] * 2
 
 
+@pytest.mark.wide
 def test_a_canvas_is_filled_under_it() -> None:
     tokens = lambda **options: dx.generate(toy.lm(), toy.PROMPTS, max_new_tokens=8, seed=3, **options).tokens
     free, greedy = tokens(temperature=1.0), tokens()

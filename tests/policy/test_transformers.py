@@ -115,6 +115,7 @@ def test_tokens_at_the_beginning_as_in_transformers(prompt: int, length: int, bo
     close(ours, expected)
 
 
+@pytest.mark.wide
 def test_a_whole_chain_equals_transformers_list_in_its_order() -> None:
     logits, ids = random_logits(5, 200), random_histories(5, 200)
     settings = dict(sequence_bias=[[[4], 2.0]], repetition_penalty=1.2, no_repeat_ngram_size=2, bad_words_ids=[[6]],

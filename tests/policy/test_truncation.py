@@ -41,6 +41,7 @@ FORBIDDING: list[Transform] = [
 ]
 
 
+@pytest.mark.wide
 def test_a_threshold_is_exact_at_any_scale() -> None:
     rng = np.random.default_rng(0)
     for scale in (1e-30, 1e-3, 1.0, 1e30):
@@ -57,6 +58,7 @@ def test_no_threshold_is_a_nan_that_removes_nothing() -> None:
         assert np.isnan(search(jnp.full(3, jnp.nan), jnp.ones(3), jnp.float32(0)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.mesh)])
 def test_by_digits_finds_what_halving_does(divided: bool) -> None:
     rng = np.random.default_rng(1)
@@ -138,6 +140,7 @@ def test_mirostat_does_not_hide_a_nan(size: int) -> None:
     assert np.isnan(apply(Mirostat2(rows(1.0), rows(0.1)), logits, states=rows(1.0))[1]).any()
 
 
+@pytest.mark.wide
 def test_neutral_rows_of_a_mixed_batch_are_left_alone() -> None:
     logits = random_logits(2, 200)
     settings = dict(top_k=[5, 0, 7], top_p=[0.5, 1.0, None], min_p=[0.2, 0, None], typical_p=[0.5, 1, None],

@@ -91,6 +91,7 @@ def write(green: GreenList, length: int, bias: float) -> np.ndarray:
     return np.asarray(run(jax.tree.map(lambda x: x[0], green)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", SCHEMES, ids=["lefthash", "selfhash"])
 def test_marked_text_is_detected_and_unmarked_is_not(scheme: dict) -> None:
     green = mark(**scheme)

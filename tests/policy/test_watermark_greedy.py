@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from decodax.autoregressive import Autoregressive
 from decodax.core import drivers
@@ -10,6 +11,7 @@ from decodax.policy import build
 from tests.laws.toy import Toy
 
 
+@pytest.mark.wide
 def test_greedy_rows_are_marked_as_sampled_ones_are():
     toy = Toy(spread=0.2)
     config = dict(greenlist_ratio=0.5, bias=8.0)

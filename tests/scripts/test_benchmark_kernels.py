@@ -8,6 +8,7 @@ import benchmark_kernels
 import pytest
 
 
+@pytest.mark.wide
 def test_every_form_is_timed_and_no_implementation_is_off(monkeypatch: pytest.MonkeyPatch,
                                                           capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--batch 2 --window 2 --heads 4 --kv-heads 2 --width 16 --capacity 256 --live 77 --page 64 "

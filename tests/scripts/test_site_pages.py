@@ -17,6 +17,7 @@ from tests.matrix import often
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.wide
 def test_the_site_builds_without_a_warning(tmp_path):
     """Each page is in the navigation, and no link leads nowhere."""
     done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)], cwd=ROOT,
@@ -42,6 +43,7 @@ def test_pages_say_what_the_registry_does():
 SEARCHES = [(front, entry) for front, table, _ in site_pages._searches().values() for entry in table.values()]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("front", "entry"), often(SEARCHES[:1], SEARCHES), ids=lambda x: getattr(x, "name", x))
 def test_examples_of_searches_run(front, entry, capsys):
     page = site_pages.search_page(front, entry, "explore.md")
@@ -53,12 +55,14 @@ def test_examples_of_searches_run(front, entry, capsys):
 SOME = ["autoregressive", "prompt-lookup", "llada"]
 
 
+@pytest.mark.wide(but=("autoregressive",))
 @pytest.mark.parametrize("name", often(SOME, list(SYSTEMS)))
 def test_examples_run(name, capsys):
     exec(compile(site_pages.example(SYSTEMS[name]), name, "exec", dont_inherit=True), {})
     assert re.search(r"\d+\.\d+\n$", capsys.readouterr().out)
 
 
+@pytest.mark.wide
 def test_the_notebook_runs(tmp_path):
     import nbformat
     from nbclient import NotebookClient

@@ -61,6 +61,7 @@ def test_a_run_leaves_a_model_that_searches_run_on(tmp_path: Path, capsys: pytes
     assert picture.stat().st_size > 1000 and len(json.loads(figures.read_text())) == 2 * len(METHODS) - 2
 
 
+@pytest.mark.wide
 def test_the_shipped_model_errs_now_and_then() -> None:
     lm, asked = dx.load("sums"), sums.problems(24, 4, seed=5)
     out = dx.generate(lm, [p.prompt for p in asked], max_new_tokens=40)

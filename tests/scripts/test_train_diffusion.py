@@ -95,6 +95,7 @@ def test_masked_diffusion_is_the_loss_of_llada(params, batch, logits_of):
     assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
 
 
+@pytest.mark.wide
 def test_block_diffusion_scores_each_noisy_block_behind_clean_ones(params, batch, logits_of):
     """Block by block, without the clean text behind the noisy one."""
     key = jax.random.key(4)
@@ -114,6 +115,7 @@ def test_block_diffusion_scores_each_noisy_block_behind_clean_ones(params, batch
     assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
 
 
+@pytest.mark.wide
 def test_prompts_apart_do_not_see_their_answers(params, batch, logits_of):
     key = jax.random.key(3)
     noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, FULL))
@@ -130,6 +132,7 @@ def test_prompts_apart_do_not_see_their_answers(params, batch, logits_of):
     assert len({none, half, float(loss)}) == 3
 
 
+@pytest.mark.wide
 def test_only_answers_are_masked_and_levels_are_stratified(batch):
     levels = np.asarray(dt.noise_levels(jax.random.key(0), 8, 3))
     assert levels.shape == (8, 3) and levels.min() >= dt.LEAST and levels.max() <= 1
@@ -198,6 +201,7 @@ def test_a_bound_per_byte_of_equal_chances_is_known():
     assert got == pytest.approx(math.log2(8) / 2, rel=0.05)
 
 
+@pytest.mark.wide(but=("4",))
 @pytest.mark.parametrize("span", [16, 4])
 def test_extremely_greedy_rollouts_follow_their_loop(params, span):
     found = [p for task in ("copy", "add", "sudoku") for p in problems.problems(task, 2, held=False)]
@@ -227,6 +231,7 @@ def test_extremely_greedy_rollouts_follow_their_loop(params, span):
         np.testing.assert_array_equal(final[:len(steps)], [r for _, r in steps])
 
 
+@pytest.mark.wide
 def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
     second, steps = replace(options, output=tmp_path), list[int]()
 
@@ -303,6 +308,7 @@ def test_a_card_tells_of_all_training(run, options, tmp_path):
     assert facts["command"].splitlines()[0] == before["command"] and "--apart 0.5" in facts["command"].splitlines()[1]
 
 
+@pytest.mark.wide
 def test_text_starts_from_an_autoregressive_model_with_a_mask_added(tmp_path):
     corpus = tmp_path / "corpus"
     shutil.copytree(Path(sysconfig.get_path("stdlib")) / "asyncio", corpus / "asyncio")
@@ -329,6 +335,7 @@ def test_every_row_of_a_fixed_set_comes_once_an_epoch():
     np.testing.assert_array_equal(chosen[3], chosen[3])
 
 
+@pytest.mark.wide
 def test_muon_moves_kernels_by_orthogonal_steps_of_adams_size(params):
     grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape) * 1e-3, params)
     tx = dt.muon(0.0)

@@ -17,6 +17,7 @@ import decodax as dx
 SMALL = Options(problems=4, group=4, numbers=3, updates=2, held_out=4, rate=1e-4)
 
 
+@pytest.mark.wide(but=("None",))
 @pytest.mark.parametrize("lora", [None, 2])
 def test_ratios_are_one_and_later_steps_compile_nothing(lora):
     trainer = Trainer(Options(**{**vars(SMALL), "lora": lora}))
@@ -44,6 +45,7 @@ def test_rewards_rise_on_problems_seen_again(monkeypatch):
 random_of = train_grpo.random.Random
 
 
+@pytest.mark.wide
 def test_what_is_exported_decodes_the_same(tmp_path):
     for lora in (None, 2):
         trainer = train_grpo.train(Options(**{**vars(SMALL), "steps": 1, "lora": lora, "export": tmp_path / str(lora)}),
@@ -55,6 +57,7 @@ def test_what_is_exported_decodes_the_same(tmp_path):
     assert json.loads((tmp_path / "2" / "adapter_config.json").read_text())["r"] == 2
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_on_a_mesh():
     trainer = Trainer(Options(**{**vars(SMALL), "problems": 8, "mesh": "2x2"}))

@@ -177,6 +177,7 @@ def test_the_command_in_the_card_repeats_a_run_with_a_time_budget(options, tmp_p
     assert same(train_lm.train(again, console=QUIET).params, first.params)
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_a_mesh_trains_as_one_device_does(run, options, tmp_path):
     if jax.device_count() < 4:
@@ -217,6 +218,7 @@ def test_bfloat16_trains_too(options, tmp_path):
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.wide
 def test_the_export_gives_the_same_logits_in_decodax_and_transformers(run, options):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

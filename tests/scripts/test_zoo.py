@@ -84,6 +84,7 @@ def test_draft_and_target_speak_one_vocabulary():
     assert all(other == first for other in rest)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", AUTOREGRESSIVE)
 def test_held_out_bits_per_byte_are_near_the_card(name, kept):
     """On six held-out files; other versions of Python have other files, hence the wide margin."""

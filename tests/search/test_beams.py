@@ -74,6 +74,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("beams")
 
 
+@pytest.mark.wide(but=("3-False-2",))
 @pytest.mark.parametrize(("width", "early", "ends"), often(
     [(3, False, 2), (2, "never", 1)], itertools.product((2, 3, 5), (False, True, "never"), (1, 2))))
 def test_beams_are_those_of_transformers(directory: Path, width: int, early: Any, ends: int) -> None:
@@ -96,6 +97,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "together": dict(no_repeat_ngram_size=3, repetition_penalty=1.2, renormalize_logits=True)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["together"], POLICIES))
 @pytest.mark.parametrize("early", often([False], [False, True, "never"]))
 def test_policies_act_as_in_transformers(directory: Path, name: str, early: Any) -> None:
@@ -104,6 +106,7 @@ def test_policies_act_as_in_transformers(directory: Path, name: str, early: Any)
                               early_stopping=early, max_new_tokens=NEW, eos_token_id=[4, 13], **POLICIES[name])
 
 
+@pytest.mark.wide
 def test_a_generation_config_asks_for_beams() -> None:
     config = dict(num_beams=3, num_return_sequences=2, length_penalty=0.5, early_stopping=True, eos_token_id=4,
                   bad_words_ids=[[12]], max_new_tokens=NEW)
@@ -237,6 +240,7 @@ DRAFTS: dict[str, Any] = {
     "lookup": drafts.PromptLookup(4), "itself": lambda: drafts.DraftModel(lm()), "recycling": drafts.TokenRecycling()}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["itself"], DRAFTS))
 @pytest.mark.parametrize("options", often([0], [0, 1, 2]))
 def test_drafted_beams_are_the_plain_ones(name: str, options: int) -> None:
@@ -284,6 +288,7 @@ def test_caches_fork(cache: str) -> None:
     np.testing.assert_allclose(found.findings["score"], plain.findings["score"], atol=1e-5)
 
 
+@pytest.mark.wide
 def test_texts_that_are_not_there_say_so() -> None:
     out = dx.generate(small(), [[1, 3]], max_new_tokens=1, num_beams=8, num_samples=8)
     assert sorted(out.row(i).tolist() for i in range(SMALL)) == [[t] for t in range(SMALL)]

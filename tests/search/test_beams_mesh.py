@@ -27,6 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "a constraint": dict(temperature=1.0, json_schema={"type": "array", "items": {"type": "boolean"}})}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "way"), often([(AxisType.Explicit, "beams under a constraint")], [
     (kind, way) for kind in list(AxisType)[:2] for way in WAYS]))
 def test_a_mesh_gives_the_texts_of_one_device(tiny_model: Path, kind: AxisType, way: str) -> None:
@@ -46,6 +47,7 @@ def ends_in_a(prompt: Any, texts: Any) -> list[float]:
     return [0.9 if text.endswith(("a", "e")) else 0.3 for text in texts]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", often([AxisType.Auto], list(AxisType)[:2]))
 def test_searches_over_steps_on_a_mesh(tiny_model: Path, kind: AxisType) -> None:
     alone = dx.load(tiny_model)

@@ -34,6 +34,7 @@ def net(layers: int = 2, seed: int = 1, tied: bool = False) -> dx.LM:
     return dx.LM(model=network, params=weights, vocab_size=24, generation_config={"eos_token_id": 4})
 
 
+@pytest.mark.wide(but=("4-1.0",))
 @pytest.mark.parametrize(("k", "penalty"), often([(4, 1.0), (2, 1.5)], [(k, r) for k in (2, 4, 7) for r in (1.0, 1.5)]))
 def test_contrastive_search_is_that_of_transformers(k: int, penalty: float) -> None:
     for alpha in (0.3, 0.6, 0.9):
@@ -43,6 +44,7 @@ def test_contrastive_search_is_that_of_transformers(k: int, penalty: float) -> N
         assert [out.row(i).tolist() for i in range(len(cases))] == [c[4] for c in cases]
 
 
+@pytest.mark.wide
 def test_a_token_of_contrastive_search_takes_one_forward() -> None:
     out = dx.generate(net(), PROMPTS[0], penalty_alpha=0.6, max_new_tokens=8, min_new_tokens=8)
     assert out.stats.forwards == 9              # the first round looks behind the prompt alone
@@ -69,6 +71,7 @@ def test_dola_is_that_of_transformers(tied: bool) -> None:
             assert out.row(0).tolist() == case[3]
 
 
+@pytest.mark.wide
 def test_dola_goes_with_every_method() -> None:
     lm = dola(net(6, 2), "low", distance="jensen-shannon")
     assert isinstance(lm.model, DoLa) and lm.model.layers == (0, 2)
@@ -107,6 +110,7 @@ def test_contrastive_decoding_by_its_definition(beta: float | None) -> None:
     assert np.array_equal(out.tokens, drafted.tokens)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("k", "n"), often([(3, 3)], [(k, n) for k in (3, 6) for n in (2, 3, 4)]))
 def test_simple_decoding_is_that_of_its_authors(k: int, n: int) -> None:
     for alpha in (0.3, 0.5, 0.7):
@@ -133,6 +137,7 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> 
         dx.generate(net(), PROMPTS, **given)
 
 
+@pytest.mark.wide
 def test_candidates_do_not_depend_on_batch_mates() -> None:
     together = dx.generate(net(), PROMPTS, algorithm=ContrastiveSearch(16, 0.5, 3), max_new_tokens=10)
     for i, prompt in enumerate(PROMPTS):

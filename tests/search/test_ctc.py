@@ -61,6 +61,7 @@ def test_places_that_are_left_over_hold_nothing() -> None:
         assert out.tokens[0].tolist() == [[1, -1]] + [[-1, -1]] * (width - 1)
 
 
+@pytest.mark.wide
 def test_a_narrow_beam_finds_part_of_it_and_greedy_alignments_less() -> None:
     logits = np.random.default_rng(2).normal(size=(40, T, V))
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -30,6 +30,7 @@ def allowed(ids: list[int]) -> bool:
     return ids[0] != 3 and not any(a == b == 1 for a, b in itertools.pairwise(ids))
 
 
+@pytest.mark.wide(but=("awrs",))
 @pytest.mark.parametrize("name", often(["beam-search", "awrs"], NAMES))
 def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
     options = OPTIONS.get(name, {})
@@ -49,6 +50,7 @@ def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
         assert np.array_equal(text.tokens, together.tokens)
 
 
+@pytest.mark.wide
 def test_weights_are_the_allowed_probability_on_average() -> None:
     prompt, count = (1, 2), 4000
     out = dx.generate(tiny(), [list(prompt)], algorithm=AWRS(allowed), num_samples=count, temperature=1.0,
@@ -68,6 +70,7 @@ def test_weights_are_the_allowed_probability_on_average() -> None:
     assert (calls >= 2).all() and calls.mean() < NEW * V * 0.8          # far from the whole vocabulary each time
 
 
+@pytest.mark.wide
 def test_stochastic_beams_draw_without_replacement() -> None:
     prompt, count = (1, 2), 4000
     out = dx.generate(tiny(), [list(prompt)] * count, algorithm=StochasticBeams(2), temperature=1.0, max_new_tokens=3)
@@ -95,6 +98,7 @@ def test_stochastic_beams_draw_without_replacement() -> None:
     np.testing.assert_allclose(np.exp(out.findings["log_prob"][:50]), chances, rtol=1e-4)
 
 
+@pytest.mark.wide
 def test_more_draws_than_texts_and_broken_logits() -> None:
     out = dx.generate(tiny(), [[1, 2]], algorithm=StochasticBeams(9), temperature=1.0, max_new_tokens=1)
     assert sorted(out.row(i).tolist() for i in range(5)) == [[t] for t in range(V)]
@@ -121,6 +125,7 @@ def test_one_token_by_complete_enumeration() -> None:
         np.testing.assert_allclose(mean, np.where(ok, p, 0), atol=1e-9)
 
 
+@pytest.mark.wide
 def test_what_the_check_says_holds_in_every_case() -> None:
     greedy = dx.generate(tiny(), [[1, 2]], algorithm=AWRS(allowed), max_new_tokens=NEW)
     banned = dx.generate(tiny(), [[1, 2]], bad_words_ids=[[1, 1]], begin_suppress_tokens=[3], max_new_tokens=NEW)

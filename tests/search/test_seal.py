@@ -40,6 +40,7 @@ def within(text: tuple[int, ...], documents: Any) -> bool:
     return any(tuple(d[i:i + len(text)]) == text for d in documents for i in range(len(d) - len(text) + 1))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "width"), often([("ends", 4)], [(kind, k) for kind in KINDS for k in (2, 4)]))
 def test_ngrams_are_those_of_the_authors(kind: str, width: int) -> None:
     """In their order, with their log-probabilities."""
@@ -78,6 +79,7 @@ def test_documents_score_as_by_the_authors(case: int) -> None:
 TEXTS = [[1, 3, 4, 1, 3], [0, 4, 2], [5, 5, 5, 3, 1, 4, 2]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("penalty", often([1.0], [0.0, 1.0]))
 def test_wide_enough_they_find_the_best_of_all_texts_of_the_corpus(penalty: float) -> None:
     new, prompts, count = 4, [(1, 3, 4), (5,)], 8

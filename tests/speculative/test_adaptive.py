@@ -102,6 +102,7 @@ def test_unrepeating_text_is_decoded_plainly():
     assert np.asarray(s.stats.drafted).sum() <= 8       # against up to 4 x 48 x 4
 
 
+@pytest.mark.wide
 def test_arms_of_any_size_never_share_noise():
     """`Block` throws drafts away whose values decided what came before them: a position that is drafted again in
     another round, at another depth and by another arm, must get other noise."""

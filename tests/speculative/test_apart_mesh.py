@@ -86,6 +86,7 @@ def equal(s, one):
     assert np.array_equal(s.status, one.status)
 
 
+@pytest.mark.wide
 def test_halves_exchange_tokens_alone_and_give_those_of_one_device():
     mesh = halves(4, 1)
     alg, params, chain, s = begun("pearl", "sampled", mesh)

@@ -23,6 +23,7 @@ NETWORK, WEIGHTS = cases.model("llama")
 ALG = Speculative(DraftExit(LayerSkip(NETWORK, skip_mlp=(1,)), 4, gamma=0.1, epsilon=0.2))
 
 
+@pytest.mark.wide
 def test_the_threshold_follows_the_acceptance():
     """The authors' update (`decoding.py` of dilab-zju/self-speculative-decoding), worked out beside three rounds."""
     network, params, chain, s = cases.start(ALG, "llama", prompts(5), dict(temperature=0.9), new=16)
@@ -42,6 +43,7 @@ def test_the_threshold_follows_the_acceptance():
     assert len(lengths) > 1
 
 
+@pytest.mark.wide
 def test_a_chain_ends_after_the_doubtful_draft():
     _, params, chain, s = cases.start(ALG, "llama", prompts(5), dict(temperature=0.9), new=16)
     window = jax.jit(lambda s: ALG.propose(params, chain, s)[0])(s)

@@ -29,6 +29,7 @@ def test_the_length_of_the_match_decides_and_not_that_of_the_draft():
     assert paths(p, 2) == [(2,), (3,), (2, 3)]
 
 
+@pytest.mark.wide
 def test_a_draft_model_never_takes_the_texts_drafts_for_its_own():
     network, weights = model("sliding")
     alg = Speculative(Fallback(PromptLookup(4), DraftModel(network), at_least=2, shape=Chain(3)), SeedExact())

@@ -73,6 +73,7 @@ def transcription(policy: str, row: int, blocks: list[int]) -> tuple[list[int], 
     return text[len(IDS[row]):], iterations
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("draft", "blocks", "policy"), [
     (PJ(NEW, fill=PAD), [NEW], "greedy"), (PJ(NEW, fill=PAD), [NEW], "sampled"),
     pytest.param(PGJ(4, fill=PAD), [4, 4, 4], "greedy", marks=pytest.mark.matrix),
@@ -145,6 +146,7 @@ def test_sjd_with_rejection_draws_from_the_target_and_a_wrong_q_shows(kind):
     assert 0 < s.stats.accepted.sum() < s.stats.drafted.sum()
 
 
+@pytest.mark.wide
 def test_sjd_drafts_from_the_last_conditionals():
     """A draft's q is the target's distribution in the last round, behind the draft that was rejected."""
     draft = SJD(VOCABULARY, 3, top=4)
@@ -204,6 +206,7 @@ def test_the_pool_offers_live_ngrams_of_the_newest_token_as_a_tree():
     assert pool[0, 1].tolist() == [[1, 2, 4], [1, 2, 3], [1, 7, 7]]
 
 
+@pytest.mark.wide
 def test_lookahead_harvests_what_a_rerun_by_hand_harvests():
     W, N, G = 3, 4, 2
     alg = Speculative(Lookahead(W, N, G, buckets=VOCABULARY))

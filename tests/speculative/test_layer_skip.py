@@ -144,6 +144,7 @@ def clasp_by_hand(run: Any, h: list[np.ndarray], skips: int) -> list[bool]:
     return list(cells[len(h) - 1, skips][1])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("skips", often([3], [1, 3, 6]))
 def test_the_skip_set_is_that_of_the_papers_recursion(skips: int) -> None:
     rng = np.random.default_rng(skips)
@@ -179,6 +180,7 @@ def test_clasp_skips_the_layer_that_does_nothing(deep: Any) -> None:
     assert (np.asarray(s.stats.accepted) == 3 * np.asarray(s.stats.rounds)).all()
 
 
+@pytest.mark.wide
 def test_clasp_searches_every_so_many_rounds(deep: Any) -> None:
     network, params, chain, s = cases.start(CLASP, "deep", prompts(5), POLICY, eos=[1])
     waits, sets = [], []
@@ -193,6 +195,7 @@ def test_clasp_searches_every_so_many_rounds(deep: Any) -> None:
 EXIT = Speculative(DynamicExit(DEEP, most=3, decay=0.5))
 
 
+@pytest.mark.wide
 def test_dynamic_exit_equals_plain_decoding(deep: Any) -> None:
     assert texts(decode(EXIT, "deep", prompts(5), POLICY, eos=[1])) == plain_deep()
 
@@ -283,6 +286,7 @@ def test_the_nearest_anchor_decides_for_each_row() -> None:
     assert texts(s) == plain()
 
 
+@pytest.mark.wide
 def test_anchors_are_fitted_to_what_a_domain_can_miss() -> None:
     layers = DEEP_WEIGHTS["layers"] | {"2": jax.tree.map(jnp.zeros_like, DEEP_WEIGHTS["layers"]["2"])}
     domains = [[[1, 2, 3, 4], list(range(14)), [9, 9]], [[7, 8, 7, 8, 7, 1, 2, 5]]]

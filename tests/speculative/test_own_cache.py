@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {      # the method, the cache that is 
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", often(["a tree", "triforce"], CASES))
 def test_drafts_on_another_cache_give_the_tokens_of_plain_decoding(case: str) -> None:
     method, asked, held = CASES[case]
@@ -51,6 +52,7 @@ def test_drafts_on_another_cache_give_the_tokens_of_plain_decoding(case: str) ->
     assert drafted.stats.accepted.sum() > 10
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("case", "negative"), often([("snapkv", True)], [
     (case, negative) for case in ("snapkv", "a ring", "triforce", "quantspec") for negative in (True, False)]))
 def test_drafts_under_guidance_give_the_tokens_of_plain_decoding_under_it(case: str, negative: bool) -> None:

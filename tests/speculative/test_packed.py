@@ -41,6 +41,7 @@ def scored(sizes: tuple[int, ...] | None, bounded: bool, counts: tuple[int, ...]
     return run(DEEP.params, DEEP.model.init_cache(ROWS, 16), jnp.array(counts, jnp.int32))
 
 
+@pytest.mark.wide(but=("sizes5-True-counts5",))
 @pytest.mark.parametrize(("sizes", "bounded", "counts"), [
     ((8, 16), False, (3, 0, 1, 2, 2)),      # as many as the first size
     ((8, 16), False, (3, 1, 1, 2, 2)),      # one more
@@ -79,6 +80,7 @@ METHODS: dict[str, Any] = {
     "tree": lambda: dataclasses.replace(dx.system("token-recycling"), packed=True)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", often(["lookup"], METHODS))
 def test_packed_rounds_are_those_of_whole_windows(case: str) -> None:
     """Their tokens, and how many rounds they take; in a batch whose rows end one after the other."""

@@ -1,6 +1,7 @@
 """Rules that keep no distribution: what each accepts, by example."""
 
 import numpy as np
+import pytest
 
 from decodax.speculative.shapes import Chain, Fixed
 from decodax.speculative.verify import Distance, SpecVerification, TopKAcceptance, TypicalAcceptance
@@ -28,6 +29,7 @@ def test_typical_asks_less_of_a_flat_distribution():
     assert chained(TypicalAcceptance(), [0, 3], [SHARP, FLAT, SHARP], temperature=0) == ([0, 0], 1)   # greedy decoding
 
 
+@pytest.mark.wide
 def test_top_k_takes_ranks_and_margin_also_asks_for_a_log_probability():
     p = [[0.5, 0.3, 0.15, 0.05], [0.1, 0.6, 0.2, 0.1], [0.2, 0.2, 0.2, 0.4]]
     rule = SpecVerification(beta=2, tau=1.0)

@@ -145,6 +145,7 @@ def plain():
     return dx.generate(target(), TEXTS, **MIXED)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("how", "kind"), often(
     [("text", "sentencepiece")], [("text", "sentencepiece"), ("text", "unigram"), ("tree", "sentencepiece")]))
 def test_the_output_is_plain_decodings(how, kind):
@@ -317,6 +318,7 @@ def test_the_distribution_on_common_tokens_is_the_targets(case):
     assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("verify", often([Rejection()], [SeedExact(), Rejection(), MultiRound()]))
 def test_a_policy_that_forbids_all_common_tokens(verify):
     """Then the draft has nothing to say, and the target goes on alone."""

@@ -191,6 +191,7 @@ def heap(p, newest, nodes, depth, fanout, threshold=0.0):
     return tree
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", [DySpec(nodes=10, length=4, fanout=5), DySpec(12, 4, 5, threshold=0.25)])
 def test_dyspec_by_layers_is_the_heaps_tree(shape):
     p, _ = grow(shape)
@@ -205,6 +206,7 @@ SAMPLED = [DySpec(nodes=8, length=3, fanout=4), StochasticBeam(3, 3), CaPE(3, ((
            ConfidenceChain(4, 0.15), RiskThreshold(4, 0.8), Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", often([*SAMPLED[:3], SAMPLED[-1]], SAMPLED), ids=lambda s: type(s).__name__)
 def test_what_is_reported_is_what_children_were_drawn_from(shape):
     p, nodes = grow(shape, temperature=0.7)
@@ -307,6 +309,7 @@ def test_a_threshold_ends_the_chain_after_the_first_doubtful_draft():
         assert (nodes[0] >= 0).sum() == max(counts) - 1         # drafting ended with the longest row
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("least", "predictor", "depths"), [(0.0, probability, {4}), (0.15, probability, {2, 3}),
                                                             (0.3, ByEntropy(0.5), {2, 3}), (1.0, probability, {1})])
 def test_a_sliced_tree_is_the_trees_first_levels(least, predictor, depths):
@@ -386,6 +389,7 @@ class OneAhead(Table):
         return 6 * right + jnp.where(depth % 2, 9, 3) * wrong
 
 
+@pytest.mark.wide
 def test_a_fitted_tree_holds_the_positions_that_were_accepted():
     eye = jnp.eye(VOCABULARY)
     counts_up = dict(embed=eye, mix=0 * eye, place=jnp.zeros((64, VOCABULARY)), head=jnp.roll(eye, 1, 1) * 50)
@@ -445,6 +449,7 @@ def plain():
     return texts(decode(Autoregressive(), "toy", prompts(5), MIXED, eos=[1]))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", often(EXACT[2:3], EXACT), ids=lambda s: type(s).__name__)
 def test_with_seed_exact_the_output_is_plain_decodings(shape):
     """Greedy, sampled, truncated and penalised rows in one batch."""
@@ -476,6 +481,7 @@ DRAWN = [(DySpec(nodes=5, length=2, fanout=3), MultiRound(), True), (StochasticB
          (Sliced(Fixed.balanced(2, 2), 0.4), MultiRound(), True)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("shape", "verify", "exact"), often(DRAWN[2:3], DRAWN), ids=lambda x: type(x).__name__)
 def test_sampled_trees_keep_the_targets_distribution(shape, verify, exact):
     """And a tree that prunes draws by their own probability does not: the test sees it, in the first two tokens."""

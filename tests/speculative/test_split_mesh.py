@@ -124,6 +124,7 @@ def test_a_round_is_as_long_as_the_costs_of_verifying_say() -> None:
     assert texts(s) == texts(single(Autoregressive(), "greedy")) and chosen == (0,) * 16
 
 
+@pytest.mark.wide
 def test_costs_are_measured_while_the_text_is_written() -> None:
     here, there = both()
     split = Split(DraftModel(NETWORK), lengths=(0, 3))

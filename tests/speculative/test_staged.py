@@ -46,6 +46,7 @@ def run(alg, weights, temperature=0.9):
     return counts, len(CALLS)
 
 
+@pytest.mark.wide
 def test_the_trunk_is_the_draft_models_chain_in_fewer_forwards():
     small = DraftModel(Successor())
     plain, forwards = run(Speculative(small, shape=Chain(6)), jnp.zeros(()))

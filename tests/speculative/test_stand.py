@@ -31,11 +31,13 @@ def said(share, params=NONE):
     return [int(row.argmax()) if np.isfinite(row).sum() == 1 else -1 for row in logits]
 
 
+@pytest.mark.wide
 def test_rows_of_one_prompt_share_what_they_have_seen():
     assert said(share=False) == [-1, -1, -1]                # no token behind "3", "4" or "5" in a row's own text
     assert said(share=True) == [-1, 3, -1]                  # row 0 knows what follows "2 3"; row 2 shares with nobody
 
 
+@pytest.mark.wide
 def test_a_samples_own_text_counts_as_the_latest():
     draft = Stand(6, order=1, k=1, places=1, share=True)
     s = rows([1, 2, 1], [1, 2, 1], size=4, prompt=[1, 1])
@@ -50,6 +52,7 @@ ALG = Speculative(Stand(VOCABULARY, order=2, k=4), shape=Fixed.of([[0], [1], [0,
 SAMPLED = dict(temperature=0.7)
 
 
+@pytest.mark.wide
 def test_a_warm_table_drafts_from_the_first_round_on_and_changes_no_token():
     cold = decode(ALG, "toy", IDS, SAMPLED, new=20, eos=[])
     memory = remember(cold)

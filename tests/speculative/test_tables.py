@@ -95,6 +95,7 @@ NEED_Q = [Speculative(NGramModel(VOCABULARY, order=3), Rejection(), Chain(3)),
           Speculative(Stand(VOCABULARY, k=6), MultiRound(), Fixed.balanced(2, 2))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("alg", often(NEED_Q[:1], NEED_Q))
 def test_a_sources_q_goes_with_the_verifiers_that_need_it(alg):
     s = decode(alg, "toy", prompts(6), POLICIES["sampled"])
@@ -209,6 +210,7 @@ def test_the_ngram_model_is_witten_and_bells():
     assert np.allclose(np.exp(logits), p, atol=1e-6) and np.isclose(sum(p), 1)
 
 
+@pytest.mark.wide
 def test_stand_averages_the_targets_distributions_behind_the_longest_ngram():
     V, text = 6, [1, 2, 3, 1, 2, 4, 2, 1, 2]
     draft = Stand(V, order=2, k=3)
@@ -280,6 +282,7 @@ def search(table, pair, nodes, depth, explore):
     return made
 
 
+@pytest.mark.wide
 def test_the_tree_is_that_of_a_puct_search():
     draw = np.random.default_rng(7)
     text = draw.choice(4, 39, p=[0.5, 0.25, 0.15, 0.1]).tolist()

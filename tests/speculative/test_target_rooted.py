@@ -65,6 +65,7 @@ def transcribed(text, new):
 IDS = prompts(6, longest=10)
 
 
+@pytest.mark.wide
 def test_the_method_equals_a_plain_transcription():
     s = decode(ALGORITHM, "toy", IDS, {}, new=24)
     lengths, depths = set(), set()

@@ -90,6 +90,7 @@ def test_the_corpus_search_finds_the_longest_match():
         assert drafted in ([after[:4]] if own >= there else [x[:4] for x in options])
 
 
+@pytest.mark.wide
 def test_the_texts_own_match_wins_unless_the_corpus_has_a_longer_one_by_the_bias():
     text = [1, 2, 3, 9, 2, 3]             # "2 3" in the text, "9 2 3" in the corpus
     corpus = ((5, 9, 2, 3, 4, 4),)
@@ -97,6 +98,7 @@ def test_the_texts_own_match_wins_unless_the_corpus_has_a_longer_one_by_the_bias
     assert chains(propose(SuffixAutomaton(corpus=corpus, bias=1), rows(text))) == [[9, 2, 3]]
 
 
+@pytest.mark.wide
 def test_a_corpus_is_the_same_as_data_and_as_constant():
     draft = SuffixAutomaton(corpus=CORPUS, bias=0)
     bare = draft.bare()

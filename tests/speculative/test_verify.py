@@ -330,6 +330,7 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(case, dead):
     assert 0.2 < accepted.mean() < 1.9
 
 
+@pytest.mark.wide
 def test_a_single_child_makes_multi_round_and_k_seq_plain_rejection():
     draw = np.random.default_rng(7)
     P, Q = simplex(draw, 2, V, V)

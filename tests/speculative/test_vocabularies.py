@@ -54,6 +54,7 @@ TAKES = [n for n, e in SYSTEMS.items() if e.drafts and e.needs == "a draft model
 FEW = [("staged", SIZES[1])]          # a smaller one is that of the distribution above
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "size"), often(FEW, itertools.product(TAKES, SIZES)))
 def test_every_system_with_a_draft_model_keeps_its_guarantee(name, size):
     s = decode(system(name, lm("llama"), padded(size)), "llama")

@@ -20,6 +20,7 @@ def rows(forks: Forks) -> list[list[int]]:
     return [forks.tokens(p, i) for p in range(len(forks)) for i in range(forks.n)]
 
 
+@pytest.mark.wide(but=("autoregressive",))
 @pytest.mark.parametrize("algorithm", ["autoregressive", "prompt-lookup:length=3"])
 def test_steps_make_the_text_that_is_made_at_once(algorithm: str) -> None:
     whole = dx.generate(net(), PROMPTS, num_samples=2, algorithm=algorithm, logprobs=0, **OPTIONS)
@@ -36,6 +37,7 @@ def test_steps_make_the_text_that_is_made_at_once(algorithm: str) -> None:
     assert np.array_equal(forks.result().tokens, whole.tokens)
 
 
+@pytest.mark.wide
 def test_steps_end_at_delimiters_and_texts_at_stop_strings() -> None:
     lm = worded("llama")
     prompts = ["abcd", "hgh"]
@@ -53,6 +55,7 @@ def test_steps_end_at_delimiters_and_texts_at_stop_strings() -> None:
     assert rows(whole_again) == rows(forks)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cache", [None, "paged"])
 def test_a_copy_goes_on_from_where_its_parent_was_and_draws_for_itself(cache: str | None) -> None:
     forks = Forks.begin(net(), PROMPTS, 4, step_tokens=4, cache=cache, **{**OPTIONS, "min_new_tokens": 12})
@@ -76,6 +79,7 @@ def test_a_copy_goes_on_from_where_its_parent_was_and_draws_for_itself(cache: st
     np.testing.assert_allclose(forks.log_probs().reshape(-1), [x.sum() for x in scores.logprobs], rtol=1e-4)
 
 
+@pytest.mark.wide
 def test_a_prompt_forks_alike_beside_others() -> None:
     def forked(which: list[int]) -> list[list[int]]:
         forks = Forks.begin(net(), [PROMPTS[i] for i in which], 2, step_tokens=3, request_ids=which, **OPTIONS)
@@ -88,6 +92,7 @@ def test_a_prompt_forks_alike_beside_others() -> None:
     assert forked([1]) == together[2:4] and forked([2, 0]) == together[4:6] + together[:2]
 
 
+@pytest.mark.wide
 def test_what_is_fed_counts_as_text() -> None:
     greedy = dict(max_new_tokens=16, min_new_tokens=16)
     forks = Forks.begin(net(), PROMPTS, 1, step_tokens=4, **greedy)

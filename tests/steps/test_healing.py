@@ -37,6 +37,7 @@ def test_covers_are_all_ways_to_write_a_text() -> None:
     assert found == every and (1, 7) in every and (4,) in every
 
 
+@pytest.mark.wide
 def test_bytes_have_the_sum_of_all_ways_to_write_them() -> None:
     """Against enumeration: of all texts of three tokens those that begin with the bytes."""
     lm = worded("llama")

@@ -36,6 +36,7 @@ def test_a_result_stands_behind_its_call_and_is_read() -> None:
     assert out.fed == sum(len(lm.tokenizer.encode(t, add_special_tokens=False)) for t in ("hg", "hgfa")) * 2
 
 
+@pytest.mark.wide
 def test_thoughts_that_repeat_are_ended_once() -> None:
     lm, asked = worded("llama"), []
 
@@ -51,6 +52,7 @@ def test_thoughts_that_repeat_are_ended_once() -> None:
     assert free.text == dx.generate(lm, ["abcd"], **OPTIONS).text
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("draft", ["llama", "sliding"])
 def test_steps_drafted_and_compared_word_for_word_are_the_targets_own(draft: str) -> None:
     lm, prompts = worded("llama"), ["abcd", "hgh"]
@@ -65,6 +67,7 @@ def test_steps_drafted_and_compared_word_for_word_are_the_targets_own(draft: str
     assert sum(looser.accepted) >= sum(looser.steps) // 2
 
 
+@pytest.mark.wide
 def test_chunks_stand_by_their_rank() -> None:
     lm, small, prompts = worded("llama"), worded("toy"), ["abcd", "hgh", "cab"]
     every = steps.atts(lm, small, prompts, step_tokens=3, cut=1.0, **OPTIONS)

@@ -18,6 +18,7 @@ from tests.laws.test_systems import lm as worded
 SHORT: dict[str, Any] = dict(max_new_tokens=8, min_new_tokens=8)
 
 
+@pytest.mark.wide
 def test_rows_write_by_the_mean_of_their_logits() -> None:
     lm = worded("llama")
     template = lambda prompt, answer: prompt + answer
@@ -46,6 +47,7 @@ def test_rows_write_by_the_mean_of_their_logits() -> None:
         steps.integrate(lm, ["h"], 2, samples=[["a"]], **SHORT)
 
 
+@pytest.mark.wide
 def test_exemplars_differ_and_answers_are_summed_up() -> None:
     lm, seen = worded("llama"), []
 
@@ -83,6 +85,7 @@ def test_items_are_asked_in_other_orders_until_they_are_sure() -> None:
     assert out.answers[3] is None and out.answers[1] is False and out.votes[1] == (2, 2)
 
 
+@pytest.mark.wide
 def test_a_sketch_stands_in_the_prompt() -> None:
     lm = worded("llama")
     out = steps.sketch_guided(lm, ["ab", "cd"], lambda prompt: prompt[::-1], ask=lambda p, s: p + s,

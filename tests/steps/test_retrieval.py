@@ -19,6 +19,7 @@ def retrieve(prompt: Any, text: str) -> str | None:
     return "ab"
 
 
+@pytest.mark.wide
 def test_the_chain_stands_behind_which_nothing_was_found_is_least_likely() -> None:
     search = steps.CoRAG(retrieve, n=4, rounds=2, last="cc", nothing="dh")
     out = steps.explore(worded("llama"), PROMPTS, search, **OPTIONS)
@@ -38,6 +39,7 @@ def test_the_chain_stands_behind_which_nothing_was_found_is_least_likely() -> No
     assert judged > 4
 
 
+@pytest.mark.wide
 def test_the_tree_keeps_the_question_whose_rollouts_are_best() -> None:
     seen: list[tuple[Any, list[str]]] = []
 

@@ -72,6 +72,7 @@ def frequencies(out: steps.Explored) -> dict[tuple[int, ...], float]:
 OPTIONS: dict[str, Any] = dict(step_tokens=1, max_new_tokens=NEW, temperature=1.0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("count", "near"), [(1000, 0.08), pytest.param(10_000, 0.02, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("least", [0.5, pytest.param(1.0, marks=pytest.mark.matrix),
                                    pytest.param(0.0, marks=pytest.mark.matrix)])
@@ -118,6 +119,7 @@ def reward(prompt: Any, texts: Any) -> list[float]:
     return [1 / (1 + np.exp(-(0.7 * sum(x == 3 for x in t) - 0.5 * sum(x == 1 for x in t)))) for t in map(list, texts)]
 
 
+@pytest.mark.wide(but=("True",))
 @pytest.mark.parametrize("increment", [False, True])
 def test_the_particle_filter_has_the_law_of_its_weights(increment: bool) -> None:
     prompt, odds = (1, 3), lambda t: (lambda r: r / (1 - r))(reward(None, [t])[0])
@@ -152,6 +154,7 @@ def test_step_beams_take_the_best_of_each_step() -> None:
     assert out.scores[0].max() == max(reward(None, out.texts[0]))
 
 
+@pytest.mark.wide
 def test_a_star_expands_the_best_first_and_finds_the_best() -> None:
     out = steps.explore(tiny(), [[1, 3], [0]], steps.AStar(reward, n=40, branch=12, expansions=60), **OPTIONS)
     for p in range(2):
