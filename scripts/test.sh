@@ -46,7 +46,8 @@ failed=()
 .venv-test/bin/ruff check . || failed+=(ruff)
 .venv-test/bin/pytest -n "${TEST_WORKERS:-2}" --dist loadgroup "$@" || failed+=(pytest)
 MYPY=.venv-test/bin/mypy bash scripts/typecheck.sh & types=$!
-[ -z "$mesh" ] || timeout "$limit" .venv-test/bin/pytest -n "${TEST_WORKERS:-2}" --dist loadgroup -m "$mesh" "${mesh_files[@]}" || failed+=("pytest -m mesh")
+[ -z "$mesh" ] || timeout "$limit" .venv-test/bin/pytest -n "${TEST_WORKERS:-2}" --dist loadgroup -m "$mesh" \
+    "${mesh_files[@]}" || failed+=("pytest -m mesh")
 wait "$types" || failed+=(mypy)
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2
