@@ -37,9 +37,9 @@ HEAD = """\
 Where the authors' code was at hand and runs on a CPU, it was run on tiny checkpoints with fixed weights, and what it
 gave is committed as numbers under `tests/conformance`, with repository, commit and settings. The tests decode the
 same prompts here and compare the tokens and the number of model calls. Of draft trees, draft lookups and verifiers,
-which need no model, they compare proposals and verdicts for given texts and distributions. Of whole runs, one case
-of each kind of rule is in the default suite, the others run with `pytest -m matrix tests/conformance`. A line without
-counts has no cases: where it says "by reading", the code was read and not run.
+which need no model, they compare proposals and verdicts for given texts and distributions. Of whole runs, seven
+cases are in the default suite and one of each kind of rule in the wider one; `pytest -m "" tests/conformance` runs all.
+A line without counts has no cases: where it says "by reading", the code was read and not run.
 
 - **equal**: the same tokens in every case, in as many forwards unless the line says otherwise.
 - **deviates**: differs in the way that the line says, and why.

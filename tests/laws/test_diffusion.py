@@ -148,9 +148,11 @@ def free(name):
     return sample(made(name), prompts(3, longest=9))
 
 
-def in_one_process(default):
-    """The entries, those that are not in `default` marked `matrix`; all tests of one run in the same process."""
-    marks = lambda n: [pytest.mark.xdist_group(f"sampler {n}"), *[pytest.mark.matrix] * (n not in default)]
+def in_one_process(default, wide=()):
+    """The entries, those of `wide` marked so, and others that are not in `default` marked `matrix`; all tests of one
+    run in the same process."""
+    marks = lambda n: [pytest.mark.xdist_group(f"sampler {n}"), *[pytest.mark.wide] * (n in wide),
+                       *[pytest.mark.matrix] * (n not in default)]
     return [pytest.param(n, marks=marks(n)) for n in SAMPLERS]
 
 
@@ -163,7 +165,8 @@ ELSEWHERE = {"adablock", "apd", "d2f", "d3llm", "diffusion-gemma", "dimple", "di
 it."""
 
 
-@pytest.fixture(scope="module", params=in_one_process(set(SAMPLERS) - ELSEWHERE))
+@pytest.fixture(scope="module", params=in_one_process(
+    set(SAMPLERS) - ELSEWHERE, wide=("bd3-lm", "dinfer-vicinity", "dream", "fast-dllm", "learn2pd")))
 def name(request):
     """Each entry in turn, with all tests of it in a row and in one process: they run the same program."""
     return request.param
@@ -173,7 +176,6 @@ def test_every_entry_has_a_case():
     assert set(CASES) == set(SAMPLERS)
 
 
-@pytest.mark.wide(but=("ccd", "dinfer-hierarchy", "dparallel", "llada"))
 def test_a_sampler_finishes_and_keeps_what_it_was_given(name):
     s, ids = free(name), prompts(3, longest=9)
     assert np.asarray(s.status).tolist() == [Status.LENGTH] * 3
