@@ -107,6 +107,7 @@ def test_a_tree_of_32_moves_little_more(shape: str, mesh: str) -> None:
         bounds(r, 1.50, temporaries=0.15)
 
 
+@pytest.mark.wide
 def test_a_round_is_few_operations() -> None:
     one, many = few(V5E)
     assert one["loops"]["walks of the cache"] == many["loops"]["walks of the cache"] == 0       # the kernel's part

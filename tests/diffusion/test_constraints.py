@@ -141,6 +141,7 @@ def test_draws_have_the_law_of_the_product_held_to_the_language(fixed: dict[int,
     assert tuple(likeliest.tolist()) == every[int(law.argmax())]
 
 
+@pytest.mark.wide
 def test_rows_without_a_text_say_so() -> None:
     found = automaton()[0]
     region = Region(tokens=jnp.zeros((1, 3), jnp.int32), known=jnp.zeros((1, 3), bool), begin=jnp.zeros(1, jnp.int32),

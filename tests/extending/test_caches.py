@@ -18,6 +18,8 @@ from decodax.speculative.shapes import Fixed
 from tests.extending.pages import run_page
 from tests.matrix import often
 
+pytestmark = pytest.mark.wide      # the guide runs as it stands
+
 
 @functools.cache
 def page():
@@ -61,7 +63,6 @@ def chosen(out):
     return np.asarray(out.logprobs.raw)
 
 
-@pytest.mark.wide
 def test_the_page_runs():
     few = page()["few"]
     assert {status.name for status in few.status} == {"CAPACITY"} and 0 < few.lengths.sum() < 40
@@ -147,7 +148,6 @@ class HeavyHittersRule:
         return np.array(out)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "rule"), [
     ("sinks", lambda: SinksRule(2, 6)), ("h2o", lambda: HeavyHittersRule(4, 4, 4))], ids=["sinks", "h2o"])
 def test_a_cache_is_its_rule_run_token_by_token(kind, rule):
@@ -192,7 +192,6 @@ def test_a_prompt_may_be_read_in_chunks_of_any_width(kind, chunk):
     assert np.allclose(chosen(run(kind, chunk=chunk)), chosen(run(kind)), atol=1e-5)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("kind", often(["sinks"], ["sinks", "h2o"]))
 def test_a_row_does_not_depend_on_its_batch_mates(kind):
     alone = run(kind, rows=(1,))
@@ -209,7 +208,6 @@ def test_a_pool_that_is_too_small_ends_rows_and_writes_nowhere_else(algorithm):
     assert sum(out.lengths) > 14         # 14 pages hold 56 positions, 26 + 6 of the prompts
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("kind", often(["paged"], ["sinks", "paged"]))
 def test_a_wrapped_cache_decodes_as_the_cache(kind):
     assert texts(run(f"counted {kind}")) == texts(run(kind))

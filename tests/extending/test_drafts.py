@@ -19,6 +19,8 @@ from tests.laws.cases import MASK, POLICIES, decode, model, prompts, start, text
 from tests.matrix import often
 from tests.speculative.drafting import paths, propose, rows
 
+pytestmark = pytest.mark.wide      # the guide runs as it stands
+
 Path = tuple[int, ...]
 
 
@@ -67,7 +69,6 @@ def test_rest_drafts_the_tree_of_a_search_by_hand(page: dict[str, Any], matches:
     assert not expected[0] and not expected[-1] and (max(map(len, expected)) == nodes) == cut
 
 
-@pytest.mark.wide
 def test_another_datastore_is_data(page: dict[str, Any]) -> None:
     lm, given, store = page["lm"], page["prompts"], page["store"]
     first = dx.generate(lm, given, max_new_tokens=24, algorithm=page["rest"])
@@ -79,7 +80,6 @@ def test_another_datastore_is_data(page: dict[str, Any]) -> None:
     assert again.stats.accepted.sum() < first.stats.accepted.sum()
 
 
-@pytest.mark.wide(but=("cacheback",))
 @pytest.mark.parametrize("name", ["rest", "cacheback"])
 def test_the_tokens_are_those_of_plain_decoding_under_every_policy(page: dict[str, Any], name: str) -> None:
     ids, policy = prompts(6), POLICIES["together"] | dict(temperature=[0.0, 0.7] * 3)

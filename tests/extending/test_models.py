@@ -22,6 +22,8 @@ from decodax.models.experts import mix, route
 from decodax.models.t5 import relative_bias
 from decodax.pallas_kernels.window_attention import window_attention
 
+pytestmark = pytest.mark.wide      # the guide runs as it stands
+
 GUIDE = Path(__file__).parents[2] / "docs" / "extending" / "models.md"
 VOCABULARY = 64
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [1, 5], [7, 7, 7, 7], [60]]
@@ -84,7 +86,6 @@ def texts(prompts: list[list[int]], new: list[list[int]]) -> Window:
     return causal(np.array([row + [0] * (width - len(row)) for row in whole]), jnp.zeros(len(whole), jnp.int32))
 
 
-@pytest.mark.wide
 def test_the_guide_runs(guide: dict[str, Any]) -> None:
     assert guide["plain"].lengths.tolist() == [12, 12]
     assert guide["out"].lengths.tolist() == [8, 8]
@@ -129,7 +130,6 @@ def test_a_recurrent_model_decodes_as_a_loop_over_its_whole_text(recurrent: Any)
     assert tokens_of(recurrent, chunk=4, **POLICY) == whole
 
 
-@pytest.mark.wide
 def test_a_recurrent_model_scores_each_path_of_a_tree_as_a_text(recurrent: Any) -> None:
     """In one window, beside dead nodes, and level by level in a scratch."""
     # the text 3 1 4, below it 1 and 5, below the 1 another 9 and 2, below the 5 a 6
@@ -286,7 +286,6 @@ def translated(lm: Any, rows: list[list[int]] = SOURCES, **options: Any) -> list
     return tokens_of(lm, [[0]] * len(rows), inputs=source(rows), **{"eos_token_id": [], **options})
 
 
-@pytest.mark.wide(but=("1.1",))
 def test_t5_equals_transformers(translators: tuple[Any, Any]) -> None:
     """Logits of given texts and greedy tokens, of sources of different lengths."""
     import torch
@@ -325,7 +324,6 @@ def test_drafts_leave_the_tokens_of_t5_as_they_are(translator: Any) -> None:
     assert translated(translator, algorithm=tree, **POLICY) == plain
 
 
-@pytest.mark.wide
 def test_t5_reads_positions_and_not_places(translator: Any) -> None:
     """Nodes of a tree in a scratch score as in a text of their own."""
     model, params, given = translator.model, translator.params, source(SOURCES[:1])
@@ -392,7 +390,6 @@ def mixture() -> Any:
     return dx.LM(model=network, params=weights, vocab_size=VOCABULARY)
 
 
-@pytest.mark.wide
 def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts_for_every_token() -> None:
     """However many choose the same one: here all of them choose the first."""
     E, D, width, n = 5, 8, 6, 37
@@ -411,7 +408,6 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts_for_every_token() -
         np.testing.assert_allclose(got[row], want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.wide
 def test_a_token_is_computed_to_the_same_bits_in_any_company() -> None:
     e = Experts(count=6, chosen=3, width=24)
     keys = jax.random.split(jax.random.key(0), 6)
@@ -440,7 +436,6 @@ def test_a_row_of_a_mixture_does_not_see_its_batch_mates() -> None:
     assert (one[1:] != two[1:]).any()
 
 
-@pytest.mark.wide
 def test_a_mixture_decodes_as_it_scores() -> None:
     lm = mixture()
     plain = tokens_of(lm, **POLICY)
@@ -492,7 +487,6 @@ def test_the_models_own_embeddings_give_the_results_of_their_ids() -> None:
     assert tokens_of(lm, whole, inputs=soft, **policy) == tokens_of(lm, SOFT, **policy)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("alg", [None, pytest.param(LOOKUP, marks=pytest.mark.matrix)], ids=["plain", "lookup"])
 def test_a_soft_prompt_equals_transformers_inputs_embeds(tmp_path: Path, alg: Any) -> None:
     torch = pytest.importorskip("torch")

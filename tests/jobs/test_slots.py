@@ -60,7 +60,7 @@ def through(case: str, order: list[int], seats: int = 4, **options: Any) -> dict
     return dict(schedule((Ticket(request.select([i]), i) for i in order), seats, **options))
 
 
-@pytest.mark.wide(but=("samples", "drafts of unequal lengths"))
+@pytest.mark.wide(but=("samples",))
 @pytest.mark.parametrize("case", often(["plain", "drafts of unequal lengths", "samples", "choices while decoding",
                                         "masks"], CASES))
 def test_a_prompt_gets_the_tokens_that_it_gets_in_a_batch(case: str) -> None:
@@ -117,6 +117,7 @@ def test_requests_of_different_kinds_take_turns() -> None:
         assert found[i].tokens.tolist() == alone.tokens.tolist()
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:max_new_tokens")
 def test_a_prompt_that_is_too_long_for_the_places_gets_longer_ones() -> None:
     prompts = [[3, 4, 5], [6, 7], [2, 3] * 150, [8]]

@@ -89,6 +89,7 @@ ROTATED = {
 ZunhaiSu/RotateKV at 3055e2b with groups of 8, between its rotations and its order of channels."""
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("bits", ROTATED)
 def test_numbers_are_those_of_rotatekv(bits: int) -> None:
     random = np.random.RandomState(0)

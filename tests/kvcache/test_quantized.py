@@ -148,6 +148,7 @@ of outliers), and with a matrix of rank 4 in 3 loops by `gearslkivi_channelQ_new
 opengear-project/GEAR at efe0bfe. The last two begin with random numbers."""
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("bits", GEARED)
 def test_errors_are_those_of_gear(bits: int) -> None:
     x = np.random.RandomState(0).standard_normal((1, 64, 64)).astype(np.float32)

@@ -113,7 +113,7 @@ def test_numbers_of_samples_share_their_programs():
     assert all_of_them.count == {"begin": 1, "prefill": 1, "fan_out": 1, "refill": 0, "advance": 1}
 
 
-@pytest.mark.wide(but=("options1", "options2"))
+@pytest.mark.wide
 @pytest.mark.parametrize("options", [
     {}, {"num_samples": 3}, {"batch_size": 4}, {"guidance_scale": 1.5},
     pytest.param({"algorithm": Speculative(PromptLookup(length=4))}, marks=pytest.mark.matrix)])

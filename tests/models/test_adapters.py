@@ -124,6 +124,7 @@ def test_files_of_peft(tmp_path, family, rslora):
         dx.load(tmp_path / "adapter")
 
 
+@pytest.mark.wide
 def test_gradients_go_to_the_adapter(several):
     lm, _ = several
     adapter, tokens = dx.adapters.init(lm.params, jax.random.key(0), 2), jnp.array([[4, 5, 6]])

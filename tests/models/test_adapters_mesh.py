@@ -11,7 +11,7 @@ import decodax as dx
 pytestmark = pytest.mark.mesh
 
 
-@pytest.mark.wide(but=("Explicit",))
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_rows_with_adapters_are_the_same(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)

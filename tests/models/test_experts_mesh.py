@@ -29,7 +29,7 @@ def home(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "experts0" / "moe"
 
 
-@pytest.mark.wide(but=("None-Explicit",))
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_the_same_tokens(home, kind, weights):

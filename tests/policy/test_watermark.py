@@ -160,6 +160,7 @@ def test_scores_are_those_of_transformers_for_the_same_green_lists(scheme: dict)
         np.testing.assert_allclose(ours.p_value, theirs.p_value, rtol=1e-5)
 
 
+@pytest.mark.wide
 def test_what_generate_marks_is_detected_and_nothing_else() -> None:
     toy = Toy(spread=0.2)
     lm = dx.LM(model=toy, params=toy.init_params(), vocab_size=16)

@@ -69,6 +69,7 @@ def test_on_a_mesh():
         np.testing.assert_allclose(a, b, atol=2e-4)              # Adam's first step is the gradient's sign times rate
 
 
+@pytest.mark.wide
 def test_memory_is_flat_over_calls():
     calls(30)
 

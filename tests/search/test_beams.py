@@ -138,6 +138,7 @@ def log_probs(prompt: tuple[int, ...], new: int) -> dict[tuple[int, ...], np.nda
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_beams_wide_enough_find_the_best_of_all_texts(penalty: float) -> None:
     prompt, new = (1, 3, 4), 4

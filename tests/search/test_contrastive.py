@@ -50,6 +50,7 @@ def test_a_token_of_contrastive_search_takes_one_forward() -> None:
     assert out.stats.forwards == 9              # the first round looks behind the prompt alone
 
 
+@pytest.mark.wide
 def test_contrastive_search_obeys_the_policy() -> None:
     free = dx.generate(net(), PROMPTS, penalty_alpha=0.9, top_k=24, max_new_tokens=12)
     taken = {int(t) for i in range(3) for t in free.row(i)} - {4}

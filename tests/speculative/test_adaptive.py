@@ -83,6 +83,7 @@ def test_costly_drafts_that_fail_are_probed_within_their_share():
     assert spent / rounds <= 0.02
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", [dict(temperature=0.0), dict(temperature=1.0)])
 def test_copies_are_drafted_and_the_output_is_plain_decodings(policy):
     # each prompt repeats itself, and so does a greedy toy model sooner or later

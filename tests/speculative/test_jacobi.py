@@ -90,6 +90,7 @@ DRAFTS = [(Jacobi(5, fill="text"), "toy", "stateful"), (FastCoT(((0, 2), (3, 5),
           (SJD(VOCABULARY, 4, top=5), "toy", "together"), (Lookahead(3, 3, 2, buckets=8), "llama", "together")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("draft", "which", "policy"), often(DRAFTS[:1], DRAFTS))
 def test_drafts_equal_plain_decoding(draft, which, policy):
     s = decode(Speculative(draft), which, IDS, POLICIES[policy], new=NEW, eos=[1])

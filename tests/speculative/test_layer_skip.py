@@ -207,6 +207,7 @@ def shallow(tokens: Any) -> Any:
     return jnp.stack([jax.nn.softmax(head(hidden)) for hidden, head in each])
 
 
+@pytest.mark.wide
 def test_dynamic_exit_learns_from_shadow_tokens(deep: Any) -> None:
     """The faded counts and confidences of three rounds, worked out from whole forwards by hand."""
     network, params, chain, s = cases.start(EXIT, "deep", prompts(5), POLICY)

@@ -123,6 +123,7 @@ def test_a_look_ahead_leaves_no_trace() -> None:
     assert forks.spent > plain.spent
 
 
+@pytest.mark.wide
 def test_rows_go_back() -> None:
     forks = Forks.begin(net(), PROMPTS, 2, step_tokens=3, max_new_tokens=12, min_new_tokens=12)
     first = [forks.extend() is not None and rows(forks) for _ in range(3)]

@@ -14,6 +14,7 @@ from tests.laws.test_systems import lm as worded
 OPTIONS: dict[str, Any] = dict(max_new_tokens=24, min_new_tokens=24)
 
 
+@pytest.mark.wide
 def test_a_result_stands_behind_its_call_and_is_read() -> None:
     lm, seen = worded("llama"), []
 

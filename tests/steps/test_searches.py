@@ -86,6 +86,7 @@ def test_particles_have_the_law_of_model_and_potential(count: int, near: float, 
     assert sum(abs(got.get(t, 0) - w) for t, w in want.items()) / 2 < (3.5 if count < 5000 else 6) * near
 
 
+@pytest.mark.wide
 def test_a_twist_and_a_late_potential_change_no_law() -> None:
     prompt = (1, 3)
     want, total = target(prompt)
@@ -119,7 +120,7 @@ def reward(prompt: Any, texts: Any) -> list[float]:
     return [1 / (1 + np.exp(-(0.7 * sum(x == 3 for x in t) - 0.5 * sum(x == 1 for x in t)))) for t in map(list, texts)]
 
 
-@pytest.mark.wide(but=("True",))
+@pytest.mark.wide
 @pytest.mark.parametrize("increment", [False, True])
 def test_the_particle_filter_has_the_law_of_its_weights(increment: bool) -> None:
     prompt, odds = (1, 3), lambda t: (lambda r: r / (1 - r))(reward(None, [t])[0])
