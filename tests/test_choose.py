@@ -12,7 +12,7 @@ import pytest
 import decodax as dx
 from decodax.bench.choose import Runtime, Selector, Workload, tune
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 
 def asleep(lm: Any, prompts: Any, *, batch_size: int, chunk: int, new: int) -> Any:

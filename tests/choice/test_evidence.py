@@ -17,7 +17,7 @@ import decodax as dx
 from decodax import choice
 from decodax.choice import Candidates, Hierarchy
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 TREE = Hierarchy((-1, 0, 0, 1, 1, 2, 2, 5, 5), ("all", "animal", "plant", "cat", "dog", "tree", "herb", "oak", "elm"))
 
@@ -129,6 +129,7 @@ def test_rationales_are_cut_short(tiny_model: Path) -> None:
         choice.faithfulness(lm, problems, (0.5,))
 
 
+@pytest.mark.matrix
 def test_choices_become_training_data(tiny_model: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("a b\nc\n")

@@ -28,7 +28,7 @@ from decodax.systems import SYSTEMS
 from tests.constraints.test_regex import simple, valid
 from tests.matrix import often
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 MASK = 1        # a special token of the tokenizer
 PROMPTS = ['{"a": [1, true], "name": "x"}\n', "one", "def f("]

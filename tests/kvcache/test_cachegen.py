@@ -15,7 +15,7 @@ from decodax.kvcache.cachegen import CacheGen
 from decodax.kvcache.entropy import decoded, encoded, frequencies
 from tests.kvcache.test_policies import DEEP, PROMPTS
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 
 @pytest.mark.parametrize(("length", "count"), [(0, 3), (1, 1), (300, 1), (400, 7), (400, 200)])

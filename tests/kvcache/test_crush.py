@@ -13,7 +13,7 @@ from decodax.kvcache import kv
 from decodax.kvcache.crush import Representatives
 from decodax.kvcache.query_scores import Accumulated
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 CASES = json.loads((Path(__file__).parent / "kvcrush.json").read_text())["cases"]
 

@@ -16,7 +16,7 @@ from decodax.kvcache.query_scores import moved
 from decodax.models.rope import Rope, Yarn, rotate
 from tests.kvcache.test_policies import DEEP, LOOKUP, PROMPTS, network
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 LAYERS = network(3)
 TEXT = PROMPTS[0]

@@ -23,7 +23,7 @@ from decodax.speculative.drafts import OwnCache
 from tests.kvcache.test_kvpress import MODEL, TEXTS, weights
 from tests.kvcache.test_policies import DEEP, PROMPTS
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 PARAMS = weights()
 THREE = LM(model=MODEL, params=PARAMS, vocab_size=320)

@@ -19,7 +19,7 @@ from decodax.request import Request
 from tests.kvcache.test_policies import PROMPTS
 from tests.matrix import often
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 GROUPED = llama(vocab=16, width=16, layers=1, heads=8, kv_heads=4, head_dim=4, mlp=24, context=256)
 CONFIG = diffqkv(GROUPED, key_heads=2)      # 8 heads of queries, wider than the model, 2 of keys and 4 of values

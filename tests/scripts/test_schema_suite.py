@@ -11,7 +11,7 @@ import pytest
 import schema_suite
 from schema_suite import main, read, texts
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 CASES: list[dict[str, Any]] = [
     {"description": "two members", "schema": {"type": "object", "properties": {

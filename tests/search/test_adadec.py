@@ -27,7 +27,7 @@ from decodax.search import AdaDec
 from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 EXPECTED = json.loads((Path(__file__).parent / "adadec.json").read_text())
 LINES = [b"\n" if t in (12, 15) else b"x" if t in (4, 8, 13, 14) else b" b" for t in range(24)]

@@ -16,7 +16,7 @@ from decodax.readout.autodeco import COLDEST, Heads, autodeco, losses
 from tests.search.test_adadec import following, sharp
 from tests.search.test_contrastive import PROMPTS
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 D, V = 6, 11
 # what the heads and the losses of Zacks917/AutoDeco (6e347ba, `model/templlm_auto.py`) give for `tensors` and `text`,

@@ -16,7 +16,7 @@ from decodax.search.group import split
 from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 
 def whole(prompt: list[int], threads: list[list[int]], bound: int, together: bool) -> np.ndarray:

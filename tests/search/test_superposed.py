@@ -24,7 +24,7 @@ from tests.matrix import often
 from tests.search.test_adadec import sharp
 from tests.search.test_contrastive import PROMPTS
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 EXPECTED = json.loads((Path(__file__).parent / "superposed.json").read_text())
 SETTINGS = [(3, 9, 0.06, 0.54), (3, 9, 0.5, 0.54), (2, 6, 1.0, 0.3), (4, 9, 1.0, 0.0), (3, 9, 0.3, 0.8)]

@@ -20,7 +20,7 @@ from decodax.search import VectorFSD
 from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 EXPECTED = json.loads((Path(__file__).parent / "vector_fsd.json").read_text())
 GUIDE = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
@@ -62,6 +62,7 @@ def test_the_roster_is_whole() -> None:
         Request.read(lm, PROMPTS, **({} if name == "contrastive decoding" else given))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", list(roster()))
 def test_the_roster_runs(name: str) -> None:
     given = eval(f"dict({roster()[name]})")

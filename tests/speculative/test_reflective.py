@@ -17,7 +17,7 @@ from decodax.speculative import Draft, Reflective, chain, drafts, shapes
 from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 V, K, PROBE, NEW = 24, 3, (7, 11), 12
 

@@ -17,7 +17,7 @@ from decodax.speculative.fit_lengths import embeddings, examples, fitted_to
 from decodax.speculative.lengths import always
 from tests.laws.cases import VOCABULARY, decode, model, prompts, start, texts
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 DRAFT = model("toy-draft")[1]
 SOURCE = DraftModel(model("toy")[0])
@@ -116,6 +116,7 @@ def test_the_embeddings_are_the_models():
     assert np.array_equal(embeddings(LLAMA), LLAMA.params["embed"])
 
 
+@pytest.mark.matrix
 def test_a_fitted_classifier_tells_the_classes_of_its_samples_apart():
     source, ids = DraftModel(LLAMA.model, jax.tree.map(lambda x: 0.7 * x, LLAMA.params)), prompts(16)
     lengths = fit_lengths(LLAMA, source, ids, layers=2, temperature=0.7)

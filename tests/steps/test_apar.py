@@ -28,7 +28,7 @@ from tests.matrix import often
 from tests.search.test_contrastive import PROMPTS, net
 from tests.small_tokenizers import of_words
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 EXPECTED = json.loads((Path(__file__).parent / "apar.json").read_text())
 SAID = {5: "1. ", 7: "\n", 12: "\n"}
@@ -166,6 +166,7 @@ def test_texts_are_put_together_in_the_order_of_the_tree() -> None:
     assert not set("FC") & set("".join(out.text))
 
 
+@pytest.mark.matrix
 def test_threads_end_at_stop_strings_and_steps_change_nothing() -> None:
     lm, options = worded(), {**TUNED, **KINDS["sampled"]}
     given = dict(fork="F", child="C", threads=16)

@@ -9,7 +9,7 @@ from decodax import steps
 from tests.search.test_adadec import following
 from tests.steps.test_self_infilling import LETTERS, filling
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 
 def test_items_and_scores_are_by_their_definition() -> None:

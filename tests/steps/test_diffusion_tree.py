@@ -16,7 +16,7 @@ from decodax.core.state import Status
 from tests.diffusion.toy import lm, raw
 from tests.laws.cases import MASK, VOCABULARY
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 NEW, TOKENS, PROMPT, LAM, WARM = 4, (2, 5, 9), [3, 7, 1], 1.5, 3.0
 OTHERS = [t for t in range(VOCABULARY) if t not in TOKENS]

@@ -9,7 +9,7 @@ import decodax as dx
 from decodax import steps
 from tests.search.test_adadec import following, sharp
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 
 def test_a_string_is_a_queue() -> None:

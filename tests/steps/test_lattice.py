@@ -19,7 +19,7 @@ from decodax import steps
 from tests.matrix import often
 from tests.search.test_adadec import PROMPTS, following, sharp
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 EXPECTED = json.loads((Path(__file__).parent / "lattice.json").read_text())
 SHORT: dict[str, Any] = dict(calls=40, k=5, suffix=2, gap=3, length_penalty=0.5, max_new_tokens=10)
@@ -57,6 +57,7 @@ def test_paths_are_texts_that_were_found_and_what_merges_add(merge: str) -> None
         np.testing.assert_allclose(log_prob, sum(law[i, t] for i, t in enumerate(ids)), atol=1e-3)
 
 
+@pytest.mark.matrix
 def test_rows_steps_and_neighbours_change_nothing_but_what_is_read() -> None:
     both = steps.lattice_decode(sharp(), PROMPTS[:2], step_tokens=1, **SHORT)
     alone, = steps.lattice_decode(sharp(), PROMPTS[:1], rows=1, step_tokens=8, **SHORT)
@@ -66,6 +67,7 @@ def test_rows_steps_and_neighbours_change_nothing_but_what_is_read() -> None:
     assert both[1].ids != both[0].ids
 
 
+@pytest.mark.matrix
 def test_without_merges_all_texts_are_found() -> None:
     """By enumeration: with every token looked at, and calls enough, the queue runs empty and the texts sum to 1."""
     one, = steps.lattice_decode(sharp(), [[9, 3]], calls=10 ** 6, k=24, suffix=9, max_new_tokens=2, rows=2)
@@ -74,6 +76,7 @@ def test_without_merges_all_texts_are_found() -> None:
     np.testing.assert_allclose(np.exp(one.log_probs).sum(), 1, atol=1e-5)
 
 
+@pytest.mark.matrix
 def test_siblings_that_read_alike_are_queued_once() -> None:
     one, = steps.lattice_decode(sharp(), [[9, 3]], calls=1, k=24, max_new_tokens=1, reads=lambda t: t // 2)
     assert len(one.ids) == 12 and {ids[0] // 2 for ids in one.ids} == set(range(12))
@@ -88,11 +91,13 @@ def test_bad_arguments_say_so() -> None:
             steps.lattice_decode(sharp(), [[9, 3]], **{name: value})
 
 
+@pytest.mark.matrix
 def test_a_cache_must_be_one_that_can_be_cut_back() -> None:
     with pytest.raises(ValueError, match="cannot be cut back to the beginning of a text"):
         steps.lattice_decode(sharp(), [[9, 3]], cache="streaming-llm")
 
 
+@pytest.mark.matrix
 def test_texts_are_text_where_there_is_a_tokenizer() -> None:
     one, = steps.lattice_decode(dx.load("pycode"), "def area(", calls=12, max_new_tokens=6)
     assert all(isinstance(text, str) for text in one.texts) and len(one.texts) == len(one.ids) > 1

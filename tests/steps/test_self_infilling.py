@@ -24,7 +24,7 @@ from tests.matrix import often
 from tests.search.test_adadec import sharp
 from tests.small_tokenizers import of_words
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.wide
 
 EXPECTED = json.loads((Path(__file__).parent / "self_infilling.json").read_text())
 LETTERS = "a b c d e f g h i j k l m n o p q r s t P S M"
@@ -60,6 +60,7 @@ def test_texts_are_those_of_the_authors(setting: int) -> None:
     assert made - marks <= out.tokens <= made           # a mark that is put there was not drawn
 
 
+@pytest.mark.matrix
 def test_parts_are_written_anew_in_turn() -> None:
     """Each text against the runs that it is put together from."""
     lm, prompts, opening = filling(), ["cq", "tik", "jjc"], "m"
