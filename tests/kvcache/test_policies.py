@@ -116,7 +116,7 @@ def same(one: Any, other: Any) -> bool:
     return one.tokens.tolist() == other.tokens.tolist() and np.allclose(one.logprobs.raw, other.logprobs.raw, atol=1e-4)
 
 
-@pytest.mark.wide(but=("cskv", "paged", "quest", "recycled-attention"))
+@pytest.mark.wide(but=("adakv", "cskv", "kivi", "paged", "quest", "recycled-attention"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_drafts_give_the_tokens_of_no_drafts_with_the_same_cache(name: str) -> None:
     out = run(name, BOTH, (0, 1, 2, 0, 1, 2))
