@@ -14,9 +14,9 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-DATA, MODEL, CONTEXT = "data", "model", "context"
-"""Rows of a batch lie over the first, heads, MLP and vocabulary over the second, and positions of long texts over the
-third where a cache divides them (`decodax.kvcache.context`)."""
+DATA, MODEL, CONTEXT, EXPERT = "data", "model", "context", "expert"
+"""Rows of a batch lie over the first, heads, MLP and vocabulary over the second, positions of long texts over the
+third where a cache divides them (`decodax.kvcache.context`), and whole experts of mixtures over the fourth."""
 
 T = TypeVar("T")
 

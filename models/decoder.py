@@ -57,7 +57,8 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...],
 class Linear(nnx.Module):
     """`x @ kernel (+ bias)`."""
 
-    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int], axes: tuple[str, str], bias: bool, std: float = STD):
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int], axes: tuple[str | None, ...], bias: bool,
+                 std: float = STD):
         self.kernel = weight(rngs, shape, axes, std)
         self.bias = nnx.Param(jnp.zeros(shape[1]), axes=axes[1:]) if bias else None
 
@@ -167,7 +168,7 @@ class Mixture(nnx.Module):
 
     def __init__(self, c: DecoderConfig, e: Experts, rngs: nnx.Rngs):
         self.e, self.activation = e, c.activation
-        self.router = Linear(rngs, (c.width, e.count), ("embed", "experts"), False)
+        self.router = Linear(rngs, (c.width, e.count), ("embed", None), False)
         wide, narrow = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None)
         self.gate, self.up = (Kernels(rngs, (e.count, c.width, e.width), wide, STD) for _ in range(2))
         self.down = Kernels(rngs, (e.count, e.width, c.width), narrow, STD / (2 * len(c.layers)) ** 0.5)

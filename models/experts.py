@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.axes import DATA, MODEL, shardwise
+from decodax.axes import DATA, EXPERT, MODEL, shardwise
 from decodax.models.config import Experts
 from decodax.models.packed import Kernel, multiply
 
@@ -46,8 +46,8 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
         activation: Callable[[Array], Array]) -> Array:
     """The weighted sum of what the chosen experts make of each token.
 
-    On a mesh each device computes its part of every expert's inner width for its own tokens, and the parts are added up
-    once for all tokens.
+    On a mesh each device computes, for its own tokens, its part of the inner width of its experts: all of them, unless
+    the mesh has an axis "expert". The parts are added up once for all tokens. Packed kernels are left to the compiler.
 
     Args:
         x: `f[n, D]`. which: `i32[n, k]`. weights: `f32[n, k]`.
@@ -59,20 +59,27 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
     """
     if not all(isinstance(kernel, Array) for kernel in (gate, up, down)):
         return _mixed(x, which, weights, gate, up, down, activation)
-    rows, wide, narrow = PartitionSpec(DATA), PartitionSpec(None, None, MODEL), PartitionSpec(None, MODEL)
+    E, rows = gate.shape[0], PartitionSpec(DATA)        # type: ignore[union-attr]
+    wide, narrow = PartitionSpec(EXPERT, None, MODEL), PartitionSpec(EXPERT, MODEL)
 
     def part(*own: Array) -> Array:
         x, which, weights, gate, up, down = own
-        return _mixed(x, which, weights, gate, up, down, activation)[None]
+        held = gate.shape[0]
+        if held < E:
+            which = which - held * lax.axis_index(EXPERT)
+        return _mixed(x, which, weights, gate, up, down, activation, held < E)[None, None]
 
-    return shardwise(part, (rows, rows, rows, wide, wide, narrow), PartitionSpec(MODEL, DATA), x, which, weights, gate,
-                     up, down).sum(0)
+    return shardwise(part, (rows, rows, rows, wide, wide, narrow), PartitionSpec(EXPERT, MODEL, DATA), x, which,
+                     weights, gate, up, down).sum((0, 1))
 
 
 def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel,
-        activation: Callable[[Array], Array]) -> Array:
-    """`mix` on one device."""
+           activation: Callable[[Array], Array], elsewhere: bool = False) -> Array:
+    """`mix` on one device; `elsewhere` says that `which` may name experts that another device has."""
     (n, k), E = which.shape, jax.tree.leaves(gate)[0].shape[0]
+    here = (which >= 0) & (which < E)
+    if elsewhere:
+        which = jnp.where(here, which, E)       # sorted last, counted nowhere
     total = n * k // BLOCK + min(E, n * k)      # the most blocks: those that are full, and a part of one an expert
     flat = which.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -83,7 +90,9 @@ def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, dow
     # where each of the sorted choices stands: its expert's first block, then the rank among that expert's
     rank = jnp.arange(n * k) - (jnp.cumsum(sizes) - sizes)[expert]
     place = ((ends - -(-sizes // BLOCK))[expert] * BLOCK + rank).astype(jnp.int32)
-    rows = jnp.zeros(total * BLOCK, jnp.int32).at[place].set(order // k)
+    if elsewhere:
+        place = jnp.where(expert < E, place, total * BLOCK)
+    rows = jnp.zeros(total * BLOCK, jnp.int32).at[place].set(order // k, mode="drop")
 
     def block(at: tuple[Array, Array]) -> Array:
         rows, e = at
@@ -97,6 +106,8 @@ def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, dow
 
     made = lax.map(block, (rows.reshape(total, BLOCK), owner)).reshape(total * BLOCK, -1)
     found = made[jnp.zeros(n * k, jnp.int32).at[order].set(place)].reshape(n, k, -1)
+    if elsewhere:
+        found = jnp.where(here[..., None], found, 0)
     # added up one after the other: a reduction is ordered by the shape of the whole, a scatter by what stands where
     parts = (found[:, j] * weights[:, j, None].astype(x.dtype) for j in range(k))
     return functools.reduce(jnp.add, parts)

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.axes import MODEL
+from decodax.axes import EXPERT, MODEL
 from decodax.cache import Cache, CacheConfig, KVLayer, Window, dense, take
 from decodax.core.packing import Packed as PackedNodes
 from decodax.core.packing import Packing
@@ -215,8 +215,8 @@ class Transformer(LayeredModel):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), _split(self.config)[1])
 
     def shardings(self, mesh: Mesh, axis: str = MODEL) -> Weights:
-        """A `NamedSharding` for each weight: heads, MLP and vocabulary over `axis` where it divides them, the rest
-        replicated."""
+        """A `NamedSharding` for each weight: heads, MLP and vocabulary over `axis` where it divides them, whole experts
+        over the axis "expert" of a mesh that has one, the rest replicated."""
         return jax.tree.map(lambda axes: NamedSharding(mesh, _spec(self.config, axes, mesh, axis)),
                             _split(self.config)[2], is_leaf=lambda x: isinstance(x, tuple))
 
@@ -304,7 +304,13 @@ def _network(config: DecoderConfig, params: Weights) -> Decoder:
 
 def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
     # heads are split whole: what must divide is their number, not the width of all of them
+    experts = [layer.experts for layer in config.layers if layer.experts is not None]
     units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab,
-             "expert_mlp": math.gcd(*(layer.experts.width for layer in config.layers if layer.experts is not None))}
-    size = dict(mesh.shape).get(axis)
-    return PartitionSpec(*(axis if size and name in units and units[name] % size == 0 else None for name in axes))
+             "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts))}
+    size = dict(mesh.shape)
+
+    def over(name: str | None) -> str | None:
+        where = EXPERT if name == "experts" else axis
+        return where if name in units and where in size and units[name] % size[where] == 0 else None
+
+    return PartitionSpec(*map(over, axes))

@@ -1,7 +1,7 @@
 """Running over meshes: placing batches, prompts read by several devices, replicas that leave their loops alone, draft
 model and target on halves or in two programs, halves of a batch whose communication overlaps."""
 
-from decodax.axes import CONTEXT, DATA, MODEL
+from decodax.axes import CONTEXT, DATA, EXPERT, MODEL
 from decodax.sharding.apart import ROLE, apart
 from decodax.sharding.lanes import lanes
 from decodax.sharding.place import place
@@ -12,6 +12,7 @@ from decodax.sharding.weave import weave
 __all__ = [
            "CONTEXT",
            "DATA",
+           "EXPERT",
            "MODEL",
            "ROLE",
            "Costs",

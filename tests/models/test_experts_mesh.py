@@ -1,6 +1,8 @@
-"""Mixtures of experts on a mesh: each device has a part of every expert's inner width."""
+"""Mixtures of experts on a mesh: each device has a part of every expert's inner width, or of some whole experts."""
 
 from __future__ import annotations
+
+import math
 
 import jax
 import numpy as np
@@ -42,11 +44,29 @@ def test_the_same_tokens(home, kind, weights):
         np.testing.assert_array_equal(got, want)
 
 
-def test_the_parts_are_added_up_once(home):
+@pytest.mark.wide(but=("shape0-None-Auto",))
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 3)])
+def test_whole_experts_have_an_axis(home, kind, weights, shape):
+    mesh = jax.make_mesh(shape, ("data", "model", "expert"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 3,
+                         devices=jax.devices()[:math.prod(shape)])
+    alone, parted = dx.load(home, weights=weights), dx.load(home, weights=weights, mesh=mesh)
+    for name in ("gate", "up", "down"):
+        kernel = jax.tree.leaves(parted.params["layers"]["1"]["mlp"][name])[0]
+        parts = shape[1] * (1 if weights else shape[2])     # packed ones are repeated
+        assert kernel.addressable_shards[0].data.size * parts == kernel.size
+    for algorithm in (None, "prompt-lookup:length=3"):
+        want, got = (dx.generate(lm, PROMPTS, max_new_tokens=12, algorithm=algorithm).tokens for lm in (alone, parted))
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("shape", "names"), [((1, 4), ("data", "model")), ((1, 2, 2), ("data", "model", "expert"))])
+def test_the_parts_are_added_up_once(home, shape, names):
     """One collective of all tokens a layer, not one a block of an expert."""
     from decodax.bench.report import collectives, parse
 
-    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
                          devices=jax.devices()[:4])
     lm = dx.load(home, mesh=mesh)
     with jax.set_mesh(mesh):
