@@ -5,7 +5,7 @@ from decodax.axes import CONTEXT, DATA, EXPERT, MODEL
 from decodax.sharding.apart import ROLE, apart
 from decodax.sharding.lanes import lanes
 from decodax.sharding.place import place
-from decodax.sharding.sequence import LayerCost, Pipeline, PrefillChain, chain_time, chunks, partition
+from decodax.sharding.sequence import LayerCost, PartitionTable, Pipeline, PrefillChain, chain_time, chunks, partition
 from decodax.sharding.split import Costs, Split
 from decodax.sharding.weave import weave
 
@@ -17,6 +17,7 @@ __all__ = [
            "ROLE",
            "Costs",
            "LayerCost",
+           "PartitionTable",
            "Pipeline",
            "PrefillChain",
            "Split",

@@ -18,11 +18,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from decodax.cache import Dense
@@ -51,6 +52,30 @@ class LayerCost:
 
     def __call__(self, new: int, cached: int) -> float:
         return self.fixed + self.linear * new + self.pair * (new * cached + new * (new + 1) / 2)
+
+    @classmethod
+    def fit(cls, times: Mapping[tuple[int, int], float]) -> LayerCost:
+        """That which is nearest to measured `times`, seconds by new and cached tokens, in the mean of squares; no part
+        of it is below 0.
+
+        Raises:
+            ValueError: fewer than three times.
+
+        >>> true = LayerCost(linear=2.0, pair=0.5, fixed=3.0)
+        >>> found = LayerCost.fit({at: true(*at) for at in ((1, 0), (8, 0), (8, 64), (16, 32))})
+        >>> round(found.linear, 6), round(found.pair, 6), round(found.fixed, 6)
+        (2.0, 0.5, 3.0)
+        """
+        if len(times) < 3:
+            raise ValueError(f"times: got {len(times)}, takes three or more")
+        rows = np.array([(n, n * cached + n * (n + 1) / 2, 1.0) for n, cached in times])
+        scale, wanted, kept = rows.max(0), np.array(list(times.values())), [0, 1, 2]
+        while True:         # what comes out below 0 is left out
+            found = np.linalg.lstsq(rows[:, kept] / scale[kept], wanted)[0]
+            if len(kept) == 1 or (found > -1e-9 * abs(wanted).max()).all():
+                parts = dict(zip(kept, np.maximum(found, 0) / scale[kept], strict=True))
+                return cls(*(float(parts.get(i, 0.0)) for i in range(3)))
+            kept.pop(int(found.argmin()))
 
     @classmethod
     def of(cls, model: Transformer, batch: int, flops: float, fixed: float = 0.0) -> LayerCost:
@@ -101,6 +126,45 @@ def partition(tokens: int, devices: int, layers: int, cost: Cost, send: float = 
             return lengths(best)
         step = max(step // unit // 2, 1) * unit if found is best else step
         best = found
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionTable:
+    """Partitions of texts of some lengths, and between them of any length: KV-Runahead's table, which is filled once,
+    from measured times or by `partition`, and asked for each prompt.
+
+    Attributes:
+        known: slices by the length of the text, as many for each.
+
+    >>> table = PartitionTable({32: [20, 12], 64: [48, 16]})
+    >>> table(48), table(64), table(10), table(128)
+    ([33, 15], [48, 16], [6, 4], [96, 32])
+    """
+
+    known: Mapping[int, Sequence[int]]
+
+    def __post_init__(self) -> None:
+        if not self.known or len({len(slices) for slices in self.known.values()}) != 1 or any(
+                sum(slices) != tokens or min(slices) < 1 for tokens, slices in self.known.items()):
+            raise ValueError(f"known: got {dict(self.known)}, takes slices for each length that add up to it, as many "
+                             f"for each")
+
+    def __call__(self, tokens: int) -> list[int]:
+        """The slices of a text, whose shares lie between those of the next shorter and the next longer known one; of
+        one beyond all of them they are the nearest one's.
+
+        Raises:
+            ValueError: fewer tokens than slices.
+        """
+        lengths = sorted(self.known)
+        shares = np.array([np.cumsum(self.known[n]) / n for n in lengths])
+        if tokens < shares.shape[1]:
+            raise ValueError(f"tokens: got {tokens} for {shares.shape[1]} devices, takes at least one for each")
+        borders = [round(float(np.interp(tokens, lengths, share)) * tokens) for share in shares.T[:-1]]
+        for i, border in enumerate(borders):        # each slice has a token
+            before = borders[i - 1] if i else 0
+            borders[i] = min(max(border, before + 1), tokens - (len(borders) - i))
+        return [b - a for a, b in itertools.pairwise((0, *borders, tokens))]
 
 
 def chunks(tokens: int, budget: float, layers: int, cost: Cost, sizes: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -17,7 +18,16 @@ from decodax.core.types import Params
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.policy import build
-from decodax.sharding import LayerCost, Pipeline, PrefillChain, chain_time, chunks, partition, place
+from decodax.sharding import (
+    LayerCost,
+    PartitionTable,
+    Pipeline,
+    PrefillChain,
+    chain_time,
+    chunks,
+    partition,
+    place,
+)
 
 NETWORK = Transformer(llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256))
 WEIGHTS = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, NETWORK.init_params(jax.random.key(5)))
@@ -97,6 +107,37 @@ def test_the_slices_found_are_the_best_of_all(tokens: int, devices: int, send: f
     found = partition(tokens, devices, 4, cost, send)
     assert sum(found) == tokens and len(found) == devices
     assert chain_time(found, 4, cost, send) <= 1.02 * best(tokens, devices, 4, cost, send)
+
+
+def test_costs_are_fitted_to_measured_times_of_any_scale() -> None:
+    true = LayerCost(4e-8, 1e-12, 2e-6)
+    times = {(n, c): true(n, c) for n, c in itertools.product((1, 128, 4096), (0, 4096, 131072))}
+    found = LayerCost.fit(times)
+    np.testing.assert_allclose(dataclasses.astuple(found), dataclasses.astuple(true), rtol=1e-6)
+    noise = np.random.default_rng(0)
+    near = LayerCost.fit({at: time * noise.uniform(0.98, 1.02) for at, time in times.items()})
+    assert abs(near(8192, 65536) / true(8192, 65536) - 1) < 0.05
+    falling = LayerCost.fit({(n, 0): 1 - 0.01 * n for n in (1, 2, 3, 4)})      # no time falls with the tokens
+    assert falling.linear == falling.pair == 0 and falling.fixed == pytest.approx(0.975)
+    with pytest.raises(ValueError, match=r"^times: got 2"):
+        LayerCost.fit({(1, 0): 1.0, (2, 0): 2.0})
+
+
+def test_a_table_of_partitions_is_nearly_the_search_between_its_lengths() -> None:
+    cost = LayerCost(4e-8, 1e-11)
+    found = lambda tokens: partition(tokens, 4, 8, cost, 1e-8, unit=64)
+    table = PartitionTable({n: found(n) for n in (4096, 16384, 65536)})
+    for tokens in (4096, 9000, 30000, 65536):
+        slices, searched = table(tokens), found(tokens)
+        assert sum(slices) == tokens and len(slices) == 4
+        even, best, near = (chain_time(x, 8, cost, 1e-8) for x in ([tokens // 4] * 4, searched, slices))
+        assert best < 0.98 * even and near < 1.03 * best
+    assert table(4) == [1] * 4 and table(16384) == list(table.known[16384])
+    for known in ({}, {8: [4, 4], 9: [3, 3, 3]}, {8: [4, 5]}):
+        with pytest.raises(ValueError, match=r"^known: got"):
+            PartitionTable(known)
+    with pytest.raises(ValueError, match=r"^tokens: got 3 for 4"):
+        table(3)
 
 
 def test_no_chunk_takes_longer_than_the_budget_and_none_could_be_longer() -> None:
