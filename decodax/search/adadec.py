@@ -13,6 +13,7 @@ from jax import Array
 from decodax.cache import Feature, Window, causal, take
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.struct import Struct, struct
 
 Counting = Literal["ended", "running"]
@@ -143,7 +144,7 @@ class AdaDec(Algorithm):
         sure = ~(entropy >= params.draft)                   # a NaN goes the plain way, which reports it
         # rows that do not look yet: a token, or the first candidates
         begins = (a.depth == 0) & ~sure[:, 0] & (drawn[:, 0] >= 0) & s.running
-        best, first = jax.lax.top_k(log_p[:, 0], self.k)
+        best, first = top_k(log_p[:, 0], self.k)
         new = self._grown(dist.policy, s, a.replace(
             score=jnp.zeros_like(a.score), length=jnp.zeros_like(a.length), ended=jnp.zeros_like(a.ended),
             stop=jnp.broadcast_to(s.stop[:, None], a.stop.shape)), first.astype(jnp.int32), best, 0)

@@ -15,6 +15,7 @@ from decodax.core.packing import Packing
 from decodax.core.record import record
 from decodax.core.state import State, Status
 from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.search.pool import Finished
 from decodax.struct import Struct, struct
 
@@ -228,7 +229,7 @@ class BestFirst(Algorithm):
         broken = (jnp.isnan(log_p).any(-1) & real).reshape(P, m).any(1)
         V = log_p.shape[-1]
         total = q.score[rows, None] + log_p
-        best, token = lax.top_k(total, min(C, V))
+        best, token = top_k(total, min(C, V))
         best, token = (jnp.pad(x, ((0, 0), (0, C - min(C, V))), constant_values=fill)
                        for x, fill in ((best, -jnp.inf), (token.astype(jnp.int32), 0)))
         made = (s.length - s.prompt_length)[rows, None] + 1

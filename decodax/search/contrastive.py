@@ -14,6 +14,7 @@ from decodax.cache import Feature, Window, causal
 from decodax.core.loaded import Loaded
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Observer, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.draw import winner
 from decodax.struct import Struct, struct
 
@@ -126,7 +127,7 @@ class ContrastiveSearch(Algorithm):
         # what may come behind it, or behind the newest token if nobody has looked there yet
         node = jnp.where(algo.ready, best + 1, 0)[:, None]
         following = dist.warm.processed(node)[:, 0]
-        chances, candidates = jax.lax.top_k(jax.nn.softmax(following), min(self.k, following.shape[-1]))
+        chances, candidates = top_k(jax.nn.softmax(following), min(self.k, following.shape[-1]))
         first = winner(following)
         candidates = candidates.astype(jnp.int32).at[:, 0].set(jnp.where(first < 0, first, candidates[:, 0]))
         commits = algo.ready & (token[:, 0] >= 0)

@@ -14,7 +14,7 @@ from decodax.cache import take
 from decodax.core.types import Params
 from decodax.search.beams import BeamSearch
 from decodax.search.phrases import Cover, Phrases, Progress, Unordered, phrases_of
-from decodax.search.step import Group, Step
+from decodax.search.step import Group, Step, largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +103,11 @@ class DynamicStep(_LexicalStep):
         # the best of all, the best of each beam, and what goes on with a phrase
         beams = jnp.arange(k)
         token, goes_on = alg.progress.next(self.tables, g.live.memory)
-        index = jnp.concatenate([lax.top_k(ranks.reshape(P, -1), best)[1], beams * V + jnp.argmax(ranks, -1),
+        beam, likely = largest(ranks, best)
+        index = jnp.concatenate([beam * V + likely, beams * V + jnp.argmax(ranks, -1),
                                  (beams[:, None] * V + jnp.maximum(token, 0)).reshape(P, -1)], 1)
         there = jnp.concatenate([jnp.ones((P, best + k), bool), goes_on.reshape(P, -1)], 1)
-        at = lambda x: jnp.take_along_axis(x.reshape(P, -1), index, 1)
+        at = lambda x: x[jnp.arange(P)[:, None], index // V, index % V]
         there = there & (at(total) > -jnp.inf)
         order = jnp.lexsort((~there, index), axis=1)
         index, there = take(index, order), take(there, order)

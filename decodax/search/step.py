@@ -17,6 +17,7 @@ from decodax.cache import take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State, Status
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.draw import exponentials
 from decodax.search.pool import Finished
 from decodax.speculative.tree import Tree
@@ -161,14 +162,14 @@ class Step:
         log_p = self.at_nodes(i, g)                                                     # [P, k, V]
         V = log_p.shape[-1]
         total = self.totals(g, log_p, taken)
-        index = lax.top_k(self.ranks(i, g, total).reshape(-1, k * V), self.candidates(V))[1]
-        beam, token = index // V, (index % V).astype(jnp.int32)
-        at = lambda x: jnp.take_along_axis(x.reshape(x.shape[0], -1), index, 1)
+        beam, token = largest(self.ranks(i, g, total), self.candidates(V))
+        row = jnp.arange(beam.shape[0])[:, None]
+        at = lambda x: x[row, beam, token]
         best = at(total)
         text, stop, closed = self.longer(i, g, beam, token, at(log_p), best, log_p)
 
         # those among the first k that end join the finished texts; the best of the others live on
-        first = jnp.arange(index.shape[1]) < k
+        first = jnp.arange(beam.shape[1]) < k
         chosen = lax.top_k(jnp.where(closed, -jnp.inf, best), k)[1]
         counted = jnp.where(best > -jnp.inf, token, V)
         counted = counted[:, :2 * k] if alg.counting == "candidates" else take(counted, chosen)
@@ -290,3 +291,20 @@ class Step:
         hit = (of(self.parents) == newest(live.nodes)) & (of(self.tokens) == newest(live.tokens))
         hit = hit & of(self.live)
         return (hit.any(-1) | (live.score == -jnp.inf)).all(1), jnp.argmax(hit, -1).astype(jnp.int32)
+
+
+def largest(ranks: Array, count: int) -> tuple[Array, Array]:
+    """The `count` best of all beams' tokens, of equal ones the first: beams and tokens, `i32[P, count]`.
+
+    First those of each beam, so that a vocabulary that is divided over devices stays divided.
+
+    Args:
+        ranks: `f32[P, k, V]`.
+
+    >>> beam, token = largest(jnp.array([[[1.0, 3.0, 0.0], [3.0, 2.0, 5.0]]]), 3)
+    >>> beam.tolist(), token.tolist()
+    ([[1, 0, 1]], [[2, 1, 0]])
+    """
+    best, token = top_k(ranks, min(count, ranks.shape[-1]))
+    index = lax.top_k(best.reshape(len(best), -1), count)[1]
+    return index // best.shape[-1], jnp.take_along_axis(token.reshape(len(token), -1), index, 1)

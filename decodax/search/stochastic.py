@@ -15,6 +15,7 @@ from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import DEAD_END, INVALID, Algorithm, Decision, Out, Params
 from decodax.policy.draw import exponentials
+from decodax.search.step import largest
 from decodax.struct import Struct, struct
 
 
@@ -99,14 +100,16 @@ class StochasticBeams(Algorithm):
         value = jnp.where(s.running[:, None] & (above > -jnp.inf)[:, None], value, -jnp.inf)
         # a text that has ended goes on as it is
         stays = jnp.where(s.running, -jnp.inf, above)
-        best, index = jax.lax.top_k(jnp.concatenate([group(value).reshape(-1, K * V), group(stays)], 1), K)
-        whole = index >= K * V
-        parent = jnp.where(whole, index - K * V, index // V)
-        token = jnp.where(whole, 0, index % V).astype(jnp.int32)
+        parents, tokens = largest(group(value), K)
+        at = lambda x: x[jnp.arange(len(parents))[:, None], parents, tokens]
+        best, index = jax.lax.top_k(jnp.concatenate([at(group(value)), group(stays)], 1), K)
+        whole, from_these = index >= K, lambda x: jnp.take_along_axis(x, jnp.minimum(index, K - 1), 1)
+        parent = jnp.where(whole, index - K, from_these(parents))
+        token = jnp.where(whole, 0, from_these(tokens))
         token = jnp.where(best == -jnp.inf, DEAD_END, token)
         pick = lambda x: jnp.take_along_axis(group(x), parent, 1)
         log_prob = jnp.where(whole, pick(algo.log_prob),
-                             jnp.take_along_axis(group(below).reshape(-1, K * V), jnp.minimum(index, K * V - 1), 1))
+                             from_these(at(group(below))))
         first = jnp.arange(0, s.batch, K, dtype=jnp.int32)[:, None]
         rows = first + parent
         # a prompt with broken logits, and one that has ended, stay where they are

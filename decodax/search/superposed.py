@@ -14,9 +14,11 @@ from decodax.cache import Cache, Window, causal, take
 from decodax.core.record import record
 from decodax.core.state import State, Status
 from decodax.core.types import DEAD_END, INVALID, Algorithm, Decision, Model, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.readout.base import Readout
 from decodax.search.ngrams import NGrams
 from decodax.search.pool import Finished, append
+from decodax.search.step import largest
 from decodax.struct import Struct, struct
 
 
@@ -147,9 +149,9 @@ class Superposed(Algorithm):
         gain = self._gains(params.draft, s, processed / jnp.where(cold, params.draft[2], 1))
         begins = s.length == s.prompt_length
         spare = begins & (jnp.arange(s.batch) % k > 0)
-        total = group(jnp.where(spare, -jnp.inf, algo.score)[:, None] + gain).reshape(P, k * V)
-        best, index = jax.lax.top_k(total, min(2 * k, k * V))
-        beam, token = index // V, (index % V).astype(jnp.int32)
+        total = group(jnp.where(spare, -jnp.inf, algo.score)[:, None] + gain)
+        beam, token = largest(total, min(2 * k, k * V))
+        best = total[jnp.arange(P)[:, None], beam, token]
         ripe = group(s.length - s.prompt_length + 1 > s.min_new)[:, :1]
         eos = (token[..., None] == group(dist.policy.eos)[:, :1]).any(-1) & ripe
         stop, hit = take(group(s.stop), beam), jnp.zeros_like(eos)
@@ -178,7 +180,7 @@ class Superposed(Algorithm):
     def _gains(self, weights: Any, s: State, logits: Array) -> Array:
         """`f32[B, V]`: what each token adds to the score of its draft; -inf for those that are not candidates."""
         table, alpha, _, penalty, orders = weights
-        best, ids = jax.lax.top_k(logits, min(self.candidates, logits.shape[-1]))
+        best, ids = top_k(logits, min(self.candidates, logits.shape[-1]))
         own = jnp.where(best == -jnp.inf, -jnp.inf, jax.nn.log_softmax(best))
         if table is not None:
             back = jnp.arange(-len(self.weights_of), 0) + s.length[:, None]

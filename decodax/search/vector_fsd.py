@@ -13,6 +13,7 @@ from jax import Array
 from decodax.cache import Window, causal
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Observer, Out, Params
+from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.draw import winner
 
 
@@ -79,7 +80,7 @@ class VectorFSD(Algorithm):
         alpha, light = params.draft
         states = algo.at[jnp.arange(s.batch), s.length - 1].set(out.hidden[:, 0].astype(algo.dtype))
         following = dist.warm.processed()[:, 0]
-        chances, tokens = jax.lax.top_k(jax.nn.softmax(following), min(self.k, following.shape[-1]))
+        chances, tokens = top_k(jax.nn.softmax(following), min(self.k, following.shape[-1]))
         place = jnp.arange(states.shape[1])
         # of the states that end at each place, and of the last ones
         near = theirs = jnp.zeros(states.shape[:2], states.dtype)
