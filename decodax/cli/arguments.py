@@ -27,6 +27,7 @@ examples:
   decodax compare prompt-lookup token-recycling
   decodax compare prompt-lookup:length=3 prompt-lookup:length=10 --task copy-edit --batch 1 8 32
   decodax compare prompt-lookup --on v5e:2x4 --as llama-3-8b
+  decodax compare all --model DIR --questions question.jsonl --batch 1 --prompts 80 --new-tokens 1024
   decodax compare all --model path/to/model --draft path/to/small-model --plot out.png --json out.json
 
 The table goes to standard output, progress to standard error. Ctrl-C ends it with the table of what was measured.
@@ -97,6 +98,8 @@ def parser(generate: Command, systems: Command, caches: Command, searches: Comma
     p.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
                    help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "
                         "greedy; sampled: the same, sampled (default: all)")
+    p.add_argument("--questions", metavar="FILE",
+                   help="instead: questions of Spec-Bench's form, as its question.jsonl; a task for each category")
     p.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the task sampled (default: 0.8)")
     p.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of the task sampled (default: 0.95)")
     p.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")

@@ -155,11 +155,13 @@ def compare(args: argparse.Namespace) -> None:
 
     import decodax as dx
     from decodax.bench.compare import compare as run
-    from decodax.bench.tasks import sampled
+    from decodax.bench.questions import questions
+    from decodax.bench.tasks import Task, sampled
     from decodax.systems import SYSTEMS
 
     with naming_the_argument():
         chosen = _systems(args.names)
+        tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions)]
     lm = dx.load(args.model)
     needed = any(SYSTEMS[name].drafts for name, _ in chosen.values())
     draft = dx.load(args.draft) if needed else None
@@ -171,7 +173,7 @@ def compare(args: argparse.Namespace) -> None:
             runs = bar.add_task("", total=None)
             report = lambda done, total, what: bar.update(runs, completed=done, total=total, description=what)
             names = TASKS if "all" in args.task else tuple(dict.fromkeys(args.task))
-            tasks = [sampled(args.temperature, args.top_p) if name == "sampled" else name for name in names]
+            tasks = tasks or [sampled(args.temperature, args.top_p) if name == "sampled" else name for name in names]
             found = run(lm, contenders, tasks=tasks, batch=args.batch, prompts=args.prompts,
                         new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
                         draft=draft.name if draft else None, report=report)
