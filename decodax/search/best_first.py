@@ -140,7 +140,8 @@ class BestFirst(Algorithm):
         return self
 
     def most_rounds(self, budget: int, rows: int) -> int:
-        return self.width * budget + 8
+        # of each length `width` texts that go on, and as many that have ended, whose rounds read nothing
+        return 2 * self.width * budget + 8
 
     def findings(self, s: State) -> dict[str, Array]:
         """`score`; `log_prob` of the text; `expansions` of its prompt, texts that were read."""

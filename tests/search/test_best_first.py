@@ -44,7 +44,8 @@ def test_what_it_finds_is_what_beams_find(width: int, at_once: int, ends: int) -
         rounds = np.asarray(beams.stats.rounds).reshape(3, -1)[:, 0]
         assert (expansions <= 1 + width * (NEW - 1)).all()
         read.append((int(expansions.sum()), int((1 + width * (rounds - 1)).sum())))
-    assert width == 1 or read[0][0] < read[0][1]
+    # where texts seldom end, nothing is decided early
+    assert read[0][0] < read[0][1] or (read[0][0] == read[0][1] and 1 in (width, ends))
 
 
 @pytest.mark.matrix
