@@ -195,12 +195,15 @@ def stitched(tree: Sequence[Thread], fork: int, read: Callable[[Thread, int, lis
     """
     thread = tree[which]
     tokens = thread.tokens[:-1] if thread.status == Status.EOS else thread.tokens
-    cuts = [0, *(at for at, _ in thread.forks), len(tokens)]
+    places = [at for at, _ in thread.forks]
+    children = [stitched(tree, fork, read, newlines, child) for _, child in thread.forks]
+    if tokens[-1:] == [fork] and len(tokens) not in places:     # the budget ended there, before the child began
+        places.append(len(tokens))
+        children.append(read(thread, len(tokens), [], True))
     pieces = [read(thread, first, [t for t in tokens[first:last] if t != fork], last == len(tokens))
-              for first, last in itertools.pairwise(cuts)]
+              for first, last in itertools.pairwise((0, *places, len(tokens)))]
     text = pieces.pop()
-    for piece, (_, child) in zip(pieces[::-1], thread.forks[::-1], strict=True):
-        below = stitched(tree, fork, read, newlines, child)
+    for piece, below in zip(pieces[::-1], children[::-1], strict=True):
         if newlines:
             if NUMBERED.search(piece) and not below.startswith("\n"):
                 below = "\n" + below

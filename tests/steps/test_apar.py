@@ -102,7 +102,7 @@ def test_threads_are_plain_decoding_of_their_paths(kind: str, depth: int) -> Non
     np.testing.assert_allclose(out.scores[:, 0], [sum(t.log_prob for t in tree) for tree in out.details])
 
 
-@pytest.mark.parametrize("way", often([], ["prompt-lookup", "paged", "alone", "int8"]))
+@pytest.mark.parametrize("way", often([], ["prompt-lookup", "paged", "alone"]))
 def test_answers_do_not_depend_on_rounds_rows_or_neighbours(way: str) -> None:
     options = {**TUNED, **KINDS["sampled"]}
     want = dx.explore(net(), PROMPTS, "apar", options=dict(CONTROL, threads=16), **options)
