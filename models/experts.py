@@ -77,8 +77,8 @@ def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, dow
            activation: Callable[[Array], Array], elsewhere: bool = False) -> Array:
     """`mix` on one device; `elsewhere` says that `which` may name experts that another device has."""
     (n, k), E = which.shape, jax.tree.leaves(gate)[0].shape[0]
-    here = (which >= 0) & (which < E)
     if elsewhere:
+        here = (which >= 0) & (which < E)
         which = jnp.where(here, which, E)       # sorted last, counted nowhere
     total = n * k // BLOCK + min(E, n * k)      # the most blocks: those that are full, and a part of one an expert
     flat = which.reshape(-1)

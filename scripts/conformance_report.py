@@ -37,7 +37,7 @@ HEAD = """\
 Where the authors' code was at hand and runs on a CPU, it was run on tiny checkpoints with fixed weights, and what it
 gave is committed as numbers under `tests/conformance`, with repository, commit and settings. The tests decode the
 same prompts here and compare the tokens and the number of model calls. Of draft trees, draft lookups and verifiers,
-which need no model, they compare proposals and verdicts for given texts and distributions. Of whole runs, seven
+which need no model, they compare proposals and verdicts for given texts and distributions. Of whole runs, three
 cases are in the default suite and one of each kind of rule in the wider one; `pytest -m "" tests/conformance` runs all.
 A line without counts has no cases: where it says "by reading", the code was read and not run.
 

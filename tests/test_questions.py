@@ -68,6 +68,9 @@ def test_the_command_compares_them(file: Path, tiny_model: Path, capsys: pytest.
     assert main([*line, "--questions", str(file)]) == 0
     out = capsys.readouterr().out
     assert "mt_bench" in out and "translation" in out and "copy-edit" not in out and "prompt-lookup" in out
+    with pytest.raises(SystemExit):
+        main([*line, "--questions", str(file), "--task", "completion"])
+    assert "not allowed with argument" in capsys.readouterr().err
     file.write_text("none")
     assert main([*line, "--questions", str(file)]) == 2 and "line 1: " in capsys.readouterr().err
     assert main([*line, "--questions", "nowhere.jsonl"]) != 0 and "nowhere.jsonl" in capsys.readouterr().err

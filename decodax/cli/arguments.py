@@ -95,11 +95,12 @@ def parser(generate: Command, systems: Command, caches: Command, searches: Comma
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR", help="default: pycode")
     p.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_DIR",
                    help="the smaller model, for systems that need one (default: pycode-draft)")
-    p.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
-                   help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "
-                        "greedy; sampled: the same, sampled (default: all)")
-    p.add_argument("--questions", metavar="FILE",
-                   help="instead: questions of Spec-Bench's form, as its question.jsonl; a task for each category")
+    asked = p.add_mutually_exclusive_group()
+    asked.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
+                       help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "
+                            "greedy; sampled: the same, sampled (default: all)")
+    asked.add_argument("--questions", metavar="FILE",
+                       help="instead: questions of Spec-Bench's form, as its question.jsonl; a task for each category")
     p.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the task sampled (default: 0.8)")
     p.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of the task sampled (default: 0.95)")
     p.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")

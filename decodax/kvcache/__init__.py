@@ -22,32 +22,7 @@ from decodax.kvcache.selection import Selection
 from decodax.kvcache.shrunk import KVFeatures
 from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv, read
 
-__all__ = [
-           "POLICIES",
-           "CachePolicy",
-           "Codebooks",
-           "Constant",
-           "Evicting",
-           "Eviction",
-           "HeldLayer",
-           "KVFeatures",
-           "Prefix",
-           "Probe",
-           "Selection",
-           "TokenScore",
-           "blended",
-           "cache_policy",
-           "edited",
-           "find",
-           "fit_codebooks",
-           "fit_features",
-           "fit_heads",
-           "fit_layers",
-           "fit_order",
-           "kv",
-           "load_prefix",
-           "matched",
-           "read",
-           "read_prefix",
-           "save_prefix",
-]
+__all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "HeldLayer", "KVFeatures",
+           "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited", "find", "fit_codebooks",
+           "fit_features", "fit_heads", "fit_layers", "fit_order", "kv", "load_prefix", "matched", "read",
+           "read_prefix", "save_prefix"]

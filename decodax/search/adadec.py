@@ -119,9 +119,10 @@ class AdaDec(Algorithm):
 
     def init(self, params: Params, s: State) -> LookAhead:
         none = jnp.zeros((s.batch, self.k), jnp.int32)
-        return LookAhead(depth=jnp.zeros(s.batch, jnp.int32),
-                     tokens=jnp.zeros((s.batch, self.k, self.length + 1), jnp.int32), score=none.astype(jnp.float32),
-                     length=none, ended=none > 0, stop=none, looks=jnp.zeros(s.batch, jnp.int32))
+        return LookAhead(
+            depth=jnp.zeros(s.batch, jnp.int32), tokens=jnp.zeros((s.batch, self.k, self.length + 1), jnp.int32),
+            score=none.astype(jnp.float32), length=none, ended=none > 0, stop=none,
+            looks=jnp.zeros(s.batch, jnp.int32))
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         a, k, n = s.algo, self.k, self.length + 1

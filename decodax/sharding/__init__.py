@@ -9,23 +9,5 @@ from decodax.sharding.sequence import LayerCost, PartitionTable, Pipeline, Prefi
 from decodax.sharding.split import Costs, Split
 from decodax.sharding.weave import weave
 
-__all__ = [
-           "CONTEXT",
-           "DATA",
-           "EXPERT",
-           "MODEL",
-           "ROLE",
-           "Costs",
-           "LayerCost",
-           "PartitionTable",
-           "Pipeline",
-           "PrefillChain",
-           "Split",
-           "apart",
-           "chain_time",
-           "chunks",
-           "lanes",
-           "partition",
-           "place",
-           "weave",
-]
+__all__ = ["CONTEXT", "DATA", "EXPERT", "MODEL", "ROLE", "Costs", "LayerCost", "PartitionTable", "Pipeline",
+           "PrefillChain", "Split", "apart", "chain_time", "chunks", "lanes", "partition", "place", "weave"]

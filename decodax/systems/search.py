@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from decodax.models.transformer import Transformer
 from decodax.search import (
     AWRS,
     UID,
@@ -148,8 +149,7 @@ def _awrs(check: Callable[[list[int]], bool] | None = None, proper: bool = True,
        "Hsu et al. 2025", SEARCH, "several threads of one text, written side by side, that read one another", TARGET,
        "approximate")
 def _group_think(lm: Any, threads: int = 4, starts: tuple[tuple[int, ...], ...] = (), together: bool = True) -> Any:
-    layers = getattr(getattr(lm.model, "config", None), "layers", ())
-    if any(getattr(layer, "sliding", None) for layer in (layers if isinstance(layers, tuple) else ())):
+    if isinstance(lm.model, Transformer) and any(layer.sliding for layer in lm.model.config.layers):
         raise ValueError("system: 'group-think' gives threads blocks of positions of their own; takes a model whose "
                          "layers attend to the whole text")
     return GroupThink(threads, tuple(map(tuple, starts)), together)

@@ -1,7 +1,8 @@
 """The authors' own loops on tiny checkpoints, against decodax: the same tokens, in the same number of forwards.
 
 Each file in `cases/` holds what one repository's code gave, as numbers, with the repository, commit and settings; see
-README.md there. The first case of the files in OFTEN runs by default, the others with `-m matrix`.
+README.md there. Three cases run by default, the first one of the files in OFTEN with `-m wide`, the others with
+`-m matrix`.
 """
 
 from __future__ import annotations

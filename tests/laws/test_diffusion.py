@@ -160,7 +160,7 @@ ELSEWHERE = {"adablock", "apd", "d2f", "d3llm", "diffusion-gemma", "dimple", "di
              "elastic-cache", "entropy-bounded", "fast-dllm-2", "flashdlm", "freecache", "freedave", "freedave++",
              "llada2", "llada2.1", "localleap", "maskgit", "mdlm", "prophet", "recap", "remdm", "sbd", "sdar", "sdlm",
              "ssd"}
-"""What is decoded here only with `--all`: in default tests, a comparison with its published loop under
+"""What is decoded here only with `--all`: in default and wider tests, a comparison with its published loop under
 `tests/diffusion`, with its authors' outcomes under `tests/conformance`, or an entry with the same parts stands for
 it."""
 

@@ -33,7 +33,7 @@ ELSEWHERE = {
     "dyspec", "ems-sd", "exp3spec", "greedy-verification", "hgj", "improved-mcsd", "knn-ssd", "mcsd", "pearl", "pgj",
     "prompt-lookup", "rsd-s", "sam-decoding", "seed-exact", "self-speculative", "sequoia", "sjd", "specdec++",
     "specbranch", "specinfer", "spectr", "speculative-decoding", "staged", "stand", "tetris", "tli", "triforce", "uag"}
-"""What is decoded here only with `--all`: in default tests, tests of its own under `tests/speculative` or
+"""What is decoded here only with `--all`: in default and wider tests, tests of its own under `tests/speculative` or
 `tests/conformance` stand for it, or another entry with the same kinds of drafts, shape and verifier."""
 POLICY = {"few": dict(repetition_penalty=1.3, min_p=0.05), "together": POLICIES["together"]}
 
