@@ -22,7 +22,7 @@ from decodax.core.types import Params
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.policy import build
-from decodax.search import BeamSearch, ContrastiveSearch, StochasticBeams
+from decodax.search import AdaDec, BeamSearch, ContrastiveSearch, DynamicBeams, StochasticBeams, Superposed
 from decodax.sharding import place
 from tests.matrix import often
 
@@ -57,7 +57,9 @@ def test_no_round_gathers_what_has_a_number_for_each_token(chain: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("search", [BeamSearch(2), StochasticBeams(k=3), ContrastiveSearch(8)], ids=lambda x: x.name)
+@pytest.mark.parametrize("search", [BeamSearch(2), StochasticBeams(k=3), ContrastiveSearch(8), *(
+    pytest.param(search, marks=pytest.mark.matrix) for search in (
+        DynamicBeams(2, phrases=((3,),)), AdaDec(), Superposed(2)))], ids=lambda x: x.name)
 def test_nor_does_one_of_a_search(search: Any) -> None:
     check({}, search)
 
