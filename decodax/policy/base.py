@@ -341,9 +341,9 @@ class Distribution(Struct):
         if self.stateful or not any(isinstance(t, Temperature) for t in self.policy.transforms):
             return draw(self.processed(nodes), self._addresses(nodes, purpose, salt))
         tokens = lambda logits, nodes: self._draw(logits, nodes, purpose, salt)
-        logits = self.logits(nodes)
-        # the kernel reads them once, wherever they lie
-        return by_nodes(tokens, logits, nodes) if self._fused(logits) is None else tokens(logits, nodes)
+        hidden = self.hidden if nodes is None else take(self.hidden, nodes)
+        fused = self._fused(jax.eval_shape(self.head, hidden)) is not None
+        return by_nodes(tokens, self.head, hidden, nodes, once=fused)
 
     def _draw(self, logits: Array, nodes: Array | None, purpose: Purpose, salt: Array | None) -> Array:
         """`draw` from the model's logits `f32[B, W', V]` at the nodes, where no transform has a state."""
@@ -364,7 +364,7 @@ class Distribution(Struct):
 
         return lax.cond(cold.all(), lambda: winner(logits), warm)
 
-    def _fused(self, logits: Array) -> dict[str, Any] | None:
+    def _fused(self, logits: Array | jax.ShapeDtypeStruct) -> dict[str, Any] | None:
         """The arguments of `vocabulary.draw` for logits `f32[B, W, V]` in front of the temperature, if it is to draw
         from them and does all that the chain does."""
         chain = self.policy.transforms

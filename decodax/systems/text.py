@@ -75,7 +75,7 @@ def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, warm: Any
     if warm is None:
         return Speculative(drafts.TokenRecycling(tree, k=k), verify)
     table = np.asarray(warm, np.int32)
-    return Speculative(drafts.TokenRecycling(tree, k, len(table), table), verify)
+    return Speculative(drafts.TokenRecycling(tree, k, len(table) // (1 + k), table), verify)
 
 
 @entry("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025", TREE,

@@ -74,7 +74,7 @@ def draw(logits: Array, address: Array, temperature: Array, k: Array | None = No
     return shardwise(local, specs, (P(DATA), P(DATA)), logits, address, *numbers, whole=True)
 
 
-def choose(logits: Array) -> Implementation | None:
+def choose(logits: Array | jax.ShapeDtypeStruct) -> Implementation | None:
     """The implementation for logits `f32[B, W, V]`: "xla", or None for the kernel wherever the program is lowered for
     a TPU.
 

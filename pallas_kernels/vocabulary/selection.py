@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from decodax.axes import DATA, MODEL, free_axes, shardwise
-from decodax.pallas_kernels.vocabulary.nodes import by_nodes
+from decodax.axes import DATA, MODEL, constrain, free_axes, shardwise
+from decodax.pallas_kernels.vocabulary.nodes import TILE, fitting, in_parts
 
 BLOCK = 128
 
@@ -24,8 +24,8 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     >>> [y.tolist() for y in top_k(jnp.array([[1.0, 4.0, 2.0, 4.0]]), 3)]
     [[[4.0, 4.0, 2.0]], [[1, 3, 2]]]
     """
-    if x.ndim == 3:
-        return by_nodes(lambda x, _: _somewhere(x, k), x)
+    if x.ndim == 3 and (width := fitting(x)) < x.shape[1]:
+        return in_parts(lambda x: _somewhere(x, k), width, x)
     return _somewhere(x, k)
 
 
@@ -38,6 +38,8 @@ def _somewhere(x: Array, k: int) -> tuple[Array, Array]:
                                    jnp.arange(x.shape[-1], dtype=jnp.int32))
         values, best = lax.top_k(values, k)
         places = jnp.take_along_axis(places, best, -1)
+        # else the compiler divides what is kept of them over the axis, from round to round
+        values, places = constrain((values, places), (P(DATA), P(DATA)))
     else:
         values, places = _top_k(rows, k)
     return values.reshape(*x.shape[:-1], k), places.reshape(*x.shape[:-1], k)
@@ -64,6 +66,8 @@ def by_blocks(x: Array, k: int) -> tuple[Array, Array]:
     V = x.shape[-1]
     count = -(-V // BLOCK)
     if count * BLOCK != V:
+        if x.ndim == 3 and x.shape[1] > TILE:     # the padded copies of a large tree do not fit in fast memory
+            return in_parts(lambda x: by_blocks(x, k), TILE, x)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * BLOCK - V)], constant_values=-jnp.inf)
     blocks = x.reshape(*x.shape[:-1], count, BLOCK)
     which = jnp.sort(lax.top_k(blocks.max(-1), k)[1], -1)       # in order, so that of equal entries the first is taken

@@ -22,26 +22,45 @@ def test_blocks_give_the_largest_and_of_equal_entries_the_first(size: int, k: in
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("count", "most", "width"),
-                         [(6, 4, 4), (9, 2, 2), (5, 1, 1), (25, 12, 8), (7, 7, 7), (3, 0, 1)])
-def test_a_few_nodes_at_a_time_give_what_all_at_once_do(count: int, most: int, width: int,
+@pytest.mark.parametrize(("count", "most", "widths"), [
+    (6, 4, [4, 2]), (9, 3, [3, 3, 3]), (25, 12, [8, 8, 8, 1]), (7, 7, [7]),       # the head is read for each part
+    (9, 2, [2]), (5, 1, [1]), (6, 0, [1])])                                         # more parts than that: a loop
+def test_a_few_nodes_at_a_time_give_what_all_at_once_do(count: int, most: int, widths: list[int],
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "platform", lambda: "tpu")
     monkeypatch.setattr(nodes, "FAST", most * 3 * 16 * 4)
-    x = np.random.default_rng(count).normal(size=(3, count, 16)).astype(np.float32)
+    hidden = np.random.default_rng(count).normal(size=(3, count, 8)).astype(np.float32)
+    kernel = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
     places = np.random.default_rng(0).integers(0, 99, (3, count)).astype(np.int32)
-    widths = []
+    seen, read = [], []
+
+    def head(hidden: jax.Array) -> jax.Array:
+        read.append(hidden.shape[1])
+        return hidden @ kernel
 
     def fn(x: jax.Array, places: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        widths.append(x.shape[1])
+        seen.append(x.shape[1])
         return x.argmax(-1), places
 
-    token, place = by_nodes(fn, x, places)
-    assert widths == [width]
-    np.testing.assert_array_equal(token, x.argmax(-1))
+    token, place = by_nodes(fn, head, hidden, places)
+    assert seen == widths and read[1:] == (widths if sum(widths) == count else [count])
+    np.testing.assert_array_equal(token, (hidden @ kernel).argmax(-1))
     np.testing.assert_array_equal(place, places)
-    if width < count:
-        np.testing.assert_array_equal(by_nodes(fn, x)[1], np.tile(np.arange(count), (3, 1)))
+    if len(widths) > 1 or widths[0] < count:
+        np.testing.assert_array_equal(by_nodes(fn, head, hidden)[1], np.tile(np.arange(count), (3, 1)))
+    if sum(widths) < count:
+        seen.clear()
+        by_nodes(fn, head, hidden, places, once=True)
+        assert seen == [count]
+
+
+def test_the_largest_of_many_nodes_are_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).integers(0, 40, (2, 19, 1200)).astype(np.float32)
+    want = jax.lax.top_k(x, 2)
+    assert all((a == b).all() for a, b in zip(by_blocks(x, 2), want, strict=True))      # 1200 is not 9 blocks of 128
+    monkeypatch.setattr(nodes, "platform", lambda: "tpu")
+    monkeypatch.setattr(nodes, "FAST", 5 * 2 * 1200 * 4)
+    assert all((a == b).all() for a, b in zip(top_k(x, 2), want, strict=True))
 
 
 @pytest.mark.mesh

@@ -261,10 +261,11 @@ def test_a_warm_distribution_has_the_probabilities_of_greedy_rows_too() -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize(("most", "expected"), [(2, [2, 2, 1]), (1, [1])], ids=["parts", "a loop"])
 @pytest.mark.parametrize("nodes", [pytest.param(None, marks=pytest.mark.matrix), [6, 0, 3, 3, 1]],
                          ids=["all nodes", "some"])
-def test_draws_from_a_few_nodes_at_a_time_are_those_from_all_at_once(nodes: list[int] | None,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_from_a_few_nodes_at_a_time_are_those_from_all_at_once(nodes: list[int] | None, most: int,
+                                                                     expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     policy = build(BATCH, temperature=[0.8, 0.0], top_p=0.9, presence_penalty=0.4, no_repeat_ngram_size=2)
     window, logits = window_and_logits(TREE, seed=6)
     dist = policy.over(start(policy), window, out_of(logits))
@@ -274,6 +275,6 @@ def test_draws_from_a_few_nodes_at_a_time_are_those_from_all_at_once(nodes: list
     drawn = type(dist)._draw
     monkeypatch.setattr(type(dist), "_draw", lambda self, x, *more: widths.append(x.shape[1]) or drawn(self, x, *more))
     monkeypatch.setattr(by_nodes_module, "platform", lambda: "tpu")
-    monkeypatch.setattr(by_nodes_module, "FAST", 2 * BATCH * VOCAB * 4)
+    monkeypatch.setattr(by_nodes_module, "FAST", most * BATCH * VOCAB * 4)
     np.testing.assert_array_equal(dist.draw(chosen), want)
-    assert widths == [2]
+    assert widths == (expected if nodes or most == 1 else [2, 2, 2, 1])

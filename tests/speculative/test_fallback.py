@@ -23,7 +23,7 @@ def test_the_length_of_the_match_decides_and_not_that_of_the_draft():
     short_draft = [5, 6, 7, 5, 6, 7]                        # 3 match
     long_draft = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1]             # 1 token matches, 4 would be drafted
     s = rows(long_match, short_draft, long_draft)
-    p = propose(draft, s, params=Params(None, (None, TABLE)))
+    p = propose(draft, s, params=Params(None, (None, TABLE.T.ravel())))
     assert paths(p, 0) == [(9,), (9, 5), (9, 5, 6), (9, 5, 6, 7)]
     assert paths(p, 1) == [(5,), (5, 6), (5, 6, 7)]
     assert paths(p, 2) == [(2,), (3,), (2, 3)]

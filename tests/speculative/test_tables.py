@@ -119,7 +119,8 @@ def test_recycling_searches_the_matrix_breadth_first():
     table = np.full((10, 3), -1, np.int32)
     for token, successors in {4: (5, 6), 5: (7, 4), 7: (4, 9)}.items():
         table[token] = token, *successors
-    tree = propose(dataclasses.replace(draft, warm=table), s, params=Params(None, table))
+    matrix = table.T.ravel()
+    tree = propose(dataclasses.replace(draft, warm=matrix), s, params=Params(None, matrix))
     assert paths(tree) == [(5,), (6,), (5, 7), (5, 4), (5, 7, 4)]         # nothing is known of 6
 
 
@@ -131,7 +132,7 @@ def test_every_scored_node_overwrites_its_row_and_the_last_of_a_token_counts():
     table = draft.observe(None, window, out, None, draft.init(NONE, rows([1])))
     likely = np.argsort(-np.asarray(logits[0]), -1)[:, :2].tolist()
     # 6 and 2 share row 2 of four; the node of token 8 is dead
-    assert table[0].tolist() == [[-1] * 3, [-1] * 3, [2, *likely[3]], [3, *likely[2]]]
+    assert table[0].reshape(3, 4).T.tolist() == [[-1] * 3, [-1] * 3, [2, *likely[3]], [3, *likely[2]]]
 
 
 def test_recycling_equals_a_plain_transcription():
@@ -162,7 +163,7 @@ def test_recycling_equals_a_plain_transcription():
     assert texts(done)[0] == text[len(ids[0]):][:10]
     assert int(done.stats.rounds[0]) == rounds < 10
     table = np.asarray(done.algo[0][0])
-    assert {int(r[0]): r[1:].tolist() for r in table if r[0] >= 0} == successors
+    assert {int(r[0]): r[1:].tolist() for r in table.reshape(6, -1).T if r[0] >= 0} == successors
 
     warm = draft.init(Params(None, table), rows([4], [5]))
     assert warm.shape == (2, *table.shape) and (np.asarray(warm) == table).all()
@@ -174,7 +175,7 @@ def test_recycling_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="rows: got 0"):
         TokenRecycling(rows=0)
     with pytest.raises(ValueError, match="warm: got an array of shape"):
-        TokenRecycling(rows=8, warm=np.zeros((4, 9)))
+        TokenRecycling(rows=8, warm=np.zeros(9 * 4))
 
 
 # --- distributions after n-grams -------------------------------------------------------------------------------------

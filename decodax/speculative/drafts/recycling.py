@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from decodax.cache import Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.pallas_kernels.vocabulary import top_k
+from decodax.pallas_kernels.vocabulary import by_nodes, top_k
 from decodax.speculative.shapes.fixed import Fixed
 from decodax.speculative.shapes.published import RECYCLING_80
 from decodax.speculative.source import Draft, Drawn
@@ -64,9 +64,9 @@ class TokenRecycling(Draft):
     Attributes:
         tree: the template; default the authors'.
         k: successors kept for each token; at least as many as the template has ranks.
-        rows: rows of the matrix, `i32[B, rows, 1 + k]`. With at least the vocabulary's size it is the paper's; with
-            fewer, tokens of one remainder share a row, in which the latest stays.
-        warm: the matrix `i32[rows, 1 + k]` of an earlier generation, one row of its `state.algo[0]`.
+        rows: rows of the matrix. With at least the vocabulary's size it is the paper's; with fewer, tokens of one
+            remainder share a row, in which the latest stays.
+        warm: the matrix of an earlier generation, one row of its `state.algo[0]`: `i32[(1 + k) * rows]`.
 
     Raises:
         ValueError: `k` smaller than the template's ranks, or less than one row.
@@ -83,8 +83,9 @@ class TokenRecycling(Draft):
             raise ValueError(f"k: got {self.k}, takes at least {ranks}, the ranks in the tree")
         if self.rows < 1:
             raise ValueError(f"rows: got {self.rows}, takes at least 1")
-        if self.warm is not None and self.warm.shape != (self.rows, 1 + self.k):
-            raise ValueError(f"warm: got an array of shape {self.warm.shape}, takes {(self.rows, 1 + self.k)}")
+        size = (1 + self.k) * self.rows
+        if self.warm is not None and self.warm.shape != (size,):
+            raise ValueError(f"warm: got an array of shape {self.warm.shape}, takes {(size,)}")
 
     @property
     def form(self) -> Fixed:
@@ -106,11 +107,16 @@ class TokenRecycling(Draft):
         return self
 
     def init(self, params: Params, s: State) -> Any:
-        """`i32[B, rows, 1 + k]`: whose successors a row holds, then these; -1 where it holds none."""
-        shape = (s.batch, self.rows, 1 + self.k)
-        if params.draft is None:
-            return jnp.full(shape, -1, jnp.int32)
-        return jnp.broadcast_to(jnp.asarray(params.draft, jnp.int32), shape) + 0
+        """The matrix, `i32[B, (1 + k) * rows]`: first whose successors each row holds, -1 where it holds none; then the
+        likeliest successor in each row, then the second in each, and so on.
+
+        It is flat because a TPU writes single entries of `[B, n]` in place. Every other shape that was tried
+        (`[B, rows, 1 + k]`, `[B, 1 + k, rows]`, successors by themselves) it laid out anew for the scatter, on some
+        mesh, with up to 128 MiB of padding around each call.
+        """
+        size = (1 + self.k) * self.rows
+        held = jnp.full(size, -1, jnp.int32) if params.draft is None else jnp.asarray(params.draft, jnp.int32)
+        return jnp.broadcast_to(held, (s.batch, size)) + 0
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         order, parents = self.tree.order, self.tree.parents
@@ -118,18 +124,21 @@ class TokenRecycling(Draft):
         for depth in range(1, self.length + 1):
             level = [i for i, path in enumerate(order) if len(path) == depth]
             above = tokens[:, parents[level]]
-            row = take(state, above % self.rows)
             ranks = jnp.asarray([1 + order[i][-1] for i in level], jnp.int32)
-            child = jnp.take_along_axis(row, jnp.broadcast_to(ranks[:, None], (s.batch, len(level), 1)), 2)[..., 0]
+            row = above % self.rows
+            held, child = take(state, row), take(state, ranks * self.rows + row)
             # an empty node is -1, and so is everything below it: no row is held by -1 with a successor
-            tokens = jnp.concatenate([tokens, jnp.where((row[..., 0] == above) & (above >= 0), child, -1)], 1)
+            tokens = jnp.concatenate([tokens, jnp.where((held == above) & (above >= 0), child, -1)], 1)
         drafts = tokens[:, 1:]
         return Proposal(tokens=jnp.maximum(drafts, 0), live=drafts >= 0, parents=parents[None]), state
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        likely = top_k(out.logits(), self.k)[1].astype(jnp.int32)
+        likely = by_nodes(lambda x, _: top_k(x, self.k)[1], out.head, out.hidden).astype(jnp.int32)
         slot = jnp.where(window.live, window.tokens % self.rows, self.rows)      # beyond the end: dropped
         later = jnp.triu(slot[:, :, None] == slot[:, None, :], 1).any(-1)
         slot = jnp.where(later, self.rows, slot)                                 # a scatter's order is not defined
         new = jnp.concatenate([window.tokens[..., None], likely], -1)
-        return jax.vmap(lambda table, at, x: table.at[at].set(x, mode="drop"))(state, slot, new)
+        places = jnp.where(slot[..., None] < self.rows, slot[..., None] + self.rows * jnp.arange(1 + self.k),
+                           state.shape[1])
+        put = lambda matrix, at, x: matrix.at[at.ravel()].set(x.ravel(), mode="drop")
+        return jax.vmap(put)(state, places, new)
