@@ -265,7 +265,8 @@ def test_a_warm_distribution_has_the_probabilities_of_greedy_rows_too() -> None:
 @pytest.mark.parametrize("nodes", [pytest.param(None, marks=pytest.mark.matrix), [6, 0, 3, 3, 1]],
                          ids=["all nodes", "some"])
 def test_draws_from_a_few_nodes_at_a_time_are_those_from_all_at_once(nodes: list[int] | None, most: int,
-                                                                     expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                     expected: list[int],
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     policy = build(BATCH, temperature=[0.8, 0.0], top_p=0.9, presence_penalty=0.4, no_repeat_ngram_size=2)
     window, logits = window_and_logits(TREE, seed=6)
     dist = policy.over(start(policy), window, out_of(logits))
