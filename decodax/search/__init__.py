@@ -3,7 +3,7 @@
 from decodax.search.adadec import AdaDec
 from decodax.search.beams import BeamSearch
 from decodax.search.best_first import BestFirst
-from decodax.search.cascade import Cascade, Lengths
+from decodax.search.cascade import Cascade, TargetLengths
 from decodax.search.contrastive import ContrastiveSearch
 from decodax.search.corpus import Corpus
 from decodax.search.evidence import Evidence
@@ -19,5 +19,5 @@ from decodax.search.uid import UID
 from decodax.search.vector_fsd import VectorFSD
 
 __all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "BestFirst", "Cascade", "ContrastiveSearch", "Corpus",
-           "CorpusBeams", "DynamicBeams", "Evidence", "GridBeams", "GroupThink", "Lengths", "NGrams", "Ordered",
-           "StochasticBeams", "Superposed", "Unordered", "VectorFSD"]
+           "CorpusBeams", "DynamicBeams", "Evidence", "GridBeams", "GroupThink", "NGrams", "Ordered",
+           "StochasticBeams", "Superposed", "TargetLengths", "Unordered", "VectorFSD"]

@@ -34,7 +34,7 @@ class Survivors(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
+class TargetLengths:
     """How long texts may be, by their prompts: `round(a * T + b) + 1` tokens with the end for a prompt of `T`, and up
     to `spread` more or fewer. Texts then end in any case. `a` and `b` are a linear regression on what a model was
     trained on, as in the authors' code."""
@@ -79,7 +79,7 @@ class Cascade(Algorithm):
     orders: int = 4
     keep: int = 32
     longest: int = 32
-    lengths: Lengths | None = None
+    lengths: TargetLengths | None = None
 
     commits = 1
 

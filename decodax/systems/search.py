@@ -19,10 +19,10 @@ from decodax.search import (
     DynamicBeams,
     GridBeams,
     GroupThink,
-    Lengths,
     Ordered,
     StochasticBeams,
     Superposed,
+    TargetLengths,
     Unordered,
     VectorFSD,
 )
@@ -128,7 +128,7 @@ def _cascade(lm: Any, barrier: int | None = None, orders: int = 4, keep: int = 3
     if barrier is None:
         raise ValueError("system: 'cascade' needs barrier=, the token that the model was trained with as one; the "
                          "tokenizer has no <|barrier|>")
-    return Cascade(barrier, orders, keep, longest, None if lengths is None else Lengths(*lengths))
+    return Cascade(barrier, orders, keep, longest, None if lengths is None else TargetLengths(*lengths))
 
 
 @entry("contrastive-search", "A Contrastive Framework for Neural Text Generation", "Su et al. 2022", SEARCH,

@@ -20,7 +20,7 @@ import pytest
 import decodax as dx
 from decodax.cache import Window
 from decodax.models import Transformer, llama
-from decodax.search import Cascade, Lengths
+from decodax.search import Cascade, TargetLengths
 from decodax.search.cascade import sight
 from decodax.search.max_plus import best_path, max_marginals
 from decodax.search.survivors import EPSILON, Bounds, best_text, edges, first, prune
@@ -122,13 +122,12 @@ def test_a_cascade_is_that_of_enumeration(orders: int, keep: int) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("lengths", "least", "budget"), [
-    (Lengths(0.0, 2.0, 1), 0, 4), (Lengths(0.0, 2.0, 0), 0, 4), (None, 2, 4), (None, 0, 2),
-    (Lengths(0.0, 2.0, 1), 0, 3)])
-def test_lengths_are_bounded_as_asked(lengths: Lengths | None, least: int, budget: int) -> None:
+@pytest.mark.parametrize(("spread", "least", "budget"), [(1, 0, 4), (0, 0, 4), (None, 2, 4), (None, 0, 2), (1, 0, 3)])
+def test_lengths_are_bounded_as_asked(spread: int | None, least: int, budget: int) -> None:
+    lengths = None if spread is None else TargetLengths(0.0, 2.0, spread)
     alg = Cascade(BARRIER, 2, 40, L, lengths)
     out = dx.generate(net(), PROMPTS, algorithm=alg, max_new_tokens=budget, min_new_tokens=least)
-    low, high = (least + 1, budget) if lengths is None else (3 - lengths.spread, min(3 + lengths.spread, budget))
+    low, high = (least + 1, budget) if spread is None else (3 - spread, min(3 + spread, budget))
     for i, prompt in enumerate(PROMPTS):
         want, _ = by_hand(tuple(prompt), 2, 40, all_texts(low, high, closed=lengths is not None))
         assert found(out, i) == want
