@@ -64,6 +64,8 @@ class Constrained(Transform):
     place: int = static(default=0)
     table: Any = None
 
+    by_token = True
+
     def bound(self, tables: tuple[Any, ...]) -> Constrained:
         return self.replace(table=tables[self.place])
 

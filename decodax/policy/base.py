@@ -73,10 +73,14 @@ class Transform(Struct):
     - "last": behind all others.
 
     Behind the temperature a greedy row has only its largest logit left, and keeps it whatever a transform returns.
+
+    `by_token` says that `advance` goes by the token alone, as that of an automaton does. Such a state is carried along
+    what a draft model writes, which then obeys the transform too; drafts are not held to other transforms with a state.
     """
 
     needs: ClassVar[Reads] = "nothing"
     stage: ClassVar[Stage] = "logits"
+    by_token: ClassVar[bool] = False
 
     def bound(self, tables: tuple[Any, ...]) -> Transform:
         """This transform with what it reads of the policy's `tables`, which rows share."""
@@ -195,21 +199,43 @@ class Policy(Struct):
         return Distribution(self, texts, window, hidden, jnp.ones(window.tokens.shape, bool), window.positions + 1,
                             head)
 
-    def on_draft(self, s: Decoding, window: Window, logits: Array,
-                 nodes: Array) -> tuple[Array, Callable[[], Array]]:
+    def on_draft(self, s: Decoding, window: Window, logits: Array, nodes: Array,
+                 states: PyTree) -> tuple[Array, Callable[[], Array]]:
         """A draft's own logits `f32[B, W', V]` at window nodes `nodes` (`i32[B, W']`) under the chain.
 
-        Transforms with a state of their own are left out: what a draft proposes may come from any distribution.
+        Transforms whose states drafts do not carry are left out: what a draft proposes may come from any distribution.
+        So are, where they leave nothing, those whose states they do: there the target's text ends.
+
+        Args:
+            states: those of `drafted` behind the nodes, `[B, W', ...]` leaves.
 
         Returns:
             The logits up to the temperature, and what computes those after the whole chain.
         """
         dist = self.over_logits(s, window, logits)
-        chain = [(t, state) for t, state in zip(self.transforms, s.policy, strict=True) if not jax.tree.leaves(state)]
+        chain = [(t, here) for t, state, here in zip(self.transforms, s.policy, states, strict=True)
+                 if t.by_token or not jax.tree.leaves(state)]
         cut = next((i for i, (t, _) in enumerate(chain) if isinstance(t, Temperature)), len(chain))
         part = lambda links, x: dist._map(tuple(t for t, _ in links), tuple(z for _, z in links), x, nodes)
         raw = part(chain[:cut], logits)
+        if jax.tree.leaves(states):
+            free = [(t, here) for t, here in chain[:cut] if not t.by_token]
+            raw = jnp.where((raw == -jnp.inf).all(-1, keepdims=True), part(free, logits), raw)
         return raw, lambda: part(chain[cut:], raw)
+
+    def drafted(self, states: PyTree) -> PyTree:
+        """Of the transforms' states those that drafts carry; None for the others."""
+        return tuple(state if t.by_token else None for t, state in zip(self.transforms, states, strict=True))
+
+    def follow(self, states: PyTree, tokens: Array) -> PyTree:
+        """States of `drafted`, `[B, w, ...]` leaves, each behind a token of `i32[B, w]`."""
+        def row(transforms: tuple[Transform, ...], states: PyTree, tokens: Array) -> PyTree:
+            chain = _bound(transforms, self.tables)
+            one = lambda states, token: tuple(t.advance(z, token, jnp.zeros(())) if t.by_token else None
+                                              for t, z in zip(chain, states, strict=True))
+            return jax.vmap(one)(states, tokens)
+
+        return jax.vmap(row)(self.transforms, states, tokens) if jax.tree.leaves(states) else states
 
     @property
     def own(self) -> Policy:
@@ -416,10 +442,10 @@ class Distribution(Struct):
                              take(self.predicts, nodes))
 
     def _map(self, transforms: tuple[Transform, ...], states: PyTree, logits: Array, nodes: Array | None) -> Array:
-        """The chain at each node by itself: states do not change along the window."""
+        """The chain at each node by itself, with states `[B, W', ...]` there, if some transforms have any."""
         def row(transforms: tuple[Transform, ...], states: PyTree, contexts: Context, logits: Array) -> Array:
             chain = _bound(transforms, self.policy.tables)
-            return jax.vmap(lambda ctx, x: _chain(chain, states, ctx, x)[1])(contexts, logits)
+            return jax.vmap(lambda states, ctx, x: _chain(chain, states, ctx, x)[1])(states, contexts, logits)
 
         if not transforms:
             return logits

@@ -3,6 +3,7 @@
 from decodax.search.adadec import AdaDec
 from decodax.search.beams import BeamSearch
 from decodax.search.best_first import BestFirst
+from decodax.search.cascade import Cascade, TargetLengths
 from decodax.search.contrastive import ContrastiveSearch
 from decodax.search.corpus import Corpus
 from decodax.search.evidence import Evidence
@@ -17,6 +18,6 @@ from decodax.search.superposed import Superposed
 from decodax.search.uid import UID
 from decodax.search.vector_fsd import VectorFSD
 
-__all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "BestFirst", "ContrastiveSearch", "Corpus", "CorpusBeams",
-           "DynamicBeams", "Evidence", "GridBeams", "GroupThink", "NGrams", "Ordered", "StochasticBeams", "Superposed",
-           "Unordered", "VectorFSD"]
+__all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "BestFirst", "Cascade", "ContrastiveSearch", "Corpus",
+           "CorpusBeams", "DynamicBeams", "Evidence", "GridBeams", "GroupThink", "NGrams", "Ordered",
+           "StochasticBeams", "Superposed", "TargetLengths", "Unordered", "VectorFSD"]

@@ -207,7 +207,7 @@ class Split:
         told = jax.block_until_ready(jax.device_put(told, side.s.length.sharding))
         back = time.perf_counter()
         with _on(side.s):
-            text, state = _noted(arm, side.s, state.cache, state.replace(cache=None), told)
+            text, state = _noted(arm, side.policy, side.s, state.cache, state.replace(cache=None), told)
             control = _learned(self._controller, self._arms, side.control, told, jnp.int32(index))
         return s, side.replace(s=text, state=state, control=control), (there - start, back - there)
 
@@ -279,8 +279,9 @@ def _verified(alg: Speculative, model: Model, params: Params, policy: Any, s: St
     return new, auto_region(tell, plain(new), plain(s))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
-def _noted(arm: Speculative | None, s: State, cache: Cache, rest: Drafting, told: Told) -> tuple[State, Drafting]:
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def _noted(arm: Speculative | None, policy: Any, s: State, cache: Cache, rest: Drafting,
+           told: Told) -> tuple[State, Drafting]:
     """The text with what was written, and the draft model's cache with what of it was drafted; `rest` is what else the
     draft model's state had in the round, which cannot be used again."""
     state = rest.replace(cache=cache)
@@ -294,7 +295,21 @@ def _noted(arm: Speculative | None, s: State, cache: Cache, rest: Drafting, told
         state = arm.drafter.observe(s, unread, unread, decision, state)
     at = jnp.where(new, s.length[:, None] + index, s.tokens.shape[1])
     tokens = s.tokens.at[jnp.arange(s.batch)[:, None], at].set(told.tokens, mode="drop")
-    return s.replace(tokens=tokens, length=s.length + told.count, status=told.status), state
+    return s.replace(tokens=tokens, length=s.length + told.count, status=told.status,
+                     policy=_moved(policy, s.policy, told)), state
+
+
+def _moved(policy: Any, states: Any, told: Told) -> Any:
+    """The policy's states, of which those that drafts carry stand behind the tokens that were written."""
+    def visit(here: Any, told: tuple[Array, Array]) -> tuple[Any, None]:
+        token, written = told
+        behind = policy.follow(jax.tree.map(lambda x: x[:, None], here), token[:, None])
+        keep = lambda new, old: jnp.where(written.reshape(-1, *[1] * (old.ndim - 1)), new[:, 0], old)
+        return jax.tree.map(keep, behind, here), None
+
+    written = jnp.arange(told.tokens.shape[1]) < told.count[:, None]
+    moved = jax.lax.scan(visit, policy.drafted(states), (told.tokens.T, written.T))[0]
+    return tuple(state if new is None else new for state, new in zip(states, moved, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

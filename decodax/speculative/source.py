@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Feature, Window
+from decodax.cache import Feature, Window, take
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
@@ -160,12 +160,14 @@ class Growth(Struct):
     Attributes:
         tokens: `i32[B, 1 + room]`. sees: `bool[B, 1 + room, 1 + room]`, ancestors and self.
         filled: `i32[]`, slots in use. source: the source's state.
+        states: of the policy's transforms behind each slot, `[B, 1 + room, ...]` leaves; see `Policy.drafted`.
     """
 
     tokens: Array
     sees: Array
     filled: Array
     source: Any
+    states: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +205,8 @@ class Grower:
         state, answer = self.source.start(self.params, self.s, state, room)
         tokens = jnp.zeros((B, 1 + room), jnp.int32).at[:, 0].set(self.s.newest)
         sees = jnp.broadcast_to(jnp.eye(1 + room, dtype=bool), (B, 1 + room, 1 + room))
-        g = Growth(tokens=tokens, sees=sees, filled=jnp.ones((), jnp.int32), source=state)
+        states = jax.tree.map(lambda x: jnp.repeat(x[:, None], 1 + room, 1), self.policy.drafted(self.s.policy))
+        g = Growth(tokens=tokens, sees=sees, filled=jnp.ones((), jnp.int32), source=state, states=states)
         return g, self._children(g, answer, jnp.zeros((B, 1), jnp.int32), children)
 
     def expand(self, g: Growth, tokens: Array, parents: Array, children: int,
@@ -224,8 +227,22 @@ class Grower:
                       chained=chained)
         state, answer = self.source.extend(self.params, self.s, g.source, level)
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g.filled, 1)
-        g = Growth(tokens=put(g.tokens, tokens), sees=put(g.sees, own), filled=g.filled + w, source=state)
+        states = jax.tree.map(put, g.states, self._followed(g, tokens, parents, chained))
+        g = Growth(tokens=put(g.tokens, tokens), sees=put(g.sees, own), filled=g.filled + w, source=state,
+                   states=states)
         return g, self._children(g, answer, jnp.broadcast_to(slots, (B, w)), children)
+
+    def _followed(self, g: Growth, tokens: Array, parents: Array, chained: bool) -> Any:
+        """The states of the policy's transforms behind a level's nodes."""
+        if not chained or not jax.tree.leaves(g.states):
+            return self.policy.follow(_at(g.states, parents), tokens)
+
+        def visit(before: Any, token: Array) -> tuple[Any, Any]:
+            behind = self.policy.follow(before, token[:, None])
+            return behind, behind
+
+        behind = jax.lax.scan(visit, _at(g.states, parents[:, :1]), tokens.T)[1]
+        return jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), behind)
 
     def uniforms(self, g: Growth, nodes: Array, count: int) -> Array:
         """Uniforms in [0, 1) of a shape's own at tree slots `nodes` (`i32[B, w]`): `f32[B, w, count, 2]`."""
@@ -233,7 +250,7 @@ class Grower:
 
     def _children(self, g: Growth, answer: Answer, nodes: Array, count: int) -> Children:
         window = Window(tokens=g.tokens, positions=self._positions(g), mask=g.sees, live=jnp.ones(g.tokens.shape, bool))
-        raw, warm = self.policy.on_draft(self.s, window, answer.logits, nodes)
+        raw, warm = self.policy.on_draft(self.s, window, answer.logits, nodes, _at(g.states, nodes))
         log_all = log_p = jax.nn.log_softmax(raw)
         cold = self.policy.greedy[:, None]
         if self.drawn == "ranked":
@@ -290,6 +307,11 @@ class Grower:
             jax.random.fold_in(keys.at(key, position, purpose, depth), place))
         each = jax.vmap(jax.vmap(jax.vmap(one, (None, None, None, 0)), (None, 0, 0, 0)))
         return each(self.s.key, jnp.take_along_axis(self._positions(g), nodes, 1) + 1, depth, place)
+
+
+def _at(states: Any, slots: Array) -> Any:
+    """States of slots (`i32[B, w]`) of a tree."""
+    return jax.tree.map(lambda x: take(x, slots), states)
 
 
 def likeliest(log_p: Array, count: int) -> Array:

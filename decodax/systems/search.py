@@ -12,6 +12,7 @@ from decodax.search import (
     AdaDec,
     BeamSearch,
     BestFirst,
+    Cascade,
     ContrastiveSearch,
     Corpus,
     CorpusBeams,
@@ -21,6 +22,7 @@ from decodax.search import (
     Ordered,
     StochasticBeams,
     Superposed,
+    TargetLengths,
     Unordered,
     VectorFSD,
 )
@@ -114,6 +116,19 @@ def _stochastic(k: int = 4) -> Any:
 def _superposed(k: int = 3, table: Any = None, alpha: float = 0.54, candidates: int = 9,
                 temperature: float = 0.06) -> Any:
     return Superposed(k, table, alpha, candidates, temperature)
+
+
+@entry("cascade", "Cascaded Text Generation with Markov Transformers", "Deng & Rush 2020", SEARCH,
+       "all positions at once, by Markov models of rising order, for models trained with barriers", TARGET,
+       "approximate")
+def _cascade(lm: Any, barrier: int | None = None, orders: int = 4, keep: int = 32, longest: int = 32,
+             lengths: tuple[float, float, int] | None = None) -> Any:
+    if barrier is None and lm.tokenizer is not None:
+        barrier = lm.tokenizer.backend.token_to_id("<|barrier|>")
+    if barrier is None:
+        raise ValueError("system: 'cascade' needs barrier=, the token that the model was trained with as one; the "
+                         "tokenizer has no <|barrier|>")
+    return Cascade(barrier, orders, keep, longest, None if lengths is None else TargetLengths(*lengths))
 
 
 @entry("contrastive-search", "A Contrastive Framework for Neural Text Generation", "Su et al. 2022", SEARCH,

@@ -23,7 +23,7 @@ from decodax.constraints.front import constrain, read
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
 from decodax.search import BeamSearch
-from decodax.speculative import Rejection, Speculative, drafts
+from decodax.speculative import Rejection, Speculative, drafts, shapes
 from decodax.systems import SYSTEMS
 from tests.constraints.test_regex import simple, valid
 from tests.matrix import often
@@ -52,6 +52,7 @@ def filled(name: str, **options: Any) -> Callable[[LM], dict[str, Any]]:
 WAYS: dict[str, Callable[[LM], dict[str, Any]]] = {
     "plain": lambda lm: {}, "speculative": lookup(), "rejection": lookup(verify=Rejection()),
     "forced": lambda lm: dict(algorithm=Speculative(drafts.Forced(6, drafts.PromptLookup(4)))),
+    "draft model": lambda lm: dict(algorithm=Speculative(drafts.DraftModel(lm), shape=shapes.Fixed.balanced(2, 2, 1))),
     "beams": lambda lm: dict(num_beams=3), "beam search": lambda lm: dict(algorithm=BeamSearch(3), temperature=0.0),
     "blocks": filled("llada", block=8, steps=2), "canvas": filled("mdlm", steps=3, size=64)}
 CANVAS = ("blocks", "canvas")
@@ -81,7 +82,7 @@ def whole(lm: LM, way: str, schemas: Sequence[Any], more: Sequence[int], seed: i
         assert out.status[i] == dx.Status.EOS, (way, schema, budgets[i], out.status[i], text)
         assert least[i] <= out.lengths[i] <= budgets[i], (way, schema, budgets[i], text)
         valid(schema, text.encode())
-    if way in ("speculative", "forced"):
+    if way in ("speculative", "forced", "draft model"):
         assert out.tokens.tolist() == dx.generate(lm, prompts, **given).tokens.tolist()
 
 

@@ -55,7 +55,7 @@ def lm(which: str) -> LM:
 
 
 SAMPLES = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
-OPTIONS = {"awrs": dict(check=bool), "dynamic-beam-allocation": dict(phrases=[[3]]),
+OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-allocation": dict(phrases=[[3]]),
            "grid-beam-search": dict(phrases=[[3]]), "seal": dict(corpus=[list(range(1, 8)) * 6]),
            "magicdec": dict(budget=6), "quantspec": dict(group=8, weights=None),
            "triforce": dict(budget=8, chunk=2, length=4, sinks=2, recent=6),

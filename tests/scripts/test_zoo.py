@@ -36,7 +36,7 @@ def kept() -> list[data.Document]:
 
 
 def test_target_draft_and_diffusion_models_are_shipped():
-    assert {"pycode", "pycode-draft", "pycode-diffusion", "recall", "sums", "tasks-diffusion"} <= set(NAMES)
+    assert {"numerals", "pycode", "pycode-draft", "pycode-diffusion", "recall", "sums", "tasks-diffusion"} <= set(NAMES)
 
 
 def test_all_shipped_weights_stay_under_64_megabytes():
@@ -55,6 +55,9 @@ def test_the_card_names_data_licence_figures_and_command(name):
     elif name == "recall":
         needed += [f"| {task} | " + " | ".join(f"{share:.0%}" for share in shares.values()) + " |"
                    for task, shares in facts["accuracy"].items()]
+    elif name == "numerals":
+        shares = facts["orders"] | {"greedy": facts["greedy"]}
+        needed += [f"| {order} | {share:.1%} |" for order, share in shares.items()]
     elif name == "sums":
         needed += [f"{facts['step']:.1%} of steps are right, and {facts['whole']:.0%} of sums"]
     elif name in TEXT:
@@ -110,7 +113,7 @@ def test_a_bound_on_bits_per_byte_is_near_the_card(name, kept):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*TEXT, "recall", "sums")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*TEXT, "numerals", "recall", "sums")])
 def test_right_answers_are_near_the_card(name):
     """Twelve problems a task, one token a forward: three standard deviations, and one problem."""
     lm_ = dx.load(ZOO / name)

@@ -20,7 +20,8 @@ from tests.search.test_contrastive import PROMPTS, net
 from tests.steps.test_searches import EOS, NEW, V, law, tiny
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "awrs": dict(check=lambda ids: allowed(ids)), "dynamic-beam-allocation": dict(phrases=[[3, 5], [7]]),
+    "awrs": dict(check=lambda ids: allowed(ids)), "cascade": dict(barrier=0, keep=4, orders=2, longest=10),
+    "dynamic-beam-allocation": dict(phrases=[[3, 5], [7]]),
     "grid-beam-search": dict(phrases=[[3, 5], [7]], beams=2), "seal": dict(corpus=[[3, 5, 7, 3, 1, 3, 5, 1, 7] * 2])}
 NAMES = [name for name, entry in SYSTEMS.items() if entry.family == "search"]
 
@@ -36,7 +37,7 @@ def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
     options = OPTIONS.get(name, {})
     alg = dx.system(name, net(), **options)
     assert alg.guarantee == SYSTEMS[name].guarantee == "approximate"
-    penalty = {} if name == "group-think" else dict(repetition_penalty=1.2)         # it takes none
+    penalty = {} if name in ("cascade", "group-think") else dict(repetition_penalty=1.2)     # they take none
     given: dict[str, Any] = dict(algorithm=alg, max_new_tokens=10, **penalty)
     together = dx.generate(net(), PROMPTS, **given)
     count = len(together) // len(PROMPTS)

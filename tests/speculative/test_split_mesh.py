@@ -19,10 +19,12 @@ from decodax.core.types import Params
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.policy import build
+from decodax.policy.base import Context, Transform
 from decodax.sharding import Costs, Split, place
 from decodax.speculative import Rejection, Speculative
 from decodax.speculative.drafts import DraftModel, PromptLookup
 from decodax.speculative.shapes import Chain
+from decodax.struct import struct
 from tests.laws.cases import POLICIES, VOCABULARY, prompts, texts
 
 # in a process of their own, as those of tests/laws/test_mesh.py
@@ -39,6 +41,25 @@ def weights(network: Any = NETWORK) -> Any:
     return jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, network.init_params(jax.random.key(1)))
 
 
+@struct
+class Alternating(Transform):
+    """Lets even and odd tokens through in turn."""
+
+    by_token = True
+
+    def init(self, ctx: Context) -> Any:
+        return ctx.tokens[ctx.length - 1] % 2
+
+    def logits(self, state: Any, ctx: Context, logits: Any) -> Any:
+        return jnp.where(jnp.arange(logits.shape[-1]) % 2 == state, -jnp.inf, logits)
+
+    def advance(self, state: Any, token: Any, log_prob: Any) -> Any:
+        return token % 2
+
+
+CHAINS: dict[str, Any] = {**POLICIES, "held": dict(transforms=(Alternating(),))}
+
+
 def mesh_of(devices: Any, kind: AxisType = AxisType.Auto) -> Any:
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=devices)
 
@@ -53,7 +74,7 @@ def begun(alg: Any, policy: str, where: Any = None, draft: Any = None, new: int 
     put = (lambda x: place(mesh, x)) if mesh else lambda x: jax.device_put(x, where)
     target = jax.device_put(weights(), NETWORK.shardings(mesh) if mesh else where)
     chain = put(build(ROWS, vocab_size=VOCABULARY, eos_token_id=[1] if policy != "greedy" else None,
-                      **POLICIES[policy]))
+                      **CHAINS[policy]))
     params = Params(target, draft)
     s = drivers.begin(alg, NETWORK, params, chain, put(jnp.asarray(tokens)), put(jnp.asarray(lengths)), size=64,
                       max_new=np.full(ROWS, new, np.int32), seed=np.uint32(7))
@@ -89,7 +110,7 @@ def split_run(split: Split, policy: str, here: Any, there: Any, explicit: bool =
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("beside", "policy"), list(itertools.product(
-    ("device", "mesh", "explicit"), ("greedy", "sampled", "together", "stateful"))))
+    ("device", "mesh", "explicit"), ("greedy", "sampled", "together", "stateful", "held"))))
 def test_two_programs_give_the_tokens_and_rounds_of_one(beside: str, policy: str) -> None:
     here, there = both()
     # first, so that no weights are made in the context of a mesh
