@@ -9,6 +9,7 @@ The table is `POLICIES`; `decodax.kv` makes a kind of cache by name, which `deco
 
 from decodax.kvcache import codec_policies as _codec_policies  # noqa: F401
 from decodax.kvcache import policies as _policies  # noqa: F401
+from decodax.kvcache import reading_policies as _reading_policies  # noqa: F401
 from decodax.kvcache.cachegen import load_prefix, save_prefix
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks

@@ -69,6 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastkv": dict(budget=0.3, passed=0.5, window=4), "promptdistill": dict(budget=13),
     "shadowkv": dict(budget=8, chunk=4, rank=5, outliers=1, local=1),
     "quest": dict(budget=6, page=2, recent=12, skip=()),
+    "clusterkv": dict(budget=8, per=4, sinks=2, every=6, more=2, skip=()),
     "zipcache": dict(gap=8, probes=0.3),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
