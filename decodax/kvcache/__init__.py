@@ -8,6 +8,7 @@ The table is `POLICIES`; `decodax.kv` makes a kind of cache by name, which `deco
 """
 
 from decodax.kvcache import codec_policies as _codec_policies  # noqa: F401
+from decodax.kvcache import draft_policies as _draft_policies  # noqa: F401
 from decodax.kvcache import policies as _policies  # noqa: F401
 from decodax.kvcache import reading_policies as _reading_policies  # noqa: F401
 from decodax.kvcache.cachegen import load_prefix, save_prefix

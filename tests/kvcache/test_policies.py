@@ -45,6 +45,7 @@ PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enum
 ANY = np.random.default_rng(0).standard_normal((2, 2, 2, 4, 2)).astype(np.float32)
 BOOKS = Codebooks(Constant(ANY), Constant(-ANY))
 FEATURES = KVFeatures(*(Constant(np.linalg.qr(ANY.reshape(8, 8))[0][None, :, :6].repeat(2, 0)),) * 2)
+GUESSES = LM(model=MODEL, params=jax.tree.map(lambda x: 0.9 * x, PARAMS), vocab_size=16)
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
@@ -69,6 +70,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastkv": dict(budget=0.3, passed=0.5, window=4), "promptdistill": dict(budget=13),
     "shadowkv": dict(budget=8, chunk=4, rank=5, outliers=1, local=1),
     "quest": dict(budget=6, page=2, recent=12, skip=()),
+    "speckv": dict(draft=GUESSES, budget=14, tokens=4, window=4),
     "clusterkv": dict(budget=8, per=4, sinks=2, every=6, more=2, skip=()),
     "zipcache": dict(gap=8, probes=0.3),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
@@ -88,8 +90,7 @@ class FirstRows(PromptLookup):
 
 
 BOTH = dx.Speculative(FirstRows(length=4))
-TREE = dx.Speculative(dx.drafts.DraftModel(LM(model=MODEL, params=jax.tree.map(lambda x: 0.9 * x, PARAMS),
-                                              vocab_size=16)), shape=Fixed.balanced(2, 2, 1))
+TREE = dx.Speculative(dx.drafts.DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))
 
 
 def test_every_policy_of_the_table_is_here() -> None:
