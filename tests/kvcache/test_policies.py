@@ -71,6 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shadowkv": dict(budget=8, chunk=4, rank=5, outliers=1, local=1),
     "quest": dict(budget=6, page=2, recent=12, skip=()),
     "speckv": dict(draft=GUESSES, budget=14, tokens=4, window=4),
+    "specpc": dict(draft=GUESSES, budget=14, tokens=3, window=4, kernel=4, neighbours=3, first=0),
     "clusterkv": dict(budget=8, per=4, sinks=2, every=6, more=2, skip=()),
     "zipcache": dict(gap=8, probes=0.3),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
