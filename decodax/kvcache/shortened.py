@@ -26,6 +26,7 @@ from decodax.cache.window import Window, causal
 from decodax.cache.wrapper import Wrapper
 from decodax.kvcache.drafted import CHUNK, paired, read
 from decodax.kvcache.selection import best
+from decodax.kvcache.unread import Unread
 from decodax.pallas_kernels.window_attention import BLOCK
 from decodax.struct import static, struct
 
@@ -74,40 +75,17 @@ class Shortened(Wrapper):
             return self
         return Unread(length=jnp.zeros_like(self.gone), into=self)
 
-
-@struct
-class Unread(Cache):
-    """A prompt that no layer reads, and what it will be read into."""
-
-    length: Array
-    into: Shortened
-
-    @property
-    def capacity(self) -> int:
-        return self.into.size
-
-    @property
-    def inputs(self) -> PyTree:
-        return self.into.inputs
-
-    @property
-    def reads(self) -> int | None:
-        return 0
-
-    def commit(self, entries: Entries, slots: Array) -> Unread:
-        return self.replace(length=jnp.maximum(self.length, slots.max(1) + 1))
-
-    def settled(self, prompt: ReadPrompt) -> Cache:
-        into, kind = self.into, self.into.kind
+    def read(self, prompt: ReadPrompt, length: Array) -> Shortened:
+        """With what stays of the first `length` tokens (`i32[B]`) of a prompt; the newest token comes behind them."""
+        kind, empty = self.kind, self.base
         own, params, draft, weights = paired(prompt, kind.name)
-        length = self.length + 1        # the newest token, which is read with what follows, is seen by the draft model
-        paid = kind.attention(draft, weights, prompt.tokens, length)
-        stays = jax.vmap(kind.chosen)(paid, length)
+        paid = kind.attention(draft, weights, prompt.tokens, length + 1)
+        stays = jax.vmap(kind.chosen)(paid, length + 1)
         width = min(kind.budget, prompt.tokens.shape[1])
         at = jnp.argsort(~stays, axis=-1, stable=True)[:, :width].astype(jnp.int32)
         number = stays.sum(1, dtype=jnp.int32) - 1
         tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at, prompt.tokens.shape[1] - 1), 1)
-        gone, chunk = self.length - number, min(CHUNK, tokens.shape[1])
+        gone, chunk = length - number, min(CHUNK, tokens.shape[1])
 
         def visit(i: Array, base: Dense) -> Dense:
             begin = jnp.minimum(i * chunk, tokens.shape[1] - chunk)
@@ -118,8 +96,7 @@ class Unread(Cache):
             out = own.apply(params, window, base.replace(length=jnp.minimum(base.length, begin)))
             return base.commit(out.entries, jnp.where(live & jnp.isfinite(out.hidden).all(-1), slots, -1))
 
-        base = lax.fori_loop(0, (number.max() + chunk - 1) // chunk, visit, into.base)
-        return into.replace(base=base, gone=gone)
+        return self.replace(base=lax.fori_loop(0, (number.max() + chunk - 1) // chunk, visit, empty), gone=gone)
 
 
 @struct
