@@ -74,6 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specpc": dict(draft=GUESSES, budget=14, tokens=3, window=4, kernel=4, neighbours=3, first=0),
     "critiprefill": dict(budget=4, segment=4, block=2, dense=8, skip=0),
     "freqkv": dict(size=17, sinks=2),
+    "subgen": dict(radius=2.0, clusters=5, keys=2, values=9, recent=7, every=4),
     "clusterkv": dict(budget=8, per=4, sinks=2, every=6, more=2, skip=()),
     "zipcache": dict(gap=8, probes=0.3),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
@@ -151,7 +152,7 @@ def test_so_do_trees(name: str) -> None:
                                                     [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
-            "freqkv": {"size": 200},
+            "freqkv": {"size": 200}, "subgen": {"recent": 200},
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "quantized-pruning": {"budget": 200, "residual": 200},
             "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
