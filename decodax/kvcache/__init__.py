@@ -18,7 +18,9 @@ from decodax.kvcache.coupled import Codebooks
 from decodax.kvcache.evicting import Evicting, Eviction
 from decodax.kvcache.fit import Probe, fit_heads, fit_layers
 from decodax.kvcache.fit_codecs import fit_codebooks, fit_features, fit_order
+from decodax.kvcache.fit_predicted import fit_predictors
 from decodax.kvcache.held import HeldLayer
+from decodax.kvcache.predicted import Predictors
 from decodax.kvcache.prefix import Prefix, blended, edited, matched, read_prefix
 from decodax.kvcache.scores import TokenScore
 from decodax.kvcache.selection import Selection
@@ -26,6 +28,6 @@ from decodax.kvcache.shrunk import KVFeatures
 from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv, read
 
 __all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "HeldLayer", "KVFeatures",
-           "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited", "find", "fit_codebooks",
-           "fit_features", "fit_heads", "fit_layers", "fit_order", "kv", "load_prefix", "matched", "read",
-           "read_prefix", "save_prefix"]
+           "Predictors", "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited", "find",
+           "fit_codebooks", "fit_features", "fit_heads", "fit_layers", "fit_order", "fit_predictors", "kv",
+           "load_prefix", "matched", "read", "read_prefix", "save_prefix"]

@@ -101,7 +101,8 @@ class Coded(Cache):
                 return lax.dynamic_slice_in_dim(x, i * size, size, 2)
 
             one = lambda codes, study: kind.codec.decode(shape, codes, q.dtype, Span(i * block, study, layer))
-            both = jax.vmap(one)(jax.tree.map(some, self.codes[layer]), self.studies[layer])
+            codes = self.codes[:layer + 1] if kind.codec.stacked else self.codes[layer]
+            both = jax.vmap(one)(jax.tree.map(some, codes), self.studies[layer])
             both = jnp.pad(both, ((0, 0), (0, 0), (0, -block % WALK if block > WALK else 0), (0, 0)))
             own = prefix_attention(q, at - i * block, both, jnp.clip(coded - i * block, 0, block), **options)
             return merge(so_far, own)
@@ -137,11 +138,10 @@ class Coded(Cache):
             return lax.dynamic_update_slice_in_dim(into, jnp.where(choose, new, old), at, 1)
 
         row = lambda into, own, start, choose: jax.tree.map(lambda x, y: put(x, y, start, choose), into, own)
-        made = []
+        made, below = [], None
         for layer, (shape, rest, codes) in enumerate(zip(self.shapes, self.rest, self.codes, strict=True)):
-            encode = lambda kv, start, study, shape=shape, layer=layer: self.kind.codec.encode(
-                shape, kv, Span(start, study, layer))
-            new = jax.vmap(encode)(rest[:, :, :R], self.held - R, self.studies[layer])
+            encode = lambda row, shape=shape, layer=layer: self.kind.encoded(shape, layer, *row)
+            new, below = jax.vmap(encode)((rest[:, :, :R], self.held - R, self.studies[layer], below))
             made.append(jax.vmap(row)(codes, new, self.held - R, rows))
         return self.replace(codes=tuple(made))
 
@@ -155,21 +155,24 @@ class Coded(Cache):
     def filled(self, kv: Sequence[Array], length: Array, held: Array, studies: Sequence[PyTree] | None = None) -> Coded:
         """With the first `held` (`i32[B]`) of the tokens `f[B, G, S, d + e]` of each layer, which were kept of texts of
         `length`."""
-        R, latest, made = self.kind.residual, self.rest[0].shape[2], []
+        R, latest, below = self.kind.residual, self.rest[0].shape[2], None
+        codes: list[PyTree] = []
+        rests: list[Array] = []
         studies = self.studies if studies is None else tuple(studies)
         for layer, (shape, whole) in enumerate(zip(self.shapes, kv, strict=True)):
             pad = max(self.slots - whole.shape[2], 0)
 
-            def one(row: tuple[Array, Array, PyTree], shape: KVLayer = shape, pad: int = pad,
+            def one(row: tuple[Array, Array, PyTree, PyTree], shape: KVLayer = shape, pad: int = pad,
                     layer: int = layer) -> Any:
-                kv, start, study = row
+                kv, start, study, below = row
                 kv = jnp.pad(kv, ((0, 0), (0, pad + latest), (0, 0)))
-                return (self.kind.codec.encode(shape, kv[:, :self.slots], Span(jnp.int32(0), study, layer)),
-                        lax.dynamic_slice_in_dim(kv, start, latest, 1))
+                made, below = self.kind.encoded(shape, layer, kv[:, :self.slots], jnp.int32(0), study, below)
+                return made, lax.dynamic_slice_in_dim(kv, start, latest, 1), below
 
-            made.append(lax.map(one, (whole, held - held % R, studies[layer])))
-        return self.replace(codes=tuple(codes for codes, _ in made), rest=tuple(rest for _, rest in made),
-                            length=length, gone=length - held, studies=studies)
+            made, rest, below = lax.map(one, (whole, held - held % R, studies[layer], below))
+            codes.append(made)
+            rests.append(rest)
+        return self.replace(codes=tuple(codes), rest=tuple(rests), length=length, gone=length - held, studies=studies)
 
     def for_prompt(self) -> Cache:
         if not self.rest:
@@ -236,6 +239,14 @@ class Coding(CacheConfig):
         if self.residual < 1 or self.residual % self.codec.unit:
             raise ValueError(f"residual: got {self.residual}, takes a multiple of the group of {self.codec.unit}")
 
+    def encoded(self, shape: KVLayer, layer: int, kv: Array, start: Array, study: PyTree,
+                below: PyTree) -> tuple[PyTree, PyTree]:
+        """The codes of tokens `f[G, n, d + e]` of a layer of a row from a position on, and what they say to the layer
+        behind it."""
+        span = Span(start, study, layer, below)
+        codes = self.codec.encode(shape, kv, span)
+        return codes, self.codec.below(shape, codes, kv.dtype, span)
+
     def block(self, slots: int) -> int:
         """Tokens that are decoded at a time, whole units, of so many slots."""
         return min(max(BLOCK // self.codec.unit, 1) * self.codec.unit, slots)
@@ -256,12 +267,13 @@ class Coding(CacheConfig):
         studies = jax.eval_shape(lambda: tuple(self.codec.study(
             shapes, [zeros((s.heads, size, s.both), dtype) for s in shapes], zeros((), jnp.int32),
             [self.codec.start(s, batch) for s in shapes], None)))
+        below: PyTree = None
         for layer, shape in enumerate(shapes):
-            encode = lambda kv, study, shape=shape, layer=layer: self.codec.encode(
-                shape, kv, Span(jnp.int32(0), study, layer))
+            encode = lambda kv, study, below, shape=shape, layer=layer: self.encoded(
+                shape, layer, kv, jnp.int32(0), study, below)
             study = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), studies[layer])
             kv = jax.ShapeDtypeStruct((shape.heads, self.slots(most), shape.both), dtype)
-            one = jax.eval_shape(encode, kv, study)
+            one, below = jax.eval_shape(encode, kv, study, below)
             codes.append(jax.tree.map(lambda x: zeros(x.shape, x.dtype), one))
         # a walk takes whole blocks
         latest = self.residual if self.residual <= WALK else -(-self.residual // WALK) * WALK
