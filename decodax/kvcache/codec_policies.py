@@ -9,6 +9,7 @@ from decodax.kvcache.coded import Coding
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks, Coupled
 from decodax.kvcache.graded import Grading
+from decodax.kvcache.lean import FewChannels
 from decodax.kvcache.predicted import Predicted, Predictors
 from decodax.kvcache.rotated import Rotated
 from decodax.kvcache.shrunk import KVFeatures, Shrunk
@@ -71,3 +72,11 @@ def _aqua_kv(predictors: Predictors | None = None, group: int = 1024, sinks: int
              residual: int = 128) -> CacheConfig:
     predictors = _measured("predictors", predictors, Predictors, "fit_predictors")
     return Coding(Predicted(predictors, group, sinks), residual, "aqua-kv")
+
+
+@cache_policy("leank", "LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", "Zhang et al. 2025",
+              "everything, keys in the channels that a model was found to need (fit_channels); the first tokens and "
+              "the latest whole")
+def _leank(channels: Constant | None = None, sinks: int = 128, recent: int = 768, every: int = 128) -> CacheConfig:
+    channels = _measured("channels", channels, Constant, "fit_channels")
+    return Coding(FewChannels(channels, sinks), every, "leank", recent)

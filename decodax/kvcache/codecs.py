@@ -135,6 +135,11 @@ class Codec(abc.ABC):
         nothing."""
         return None
 
+    def reads(self, layer: int, coded: Array, study: PyTree) -> Array | None:
+        """`i32[B, G]`: how many of the first tokens of a text each head reads, of `coded` (`i32[B]`) that are written;
+        None: all."""
+        return None
+
     def start(self, shape: KVLayer, batch: int) -> PyTree:
         """What it has gathered of an empty prompt, in one layer: arrays `[B, ...]`; None: it gathers nothing."""
         return None

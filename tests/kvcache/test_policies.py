@@ -49,6 +49,7 @@ GUESSES = LM(model=MODEL, params=jax.tree.map(lambda x: 0.9 * x, PARAMS), vocab_
 MAPS = np.random.default_rng(1).standard_normal((2, 17, 8)) / 4
 PAIRS = np.random.default_rng(2).standard_normal((256, 2))
 PREDICTORS = Predictors(*(Constant(x.astype(np.float32)) for x in (MAPS[:, :9], MAPS, PAIRS[:16], PAIRS)))
+CHANNELS = Constant(np.array([[[1, 0, 1, 0], [0, 0, 0, 0]], [[0, 1, 0, 0], [1, 1, 1, 1]]], bool))
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
@@ -79,6 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "freqkv": dict(size=17, sinks=2),
     "subgen": dict(radius=2.0, clusters=5, keys=2, values=9, recent=7, every=4),
     "aqua-kv": dict(predictors=PREDICTORS, residual=8, sinks=2),
+    "leank": dict(channels=CHANNELS, sinks=2, recent=5, every=3),
     "clusterkv": dict(budget=8, per=4, sinks=2, every=6, more=2, skip=()),
     "zipcache": dict(gap=8, probes=0.3),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
@@ -156,7 +158,7 @@ def test_so_do_trees(name: str) -> None:
                                                     [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
-            "freqkv": {"size": 200}, "subgen": {"recent": 200},
+            "freqkv": {"size": 200}, "leank": {"recent": 200}, "subgen": {"recent": 200},
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "quantized-pruning": {"budget": 200, "residual": 200},
             "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
