@@ -44,7 +44,8 @@ def with_cache(lm: LM, cache: Any) -> LM:
         ValueError: there is no such policy, it does not take such options, or the model has a cache of its own.
     """
     kind = read_kind(cache) if isinstance(cache, str) else cache
-    kind = kind.of_model(lm) if isinstance(kind, CacheConfig) else kind
+    if isinstance(kind, CacheConfig):
+        return kind.put_on(lm)
     return dataclasses.replace(lm, model=lm.model.with_cache(kind))
 
 

@@ -201,6 +201,10 @@ class CacheConfig(abc.ABC):
         which tokens end a text. `lm` is a `decodax.LM`."""
         return self
 
+    def put_on(self, lm: Any) -> Any:
+        """A loaded model with this kind of cache. A kind that asks another model makes one of both."""
+        return dataclasses.replace(lm, model=lm.model.with_cache(self.of_model(lm)))
+
     def beyond(self, longest: int) -> int:
         """How many positions behind a prompt of so many tokens it has the model read, and forgets again."""
         return 0

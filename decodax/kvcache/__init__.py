@@ -8,14 +8,20 @@ The table is `POLICIES`; `decodax.kv` makes a kind of cache by name, which `deco
 """
 
 from decodax.kvcache import codec_policies as _codec_policies  # noqa: F401
+from decodax.kvcache import draft_policies as _draft_policies  # noqa: F401
 from decodax.kvcache import policies as _policies  # noqa: F401
+from decodax.kvcache import reading_policies as _reading_policies  # noqa: F401
+from decodax.kvcache import sketch_policies as _sketch_policies  # noqa: F401
 from decodax.kvcache.cachegen import load_prefix, save_prefix
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks
 from decodax.kvcache.evicting import Evicting, Eviction
 from decodax.kvcache.fit import Probe, fit_heads, fit_layers
+from decodax.kvcache.fit_channels import fit_channels
 from decodax.kvcache.fit_codecs import fit_codebooks, fit_features, fit_order
+from decodax.kvcache.fit_predicted import fit_predictors
 from decodax.kvcache.held import HeldLayer
+from decodax.kvcache.predicted import Predictors
 from decodax.kvcache.prefix import Prefix, blended, edited, matched, read_prefix
 from decodax.kvcache.scores import TokenScore
 from decodax.kvcache.selection import Selection
@@ -23,6 +29,6 @@ from decodax.kvcache.shrunk import KVFeatures
 from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv, read
 
 __all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "HeldLayer", "KVFeatures",
-           "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited", "find", "fit_codebooks",
-           "fit_features", "fit_heads", "fit_layers", "fit_order", "kv", "load_prefix", "matched", "read",
-           "read_prefix", "save_prefix"]
+           "Predictors", "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited", "find",
+           "fit_channels", "fit_codebooks", "fit_features", "fit_heads", "fit_layers", "fit_order", "fit_predictors",
+           "kv", "load_prefix", "matched", "read", "read_prefix", "save_prefix"]

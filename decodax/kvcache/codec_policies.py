@@ -9,6 +9,8 @@ from decodax.kvcache.coded import Coding
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks, Coupled
 from decodax.kvcache.graded import Grading
+from decodax.kvcache.lean import FewChannels
+from decodax.kvcache.predicted import Predicted, Predictors
 from decodax.kvcache.rotated import Rotated
 from decodax.kvcache.shrunk import KVFeatures, Shrunk
 from decodax.kvcache.squat import SubspaceOrthogonal
@@ -61,3 +63,20 @@ def _rotatekv(order: Constant | None = None, bits: int = 2, group: int = 128, cl
 def _cskv(features: KVFeatures | None = None, bits: int | None = None, group: int = 32,
           residual: int = 32) -> CacheConfig:
     return Coding(Shrunk(_measured("features", features, KVFeatures, "fit_features"), bits, group), residual, "cskv")
+
+
+@cache_policy("aqua-kv", "Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models",
+              "Shutova et al. 2025", "everything, as what measured maps from the layer before do not say of it "
+              "(fit_predictors), in 2 bits; the first tokens and the latest whole")
+def _aqua_kv(predictors: Predictors | None = None, group: int = 1024, sinks: int = 4,
+             residual: int = 128) -> CacheConfig:
+    predictors = _measured("predictors", predictors, Predictors, "fit_predictors")
+    return Coding(Predicted(predictors, group, sinks), residual, "aqua-kv")
+
+
+@cache_policy("leank", "LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", "Zhang et al. 2025",
+              "everything, keys in the channels that a model was found to need (fit_channels); the first tokens and "
+              "the latest whole")
+def _leank(channels: Constant | None = None, sinks: int = 128, recent: int = 768, every: int = 128) -> CacheConfig:
+    channels = _measured("channels", channels, Constant, "fit_channels")
+    return Coding(FewChannels(channels, sinks), every, "leank", recent)

@@ -93,11 +93,14 @@ class Span(Struct):
         start: `i32[]`, the position of the first one; the others follow.
         study: what the codec has learned of this layer of this row's prompt (`Codec.study`).
         layer: the layer's number.
+        below: what the layer before says of these tokens (`Codec.below`); None: there is no layer before, or it says
+            nothing.
     """
 
     start: Array
     study: PyTree
     layer: int = static()
+    below: PyTree = None
 
 
 class Codec(abc.ABC):
@@ -105,9 +108,12 @@ class Codec(abc.ABC):
 
     Attributes:
         places: whether it has to know at which positions tokens stand.
+        stacked: whether a layer can be read behind those before it alone: then `decode` is given the codes of all
+            layers up to its own, which have one shape, and `encode` what the layer before says (`below`).
     """
 
     places: ClassVar[bool] = False
+    stacked: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -123,6 +129,16 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def decode(self, shape: KVLayer, codes: PyTree, dtype: Any, span: Span | None = None) -> Array:
         """What they stand for, `f[G, n, d + e]`."""
+
+    def below(self, shape: KVLayer, codes: PyTree, dtype: Any, span: Span) -> PyTree:
+        """What a layer, of whose tokens these are the codes, says to the one behind it: arrays `[n, ...]`; None:
+        nothing."""
+        return None
+
+    def reads(self, layer: int, coded: Array, study: PyTree) -> Array | None:
+        """`i32[B, G]`: how many of the first tokens of a text each head reads, of `coded` (`i32[B]`) that are written;
+        None: all."""
+        return None
 
     def start(self, shape: KVLayer, batch: int) -> PyTree:
         """What it has gathered of an empty prompt, in one layer: arrays `[B, ...]`; None: it gathers nothing."""

@@ -15,7 +15,7 @@ import pytest
 import decodax as dx
 from decodax.io.load import LM
 from decodax.job import Job
-from decodax.kvcache import POLICIES, Codebooks, Constant, Evicting, KVFeatures, cache_policy, kv
+from decodax.kvcache import POLICIES, Codebooks, Constant, Evicting, KVFeatures, Predictors, cache_policy, kv
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyNorm, LagRelative
 from decodax.kvcache.packed import SEGMENT, pack, segment_attention, segments_of, unpack
@@ -37,7 +37,7 @@ def network(layers: int) -> LM:
 
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
-DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill")
+DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill", "critiprefill", "aqua-kv")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -45,6 +45,11 @@ PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enum
 ANY = np.random.default_rng(0).standard_normal((2, 2, 2, 4, 2)).astype(np.float32)
 BOOKS = Codebooks(Constant(ANY), Constant(-ANY))
 FEATURES = KVFeatures(*(Constant(np.linalg.qr(ANY.reshape(8, 8))[0][None, :, :6].repeat(2, 0)),) * 2)
+GUESSES = LM(model=MODEL, params=jax.tree.map(lambda x: 0.9 * x, PARAMS), vocab_size=16)
+MAPS = np.random.default_rng(1).standard_normal((2, 17, 8)) / 4
+PAIRS = np.random.default_rng(2).standard_normal((256, 2))
+PREDICTORS = Predictors(*(Constant(x.astype(np.float32)) for x in (MAPS[:, :9], MAPS, PAIRS[:16], PAIRS)))
+CHANNELS = Constant(np.array([[[1, 0, 1, 0], [0, 0, 0, 0]], [[0, 1, 0, 0], [1, 1, 1, 1]]], bool))
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
@@ -69,6 +74,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastkv": dict(budget=0.3, passed=0.5, window=4), "promptdistill": dict(budget=13),
     "shadowkv": dict(budget=8, chunk=4, rank=5, outliers=1, local=1),
     "quest": dict(budget=6, page=2, recent=12, skip=()),
+    "speckv": dict(draft=GUESSES, budget=14, tokens=4, window=4),
+    "specpc": dict(draft=GUESSES, budget=14, tokens=3, window=4, kernel=4, neighbours=3, first=0),
+    "critiprefill": dict(budget=4, segment=4, block=2, dense=8, skip=0),
+    "freqkv": dict(size=17, sinks=2),
+    "subgen": dict(radius=2.0, clusters=5, keys=2, values=9, recent=7, every=4),
+    "aqua-kv": dict(predictors=PREDICTORS, residual=8, sinks=2),
+    "leank": dict(channels=CHANNELS, sinks=2, recent=5, every=3),
+    "clusterkv": dict(budget=8, per=4, sinks=2, every=6, more=2, skip=()),
     "zipcache": dict(gap=8, probes=0.3),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
@@ -87,8 +100,7 @@ class FirstRows(PromptLookup):
 
 
 BOTH = dx.Speculative(FirstRows(length=4))
-TREE = dx.Speculative(dx.drafts.DraftModel(LM(model=MODEL, params=jax.tree.map(lambda x: 0.9 * x, PARAMS),
-                                              vocab_size=16)), shape=Fixed.balanced(2, 2, 1))
+TREE = dx.Speculative(dx.drafts.DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))
 
 
 def test_every_policy_of_the_table_is_here() -> None:
@@ -146,11 +158,12 @@ def test_so_do_trees(name: str) -> None:
                                                     [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
+            "freqkv": {"size": 200}, "leank": {"recent": 200}, "subgen": {"recent": 200},
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "quantized-pruning": {"budget": 200, "residual": 200},
             "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
             **{codec: {"residual": 200} for codec in (
-                "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv")}}.get(
+                "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
         name, {"budget": 200})
     everything = kv(name, **{**OPTIONS[name], **wide})
     out = dx.generate(DEEP if name in DEEPER else SMALL, PROMPTS, cache=everything, algorithm=LOOKUP, seed=5,

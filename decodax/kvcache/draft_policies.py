@@ -1,0 +1,39 @@
+"""Published policies that ask a draft model, each as what its paper puts together; see `decodax.kvcache.policies`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from decodax.cache.base import CacheConfig
+from decodax.core.loaded import Loaded
+from decodax.kvcache.draft_queries import DraftQueries
+from decodax.kvcache.drafted import Drafted
+from decodax.kvcache.evicting import Eviction
+from decodax.kvcache.selection import Budget, Top
+from decodax.kvcache.shortened import DraftAttention
+from decodax.kvcache.table import cache_policy
+
+
+def _asking(kind: CacheConfig, draft: Any, name: str) -> CacheConfig:
+    if not isinstance(draft, Loaded):
+        raise ValueError(f"draft: got {'none' if draft is None else type(draft).__name__}, takes a smaller model with "
+                         "the same tokenizer, as decodax.load gives it")
+    return Drafted(kind, draft, name)
+
+
+@cache_policy("speckv", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025",
+              "SnapKV with the queries of an answer that a draft model writes; for prompts alone")
+def _speckv(draft: Any = None, budget: Budget = 512, tokens: int = 64, window: int = 32, kernel: int = 7,
+            pool: Literal["mean", "max"] = "max", reduce: Literal["mean", "max"] = "max") -> CacheConfig:
+    score = DraftQueries(tokens, window, kernel, pool, reduce)
+    return _asking(Eviction(Top(score), budget, name="speckv"), draft, "speckv")
+
+
+@cache_policy("specpc", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025",
+              "the tokens of a prompt that a draft model attends to, and their neighbours; the model reads no others")
+def _specpc(draft: Any = None, budget: int = 1024, tokens: int = 1, window: int = 64, kernel: int = 64,
+            pool: Literal["mean", "max"] = "max", neighbours: int | None = None,
+            reduce: Literal["mean", "max"] = "max", first: int = 8, weighted: bool = True) -> CacheConfig:
+    kind = DraftAttention(budget, tokens, window, kernel, pool, kernel if neighbours is None else neighbours, reduce,
+                          first, weighted)
+    return _asking(kind, draft, "specpc")

@@ -1,0 +1,25 @@
+"""Published caches whose size does not grow with the text, each as what its paper puts together; see
+`decodax.kvcache.policies`."""
+
+from __future__ import annotations
+
+from decodax.cache.base import CacheConfig
+from decodax.kvcache.frequencies import LowFrequencies
+from decodax.kvcache.sublinear import Sublinearly
+from decodax.kvcache.table import cache_policy
+
+
+@cache_policy("freqkv", "FreqKV: Frequency Domain Key-Value Compression for Efficient Context Window Extension",
+              "Kai et al. 2025", "the first tokens, and the lower half of the others' frequencies each time that there "
+              "are `size` tokens; prompts too")
+def _freqkv(size: int = 4096, sinks: int = 4, ratio: float = 0.5) -> CacheConfig:
+    return LowFrequencies(size, sinks, ratio)
+
+
+@cache_policy("subgen", "SubGen: Token Generation in Sublinear Time and Memory", "Zandieh et al. 2024",
+              "the latest tokens, and of the others keys that are drawn of clusters and values by their norms")
+def _subgen(radius: float | None = None, clusters: int = 256, keys: int = 4, values: int = 256, recent: int = 128,
+            every: int = 32, seed: int = 0) -> CacheConfig:
+    if radius is None:
+        raise ValueError("radius: got none, takes how far a key may lie from the first one of its cluster")
+    return Sublinearly(radius, clusters, keys, values, recent, every, seed)
