@@ -75,6 +75,8 @@ def _recycling(k: int = 8, nodes: int | None = None, tree: Any = None, warm: Any
     if warm is None:
         return Speculative(drafts.TokenRecycling(tree, k=k), verify)
     table = np.asarray(warm, np.int32)
+    if table.ndim == 2:         # a row for each token, itself and then its successors: as one reads and writes it
+        table = table.T.reshape(-1)
     return Speculative(drafts.TokenRecycling(tree, k, len(table) // (1 + k), table), verify)
 
 
