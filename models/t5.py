@@ -31,7 +31,7 @@ from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.reading import read_activation
 from decodax.models.transformer import Weights, named
-from decodax.pallas_kernels.window_attention import window_attention
+from decodax.pallas_kernels.window_attention import by_position, window_attention
 from decodax.struct import Struct, struct
 
 
@@ -131,7 +131,7 @@ class T5(Model):
         B, T = source.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         seen = positions < source.length[:, None]
-        bias = functools.partial(relative_bias, c, p["bias"], both=True)
+        bias = by_position(functools.partial(relative_bias, c, p["bias"], both=True))
         x = embedded(params["embed"], source.tokens, p["norm"].dtype)
         for i in range(c.encoder):
             layer = p["layers"][str(i)]
@@ -150,7 +150,7 @@ class T5(Model):
         if not isinstance(memory, EncoderMemory):
             raise ValueError("inputs: got none, a T5 takes an EncoderText, what its encoder reads")
         B, W = window.tokens.shape
-        bias = functools.partial(relative_bias, c, p["bias"], both=False)
+        bias = by_position(functools.partial(relative_bias, c, p["bias"], both=False))
         x, entries = embedded(params["embed"], window.tokens, p["norm"].dtype), []
         if window.embeddings is not None and window.embedded is not None:
             x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
@@ -189,7 +189,7 @@ class T5(Model):
 
 
 def relative_bias(c: T5Config, weights: Array, queries: Array, keys: Array, *, both: bool) -> Array:
-    """The bias of the scores: `f32[B, H, W, K]` from `weights` `f[buckets, H]` and positions, see `Bias`."""
+    """The bias of the scores: `f32[B, H, W, K]` from `weights` `f[buckets, H]` and positions, see `by_position`."""
     by_distance = weights.astype(jnp.float32)[_buckets(c.buckets, c.farthest, both)]
     distance = jnp.clip(keys - queries, -c.farthest, c.farthest) + c.farthest
     return by_distance[distance, jnp.arange(c.heads)[:, None, None]]

@@ -76,7 +76,7 @@ class Cache(Struct, abc.ABC):
                 windows stand before its own (`AttentionView`).
             window: a `Window` or an `AttentionView`, of which it reads `visible()`, `positions`, `key_positions`,
                 `cached` and `certain`; `live` only where `certain`, which a `Window` alone is.
-            bias: what is added to the scores, from positions alone; see `decodax.pallas_kernels.window_attention`.
+            bias: what is added to the scores; see `decodax.pallas_kernels.window_attention`.
 
         Returns:
             `f[B, W, H, e]`, and the entry of this layer: a pytree of arrays `[B, W, ...]`.

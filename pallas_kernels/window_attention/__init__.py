@@ -1,8 +1,11 @@
 """Attention of a window to a cache and to itself."""
 
 from decodax.pallas_kernels.window_attention.attention import (
+    Added,
     Bias,
+    FixedBias,
     Implementation,
+    by_position,
     merge,
     prefix_attention,
     quantized,
@@ -14,8 +17,11 @@ from decodax.pallas_kernels.window_attention.reference import BLOCK
 
 __all__ = [
     "BLOCK",
+    "Added",
     "Bias",
+    "FixedBias",
     "Implementation",
+    "by_position",
     "merge",
     "prefix_attention",
     "quantized",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import importlib
 from collections.abc import Callable
@@ -18,10 +19,26 @@ from decodax.pallas_kernels.window_attention.reference import MASKED
 
 Implementation = Literal["xla", "mosaic_tpu", "triton"]
 
-Bias = Callable[[Array, Array], Array]
-"""What is added to the scores, from positions alone: those of the queries `i32[B, 1, W, 1]` and of the keys
-`i32[B or 1, G or 1, 1, K]` (apart for each key/value head where a cache keeps other tokens in each) to
-`f32[B or 1, H or 1, W, K]`."""
+Added = Callable[[Array, Array], Array]
+"""What is added to the scores of some keys `f[B, G, K, d]` at positions `i32[B or 1, G or 1, 1, K]` (apart for each
+key/value head where a cache keeps other tokens in each): `f32[B or 1, H or 1, W, K]`."""
+
+Bias = Callable[[Array, Array], Added]
+"""Makes `Added` for the queries `f[B, H, W, d]` of a window, once, from them and their positions `i32[B, 1, W, 1]`."""
+
+
+class FixedBias(abc.ABC):
+    """A `Bias` that has no arrays of its own. A subclass is a frozen dataclass: compared by value, it is traced once
+    for all layers, and each device of a mesh adds it to the scores of its own heads."""
+
+    @abc.abstractmethod
+    def __call__(self, q: Array, positions: Array) -> Added: ...
+
+
+def by_position(scores: Callable[[Array, Array], Array]) -> Bias:
+    """A bias from positions alone: `scores(positions of queries, positions of keys)`."""
+    return lambda q, positions: lambda k, where: scores(positions, where)
+
 
 
 def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None = None,
@@ -47,7 +64,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         cached: `bool[B, S]` the verified entries that a row sees; None: all of them; `bool[B, 0]`: none.
         slot_positions: `i32[B, G or 1, S]` the position of the token in each slot, -1 where there is none, of a cache
             whose slots are not positions; in place of `length` and `cached`.
-        bias: what is added to the scores, after softcap: relative position biases (T5), slopes (ALiBi).
+        bias: what is added to the scores, after softcap: relative position biases (T5), slopes (ALiBi), the difference
+            that another position would make (dual chunk attention).
         sinks: `f[H]`, a learned score of each head that takes part in the softmax and has no value (GPT-OSS): weights
             add up to less than one. Where parts are merged it belongs to one of them.
         scales: `f[B, G, 2, S]`, by which each slot's key and value are to be multiplied: of a cache of `i8`, which
@@ -93,10 +111,12 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
     if bias is not None and implementation not in (None, "xla"):
         raise ValueError(f"implementation: got {implementation!r}, which takes no bias")
     arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks, scales, table
-    if bias is not None:        # it closes over weights: no static value, and made for all heads
-        return _attention(*arrays, scale=scale, sliding=sliding, softcap=softcap, bias=bias, implementation="xla")
-    return _attention_once(*arrays, scale=scale, sliding=sliding, softcap=softcap,
-                           implementation=implementation or choose(cache))
+    options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
+    if bias is None:
+        return _attention_once(*arrays, **options, implementation=implementation or choose(cache))
+    # a bias that closes over weights is no static value, and made for all heads
+    attention = _attention_once if isinstance(bias, FixedBias) else _attention
+    return attention(*arrays, **options, implementation="xla")
 
 
 def prefix_attention(q: Array, positions: Array, cache: Array, length: Array, *, scale: float,
@@ -188,13 +208,13 @@ def choose(cache: Array | None) -> Implementation | None:
 
 
 # traced and lowered once for all layers of a kind
-@functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "implementation"))
+@functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "bias", "implementation"))
 def _attention_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
     q, mask, slot_positions, table = arrays[0], arrays[3], arrays[9], arrays[12]
     heads, rows, cache = P(DATA, None, MODEL), P(DATA), P(DATA if table is None else None, MODEL)
     specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, cache, rows, rows, rows,
              _slots(slot_positions), P(MODEL), cache, rows)
-    local = functools.partial(_attention, bias=None, implementation=implementation, **options)
+    local = functools.partial(_attention, implementation=implementation, **options)
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
 
 
@@ -228,12 +248,13 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     """See `window_attention_lse`."""
     B, W, H, _ = q.shape
     G, e = k.shape[2], v.shape[3]
+    added = None if bias is None else bias(q.swapaxes(1, 2), positions[:, None, :, None])
     dtype, q = q.dtype, _folded(q, G)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
-    def biases(where: Array) -> Array:       # of keys at `where` [B or 1, G or 1, K]
-        assert bias is not None
-        more = bias(positions[:, None, :, None], where[:, :, None])
+    def biases(keys: Array, where: Array) -> Array:       # of keys at `where` [B or 1, G or 1, K]
+        assert added is not None
+        more = added(keys, where[:, :, None])
         return jnp.broadcast_to(more, (B, H, W, where.shape[2])).reshape(B, G, -1, where.shape[2])
 
     where = positions if key_positions is None else key_positions
@@ -241,7 +262,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)
     s = jnp.einsum("bgqd,bgkd->bgqk", q, k, preferred_element_type=jnp.float32) * scale
     s = s if softcap is None else softcap * jnp.tanh(s / softcap)
-    s = s if bias is None else s + biases(where[:, None])
+    s = s if bias is None else s + biases(k, where[:, None])
     s = jnp.where(mask[:, None, None], s.reshape(B, G, H // G, W, -1), MASKED).reshape(s.shape)
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - top)

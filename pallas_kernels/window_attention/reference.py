@@ -57,7 +57,7 @@ class Block(NamedTuple):
 def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None,
-                    bias: Callable[[Array], Array] | None = None) -> tuple[Array, Array]:
+                    bias: Callable[[Array, Array], Array] | None = None) -> tuple[Array, Array]:
     """Attention to a cache, and the logarithm of each query's softmax sum.
 
     Args:
@@ -71,7 +71,8 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
             all rows share; `S` is `N * page`. Pages behind `length` may be any number.
         scale, sliding, softcap: as in `window_attention`.
         value_width: `e`.
-        bias: from the positions of keys, `i32[B or 1, G or 1, K]`, what is added to their scores, `f32[B, G, R, K]`.
+        bias: from keys `f[B, G, K, d]` and their positions, `i32[B or 1, G or 1, K]`, what is added to their scores,
+            `f32[B, G, R, K]`.
 
     Returns:
         `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 where a query sees nothing.
@@ -129,7 +130,7 @@ def _unit(cache: Array, table: Array | None) -> int:
 def _walk(visit: Callable[[Block, Carry], Carry], start: Carry, q: Array, cache: Array, length: Array,
           positions: Array, held: Array | None, scales: Array | None, table: Array | None, *, scale: float,
           sliding: int | None, softcap: float | None, causal: bool = False,
-          bias: Callable[[Array], Array] | None = None) -> Carry:
+          bias: Callable[[Array, Array], Array] | None = None) -> Carry:
     """Scores block after block: `carry = visit(block, carry)`."""
     d, page, unit = q.shape[3], cache.shape[2], _unit(cache, table)
     if table is None:
@@ -172,7 +173,9 @@ def _walk(visit: Callable[[Block, Carry], Carry], start: Carry, q: Array, cache:
             s = jnp.einsum("bgqd,bgkd->bgqk", q, keys, preferred_element_type=jnp.float32) * scale
             s = s if scales is None else s * key_scales
             s = s if softcap is None else softcap * jnp.tanh(s / softcap)
-            s = jnp.where(seen, s if bias is None else s + bias(where), MASKED)
+            if bias is not None:
+                s = s + bias(keys if scales is None else keys * key_scales.swapaxes(2, 3), where)
+            s = jnp.where(seen, s, MASKED)
             return visit(Block(i * block, s, seen, values, worth), carry)
 
         first: Array | int = 0
