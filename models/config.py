@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from decodax.models.rope import Rope
+from decodax.models.rope import Chunks, Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 """Of the MLP: `x sigmoid(x)`, the Gaussian error linear unit exactly or by its tanh form, and `max(x, 0)`."""
@@ -153,6 +153,10 @@ class DecoderConfig:
                                                 and self.layers[layer.reads].rope == layer.rope):
                 raise ValueError(f"reads: got {layer.reads} for layer {i}, takes an earlier layer with keys and values "
                                  "of its own, and the same rope")
+            if layer.rope is not None and layer.rope.chunks is not None and (
+                    layer.sliding is not None or self.attention_softcap is not None):
+                raise ValueError("chunks: got dual chunk attention beside a sliding window or a soft cap of the "
+                                 "scores, takes neither")
             if layer.rope is not None and layer.rope.width > self.head_dim:
                 raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.head_dim}")
             if layer.experts is not None and (not self.gated or self.mlp_bias):
@@ -173,6 +177,12 @@ class DecoderConfig:
     def shared(self) -> bool:
         """Whether some layers read those of others."""
         return len(self.own) < len(self.layers)
+
+
+def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:
+    """Layers whose rotary embeddings, where they have one, count positions in chunks."""
+    return tuple(layer if layer.rope is None else
+                 dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
 
 
 def cla(config: DecoderConfig, share: int = 2) -> DecoderConfig:

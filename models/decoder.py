@@ -19,9 +19,11 @@ from jax import Array
 
 from decodax.core.types import PartialForward
 from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig
+from decodax.models.dual_chunk import DualChunk
 from decodax.models.experts import mix, route
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.rope import rotate
+from decodax.pallas_kernels.window_attention import Bias
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -46,7 +48,7 @@ class Attend(Protocol):
     and the layer's entry: `Cache.attend`."""
 
     def __call__(self, layer: int, q: Array, k: Any, v: Any, *, scale: float, sliding: int | None = None,
-                 softcap: float | None = None) -> tuple[Array, Any]: ...
+                 softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, Any]: ...
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = STD) -> nnx.Param[Array]:
@@ -113,7 +115,10 @@ class Attention(nnx.Module):
             k, v = self._placed(k, self.k_norm, tables), v.reshape(*v.shape[:2], self.c.kv_heads, -1)
         q, c = self._placed(q, self.q_norm, tables), self.c
         scale = c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
-        out, entry = attend(index, q, k, v, scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
+        options: dict[str, Any] = dict(scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
+        if self.layer.rope is not None and self.layer.rope.chunks is not None:
+            options["bias"] = DualChunk(self.layer.rope, scale)
+        out, entry = attend(index, q, k, v, **options)
         if (r := c.values_of_key) > 1:
             # of the wide head each query head takes its own value head
             out = out.reshape(*x.shape[:2], c.kv_heads, r, -1, r, c.head_dim)

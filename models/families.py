@@ -12,10 +12,10 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from decodax.models.config import Activation, DecoderConfig, Experts, Layer, NormConfig
+from decodax.models.config import Activation, DecoderConfig, Experts, Layer, NormConfig, in_chunks
 from decodax.models.fields import checked
 from decodax.models.reading import Json, head_width, read_activation, read_layers, read_rope, read_shape
-from decodax.models.rope import Rope
+from decodax.models.rope import Chunks, Rope
 
 
 def read_config(c: Json) -> DecoderConfig:
@@ -119,7 +119,15 @@ def _with_experts(layers: tuple[Layer, ...], experts: Experts,
 def _qwen_layers(c: Json, shape: Json) -> tuple[Layer, ...]:
     sliding = c.get("sliding_window", 4096) if c.get("use_sliding_window", False) else None
     first = c.get("max_window_layers", 28)
-    return read_layers(c, shape, sliding=sliding, slides=lambda i: i >= first)
+    layers = read_layers(c, shape, sliding=sliding, slides=lambda i: i >= first)
+    if (given := c.get("dual_chunk_attention_config")) is None:
+        return layers
+    # the released files of Qwen2.5-1M and Qwen3-2507; what is left out is what vLLM takes it for
+    chunks = Chunks(given.get("chunk_size", 8192), given.get("local_size", 1024),
+                    given.get("original_max_position_embeddings") or None)
+    if sliding is not None:
+        raise ValueError("use_sliding_window: got True beside a dual_chunk_attention_config, takes False")
+    return in_chunks(layers, chunks)
 
 
 def _gemma_shape(c: Json, **changes: Any) -> dict[str, Any]:
@@ -287,6 +295,9 @@ def _sdar(c: Json) -> DecoderConfig:
 
 
 def _unslid(c: Json) -> Json:
+    if c.get("dual_chunk_attention_config"):
+        raise ValueError("dual_chunk_attention_config: got one; a masked-diffusion model looks both ways and takes "
+                         "none")
     if c.get("use_sliding_window"):
         raise ValueError("use_sliding_window: got True; a masked-diffusion model looks both ways, it takes False")
     return c

@@ -57,7 +57,8 @@ _KEYS: dict[Kind, str] = {
           "use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
           "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
           "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs",
-    OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion",
+    OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
+            "dual_chunk_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim",
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio",
@@ -71,8 +72,8 @@ _KEYS: dict[Kind, str] = {
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "relative_attention_num_buckets relative_attention_max_distance",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
-               "sliding_window",
-    INDEX: "max_window_layers mask_token_id text_mask_token_id bd_size block_size",
+               "sliding_window chunk_size",
+    INDEX: "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
     IDS: "eos_token_id bos_token_id pad_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
@@ -82,7 +83,8 @@ _KEYS: dict[Kind, str] = {
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 """By key, also of the objects inside. What is not here is not read."""
 
-NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config")
+NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",
+          "dual_chunk_attention_config")
 
 
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:

@@ -25,10 +25,43 @@ class Scaling(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Positions that are counted anew in each chunk of a text: see `decodax.models.dual_chunk`.
+
+    Attributes:
+        size: the largest position that a rotation has. local: distances that stay true across the border of two chunks.
+        trained: the length of texts up to which cosine and sine have no factor; beyond it they have that of YaRN for
+            the length that is served (`Transformer.context`). None: never one.
+    """
+
+    size: int
+    local: int
+    trained: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 2 or not 0 <= self.local < self.size:
+            raise ValueError(f"chunks: got a size of {self.size} and a local size of {self.local}, takes a size of 2 "
+                             "or more and a local size below it")
+        if self.trained is not None and self.trained < 1:
+            raise ValueError(f"original_max_position_embeddings: got {self.trained}, takes 1 or more")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a chunk."""
+        return self.size - self.local
+
+    @property
+    def farthest(self) -> int:
+        """Where all queries stand for keys two chunks and more before."""
+        return min(2 * self.length - 1, self.size)
+
+
+@dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotation of the first `width` entries of each head by angles `position * theta ** (-2 i / width)`.
 
     Attributes:
+        chunks: of dual chunk attention: positions are those within a chunk; None: those within the text.
         interleaved: neighbours form the pairs (as in GPT-J, GLM and Cohere); otherwise the two halves of those entries
             do (as in GPT-NeoX and most of Hugging Face's files).
     """
@@ -37,6 +70,7 @@ class Rope:
     theta: float = 10_000.0
     scaling: Scaling | None = None
     interleaved: bool = False
+    chunks: Chunks | None = None
 
     def __post_init__(self) -> None:
         if self.width < 2 or self.width % 2:
@@ -54,12 +88,27 @@ class Rope:
     def table(self, positions: Array, context: int | None = None) -> tuple[Array, Array]:
         """Cosine and sine `f32[B, W, 1, width / 2]` at `i32[B, W]` positions."""
         frequencies, factor = self._scaled(context)
-        angles = positions[..., None, None].astype(jnp.float32) * frequencies.astype(np.float32)
-        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+        if self.chunks is not None:
+            # no text is longer than a chunk, as far as rotations know
+            frequencies, factor = self._scaled(self.chunks.size)
+            positions = positions % self.chunks.length
+            factor *= mscale((context or 0) / self.chunks.trained) if self.chunks.trained else 1.0
+        cos, sin = _turn(positions[..., None, None], frequencies)
+        return cos * factor, sin * factor
+
+    def turn(self, x: Array, by: Array) -> Array:
+        """`f[..., d]`, rotated within a chunk, `by` (`i32[..., 1]`) places further on."""
+        assert self.chunks is not None
+        return rotate(x, *_turn(by, self._scaled(self.chunks.size)[0]), self.interleaved)
+
+
+def _turn(by: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
+    angles = by.astype(jnp.float32) * frequencies.astype(np.float32)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
-    """Rotates the first `2 * cos.shape[-1]` entries of `f[B, W, H, d]`; the rest passes."""
+    """Rotates the first `2 * cos.shape[-1]` entries of `f[..., d]`; the rest passes."""
     half = cos.shape[-1]
     a, b = (x[..., :2 * half:2], x[..., 1:2 * half:2]) if interleaved else (x[..., :half], x[..., half:2 * half])
     rest = x[..., 2 * half:]

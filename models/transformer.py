@@ -79,7 +79,10 @@ class Transformer(LayeredModel):
         bounds = [self.config.learned_positions] if self.config.learned_positions else []
         for layer in self.config.layers:
             scaling = layer.rope.scaling if layer.rope is not None else None
-            if isinstance(scaling, Dynamic):
+            if layer.rope is not None and (chunks := layer.rope.chunks) is not None:
+                # within chunks no position is too large, but beyond `trained` a factor belongs to the length
+                bounds += [max(self.context or 0, chunks.trained)] if chunks.trained else []
+            elif isinstance(scaling, Dynamic):
                 bounds.append(max(self.context or 0, scaling.trained))
             elif isinstance(scaling, LongRope) and (self.context or 0) <= scaling.trained:
                 bounds.append(scaling.trained)

@@ -306,6 +306,8 @@ def _llama_config(c: DecoderConfig) -> dict[str, Any]:
     rope = c.layers[0].rope
     if rope is None:
         raise ValueError("config: a model without rotary embedding is no Llama; give its config.json")
+    if rope.chunks is not None:
+        raise ValueError("config: a model with dual chunk attention is no Llama; give its config.json")
     scaling: dict[str, Any] = {"rope_type": "default"}
     match rope.scaling:
         case LinearScaling(factor):
