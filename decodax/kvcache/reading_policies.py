@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.clusters import KeyClusters
 from decodax.kvcache.criticality import Critical
+from decodax.kvcache.sparse_prefill import VerticalSlash, read_sizes
 from decodax.kvcache.table import cache_policy
 
 
@@ -23,3 +27,12 @@ def _clusterkv(budget: int = 1024, per: int = 80, sinks: int = 16, every: int = 
 def _critiprefill(budget: int = 2048, segment: int = 512, block: int = 32, dense: int = 4096, memory: float = 0.25,
                   skip: int = 1) -> CacheConfig:
     return Critical(budget, segment, block, dense, memory, skip)
+
+
+@cache_policy("minference", "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention",
+              "Jiang et al. 2024", "everything; each head of a segment of a prompt attends to the columns and the "
+              "diagonals that its last queries look at")
+def _minference(vertical: int = 1000, slash: int = 6096, heads: str | Sequence[Mapping[Any, Sequence[Any]]] = (),
+                segment: int = 32768, last: int = 64, first: int = 30, near: int = 100, block: int = 64,
+                threshold: int = 32768) -> CacheConfig:
+    return VerticalSlash(vertical, slash, read_sizes(heads), segment, last, first, near, block, threshold)

@@ -1,0 +1,197 @@
+"""Vertical-slash sparse attention: queries of a long text attend to a few columns and a few diagonals of the matrix of
+scores ("MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention", Jiang et al.,
+2024).
+
+Which ones is estimated for each query head from the softmax weights of the last queries: a column's score is its sum
+(vertical), a diagonal's is the sum of the weights at one distance (slash). Diagonals are read in tiles. For each block
+of queries the tiles are as wide as the block, and the converter of the authors' kernel lays them out so (`end` is where
+the block ends):
+
+- Kept distances are visited from the farthest to the nearest; those of `end` or more have no key and are skipped.
+- A distance reaches to the key before `max(end - distance, block)`. Where this is more than a block behind the last tile's
+  end, a tile ends there. Where it is behind the last tile's end at all, a tile follows that one without a gap. Else it is
+  covered already.
+
+So a tile may begin behind the first key of its diagonal, which the tile before it has, and end behind the last one.
+A query reads the kept columns and all keys of its block's tiles, up to its own position.
+
+All functions are about one query head. Memory is that of the keys that a group of blocks reads at once.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.pallas_kernels.window_attention import FixedBias
+
+MASKED = -1e30
+GROUP = 512
+"""Queries that one step is about, in blocks."""
+TILES = 8
+"""Tiles of each block that one step reads."""
+
+
+def last_weights(q: Array, keys: Array, start: Array, end: Array, *, scale: float, bias: FixedBias | None) -> Array:
+    """`f32[B, N, S]`: the softmax weights of the last queries of a segment, over all keys up to their own positions.
+
+    Args:
+        q: `f[B, N, d]`, at the positions `end - N` to `end - 1`. Those before `start` are in no segment, and get zeros.
+        keys: `f[B, S, d]`. start: `i32[]`. end: `i32[B]`.
+    """
+    N, S = q.shape[1], keys.shape[1]
+    at = end[:, None] - N + jnp.arange(N, dtype=jnp.int32)
+    where = jnp.arange(S, dtype=jnp.int32)
+    s = jnp.einsum("bnd,bsd->bns", q, keys, preferred_element_type=jnp.float32) * scale
+    if bias is not None:
+        s += bias(q[:, None], jnp.maximum(at, 0)[:, None, :, None])(keys[:, None], where[None, None, None])[:, 0]
+    seen = where <= at[:, :, None]
+    return jax.nn.softmax(jnp.where(seen, s, MASKED), axis=-1) * (seen & (at >= start)[..., None])
+
+
+def diagonal_sums(weights: Array, end: Array) -> Array:
+    """`f32[B, S]`: the sum of the weights at each distance between a query and a key.
+
+    Args:
+        weights: `f32[B, N, S]`, of the queries at the positions `end - N` to `end - 1`. end: `i32[B]`.
+
+    >>> diagonal_sums(jnp.array([[[1., 2., 0.], [3., 4., 5.]]]), jnp.array([3])).tolist()
+    [[7.0, 5.0, 3.0]]
+    """
+    B, N, S = weights.shape
+    # each row one place further left than the row before: what is on a diagonal comes to stand in a column
+    padded = jnp.pad(weights, ((0, 0), (0, 0), (N - 1, 1))).reshape(B, -1)
+    sums = jnp.pad(padded, ((0, 0), (0, N))).reshape(B, N, S + N + 1).sum(1)
+    # the column of distance 0 of query 0, whose position is `end - N`, is `end - 1`
+    column = end[:, None] - 1 - jnp.arange(S, dtype=jnp.int32)
+    return jnp.where(column >= 0, jnp.take_along_axis(sums, jnp.maximum(column, 0), 1), 0)
+
+
+def pattern(weights: Array, end: Array, vertical: Array, slash: Array, most: tuple[int, int], first: int,
+            near: int) -> tuple[Array, Array]:
+    """The columns and the distances that are kept: `i32[B, V]` and `i32[B, D]`, -1 where there are no more.
+
+    Of equal scores the earlier column and the smaller distance are kept.
+
+    Args:
+        weights: `f32[B, N, S]`, as `last_weights` gives them. end: `i32[B]`, how many keys there are.
+        vertical, slash: `i32[]`, how many are kept. most: `V` and `D`, static; at least as many, at most `S`.
+        first, near: so many of the first columns, and of the smallest distances, are kept whatever their scores.
+    """
+    def best(scores: Array, always: int, number: Array, most: int) -> Array:
+        place = jnp.arange(scores.shape[1])
+        scores = jnp.where(place < always, jnp.inf, scores)
+        found, index = lax.top_k(jnp.where(place < end[:, None], scores, -jnp.inf), most)
+        return jnp.where((found >= 0) & (jnp.arange(most) < number), index, -1).astype(jnp.int32)
+
+    return (best(weights.sum(1), first, vertical, most[0]), best(diagonal_sums(weights, end), near, slash, most[1]))
+
+
+def marks(index: Array, size: int) -> Array:
+    """`bool[B, size]`: which numbers are in `index`, `i32[B, n]`; numbers below 0 count as none."""
+    at = jnp.where(index >= 0, index, size)
+    return jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop"))(at)
+
+
+def farthest_below(distances: Array, size: int) -> Array:
+    """`i32[B, size + 1]`: for each number the largest of the distances (`i32[B, n]`) that is smaller; -1: none is.
+
+    >>> farthest_below(jnp.array([[0, 3, -1]]), 5).tolist()
+    [[-1, 0, 0, 0, 3, 3]]
+    """
+    kept = jnp.where(marks(distances, size), jnp.arange(size, dtype=jnp.int32), -1)
+    return jnp.pad(lax.cummax(kept, axis=1), ((0, 0), (1, 0)), constant_values=-1)
+
+
+def next_tile(below: Array, end: Array, behind: Array, block: int) -> tuple[Array, Array]:
+    """Where the next tile of each block ends, `i32[B, J]`, and whether there is one, `bool[B, J]`.
+
+    Args:
+        below: `i32[B, S + 1]`, as `farthest_below` gives it. end: `i32[J]`, where the blocks of queries end.
+        behind: `i32[B, J]`, where the last tile ends; 0: there is none yet.
+    """
+    far = jnp.take_along_axis(below, jnp.clip(end - behind, 0, below.shape[1] - 1), 1)
+    return jnp.where(far >= 0, jnp.maximum(end - far, behind + block), behind), far >= 0
+
+
+def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Array, distances: Array, *, scale: float,
+                     block: int, bias: FixedBias | None = None) -> Array:
+    """Attention of a segment of queries to the kept columns and the tiles of the kept distances: `f32[B, W, e]`.
+
+    Args:
+        q: `f[B, W, d]`, `W` a multiple of the queries of a step (`step_of`). kv: `f[B, S, d + e]`, the keys and values
+            of everything up to the segment's end; `S` is larger than `block`.
+        start: `i32[]`, the position of the first query. stop: `i32[]`: queries from here on are not asked, and get
+            zeros.
+        columns, distances: as `pattern` gives them.
+        bias: what is added to the scores; it must not tell heads apart, as none without arrays of its own does.
+    """
+    (B, W, d), (S, D) = q.shape, kv.shape[1:]
+    group = step_of(W, block)
+    J = group // block
+    below, apart = farthest_below(distances, S), ~marks(columns, S)
+    few = jnp.take_along_axis(kv, jnp.maximum(columns, 0)[..., None], 1)
+    tile = jnp.arange(block, dtype=jnp.int32)
+
+    def added(s: Array, q: Array, at: Array, keys: Array, where: Array) -> Array:
+        if bias is None:
+            return s
+        return s + bias(q[:, None], at[:, None, :, None])(keys[:, None], where[:, None, None])[:, 0]
+
+    def read(carry: tuple[Array, Array, Array], q: Array, at: Array, both: Array, where: Array,
+             seen: Array) -> tuple[Array, Array, Array]:
+        """A running softmax over keys and values `f[N, K, d + e]` at `where`, `i32[N, K]`."""
+        top, total, out = carry
+        s = jnp.einsum("nqd,nkd->nqk", q, both[..., :d], preferred_element_type=jnp.float32) * scale
+        visible = seen[:, None] & (where[:, None] <= at[:, :, None])
+        s = jnp.where(visible, added(s, q, at, both[..., :d], where), MASKED)
+        new = jnp.maximum(top, s.max(-1, keepdims=True))
+        shrink, weights = jnp.exp(top - new), jnp.where(visible, jnp.exp(s - new), 0)
+        more = jnp.einsum("nqk,nkd->nqd", weights.astype(kv.dtype), both[..., d:], preferred_element_type=jnp.float32)
+        return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + more
+
+    def visit(i: Array, out: Array) -> Array:
+        from_ = start + i * group
+        at = jnp.broadcast_to(from_ + jnp.arange(group, dtype=jnp.int32), (B, group))
+        own = lax.dynamic_slice_in_dim(q, i * group, group, 1)
+        none = jnp.zeros((B, group, 1), jnp.float32)
+        carry = none + MASKED, none, jnp.zeros((B, group, D - d), jnp.float32)
+        carry = read(carry, own, at, few, columns, columns >= 0)
+
+        # the blocks of queries apart from here on
+        blocks = lambda x: x.reshape(B * J, block, *x.shape[2:])
+        end = from_ + block * (1 + jnp.arange(J, dtype=jnp.int32))
+
+        def step(state: tuple[Array, tuple[Array, Array, Array]]) -> tuple[Array, tuple[Array, Array, Array]]:
+            behind, carry = state
+            tiles = []
+            for _ in range(TILES):
+                behind, there = next_tile(below, end, behind, block)
+                tiles.append(jnp.where(there, behind - block, -1))
+            begin = jnp.stack(tiles, -1).reshape(B, -1)
+            # a slice that would leave the array is moved inside; what it has before the tile's own keys is not seen
+            place = jnp.clip(begin, 0, S - block)
+            some = jax.vmap(lambda x, at: jax.vmap(lambda i: lax.dynamic_slice_in_dim(x, i, block, 0))(at))
+            where = place[..., None] + tile
+            seen = (begin[..., None] >= 0) & (where >= begin[..., None]) & some(apart, place)
+            flat = lambda x: x.reshape(B * J, TILES * block, *x.shape[3:])
+            return behind, read(carry, blocks(own), blocks(at), flat(some(kv, place)), flat(where), flat(seen))
+
+        more = lambda state: next_tile(below, end, state[0], block)[1].any()
+        state = jnp.zeros((B, J), jnp.int32), jax.tree.map(blocks, carry)
+        _, total, sums = lax.while_loop(more, step, state)[1]
+        found = (sums / jnp.where(total > 0, total, 1)).reshape(B, group, D - d)
+        return lax.dynamic_update_slice_in_dim(out, found, i * group, 1)
+
+    steps = jnp.clip((stop - start + group - 1) // group, 0, W // group)
+    return lax.fori_loop(0, steps, visit, jnp.zeros((B, W, D - d), jnp.float32))
+
+
+def step_of(queries: int, block: int) -> int:
+    """Of how many queries a step of `sparse_attention` is: whole blocks, no more than there are.
+
+    >>> step_of(4096, 64), step_of(128, 64), step_of(4096, 640)
+    (512, 128, 640)
+    """
+    return min(max(GROUP // block, 1) * block, queries)
