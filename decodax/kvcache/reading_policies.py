@@ -29,9 +29,9 @@ def _critiprefill(budget: int = 2048, segment: int = 512, block: int = 32, dense
     return Critical(budget, segment, block, dense, memory, skip)
 
 
-@cache_policy("minference", "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention",
-              "Jiang et al. 2024", "everything; each head of a segment of a prompt attends to the columns and the "
-              "diagonals that its last queries look at")
+@cache_policy("minference", "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse "
+              "Attention", "Jiang et al. 2024", "everything; each head of a segment of a prompt attends to the columns "
+              "and the diagonals that its last queries look at")
 def _minference(vertical: int = 1000, slash: int = 6096, heads: str | Sequence[Mapping[Any, Sequence[Any]]] = (),
                 segment: int = 32768, last: int = 64, first: int = 30, near: int = 100, block: int = 64,
                 threshold: int = 32768) -> CacheConfig:

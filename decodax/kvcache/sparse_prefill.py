@@ -1,13 +1,13 @@
-"""Prompts that are read a long segment at a time, each query head of which attends to the columns and the diagonals that
-the segment's last queries look at ("MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse
-Attention", Jiang et al., 2024; by segments as in "Qwen2.5-1M Technical Report", Yang et al., 2025).
+"""Prompts that are read a long segment at a time, each query head of which attends to the columns and the diagonals
+that the segment's last queries look at ("MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic
+Sparse Attention", Jiang et al., 2024; by segments as in "Qwen2.5-1M Technical Report", Yang et al., 2025).
 
 The pattern is that of the authors' `vertical_and_slash_kernel` and of its converter (`decodax.kvcache.vertical_slash`),
-with their sizes by default: 1000 columns and 6096 diagonals. They read a whole prompt as one segment, of whatever length
-(`segment` at least as long, `threshold=0`). Qwen2.5-1M reads 32768 tokens at a time, as is done here, and prompts of at
-most 32768 tokens whole. vLLM's rule for it differs from this one in three points that are not followed: its segments end
-at each border of a chunk of dual chunk attention, too; a size of 30 columns becomes 130; and the pattern is estimated by
-queries whose distance to earlier chunks is not clamped, where here the estimate and attention have the same scores.
+with their sizes by default: 1000 columns and 6096 diagonals. They read a whole prompt as one segment, of whatever
+length (`segment` at least as long, `threshold=0`). Qwen2.5-1M reads 32768 tokens at a time, as is done here, and
+prompts of at most 32768 tokens whole. vLLM's code for it differs from this in three points: its segments end at each
+border of a chunk of dual chunk attention, too; a size of 30 columns becomes 130; and the pattern is estimated by queries
+whose distance to earlier chunks is not clamped, where here the estimate and attention have the same scores.
 
 Where all columns are kept it is dense attention. Tokens behind a prompt read everything, and so do layers with sliding
 windows, within those. Segments are counted from the beginning of a text, whatever the chunks that it comes in: no layer
@@ -88,16 +88,18 @@ class Segment:
         kind, sparse = self.kind, self.sparse
         held = write(self.base.kv[layer], jnp.concatenate((k, v), -1), window.positions)
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
-        whole = functools.partial(_whole, q, k, v, held, self.start, step=step_of(q.shape[1], kind.block), **options)
+        step = step_of(q.shape[1], kind.block)
+        whole = lambda stop: _whole(q, k, v, held, self.start, stop, step=step, **options)
         if sparse is None or sliding is not None or held.shape[2] <= kind.block:
             return whole(self.stop.max()), (k, v)
         if softcap is not None or not (bias is None or isinstance(bias, FixedBias)):
             raise ValueError(f"cache: {kind.name} scores columns and diagonals by queries and keys; takes a model "
                              "without a soft cap of its attention scores, or a bias that tells heads apart")
         sizes = kind.sizes(layer, q.shape[2])
-        most = tuple(min(int(n), held.shape[2]) for n in sizes.max(1))
+        columns, distances = (min(int(n), held.shape[2]) for n in sizes.max(1))
         stop = jnp.where(sparse, self.stop, 0)
-        part = lambda: _part(q, held, self.start, stop, jnp.asarray(sizes), most=most, kind=kind, scale=scale, bias=bias)
+        part = lambda: _part(q, held, self.start, stop, jnp.asarray(sizes), most=(columns, distances), kind=kind,
+                             scale=scale, bias=bias)
         # segments in which no row reads a part, and those in which no row reads everything, take less time
         nothing = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
         some = lax.cond(sparse.any(), part, lambda: nothing)
@@ -111,10 +113,10 @@ def _whole(q: Array, k: Array, v: Array, held: Array, start: Array, stop: Array,
     mask = jnp.tril(jnp.ones((1, step, step), bool))
 
     def visit(i: Array, out: Array) -> Array:
-        own = [lax.dynamic_slice_in_dim(x, i * step, step, 1) for x in (q, k, v)]
+        own = lambda x: lax.dynamic_slice_in_dim(x, i * step, step, 1)
         first = start + i * step
         at = jnp.broadcast_to(first + jnp.arange(step, dtype=jnp.int32), (B, step))
-        some = window_attention(*own, mask, at, held, jnp.broadcast_to(first, (B,)), **options)
+        some = window_attention(own(q), own(k), own(v), mask, at, held, jnp.broadcast_to(first, (B,)), **options)
         return lax.dynamic_update_slice_in_dim(out, some, i * step, 1)
 
     steps = jnp.clip((stop - start + step - 1) // step, 0, W // step)
@@ -129,7 +131,7 @@ def _part(q: Array, held: Array, start: Array, stop: Array, sizes: Array, *, mos
     `i32[2, H]`."""
 
     def local(q: Array, held: Array, start: Array, stop: Array, sizes: Array) -> Array:
-        (B, W, H, d), G = q.shape, held.shape[1]
+        (_, W, H, d), G = q.shape, held.shape[1]
         last = jnp.clip(stop[:, None] - start - kind.last + jnp.arange(kind.last, dtype=jnp.int32), 0, W - 1)
 
         def head(given: tuple[Array, Array, Array]) -> Array:

@@ -89,7 +89,8 @@ def written_out(kind: VerticalSlash, q: np.ndarray, k: np.ndarray, v: np.ndarray
     T, out, place = len(q), np.zeros((len(q), v.shape[1])), np.arange(len(q))
     s = q @ k.T * q.shape[1] ** -0.5
     if bias is not None:
-        s = s + np.asarray(bias(q[None, None], place[None, None, :, None])(k[None, None], place[None, None, None]))[0, 0]
+        added = bias(q[None, None], place[None, None, :, None])
+        s = s + np.asarray(added(k[None, None], place[None, None, None]))[0, 0]
     s = np.where(place[:, None] >= place, s, -np.inf)
     for start in range(0, T, kind.segment):
         stop = min(start + kind.segment, T)
@@ -98,8 +99,8 @@ def written_out(kind: VerticalSlash, q: np.ndarray, k: np.ndarray, v: np.ndarray
         vertical = weights.sum(0)
         slash = np.array([sum(weights[i, at - n] for i, at in enumerate(last) if at >= n) for n in range(stop)])
         vertical[:kind.first], slash[:kind.near] = np.inf, np.inf
-        columns, distances = (np.argsort(-x, kind="stable")[:n].tolist() for x, n in zip((vertical, slash), sizes,
-                                                                                        strict=True))
+        columns, distances = (np.argsort(-x, kind="stable")[:n].tolist()
+                              for x, n in zip((vertical, slash), sizes, strict=True))
         for i in range(start, stop):
             end = start + ((i - start) // kind.block + 1) * kind.block
             out[i] = softmax(np.where(seen(columns, distances, end, kind.block, T), s[i], -np.inf)) @ v
@@ -227,7 +228,8 @@ def test_what_cannot_be_had_is_refused() -> None:
 
 def test_scores_that_it_cannot_estimate_are_refused() -> None:
     kind = dx.kv("minference", **SIZES, threshold=8)
-    capped = dataclasses.replace(SMALL, model=Transformer(dataclasses.replace(SMALL.model.config, attention_softcap=5.0)))
+    config = dataclasses.replace(SMALL.model.config, attention_softcap=5.0)
+    capped = dataclasses.replace(SMALL, model=Transformer(config))
     with pytest.raises(ValueError, match=r"^cache: minference scores columns and diagonals by queries and keys; takes"):
         dx.generate(capped, PROMPTS[:1], cache=kind, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"^cache: minference reads a prompt when it is in, and this model reads it"):

@@ -37,8 +37,8 @@ def network(layers: int) -> LM:
 
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
-DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill", "critiprefill", "minference",
-          "aqua-kv")
+DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill", "critiprefill",
+          "minference", "aqua-kv")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -161,7 +161,8 @@ def test_so_do_trees(name: str) -> None:
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
             "freqkv": {"size": 200}, "leank": {"recent": 200}, "subgen": {"recent": 200},
-            "shadowkv": {"budget": 200, "rank": 64}, "minference": {"vertical": 200}, "fastkv": {"budget": 200, "passed": 200},
+            "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
+            "minference": {"vertical": 200},
             "quantized-pruning": {"budget": 200, "residual": 200},
             "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
             **{codec: {"residual": 200} for codec in (
