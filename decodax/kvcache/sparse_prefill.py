@@ -6,8 +6,8 @@ The pattern is that of the authors' `vertical_and_slash_kernel` and of its conve
 with their sizes by default: 1000 columns and 6096 diagonals. They read a whole prompt as one segment, of whatever
 length (`segment` at least as long, `threshold=0`). Qwen2.5-1M reads 32768 tokens at a time, as is done here, and
 prompts of at most 32768 tokens whole. vLLM's code for it differs from this in three points: its segments end at each
-border of a chunk of dual chunk attention, too; a size of 30 columns becomes 130; and the pattern is estimated by queries
-whose distance to earlier chunks is not clamped, where here the estimate and attention have the same scores.
+border of a chunk of dual chunk attention, too; a size of 30 columns becomes 130; and the pattern is estimated by
+queries whose distance to earlier chunks is not clamped, where here the estimate and attention have the same scores.
 
 Where all columns are kept it is dense attention. Tokens behind a prompt read everything, and so do layers with sliding
 windows, within those. Segments are counted from the beginning of a text, whatever the chunks that it comes in: no layer
