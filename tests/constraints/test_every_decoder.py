@@ -34,6 +34,7 @@ MASK = 1        # a special token of the tokenizer
 PROMPTS = ['{"a": [1, true], "name": "x"}\n', "one", "def f("]
 MORE = [0, 1, 3, 10, 2, 5, 20]
 """Tokens beyond the shortest text of a row."""
+BUDGETS = [*range(8), 12, 20]
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +102,11 @@ def test_texts_are_valid_at_every_budget(lm: LM, way: str) -> None:
 @pytest.mark.parametrize("first", range(0, 1000, 40))
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_of_a_thousand_schemas_are_valid(lm: LM, way: str, first: int) -> None:
+    """Each one cut at every budget from the shortest possible on, to seven tokens more, and at some larger ones."""
     rows = 8 if way in CANVAS else 40           # a canvas goes through the whole automaton of a batch
     for begin in range(first, first + 40, rows):
-        whole(lm, way, [schema(i) for i in range(begin, begin + rows)],
-              [MORE[i % len(MORE)] for i in range(begin, begin + rows)], seed=begin)
+        some = range(begin, begin + rows)
+        whole(lm, way, [schema(i) for i in some for _ in BUDGETS], [more for _ in some for more in BUDGETS], seed=begin)
 
 
 @pytest.mark.slow
