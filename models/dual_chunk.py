@@ -71,7 +71,7 @@ def dual_chunk(config: DecoderConfig, size: int | None = None, local: int | None
     Args:
         size: positions that rotations may reach, at most the length that the model was trained at. Default: three
             quarters of `config.context`, as in the authors' code.
-        local: distances that stay true across the border of two chunks. Default: a sixteenth of `config.context`.
+        local: distances that stay true across the border of two chunks. Default: an eighth of `config.context`.
 
     Raises:
         ValueError: layers with sliding windows, a soft cap of the scores, or no rotary embedding at all.
@@ -79,10 +79,10 @@ def dual_chunk(config: DecoderConfig, size: int | None = None, local: int | None
     >>> from decodax.models.config import llama
     >>> c = dual_chunk(llama(vocab=64, width=32, layers=2, heads=4, mlp=96, context=4096))
     >>> c.layers[0].rope.chunks
-    Chunks(size=3072, local=256, trained=None)
+    Chunks(size=3072, local=512, trained=None)
     """
     chunks = Chunks(3 * config.context // 4 if size is None else size,
-                    config.context // 16 if local is None else local)
+                    config.context // 8 if local is None else local)
     if all(layer.rope is None for layer in config.layers):
         raise ValueError("config: got no layer with a rotary embedding, whose positions dual chunk attention counts")
     return dataclasses.replace(config, layers=in_chunks(config.layers, chunks))

@@ -90,7 +90,9 @@ class Transformer(LayeredModel):
 
     @property
     def trained_positions(self) -> int | None:
-        return self.config.context
+        found = [layer.rope.chunks for layer in self.config.layers if layer.rope is not None and layer.rope.chunks]
+        # where positions are counted anew in each chunk, none is beyond those of the training
+        return None if found and found[0].trained is None else self.config.context
 
     @property
     def depth(self) -> int:

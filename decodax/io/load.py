@@ -19,7 +19,7 @@ from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_t
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.packed import ENTRY
 from decodax.io.text import Tokenizer
-from decodax.models import Transformer, adapters
+from decodax.models import Transformer, adapters, dual_chunk
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
 from decodax.models.formats import Format
@@ -106,6 +106,25 @@ class LM(Loaded):
         """
         found = adapters.stack([self._read(each) for each in named.values()])
         return dataclasses.replace(self, params=adapters.apply(self.params, found), adapters=tuple(named))
+
+    def with_dual_chunk(self, size: int | None = None, local: int | None = None) -> LM:
+        """This model with dual chunk attention (An et al., 2024), for texts longer than it was trained on: the same
+        weights, and the same output for texts within one chunk.
+
+        Args:
+            size, local: as in `decodax.models.dual_chunk`; default three quarters and an eighth of the length that it
+                was trained at.
+
+        Raises:
+            ValueError: it is no `Transformer` with rotary positions, slides a window, has a soft cap of its scores, or
+                fills masks.
+        """
+        if not isinstance(self.model, Transformer) or self.diffusion is not None:
+            fills = " that fills masks" if self.diffusion else ""
+            raise ValueError(f"model: got a {type(self.model).__name__}{fills}; dual chunk attention takes a "
+                             "Transformer that reads from left to right")
+        config = dual_chunk(self.model.config, size, local)
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, config=config))
 
     def _read(self, adapter: Any) -> Any:
         if not isinstance(self.model, Transformer):

@@ -24,7 +24,7 @@ from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.cache.window import causal
-from decodax.kvcache.query_scores import moved
+from decodax.kvcache.query_scores import moved, rope_of
 from decodax.kvcache.turning import after_rotation, before_rotation
 from decodax.kvcache.unread import Unread
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
@@ -170,7 +170,7 @@ class LowFrequencies(CacheConfig):
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
         shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
-        if any(shape.rope is None for shape in shapes):
+        if any(rope_of(shape) is None for shape in shapes):
             raise ValueError(f"cache: {self.name} moves tokens together, which takes a model with rotary positions in "
                              "every layer")
         slots = self.slots if self.slots <= BLOCK else -(-self.slots // BLOCK) * BLOCK

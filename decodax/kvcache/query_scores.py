@@ -300,11 +300,24 @@ class Critical(TokenScore):
         return (worth + self.epsilon) * norms
 
 
+def rope_of(shape: KVLayer) -> Rope | None:
+    """The rotation of a layer's keys, for what turns them from one position to another.
+
+    Raises:
+        ValueError: positions are counted anew in each chunk (dual chunk attention), so a key has none to be moved from.
+    """
+    rope: Rope | None = shape.rope
+    if rope is not None and rope.chunks is not None:
+        raise ValueError("cache: takes a model without dual chunk attention, since it turns keys to other positions, "
+                         "which are counted within chunks here")
+    return rope
+
+
 def turned(shape: KVLayer, x: Array, by: Array) -> Array:
     """`f[B, W, H, d]` rotated by `i32[B, W]` positions; a factor of the rotation (YaRN) is taken off for each."""
-    if shape.rope is None:
+    rope = rope_of(shape)
+    if rope is None:
         return x
-    rope: Rope = shape.rope
     cos, sin = rope.table(by, shape.context)
     factor = (cos ** 2 + sin ** 2)      # the square of the factor
     return rotate(x, cos / factor, sin / factor, rope.interleaved)
@@ -313,9 +326,9 @@ def turned(shape: KVLayer, x: Array, by: Array) -> Array:
 def moved(shape: KVLayer, x: Array, by: Array) -> Array:
     """`f[B, W, H, d]`, rotated to some positions, as if rotated to those `by` (`i32[B, W]`) behind; a factor of the
     rotation (YaRN) stays."""
-    if shape.rope is None:
+    rope = rope_of(shape)
+    if rope is None:
         return x
-    rope: Rope = shape.rope
     cos, sin = rope.table(by, shape.context)
     factor = jnp.sqrt(cos ** 2 + sin ** 2)
     return rotate(x, cos / factor, sin / factor, rope.interleaved)
@@ -323,8 +336,8 @@ def moved(shape: KVLayer, x: Array, by: Array) -> Array:
 
 def mean_turn(shape: KVLayer, x: Array, positions: Array) -> Array:
     """`f[..., d]` under the mean of the rotations to `i32[n]` positions."""
-    if shape.rope is None:
+    rope = rope_of(shape)
+    if rope is None:
         return x
-    rope: Rope = shape.rope
     cos, sin = (t[0, :, 0].mean(0) for t in rope.table(positions[None], shape.context))
     return rotate(x, cos, sin, rope.interleaved)

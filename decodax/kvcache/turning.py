@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.key_values import KVLayer
-from decodax.kvcache.query_scores import turned
-from decodax.models.rope import Rope, rotate
+from decodax.kvcache.query_scores import rope_of, turned
+from decodax.models.rope import rotate
 
 
 def before_rotation(shape: KVLayer, keys: Array, start: Array) -> Array:
@@ -21,9 +21,9 @@ def before_rotation(shape: KVLayer, keys: Array, start: Array) -> Array:
 
 def after_rotation(shape: KVLayer, keys: Array, start: Array) -> Array:
     """The inverse of `before_rotation`."""
-    if shape.rope is None:
+    rope = rope_of(shape)
+    if rope is None:
         return keys
-    rope: Rope = shape.rope
     cos, sin = rope.table(_positions(keys, start), shape.context)
     return rotate(keys.swapaxes(0, 1)[None], cos, sin, rope.interleaved)[0].swapaxes(0, 1)
 
