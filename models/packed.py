@@ -32,6 +32,11 @@ so, 44 to 54 by blocks, and 35 to 41 in float32."""
 BLOCK = 1 << 18
 """On CPU, weights that are converted at a time for more rows."""
 
+OUTPUTS = 256
+"""On CPU, outputs that a few rows are multiplied by at a time where nothing is to be converted: of a whole kernel that
+lies as `[N, K]` XLA writes a transposed copy to memory. A round of the 125M shape with 8 rows in float32 takes 43 ms so,
+39 by blocks (a window of 8: 42 and 37)."""
+
 INPUTS = 2048
 """On CPU, inputs of a row that are multiplied at a time."""
 
@@ -65,7 +70,9 @@ class Packed(Struct, abc.ABC):
         if len(x) <= (ROWS if self.converts else 1):
             return self._one_by_one(_made(x), dtype)
         N, K = self.shape
-        return self.by_blocks(x, dtype, BLOCK // K + 1) if N > 1 and self.converts else self.product(x, dtype)
+        if N == 1 or not self.converts and len(x) > 4 * ROWS:
+            return self.product(x, dtype)
+        return self.by_blocks(x, dtype, BLOCK // K + 1 if self.converts else OUTPUTS)
 
     def by_blocks(self, x: Array, dtype: Any, block: int) -> Array:
         """As `times`, with the weights of `block` outputs converted at a time. `N` is 2 or more."""
