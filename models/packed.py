@@ -34,8 +34,8 @@ BLOCK = 1 << 18
 
 OUTPUTS = 256
 """On CPU, outputs that a few rows are multiplied by at a time where nothing is to be converted: of a whole kernel that
-lies as `[N, K]` XLA writes a transposed copy to memory. A round of the 125M shape with 8 rows in float32 takes 43 ms so,
-39 by blocks (a window of 8: 42 and 37)."""
+lies as `[N, K]` XLA writes a transposed copy to memory. A round of the 125M shape with 8 rows takes 43 ms so, 39 by
+blocks; a window of 8, 42 and 37."""
 
 INPUTS = 2048
 """On CPU, inputs of a row that are multiplied at a time."""
@@ -70,7 +70,7 @@ class Packed(Struct, abc.ABC):
         if len(x) <= (ROWS if self.converts else 1):
             return self._one_by_one(_made(x), dtype)
         N, K = self.shape
-        if N == 1 or not self.converts and len(x) > 4 * ROWS:
+        if N == 1 or (len(x) > 4 * ROWS and not self.converts):
             return self.product(x, dtype)
         return self.by_blocks(x, dtype, BLOCK // K + 1 if self.converts else OUTPUTS)
 
