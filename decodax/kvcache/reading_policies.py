@@ -6,6 +6,7 @@ from __future__ import annotations
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.clusters import KeyClusters
 from decodax.kvcache.criticality import Critical
+from decodax.kvcache.hyper import Hyper
 from decodax.kvcache.table import cache_policy
 
 
@@ -23,3 +24,10 @@ def _clusterkv(budget: int = 1024, per: int = 80, sinks: int = 16, every: int = 
 def _critiprefill(budget: int = 2048, segment: int = 512, block: int = 32, dense: int = 4096, memory: float = 0.25,
                   skip: int = 1) -> CacheConfig:
     return Critical(budget, segment, block, dense, memory, skip)
+
+
+@cache_policy("hyper-attention", "HyperAttention: Long-context Attention in Near-Linear Time", "Han et al. 2023",
+              "everything; of far tokens of a prompt those with similar hashes are read, and a sample of the others")
+def _hyper_attention(block: int = 256, samples: int = 256, min_seq_len: int = 4096, projections: int = 7, skip: int = 0,
+                     seed: int = 0) -> CacheConfig:
+    return Hyper(block, samples, min_seq_len, projections, skip, seed)
