@@ -97,11 +97,19 @@ def sampled_attention(q: Array, k: Array, v: Array, count: Array, sample: Array,
 
 
 class Halves:
-    """In a cache's place while a prompt is read; `length` tokens (`i32[B]`) of it are there."""
+    """In a cache's place while the first `length` (`i32[B]`) of `N` tokens are read."""
 
-    def __init__(self, base: Dense, kind: Hyper, length: Array, shapes: tuple[KVLayer, ...]):
+    def __init__(self, base: Dense, kind: Hyper, length: Array, N: int, shapes: tuple[KVLayer, ...]):
         self.kind, self.length, self.shapes = kind, length, shapes
         self.inputs, self.reads, self.capacity = base.inputs, None, base.capacity
+        halves, starts = kind.places(N)
+        self.first = {half: halves.index(half) for half in halves}
+        # for all layers together, since each draw takes its time to compile; from a number that XLA does not know to be
+        # the seed, or it would draw them while it compiles, which takes longer
+        seed = kind.seed + jnp.minimum(length.min(), 0)
+        keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(jnp.arange(len(shapes)))
+        self.projections = kind.projected(keys, max(shape.width for shape in shapes))
+        self.columns = kind.sampled(keys, halves, starts, max(shape.queries or 0 for shape in shapes))
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                **options: Any) -> tuple[Array, PyTree]:
@@ -137,36 +145,40 @@ class Halves:
         """What `part` has, and attention of each second half to its first half."""
         N, half = q.shape[1], self.kind.min_seq_len
         while half < N:
-            padded = [_padded(x, 2 * half) for x in (q, k, v)]
+            padded = tuple(_padded(x, 2 * half) for x in (q, k, v))
 
-            def visit(j: Array, part: Part, half: int = half, padded: list[Array] = padded) -> Part:
-                start = 2 * half * j + half
-                old = tuple(lax.dynamic_slice_in_dim(x, start, half, 1) for x in part)
-                return _put(part, merge(old, self._across(layer, *padded, start, half, scale)), start)
+            def visit(j: Array, part: Part, half: int = half, padded: tuple[Array, ...] = padded) -> Part:
+                start, columns = 2 * half * j + half, self.columns[layer, self.first[half] + j]
+                old, lse = (lax.dynamic_slice_in_dim(x, start, half, 1) for x in part)
+                found = self._across(layer, padded, columns, start, half, scale)
+                return _put(part, merge((old, lse), found), start)
 
             pairs = (self.length.max() + half - 1) // (2 * half)
             out, lse = lax.fori_loop(0, pairs, visit, (_padded(part[0], 2 * half), _padded(part[1], 2 * half)))
             part, half = (out[:, :N], lse[:, :N]), 2 * half
         return part
 
-    def _across(self, layer: int, q: Array, k: Array, v: Array, start: Array, half: int, scale: float) -> Part:
+    def _across(self, layer: int, qkv: tuple[Array, ...], columns: Array, start: Array, half: int,
+                scale: float) -> Part:
         """Attention of the half that begins at `start` to the one before it."""
+        q, k, v = (lax.dynamic_slice_in_dim(x, at, half, 1) for x, at in zip(
+            qkv, (start, start - half, start - half), strict=True))
         kind, (B, _, H, d), G = self.kind, q.shape, k.shape[2]
-        q, k, v = (lax.dynamic_slice_in_dim(x, at, half, 1) for x, at in (
-            (q, start), (k, start - half), (v, start - half)))
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         count = jnp.clip(self.length - start, 0, half)
         few = (count > 0) & (count < kind.min_seq_len)
         nothing = _nothing(B, half, H, v.shape[-1])
 
         def sampled() -> Part:
-            projections = kind.projected(layer, d)
-            columns = kind.sampled(layer, half, start - half, H).reshape(G, H // G, -1)
+            projections = self.projections[layer, :d]
             each = (q.reshape(B, half, G, H // G, d).transpose(0, 2, 3, 1, 4), k, v,
-                    jnp.broadcast_to(count[:, None], (B, G)), jnp.broadcast_to(columns, (B, *columns.shape)))
+                    jnp.broadcast_to(count[:, None], (B, G)),
+                    jnp.broadcast_to(columns.reshape(G, H // G, -1), (B, G, H // G, columns.shape[-1])))
             # head by head, since the scores of all blocks are large
-            out, lse = lax.map(lambda own: sampled_attention(*own, projections, block=kind.block, scale=scale),
-                               [x.reshape(B * G, *x.shape[2:]) for x in each])
+            def one(x: tuple[Array, Array, Array, Array, Array]) -> Part:
+                return sampled_attention(*x, projections, block=kind.block, scale=scale)
+
+            out, lse = lax.map(one, jax.tree.map(lambda x: x.reshape(B * G, *x.shape[2:]), each))
             return out.reshape(B, H, half, -1).swapaxes(1, 2), lse.reshape(B, H, half).swapaxes(1, 2)
 
         def exact() -> Part:
@@ -217,7 +229,7 @@ class HyperRead(Wrapper):
         tokens = jnp.pad(prompt.tokens, ((0, 0), (0, -n % unit)))
         slots = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         live = slots < length[:, None]
-        reading: Any = Halves(self.base, self.kind, length, self.shapes)
+        reading: Any = Halves(self.base, self.kind, length, tokens.shape[1], self.shapes)
         out = prompt.model.apply(prompt.params, causal(tokens, jnp.zeros(B, jnp.int32), live), reading)
         return self.replace(base=self.base.commit(
             out.entries, jnp.where(live & jnp.isfinite(out.hidden).all(-1), slots, -1)))
@@ -257,17 +269,25 @@ class Hyper(CacheConfig):
         """Queries that are read exactly at once."""
         return math.gcd(self.min_seq_len, 256)
 
-    def projected(self, layer: int, width: int) -> Array:
-        """The projections of a layer, `f32[d, R]`, the same for all its heads."""
-        return jax.random.normal(jax.random.fold_in(self._key(layer), 0), (width, self.projections))
+    def places(self, N: int) -> tuple[list[int], list[int]]:
+        """The sizes and the beginnings of first halves in `N` tokens, in the order of their sizes."""
+        sizes = [self.min_seq_len << i for i in range(N.bit_length()) if self.min_seq_len << i < N]
+        found = [(half, start) for half in sizes for start in range(0, N - half, 2 * half)]
+        return [half for half, _ in found], [start for _, start in found]
 
-    def sampled(self, layer: int, half: int, start: Array, heads: int) -> Array:
-        """The columns of the half from `start` on, `i32[H, m]`, drawn with replacement."""
-        key = jax.random.fold_in(jax.random.fold_in(self._key(layer), half), start)
-        return jax.random.randint(key, (heads, self.samples), 0, half, jnp.int32)
+    def projected(self, keys: Array, width: int) -> Array:
+        """The projections of each layer, `f32[L, d, R]`, the same for all its heads."""
+        one = lambda key: jax.random.normal(jax.random.fold_in(key, 0), (width, self.projections))
+        return jax.vmap(one)(keys)
 
-    def _key(self, layer: int) -> Array:
-        return jax.random.fold_in(jax.random.key(self.seed), layer)
+    def sampled(self, keys: Array, halves: Sequence[int], starts: Sequence[int], heads: int) -> Array:
+        """The columns of first halves of such sizes and beginnings, `i32[L, P, H, m]`, drawn with replacement."""
+        def one(key: Array, half: Array, start: Array) -> Array:
+            key = jax.random.fold_in(jax.random.fold_in(key, half), start)
+            return jax.random.randint(key, (heads, self.samples), 0, half, jnp.int32)
+
+        each = jax.vmap(jax.vmap(one, (None, 0, 0)), (0, None, None))
+        return each(keys, jnp.array(halves, jnp.int32), jnp.array(starts, jnp.int32))
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:

@@ -28,11 +28,13 @@ H, N, D, BLOCK, SAMPLES, LEAST, PROJECTIONS = 4, 64, 8, 4, 3, 8, 3
 class Given(Hyper):
     """With the projections and columns that the authors' code was run with."""
 
-    def projected(self, layer: int, width: int) -> Any:
-        return jnp.asarray(given()[3])
+    def projected(self, keys: Any, width: int) -> Any:
+        return jnp.asarray(given()[3])[None]
 
-    def sampled(self, layer: int, half: int, start: Any, heads: int) -> Any:
-        return jnp.asarray(given()[4][half])[:, start // (2 * half)]
+    def sampled(self, keys: Any, halves: Any, starts: Any, heads: int) -> Any:
+        columns = given()[4]
+        return jnp.asarray(np.stack([columns[half][:, start // (2 * half)] for half, start in zip(
+            halves, starts, strict=True)]))[None]
 
 
 def given() -> tuple[Any, ...]:
@@ -50,7 +52,7 @@ def read(q: Any, k: Any, v: Any, length: Any, kind: Hyper) -> np.ndarray:
 
     @jax.jit
     def run(q: Any, k: Any, v: Any, length: Any) -> Any:
-        return Halves(base, kind, length, shapes).attend(0, q, k, v, None, scale=D ** -0.5)[0]
+        return Halves(base, kind, length, q.shape[1], shapes).attend(0, q, k, v, None, scale=D ** -0.5)[0]
 
     return np.asarray(run(*map(jnp.asarray, (q, k, v, length))))
 
