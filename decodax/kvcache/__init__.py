@@ -16,6 +16,7 @@ from decodax.kvcache.cachegen import load_prefix, save_prefix
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks
 from decodax.kvcache.evicting import Evicting, Eviction
+from decodax.kvcache.fewer_heads import fit_kv_heads, mean_kv_heads
 from decodax.kvcache.fit import Probe, fit_heads, fit_layers
 from decodax.kvcache.fit_channels import fit_channels
 from decodax.kvcache.fit_codecs import fit_codebooks, fit_features, fit_order
@@ -30,5 +31,5 @@ from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv,
 
 __all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "HeldLayer", "KVFeatures",
            "Predictors", "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited", "find",
-           "fit_channels", "fit_codebooks", "fit_features", "fit_heads", "fit_layers", "fit_order", "fit_predictors",
-           "kv", "load_prefix", "matched", "read", "read_prefix", "save_prefix"]
+           "fit_channels", "fit_codebooks", "fit_features", "fit_heads", "fit_kv_heads", "fit_layers", "fit_order",
+           "fit_predictors", "kv", "load_prefix", "matched", "mean_kv_heads", "read", "read_prefix", "save_prefix"]

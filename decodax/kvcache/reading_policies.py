@@ -9,6 +9,7 @@ from typing import Any
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.clusters import KeyClusters
 from decodax.kvcache.criticality import Critical
+from decodax.kvcache.hyper import Hyper
 from decodax.kvcache.sparse_prefill import VerticalSlash, read_sizes
 from decodax.kvcache.table import cache_policy
 
@@ -36,3 +37,10 @@ def _minference(vertical: int = 1000, slash: int = 6096, heads: str | Sequence[M
                 segment: int = 32768, last: int = 64, first: int = 30, near: int = 100, block: int = 64,
                 threshold: int = 32768) -> CacheConfig:
     return VerticalSlash(vertical, slash, read_sizes(heads), segment, last, first, near, block, threshold)
+
+
+@cache_policy("hyper-attention", "HyperAttention: Long-context Attention in Near-Linear Time", "Han et al. 2023",
+              "everything; of far tokens of a prompt those with similar hashes are read, and a sample of the others")
+def _hyper_attention(block: int = 256, samples: int = 256, min_seq_len: int = 4096, projections: int = 7, skip: int = 0,
+                     seed: int = 0) -> CacheConfig:
+    return Hyper(block, samples, min_seq_len, projections, skip, seed)
