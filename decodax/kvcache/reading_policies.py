@@ -7,6 +7,7 @@ from decodax.cache.base import CacheConfig
 from decodax.kvcache.clusters import KeyClusters
 from decodax.kvcache.criticality import Critical
 from decodax.kvcache.table import cache_policy
+from decodax.kvcache.verified import PartialVerification
 
 
 @cache_policy("clusterkv", "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression",
@@ -23,3 +24,10 @@ def _clusterkv(budget: int = 1024, per: int = 80, sinks: int = 16, every: int = 
 def _critiprefill(budget: int = 2048, segment: int = 512, block: int = 32, dense: int = 4096, memory: float = 0.25,
                   skip: int = 1) -> CacheConfig:
     return Critical(budget, segment, block, dense, memory, skip)
+
+
+@cache_policy("specpv", "SpecPV: Improving Self-Speculative Decoding for Long-Context Generation via Partial "
+              "Verification", "Tan et al. 2025", "everything; drafts are verified on chosen blocks, and each 20 tokens "
+              "what was verified so is computed anew from everything")
+def _specpv(sinks: int = 2, blocks: int = 256, window: int = 8, block: int = 16, refresh: int = 20) -> CacheConfig:
+    return PartialVerification(sinks, blocks, window, block, refresh)
