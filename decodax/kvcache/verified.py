@@ -2,9 +2,12 @@
 Decoding for Long-Context Generation via Partial Verification", Tan et al., 2025).
 
 Tokens are answered from the first blocks of the text, some blocks that were chosen, the latest ones and what has come
-since the choice. Each `refresh` tokens the keys and values of those since the last choice, which were computed from a
-part, are computed anew from everything; the newest token reads everything and chooses blocks. No token is ever lost, and
-none is taken back. Any draft goes with it: what is verified so is what plain decoding on this cache would give.
+since the choice. When `buffer` tokens have come so, their keys and values, which were computed from a part, are
+computed anew from everything; the next token reads everything, and chooses blocks. No token is ever lost, and none is
+taken back. Any draft goes with it: what is verified so is what plain decoding on this cache would give.
+
+The authors' rounds that read everything also verify their drafts so, and drafts choose blocks with the newest token.
+What a text holds would then depend on what was drafted; here it is the newest token alone that reads and chooses.
 """
 
 from __future__ import annotations
@@ -125,7 +128,7 @@ class PartlyRead(KeyValues):
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def renewed(self, text: ReadPrompt, rows: Array) -> PartlyRead:
-        n, newest = min(self.kind.refresh, text.tokens.shape[1]), self.length
+        n, newest = min(self.kind.buffer + 1, text.tokens.shape[1]), self.length
         exact = jnp.where(self.since < 0, newest, self.since + 1)      # entries that everything was read for
         start = jnp.maximum(newest + 1 - n, 0)
         at = start[:, None] + jnp.arange(n, dtype=jnp.int32)
@@ -153,7 +156,7 @@ class PartlyRead(KeyValues):
             at = jnp.where(found > -jnp.inf, at.astype(jnp.int32), -1)
             made.append(jnp.where(rows[:, None, None], at, old))
         return self.replace(chosen=tuple(made), since=jnp.where(rows, self.length, self.since),
-                            due=jnp.where(rows, self.length + self.kind.refresh, self.due))
+                            due=jnp.where(rows, self.length + self.kind.buffer + 1, self.due))
 
 
 @struct
@@ -175,17 +178,17 @@ class PartialVerification(CacheConfig):
     Attributes:
         sinks, blocks, window: blocks at the beginning of a text, of the choice, and of the latest tokens; 0, 1 and 1 at
             least. block: tokens of a block.
-        refresh: tokens from one that reads everything to the next; 2 at least.
+        buffer: tokens that are answered from a part before one reads everything; 1 at least.
     """
 
     sinks: int = 2
     blocks: int = 256
     window: int = 8
     block: int = 16
-    refresh: int = 20
+    buffer: int = 20
 
     def __post_init__(self) -> None:
-        for name, least in (("sinks", 0), ("blocks", 1), ("window", 1), ("block", 1), ("refresh", 2)):
+        for name, least in (("sinks", 0), ("blocks", 1), ("window", 1), ("block", 1), ("buffer", 1)):
             if not isinstance(value := getattr(self, name), int) or value < least:
                 raise ValueError(f"{name}: got {value!r}, takes a number from {least}")
 
@@ -198,7 +201,7 @@ class PartialVerification(CacheConfig):
     def latest(self) -> int:
         """The most tokens that are read at the end of a text: the window, up to a block that is not whole before it,
         and those since the choice."""
-        return self.window * self.block + self.block - 1 + self.refresh
+        return self.window * self.block + self.block + self.buffer
 
     def blocks_before(self, length: Any) -> Any:
         """How many whole blocks lie between the first ones and the window of a text of so many tokens."""

@@ -86,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
-    "specpv": dict(sinks=1, blocks=2, window=1, block=4, refresh=5)}
+    "specpv": dict(sinks=1, blocks=2, window=1, block=4, buffer=5)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
