@@ -29,5 +29,5 @@ def _critiprefill(budget: int = 2048, segment: int = 512, block: int = 32, dense
 @cache_policy("specpv", "SpecPV: Improving Self-Speculative Decoding for Long-Context Generation via Partial "
               "Verification", "Tan et al. 2025", "everything; drafts are verified on chosen blocks, and behind each 20 "
               "tokens what was verified so is computed anew from everything")
-def _specpv(sinks: int = 2, blocks: int = 256, window: int = 8, block: int = 16, buffer: int = 20) -> CacheConfig:
-    return PartialVerification(sinks, blocks, window, block, buffer)
+def _specpv(budget: int = 4096, sinks: int = 2, window: int = 8, block: int = 16, buffer: int = 20) -> CacheConfig:
+    return PartialVerification(budget, sinks, window, block, buffer)

@@ -176,21 +176,26 @@ class PartialVerification(CacheConfig):
     """A `PartlyRead` cache.
 
     Attributes:
-        sinks, blocks, window: blocks at the beginning of a text, of the choice, and of the latest tokens; 0, 1 and 1 at
-            least. block: tokens of a block.
-        buffer: tokens that are answered from a part before one reads everything; 1 at least.
+        budget: tokens of the blocks that are chosen; of one block at least.
+        sinks, window: how many blocks are always read at the beginning of a text and at its end; the second 1 at least.
+        block: tokens of a block. buffer: tokens that are answered from a part before one reads everything.
     """
 
+    budget: int = 4096
     sinks: int = 2
-    blocks: int = 256
     window: int = 8
     block: int = 16
     buffer: int = 20
 
     def __post_init__(self) -> None:
-        for name, least in (("sinks", 0), ("blocks", 1), ("window", 1), ("block", 1), ("buffer", 1)):
+        for name, least in (("block", 1), ("budget", self.block), ("sinks", 0), ("window", 1), ("buffer", 1)):
             if not isinstance(value := getattr(self, name), int) or value < least:
                 raise ValueError(f"{name}: got {value!r}, takes a number from {least}")
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are chosen."""
+        return self.budget // self.block
 
     @property
     def first(self) -> int:

@@ -17,7 +17,7 @@ from decodax.cache import ReadPrompt, causal
 from decodax.kvcache.verified import PartialVerification, PartlyRead
 from tests.kvcache.test_policies import DEEP, LOOKUP, PROMPTS, SMALL, TREE
 
-FEW = PartialVerification(sinks=1, blocks=2, window=1, block=4, buffer=5)
+FEW = PartialVerification(budget=8, sinks=1, window=1, block=4, buffer=5)
 
 
 def test_blocks_are_those_of_the_authors() -> None:
@@ -25,7 +25,7 @@ def test_blocks_are_those_of_the_authors() -> None:
     wanted = json.loads((Path(__file__).parent / "retrieval.json").read_text())["specpv"]["chosen"]
     r = np.random.RandomState(0)
     keys, q = (r.standard_normal(n).round(3).astype(np.float32) for n in ((61, 2, 8), (4, 8)))
-    cache = PartialVerification(1, 5, 2, 4, 8)([(2, 8)], 2, 80, jnp.float32)
+    cache = PartialVerification(20, 1, 2, 4, 8)([(2, 8)], 2, 80, jnp.float32)
     assert isinstance(cache, PartlyRead)
     at, two = jnp.arange(61), jnp.asarray([keys, keys])
     cache = cache.commit([(two, two)], jnp.where(at < jnp.array([[61], [17]]), at, -1))
