@@ -115,6 +115,16 @@ class Cache(Struct, abc.ABC):
         see, so that speculation stays exact."""
         return None
 
+    def stale(self) -> Array | None:
+        """`bool[B]`: rows of which entries are to be computed anew before the next round (`renewed`). None: of none,
+        ever. It depends on the committed tokens alone, as everything here."""
+        return None
+
+    def renewed(self, text: ReadPrompt, rows: Array) -> Self:
+        """With those entries of `rows` (`bool[B]`) computed anew, for which it may run the model once more over tokens
+        that are committed. Those of `text` go up to the newest one, whose entry it does not have yet."""
+        raise NotImplementedError(f"{type(self).__name__} computes no entries anew")
+
     def order(self, width: int) -> np.ndarray | None:
         """`i32[W]`: in which order a chain of so many nodes that will all be committed (`Window.certain`) is best laid
         out, the first nodes for the first device of those that divide its entries; None: in that of the text."""
@@ -171,7 +181,7 @@ class Cache(Struct, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ReadPrompt:
-    """What a prompt was read with, for `Cache.settled`.
+    """What a prompt was read with, for `Cache.settled`, or a text so far, for `Cache.renewed`.
 
     Attributes:
         model, params: the network and its weights. tokens: `i32[B, N]`, of which a row's cache holds the first

@@ -67,6 +67,14 @@ class Viewed(Wrapper):
     def horizon(self) -> Array | None:
         return _least(self.base.horizon(), self.small.horizon())
 
+    def stale(self) -> Array | None:
+        one, other = self.base.stale(), self.small.stale()
+        return one if other is None else other if one is None else one | other
+
+    def renewed(self, text: ReadPrompt, rows: Array) -> Viewed:
+        new = lambda cache: cache if (stale := cache.stale()) is None else cache.renewed(text, rows & stale)
+        return self.replace(base=new(self.base), small=new(self.small))
+
 
 def _least(a: Array | None, b: Array | None) -> Array | None:
     return a if b is None else b if a is None else jnp.minimum(a, b)

@@ -72,3 +72,9 @@ class Wrapper(Cache):
 
     def horizon(self) -> Array | None:
         return self.base.horizon()
+
+    def stale(self) -> Array | None:
+        return self.base.stale()
+
+    def renewed(self, text: ReadPrompt, rows: Array) -> Self:
+        return self.replace(base=self.base.renewed(text, rows))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import take
+from decodax.cache import ReadPrompt, take
 from decodax.core.clip import clip
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
@@ -32,6 +32,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
         for i, variant in enumerate(variants):
             s = _if(index == i, functools.partial(step, variant, model, params, policy), s)
         return s
+    s = _renew(model, params, s)
     window, algo = alg.propose(params, policy, s)
     out = alg.through(model).apply(params.target, window, s.cache)
     dist = policy.over(s, window, out)
@@ -70,6 +71,19 @@ def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
     which = jnp.argmax(hit, -1).astype(jnp.int32)
     return (jax.tree.map(lambda x: x if x.shape[1] == 1 else take(x, which), entries),
             jnp.where(hit.any(-1), take(slots, which), -1))
+
+
+def _renew(model: Model, params: Params, s: State) -> State:
+    """With what the cache asks to have computed anew (`Cache.stale`), which is one more forward of those rows."""
+    if (stale := s.cache.stale()) is None:
+        return s
+    rows = stale & s.running
+
+    def once(s: State) -> State:
+        stats = s.stats.replace(rounds=s.stats.rounds + rows, waited=s.stats.waited + (s.running & ~rows))
+        return s.replace(cache=s.cache.renewed(ReadPrompt(model, params.target, s.tokens), rows), stats=stats)
+
+    return _if(rows.any(), once, s)
 
 
 def _if(condition: Array, then: Callable[[State], State], s: State) -> State:

@@ -12,6 +12,7 @@ from decodax.kvcache.criticality import Critical
 from decodax.kvcache.hyper import Hyper
 from decodax.kvcache.sparse_prefill import VerticalSlash, read_sizes
 from decodax.kvcache.table import cache_policy
+from decodax.kvcache.verified import PartialVerification
 
 
 @cache_policy("clusterkv", "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression",
@@ -44,3 +45,10 @@ def _minference(vertical: int = 1000, slash: int = 6096, heads: str | Sequence[M
 def _hyper_attention(block: int = 256, samples: int = 256, min_seq_len: int = 4096, projections: int = 7, skip: int = 0,
                      seed: int = 0) -> CacheConfig:
     return Hyper(block, samples, min_seq_len, projections, skip, seed)
+
+
+@cache_policy("specpv", "SpecPV: Improving Self-Speculative Decoding for Long-Context Generation via Partial "
+              "Verification", "Tan et al. 2025", "everything; drafts are verified on chosen blocks, and behind each 20 "
+              "tokens what was verified so is computed anew from everything")
+def _specpv(budget: int = 4096, sinks: int = 2, window: int = 8, block: int = 16, buffer: int = 20) -> CacheConfig:
+    return PartialVerification(budget, sinks, window, block, buffer)
