@@ -9,6 +9,7 @@ from typing import Any
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.clusters import KeyClusters
 from decodax.kvcache.criticality import Critical
+from decodax.kvcache.grouped import ByGroups
 from decodax.kvcache.hyper import Hyper
 from decodax.kvcache.sparse_prefill import VerticalSlash, read_sizes
 from decodax.kvcache.table import cache_policy
@@ -52,3 +53,10 @@ def _hyper_attention(block: int = 256, samples: int = 256, min_seq_len: int = 40
               "tokens what was verified so is computed anew from everything")
 def _specpv(budget: int = 4096, sinks: int = 2, window: int = 8, block: int = 16, buffer: int = 20) -> CacheConfig:
     return PartialVerification(budget, sinks, window, block, buffer)
+
+
+@cache_policy("quick-prefill", "QuickVideo: Real-Time Long Video Understanding with System Algorithm Co-Design",
+              "Schneider et al. 2025", "of each group of a prompt the tokens whose keys have the smallest norms; its "
+              "latest tokens, and what follows it")
+def _quick_prefill(keep: float = 0.2, group: int = 1024, recent: int = 64) -> CacheConfig:
+    return ByGroups(keep, group, recent)

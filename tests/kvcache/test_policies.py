@@ -79,6 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specpc": dict(draft=GUESSES, budget=14, tokens=3, window=4, kernel=4, neighbours=3, first=0),
     "critiprefill": dict(budget=4, segment=4, block=2, dense=8, skip=0),
     "minference": dict(vertical=2, slash=3, segment=16, last=4, first=1, near=2, block=2, threshold=20),
+    "quick-prefill": dict(keep=0.5, group=6, recent=3),
     "hyper-attention": dict(block=4, samples=3, min_seq_len=8, projections=3),
     "freqkv": dict(size=17, sinks=2),
     "subgen": dict(radius=2.0, clusters=5, keys=2, values=9, recent=7, every=4),
@@ -162,7 +163,7 @@ def test_so_do_trees(name: str) -> None:
                                                     [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
-            "hyper-attention": {"min_seq_len": 200},
+            "hyper-attention": {"min_seq_len": 200}, "quick-prefill": {"keep": 1.0},
             "freqkv": {"size": 200}, "leank": {"recent": 200}, "subgen": {"recent": 200},
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "minference": {"vertical": 200},
