@@ -92,8 +92,8 @@ class ByGroups(CacheConfig):
     """A `Grouped` cache.
 
     Attributes:
-        keep: the share of a group that stays; by default that of the authors' example. group: tokens of a group. recent: so many of the latest tokens of a
-            prompt stay, and the groups in which they are.
+        keep: the share of a group that stays; by default that of the authors' example. group: tokens of a group.
+        recent: so many of the latest tokens of a prompt stay, and the groups in which they are.
         new: the most tokens behind a prompt; None: not known. name: what errors call it.
     """
 
