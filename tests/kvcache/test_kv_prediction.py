@@ -97,7 +97,7 @@ def test_training_lowers_the_losses() -> None:
         each = [losses(DEEP.model, other().model, of, to, (DEEP.params, other().params), made,
                        jnp.asarray([text], jnp.int32), jnp.int32(60)) for text in TEXTS]
         found.append(np.asarray(each).mean(0))
-    assert found[1].sum() < 0.95 * found[0].sum() and found[1][1] < found[0][1]
+    assert found[1].sum() < 0.97 * found[0].sum() and (found[1] < found[0]).all()
 
 
 @pytest.mark.wide
