@@ -13,6 +13,7 @@ plain decoding on the same cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from decodax.cache.key_values import KVLayer
 from decodax.cache.window import causal
 from decodax.cache.wrapper import Wrapper
 from decodax.core.loaded import Loaded
+from decodax.core.types import Model
 from decodax.kvcache.drafted import CHUNK, Drafted, paired
 from decodax.kvcache.predicted import affine
 from decodax.kvcache.query_scores import turned
@@ -185,17 +187,27 @@ def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVL
         if getattr(getattr(each.model, "config", None), "shared", False):
             raise ValueError(f"{name}: got a model with layers that read the keys and values of others, takes one "
                              "whose layers have their own")
-        layers = tuple(layers_of(each.model))
+        layers = _layers(each.model)
         if any(shape.rope is not None and shape.rope.chunks is not None for shape in layers):
             raise ValueError(f"{name}: got a model with dual chunk attention, whose keys have no positions in the text "
                              "to be turned back from, takes one without")
         found.append(layers)
     ours, theirs = getattr(lm, "tokenizer", None), getattr(auxiliary, "tokenizer", None)
     if ours is not None and theirs is not None:
-        if ours is not theirs and ours.token_bytes(False) != theirs.token_bytes(False):
+        if not _same_tokens(ours, theirs):
             raise ValueError(f"auxiliary: got {auxiliary.name!r}, whose tokens are not those of {lm.name!r}; takes a "
                              "model with the same tokenizer")
     elif auxiliary.vocab_size != lm.vocab_size:
         raise ValueError(f"auxiliary: got a model of {auxiliary.vocab_size} ids, the one that answers has "
                          f"{lm.vocab_size}; takes a model with the same tokenizer")
     return found[0], found[1]
+
+
+@functools.lru_cache(maxsize=16)      # each call of generate asks for them
+def _layers(model: Model) -> tuple[KVLayer, ...]:
+    return tuple(layers_of(model))
+
+
+@functools.lru_cache(maxsize=16)
+def _same_tokens(ours: Any, theirs: Any) -> bool:
+    return ours is theirs or ours.token_bytes(False) == theirs.token_bytes(False)
