@@ -7,8 +7,8 @@ Maps are measured on files of the standard library that the models were trained 
 into prompts and true continuations, of which it prints what a token costs, in nats, by teacher forcing: for the model
 with all of the prompt, for each kind of maps, for the auxiliary model alone, and for the model with the prompt's newest
 token alone. A second auxiliary model is the first half of `pycode` itself, from which the layers of that half are
-predicted without an error. The time to the first token is that of `decodax.generate` with one prompt and one new token; all take
-turns in one process.
+predicted without an error. The time to the first token is that of `decodax.generate` with one prompt and one new token;
+all take turns in one process.
 """
 
 from __future__ import annotations
