@@ -1,4 +1,4 @@
-"""Published policies that ask a draft model, each as what its paper puts together; see `decodax.kvcache.policies`."""
+"""Published policies that ask a smaller model, each as what its paper puts together; see `decodax.kvcache.policies`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from decodax.core.loaded import Loaded
 from decodax.kvcache.draft_queries import DraftQueries
 from decodax.kvcache.drafted import Drafted
 from decodax.kvcache.evicting import Eviction
+from decodax.kvcache.kv_prediction import FromAuxiliary, KVMaps, KVPrediction
 from decodax.kvcache.selection import Budget, Top
+from decodax.kvcache.shapes import layers_of
 from decodax.kvcache.shortened import DraftAttention
 from decodax.kvcache.table import cache_policy
 
@@ -37,3 +39,16 @@ def _specpc(draft: Any = None, budget: int = 1024, tokens: int = 1, window: int 
     kind = DraftAttention(budget, tokens, window, kernel, pool, kernel if neighbours is None else neighbours, reduce,
                           first, weighted)
     return _asking(kind, draft, "specpc")
+
+
+@cache_policy("kv-prediction", "KV Prediction for Improved Time to First Token", "Horton et al. 2024",
+              "everything; of a prompt what measured maps make of a smaller model's keys and values "
+              "(fit_kv_prediction), so that the model reads the newest token alone")
+def _kv_prediction(auxiliary: Any = None, maps: KVMaps | None = None) -> CacheConfig:
+    if not isinstance(auxiliary, Loaded):
+        raise ValueError(f"auxiliary: got {'none' if auxiliary is None else type(auxiliary).__name__}, takes a smaller "
+                         "model with the same tokenizer, as decodax.load gives it")
+    if not isinstance(maps, KVMaps):
+        raise ValueError(f"maps: got {'none' if maps is None else type(maps).__name__}, takes what "
+                         "decodax.kvcache.fit_kv_prediction measures on both models")
+    return FromAuxiliary(KVPrediction(tuple(layers_of(auxiliary.model))), auxiliary, "kv-prediction", maps)

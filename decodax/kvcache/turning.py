@@ -21,11 +21,15 @@ def before_rotation(shape: KVLayer, keys: Array, start: Array) -> Array:
 
 def after_rotation(shape: KVLayer, keys: Array, start: Array) -> Array:
     """The inverse of `before_rotation`."""
+    return rotated(shape, keys.swapaxes(0, 1)[None], _positions(keys, start))[0].swapaxes(0, 1)
+
+
+def rotated(shape: KVLayer, x: Array, positions: Array) -> Array:
+    """`f[B, W, G, d]`, as they were before their rotation, rotated to positions `i32[B, W]`."""
     rope = rope_of(shape)
     if rope is None:
-        return keys
-    cos, sin = rope.table(_positions(keys, start), shape.context)
-    return rotate(keys.swapaxes(0, 1)[None], cos, sin, rope.interleaved)[0].swapaxes(0, 1)
+        return x
+    return rotate(x, *rope.table(positions, shape.context), rope.interleaved)
 
 
 def together(x: Array) -> Array:

@@ -15,7 +15,7 @@ import pytest
 import decodax as dx
 from decodax.io.load import LM
 from decodax.job import Job
-from decodax.kvcache import POLICIES, Codebooks, Constant, Evicting, KVFeatures, Predictors, cache_policy, kv
+from decodax.kvcache import POLICIES, Codebooks, Constant, Evicting, KVFeatures, KVMaps, Predictors, cache_policy, kv
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyNorm, LagRelative
 from decodax.kvcache.packed import SEGMENT, pack, segment_attention, segments_of, unpack
@@ -38,7 +38,7 @@ def network(layers: int) -> LM:
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
 DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill", "critiprefill",
-          "minference", "hyper-attention", "aqua-kv")
+          "minference", "hyper-attention", "aqua-kv", "kv-prediction")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -50,6 +50,10 @@ GUESSES = LM(model=MODEL, params=jax.tree.map(lambda x: 0.9 * x, PARAMS), vocab_
 MAPS = np.random.default_rng(1).standard_normal((2, 17, 8)) / 4
 PAIRS = np.random.default_rng(2).standard_normal((256, 2))
 PREDICTORS = Predictors(*(Constant(x.astype(np.float32)) for x in (MAPS[:, :9], MAPS, PAIRS[:16], PAIRS)))
+# of two layers from one, and of each from itself as it is
+GUESSED = KVMaps(*(tuple(np.vstack([np.eye(8), np.zeros((1, 8))]).astype(np.float32) + part for part in each)
+                   for each in (MAPS[:, :9].astype(np.float32), MAPS[:, 8:].astype(np.float32))), layers=(0, 0))
+ITSELF = GUESSED.replace(**{name: (np.eye(9, 8, dtype=np.float32),) * 2 for name in ("keys", "values")}, layers=(0, 1))
 CHANNELS = Constant(np.array([[[1, 0, 1, 0], [0, 0, 0, 0]], [[0, 1, 0, 0], [1, 1, 1, 1]]], bool))
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,6 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
+    "kv-prediction": dict(auxiliary=GUESSES, maps=GUESSED),
     "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
@@ -166,7 +171,7 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
             "hyper-attention": {"min_seq_len": 200}, "quick-prefill": {"keep": 1.0},
             "freqkv": {"size": 200}, "leank": {"recent": 200}, "subgen": {"recent": 200},
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
-            "minference": {"vertical": 200},
+            "minference": {"vertical": 200}, "kv-prediction": {"auxiliary": DEEP, "maps": ITSELF},
             "quantized-pruning": {"budget": 200, "residual": 200},
             "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
             **{codec: {"residual": 200} for codec in (
