@@ -175,7 +175,7 @@ class StateAndWindow(SinkCache):
 
         # tokens that the window still holds, of which the later nodes are too far away
         ends = (at - self.recent)[:, :, None]
-        if count := min(K - 1, self.recent):
+        if self.size and (count := min(K - 1, self.recent)):
             keys, values, where = self._oldest(layer, count)
             sums = sums + more(keys, values, (where >= 0)[:, None] & (where[:, None] < ends))
         if K - 1 > self.recent:
@@ -195,7 +195,7 @@ class StateAndWindow(SinkCache):
         return some[..., :d], some[..., d:], jnp.where(at >= self.sinks, at, -1)
 
     def commit(self, entries: Entries, slots: Array) -> StateAndWindow:
-        if not self.kv:
+        if not self.size:
             return self
         length = jnp.maximum(self.length, slots.max(1) + 1)
         states = tuple(self._taken_in(layer, entry, slots, length[:, None]) for layer, entry in enumerate(entries))
@@ -232,11 +232,12 @@ class Synthesis(CacheConfig):
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        shapes = tuple(KVLayer(*layer) for layer in layers)
         self.kernels.check(shapes)
         if any(shape.sliding is not None for shape in shapes):
             raise ValueError("cache: less takes a model without sliding windows")
         rank = self.kernels.scale.value.shape[-1]
         states = tuple(jnp.zeros((batch, s.heads, rank, s.both - s.width + 1), jnp.float32) for s in shapes)
-        return StateAndWindow(**empty_slots(shapes, batch, capacity, dtype, inputs, slots=self.sinks + self.recent),
-                              states=states, sinks=self.sinks, recent=self.recent, shapes=shapes, kind=self)
+        slots = self.sinks + self.recent if capacity else 0
+        return StateAndWindow(**empty_slots(shapes, batch, capacity, dtype, inputs, slots=slots), states=states,
+                              sinks=self.sinks, recent=self.recent, shapes=shapes, kind=self)

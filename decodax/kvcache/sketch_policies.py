@@ -27,8 +27,8 @@ def _subgen(radius: float | None = None, clusters: int = 256, keys: int = 4, val
 
 
 @cache_policy("less", "Get More with LESS: Synthesizing Recurrence with KV Cache Compression for Efficient LLM "
-              "Inference", "Dong et al. 2024", "the first tokens and the latest, and a state of constant size that takes in the "
-              "others through kernels that were trained (fit_less); prompts too")
+              "Inference", "Dong et al. 2024", "the first tokens and the latest, and a state of constant size that has "
+              "taken in the others through trained kernels (fit_less); prompts too")
 def _less(kernels: LessKernels | str | None = None, sinks: int = 4, recent: int = 512) -> CacheConfig:
     if isinstance(kernels, str):
         kernels = LessKernels.load(kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.kvcache.test_policies import KERNELS, MODEL, PARAMS, PROMPTS, SMALL, 
 
 WANTED = json.loads((Path(__file__).parent / "retrieval.json").read_text())["less"]
 N, SINKS, RECENT = 45, 2, 12
+SOME = (20, 1, 1, 3, 20)
 
 
 def given() -> tuple[np.ndarray, np.ndarray, np.ndarray, LayerKernels, np.ndarray]:
@@ -32,6 +34,14 @@ def given() -> tuple[np.ndarray, np.ndarray, np.ndarray, LayerKernels, np.ndarra
     return q, k, v, kernels, r.standard_normal((2, 8, 6)).astype(np.float32).round(3)
 
 
+@jax.jit
+def step(cache: StateAndWindow, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, StateAndWindow]:
+    window = causal(jnp.zeros(q.shape[:2], jnp.int32), cache.length)
+    out, entry = cache.attend(0, q, k, v, window, scale=8 ** -0.5)
+    return out, cache.commit([entry], window.positions)
+
+
+@functools.cache
 def read(widths: tuple[int, ...]) -> tuple[np.ndarray, StateAndWindow]:
     """Attention of all tokens that come in windows of so many, and the cache behind them."""
     q, k, v, kernels, _ = given()
@@ -39,16 +49,14 @@ def read(widths: tuple[int, ...]) -> tuple[np.ndarray, StateAndWindow]:
     assert isinstance(cache, StateAndWindow)
     found, start = [], 0
     for width in widths:
-        own = [jnp.asarray(x[None, start:start + width]) for x in (q, k, v)]
-        window = causal(jnp.zeros((1, width), jnp.int32), cache.length)
-        out, entry = cache.attend(0, *own, window, scale=8 ** -0.5)
-        cache, start = cache.commit([entry], window.positions), start + width
+        out, cache = step(cache, *(jnp.asarray(x[None, start:start + width]) for x in (q, k, v)))
         found.append(np.asarray(out[0]))
+        start += width
     return np.concatenate(found), cache
 
 
-@pytest.mark.parametrize("widths", [(N,), (7,) * 6 + (3,), (20, 1, 1, 1, 3, 19), pytest.param(
-    (1,) * N, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("widths", [SOME, *(pytest.param(widths, marks=pytest.mark.wide) for widths in (
+    (N,), (7,) * 6 + (3,), (1,) * N))])
 def test_attention_with_state_is_that_of_the_authors(widths: tuple[int, ...]) -> None:
     """In windows of any width: their code for whole texts, and their code that decodes a token at a time."""
     out, cache = read(widths)
@@ -60,11 +68,12 @@ def test_attention_with_state_is_that_of_the_authors(widths: tuple[int, ...]) ->
 def test_a_state_has_taken_in_what_has_left_the_window() -> None:
     _, k, v, kernels, _ = given()
     psi = np.asarray(kernels.psi(jnp.asarray(k)))[SINKS:N - RECENT]
-    state = read((20, 1, 1, 1, 3, 19))[1].states[0][0]
+    state = read(SOME)[1].states[0][0]
     np.testing.assert_allclose(state[..., :-1], np.einsum("ngr,nge->gre", psi, v[SINKS:N - RECENT]), atol=1e-4)
     np.testing.assert_allclose(state[..., -1], psi.sum(0), atol=1e-4)
 
 
+@pytest.mark.wide
 def test_training_has_the_attention_and_the_loss_of_the_authors() -> None:
     q, k, v, kernels, outputs = given()
     scores = np.where(np.tri(N, dtype=bool), np.einsum("qhd,khd->hqk", q, k) * 8 ** -0.5, -np.inf)
