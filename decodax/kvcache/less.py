@@ -118,7 +118,7 @@ class LessKernels:
                                  f"keys, {width} wide; the model has {len(shapes)} layers with {shape.queries} and "
                                  f"{shape.heads}, {shape.width} wide")
 
-    def _arrays(self) -> dict[str, np.ndarray]:
+    def _arrays(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name).value for field in dataclasses.fields(self)}
 
 
