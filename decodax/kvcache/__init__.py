@@ -21,9 +21,11 @@ from decodax.kvcache.fit import Probe, fit_heads, fit_layers
 from decodax.kvcache.fit_channels import fit_channels
 from decodax.kvcache.fit_codecs import fit_codebooks, fit_features, fit_order
 from decodax.kvcache.fit_kv_prediction import fit_kv_prediction
+from decodax.kvcache.fit_less import fit_less
 from decodax.kvcache.fit_predicted import fit_predictors
 from decodax.kvcache.held import HeldLayer
 from decodax.kvcache.kv_prediction import KVMaps
+from decodax.kvcache.less import LessKernels
 from decodax.kvcache.predicted import Predictors
 from decodax.kvcache.prefix import Prefix, blended, edited, matched, read_prefix
 from decodax.kvcache.scores import TokenScore
@@ -32,7 +34,7 @@ from decodax.kvcache.shrunk import KVFeatures
 from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv, read
 
 __all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "HeldLayer", "KVFeatures",
-           "KVMaps", "Predictors", "Prefix", "Probe", "Selection", "TokenScore", "blended", "cache_policy", "edited",
-           "find", "fit_channels", "fit_codebooks", "fit_features", "fit_heads", "fit_kv_heads", "fit_kv_prediction",
-           "fit_layers", "fit_order", "fit_predictors", "kv", "load_prefix", "matched", "mean_kv_heads", "read",
-           "read_prefix", "save_prefix"]
+           "KVMaps", "LessKernels", "Predictors", "Prefix", "Probe", "Selection", "TokenScore", "blended",
+           "cache_policy", "edited", "find", "fit_channels", "fit_codebooks", "fit_features", "fit_heads",
+           "fit_kv_heads", "fit_kv_prediction", "fit_layers", "fit_less", "fit_order", "fit_predictors", "kv",
+           "load_prefix", "matched", "mean_kv_heads", "read", "read_prefix", "save_prefix"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.frequencies import LowFrequencies
+from decodax.kvcache.less import LessKernels, Synthesis
 from decodax.kvcache.sublinear import Sublinearly
 from decodax.kvcache.table import cache_policy
 
@@ -23,3 +24,15 @@ def _subgen(radius: float | None = None, clusters: int = 256, keys: int = 4, val
     if radius is None:
         raise ValueError("radius: got none, takes how far a key may lie from the first one of its cluster")
     return Sublinearly(radius, clusters, keys, values, recent, every, seed)
+
+
+@cache_policy("less", "Get More with LESS: Synthesizing Recurrence with KV Cache Compression for Efficient LLM "
+              "Inference", "Dong et al. 2024", "the first tokens and the latest, and a state of constant size that has "
+              "taken in the others through trained kernels (fit_less); prompts too")
+def _less(kernels: LessKernels | str | None = None, sinks: int = 4, recent: int = 512) -> CacheConfig:
+    if isinstance(kernels, str):
+        kernels = LessKernels.load(kernels)
+    if not isinstance(kernels, LessKernels):
+        raise ValueError(f"kernels: got {'none' if kernels is None else type(kernels).__name__}, takes what "
+                         "decodax.kvcache.fit_less trains on a model, or a file that its save wrote")
+    return Synthesis(kernels, sinks, recent)

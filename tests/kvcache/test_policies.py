@@ -15,9 +15,21 @@ import pytest
 import decodax as dx
 from decodax.io.load import LM
 from decodax.job import Job
-from decodax.kvcache import POLICIES, Codebooks, Constant, Evicting, KVFeatures, KVMaps, Predictors, cache_policy, kv
+from decodax.kvcache import (
+    POLICIES,
+    Codebooks,
+    Constant,
+    Evicting,
+    KVFeatures,
+    KVMaps,
+    LessKernels,
+    Predictors,
+    cache_policy,
+    kv,
+)
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.key_scores import KeyNorm, LagRelative
+from decodax.kvcache.less import LayerKernels
 from decodax.kvcache.packed import SEGMENT, pack, segment_attention, segments_of, unpack
 from decodax.kvcache.query_scores import WindowAttention
 from decodax.kvcache.selection import AdaptiveHeads, Top
@@ -55,6 +67,10 @@ GUESSED = KVMaps(*(tuple(np.vstack([np.eye(8), np.zeros((1, 8))]).astype(np.floa
                    for each in (MAPS[:, :9].astype(np.float32), MAPS[:, 8:].astype(np.float32))), layers=(0, 0))
 ITSELF = GUESSED.replace(**{name: (np.eye(9, 8, dtype=np.float32),) * 2 for name in ("keys", "values")}, layers=(0, 1))
 CHANNELS = Constant(np.array([[[1, 0, 1, 0], [0, 0, 0, 0]], [[0, 1, 0, 0], [1, 1, 1, 1]]], bool))
+SIZES = dict(query_in=(4, 4, 6), query_out=(4, 6, 3), key_in=(2, 4, 6), key_out=(2, 6, 3), scale=(2, 3),
+             mix=(2, 3, 3), mix_scale=(2, 3))
+KERNELS = LessKernels.of([LayerKernels(**{name: np.random.default_rng(i).standard_normal(size) / 2
+                                          for i, (name, size) in enumerate(SIZES.items())})])
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
@@ -85,7 +101,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "minference": dict(vertical=2, slash=3, segment=16, last=4, first=1, near=2, block=2, threshold=20),
     "quick-prefill": dict(keep=0.5, group=6, recent=3),
     "hyper-attention": dict(block=4, samples=3, min_seq_len=8, projections=3),
-    "freqkv": dict(size=17, sinks=2),
+    "freqkv": dict(size=17, sinks=2), "less": dict(kernels=KERNELS, sinks=2, recent=9),
     "subgen": dict(radius=2.0, clusters=5, keys=2, values=9, recent=7, every=4),
     "aqua-kv": dict(predictors=PREDICTORS, residual=8, sinks=2),
     "leank": dict(channels=CHANNELS, sinks=2, recent=5, every=3),
@@ -168,7 +184,7 @@ def test_so_do_trees(name: str) -> None:
                                                     [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
-            "hyper-attention": {"min_seq_len": 200}, "quick-prefill": {"keep": 1.0},
+            "hyper-attention": {"min_seq_len": 200}, "quick-prefill": {"keep": 1.0}, "less": {"recent": 200},
             "freqkv": {"size": 200}, "leank": {"recent": 200}, "subgen": {"recent": 200},
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "minference": {"vertical": 200}, "kv-prediction": {"auxiliary": DEEP, "maps": ITSELF},
