@@ -54,7 +54,7 @@ def held(kind: Any, lm: Any, size: int) -> int:
 
 def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in dict(size=512, sinks=4, recent=64, far=128, each=1, rank=8, hidden=128, epochs=12).items():
+    for name, default in dict(size=512, sinks=4, recent=64, far=128, each=2, rank=8, hidden=128, epochs=12).items():
         parse.add_argument(f"--{name}", type=int, default=default)
     parse.add_argument("--model", default="pycode")
     parse.add_argument("--rate", type=float, default=5e-3)
@@ -76,11 +76,14 @@ def main() -> None:
     wider = kv("less", kernels=without, sinks=given.sinks, recent=given.recent + given.rank // 2)
     kinds = {"dense": None, "window": kv("less", kernels=without, **window), "wider": wider,
              "less": kv("less", kernels=kernels, **window)}
+    dense: np.ndarray | None = None
     for name, kind in kinds.items():
         scored = lm if kind is None else dataclasses.replace(lm, model=lm.model.with_cache(kind))
-        nats = -np.stack([x[given.far - 1:] for x in dx.score(scored, new).logprobs])
-        error = nats.mean(1).std() / len(nats) ** 0.5
-        print(f"{name:8} {nats.mean():.4f} ± {error:.3f} nats a token, {held(kind, lm, given.size):8} bytes")
+        nats = -np.array([x[given.far - 1:].mean() for x in dx.score(scored, new).logprobs])
+        dense = nats if dense is None else dense
+        lost = nats - dense
+        print(f"{name:8} {nats.mean():.4f} nats a token, {lost.mean():.4f} ± {lost.std() / len(lost) ** 0.5:.4f} more "
+              f"than dense; {held(kind, lm, given.size)} bytes", flush=True)
 
 
 if __name__ == "__main__":
