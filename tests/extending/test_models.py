@@ -20,7 +20,7 @@ from decodax.models import T5, Embeddings, EncoderText, Experts, Transformer, ll
 from decodax.models.decoder import ACTIVATIONS
 from decodax.models.experts import mix, route
 from decodax.models.t5 import relative_bias
-from decodax.pallas_kernels.window_attention import window_attention
+from decodax.pallas_kernels.window_attention import by_position, window_attention
 
 pytestmark = pytest.mark.wide      # the guide runs as it stands
 
@@ -360,12 +360,12 @@ def test_a_bias_is_added_to_the_scores_of_cache_and_window(translator: Any) -> N
     want = np.einsum("bhwk,bhkd->bwhd", weights / weights.sum(-1, keepdims=True), all_v)
 
     cache = np.concatenate([keys, values], -1)
-    got = window_attention(q, k, v, mask, positions, cache, np.full(B, S), scale=1.0, bias=bias)
+    got = window_attention(q, k, v, mask, positions, cache, np.full(B, S), scale=1.0, bias=by_position(bias))
     np.testing.assert_allclose(got, want, atol=1e-5)
     # the same entries, shuffled in each head
     order = np.stack([np.stack([r.permutation(S) for _ in range(H)]) for _ in range(B)]).astype(np.int32)
     shuffled = np.take_along_axis(cache, order[..., None], 2)
-    got = window_attention(q, k, v, mask, positions, shuffled, scale=1.0, slot_positions=order, bias=bias)
+    got = window_attention(q, k, v, mask, positions, shuffled, scale=1.0, slot_positions=order, bias=by_position(bias))
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 

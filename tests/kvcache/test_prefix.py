@@ -75,10 +75,18 @@ def test_a_blend_that_computes_all_is_the_text_read_anew() -> None:
     parts = [read_prefix(DEEP, text) for text in PROMPTS]
     whole = read_prefix(DEEP, [*PROMPTS[0], *PROMPTS[1], *PROMPTS[2], 4, 4])
     assert close(blended(DEEP, [*parts, [4, 4]], 1.0, check=0), whole)
-    nothing, some = (blended(DEEP, [*parts, [4, 4]], share, check=0) for share in (0.0, 0.3))
-    off = lambda own: float(np.square(own.kv[1] - whole.kv[1]).sum())
-    assert off(whole) < off(some) < off(nothing)
+    nothing = blended(DEEP, [*parts, [4, 4]], 0.0, check=0)
     np.testing.assert_allclose(nothing.kv[0], whole.kv[0], atol=1e-4)
+
+
+def test_a_blend_is_nearer_to_the_text_the_more_of_it_is_computed() -> None:
+    """In the layer behind the one that is checked, which is the second: values of the first do not depend on what is
+    before them."""
+    parts = [read_prefix(LAYERS, text) for text in PROMPTS]
+    whole = read_prefix(LAYERS, [*PROMPTS[0], *PROMPTS[1], *PROMPTS[2], 4, 4])
+    off = [float(np.square(blended(LAYERS, [*parts, [4, 4]], share).kv[2] - whole.kv[2]).sum())
+           for share in (1.0, 0.3, 0.0)]
+    assert off[0] < 1e-3 < off[1] < off[2]
 
 
 def test_a_blend_chooses_by_values_and_computes_the_chosen_from_the_blend() -> None:
