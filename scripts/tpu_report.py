@@ -21,6 +21,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--live", type=int, help="entries that each row holds (default: the capacity)")
     p.add_argument("--layers", type=int, help="fewer than the shape has compile faster")
     p.add_argument("--json", action="store_true", help="print a JSON object a line")
+    p.add_argument("--dumped", action="store_true",
+                   help="read the text that the compiler itself writes (gigabytes, to a temporary directory): for "
+                        "programs that XLA cannot print afterwards. It has no estimates of cycles")
     p.add_argument("--text", type=Path, metavar="FILE", help="write the optimised program of the last one there")
     return p
 
@@ -147,6 +151,18 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
                       "layers": shape["layers"], "rows": rows}
 
 
+def dumped(dumps: Path) -> str:
+    """The optimised program among what the compiler wrote to a directory, which is emptied."""
+    texts = [path.read_text() for path in sorted(dumps.glob("*-TLP-hlo.txt"), key=lambda path: path.stat().st_mtime)]
+    for path in dumps.iterdir():
+        path.unlink()
+    found = [text for text in texts if text.startswith("HloModule jit_advance")]
+    if not found:
+        raise RuntimeError(f"{dumps}: libtpu wrote no program of `advance` there; this version may name its files in "
+                           "another way")
+    return found[-1]
+
+
 def report(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of one combination, as a dict; bytes are those of one device, in a call that runs one round."""
     import jax
@@ -155,7 +171,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
 
     program_, facts = compiled(args)
-    text = program_.as_text()
+    text = dumped(args.dumps) if args.dumps else program_.as_text()
     if args.text:
         args.text.write_text(text)
     program = parse(text)
@@ -187,7 +203,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     largest = max((sum(b.bytes for b in x.result) for x, _ in waits), default=0)
     return {
         "versions": {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
-        "options": {k: v for k, v in vars(args).items() if k not in ("json", "text")} | {"layers": facts["layers"]},
+        "options": {k: v for k, v in vars(args).items()
+                    if k not in ("json", "text", "dumped", "dumps")} | {"layers": facts["layers"]},
         "compile_seconds": round(facts["compile_seconds"], 1),
         "needed_bytes": {**facts["needs"], "total": needed},
         "moved_bytes": moved, "moved_over_needed": moved / needed,
@@ -196,7 +213,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "cache_bytes": facts["cache_bytes"], "cache_copies": len(around),
         "converted_kernels": len(written),
         "loops": {"walks of the cache": sum(map(walks, inner)), "others": sum(not walks(x) for x in inner)},
-        "operations": total(program, trips), "cycles": cycles(program, trips),
+        "operations": total(program, trips), "cycles": None if args.dumps else cycles(program, trips),
         "collectives": len(waits), "collectives_in_sampling_loops": len(sampling),
         "largest_collective_bytes": largest, "callbacks": len(callbacks(program)),
     }
@@ -212,7 +229,8 @@ def line(r: dict[str, Any]) -> tuple[str, ...]:
     what = f"tree of {o['tree']}" if o["tree"] else f"window of {o['window']}" if o["window"] > 1 else "plain"
     return (f"{o['shape']}, {o['layers']} layers", o["mesh"], o["policy"], o["weights"], what,
             f"{r['needed_bytes']['total'] / 1e9:.3f}", f"{r['moved_over_needed']:.3f}",
-            f"{100 * r['temporary_bytes'] / r['argument_bytes']:.1f}%", f"{r['cycles'] / 1e6:.2f}",
+            f"{100 * r['temporary_bytes'] / r['argument_bytes']:.1f}%",
+            "" if r["cycles"] is None else f"{r['cycles'] / 1e6:.2f}",
             f"{r['operations']:,}", str(r["cache_copies"]), str(r["collectives"]),
             str(r["collectives_in_sampling_loops"]))
 
@@ -229,6 +247,11 @@ def main() -> int:
     except importlib.metadata.PackageNotFoundError:
         print("libtpu is not installed; pip install 'decodax[tpu-aot]'", file=sys.stderr)
         return 2
+    dumps = tempfile.TemporaryDirectory() if args.dumped else None      # deleted with this name
+    if dumps is not None:
+        own = f"--xla_jf_dump_to={dumps.name} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {own}"
+    args.dumps = None if dumps is None else Path(dumps.name)
     rounds = [(w, 0) for w in args.window] + [(1, t) for t in args.tree]
     if not args.json:
         print(f"{args.topology}, batch {args.batch}, {args.live} of {args.capacity} entries live, jax "

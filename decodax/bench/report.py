@@ -216,6 +216,8 @@ def cycles(program: Program, trips: Callable[[Instruction], int]) -> int:
 def _moved(program: Program, computation: dict[str, Instruction], x: Instruction,
            counted: Callable[[Buffer], bool]) -> int:
     """Bytes that one instruction reads and writes of the arrays that count."""
+    if x.opcode.endswith("-start") and not x.operands:      # of another core of the chip, which gets operands later
+        return sum(b.bytes for b in x.result if counted(b))
     if x.opcode.endswith("-start"):       # the result repeats the operand; its second half is where the data goes
         source = computation[x.operands[0]].result
         rest = [b for b in x.result if b.dims]
