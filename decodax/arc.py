@@ -250,8 +250,7 @@ def fit(encoder: Encoder, lm: LM, texts: Sequence[Sequence[int]], *, size: int =
 
     of = {"bridge": optax.adamw(schedule(bridge_rate), weight_decay=decay),
           "encoder": optax.adamw(schedule(rate), weight_decay=decay)}
-    label = lambda params: {name: jax.tree.map(lambda _: "bridge" if name == "bridge" else "encoder", part)
-                            for name, part in params.items()}
+    label = lambda params: {name: "bridge" if name == "bridge" else "encoder" for name in params}
     way = optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(of, label))
 
     @jax.jit
@@ -276,7 +275,7 @@ def loss(model: ArcEncoder, decoder: Transformer, params: Weights, weights: Weig
          ) -> Array:
     """`f32[]`: nats a token of the second half of `tokens` (`i32[B, 2 T]`) behind the vectors of the first, where
     `goes_on` (`bool[]`); else of the first half behind its own vectors."""
-    (B, both), T = tokens.shape, tokens.shape[1] // 2
+    B, T = tokens.shape[0], tokens.shape[1] // 2
     lengths = jnp.full(B, T, jnp.int32)
     one = lambda end: model.apply(params, tokens[:, :T], lengths, end)[0]
     values = jax.lax.cond(goes_on, lambda: one("cont"), lambda: one("rec"))

@@ -33,7 +33,7 @@ def lm(name: str) -> LM:
 def sees(model: Phd, query: tuple[int, int], key: tuple[int, int]) -> bool:
     """The paper's rule, of copy `j` of token `n` and copy `i` of token `m`, both from 1 on."""
     (n, j), (m, i), c = query, key, model.copies
-    if i == 1 and m < n or i <= j and m == n:
+    if (i == 1 and m < n) or (i <= j and m == n):
         return True
     if c.window is None or i == 1 or j == 1 or m > n or (c.chunk is not None and m // c.chunk != n // c.chunk):
         return False
@@ -114,14 +114,16 @@ def test_drafts_and_trees_give_the_tokens_of_plain_decoding(name: str) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "snapkv": dict(budget=14, window=4), "kivi": dict(group=4, residual=8), "streaming-llm": dict(sinks=2, recent=20),
-    "h2o": dict(budget=16, every=4), "quest": dict(budget=16, page=4, skip=()), "paged": dict(pages=64, page=4)}
+    "h2o": dict(budget=16, every=4), "quest": dict(budget=24, page=4, recent=20, skip=()),
+    "paged": dict(pages=64, page=4)}
 
 
 @pytest.mark.wide(but=("phd-2-h2o", "cswa-3-snapkv"))
 @pytest.mark.parametrize(("name", "cache"), [(name, cache) for name in ("phd-2", "cswa-3") for cache in OPTIONS])
 def test_cache_policies_with_drafts_give_their_own_tokens(name: str, cache: str) -> None:
     own, kind = lm(name), kv(cache, **OPTIONS[cache])
-    assert tokens(own, cache=kind, algorithm="prompt-lookup") == tokens(own, cache=kind)
+    drafts = dx.Speculative(dx.drafts.PromptLookup(length=3))
+    assert tokens(own, cache=kind, algorithm=drafts) == tokens(own, cache=kind)
 
 
 def test_a_budget_of_everything_is_dense() -> None:
@@ -169,5 +171,5 @@ def test_what_it_cannot_do_is_refused(given: dict[str, Any], message: str) -> No
 
 
 def test_a_cache_that_reads_some_layers_of_a_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="promptdistill stops a prompt at a layer, which takes a Transformer, got a Phd"):
+    with pytest.raises(ValueError, match="promptdistill stops a prompt at a layer, which takes a Transformer, got a"):
         tokens(lm("swa-3"), cache=kv("promptdistill", budget=16))
