@@ -86,7 +86,7 @@ def test_a_checkpoint_of_their_training_is_read_with_its_backbone(released: Path
     # as Llama's files have it, whose inner width is worked out: 8 / 3 of the width, times a factor, rounded up
     sizes = {k: v for k, v in SIZES.items() if k not in ("hidden_dim", "head_dim")}
     (backbone / "params.json").write_text(json.dumps(dict(sizes, multiple_of=8, ffn_dim_multiplier=0.5, n_heads=2)))
-    with pytest.raises(ValueError, match="tensor embedder.*: got shape"):
+    with pytest.raises(ValueError, match=r"tensor embedder.*: got shape"):
         arc.load(trained, backbone=backbone)
     (backbone / "params.json").write_text(json.dumps(dict(sizes, multiple_of=8, ffn_dim_multiplier=0.5, head_dim=8)))
     one, other = arc.load(released), arc.load(trained, backbone=backbone)
