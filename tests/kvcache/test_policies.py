@@ -78,6 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "streaming-llm": dict(sinks=2, recent=12), "lagkv": dict(budget=0.6, every=7, lag=6),
     "keydiff": dict(budget=14, every=8), "cur": dict(budget=0.4),
     "expected-attention": dict(budget=14, every=9), "pyramidkv": dict(budget=14, window=4),
+    "graphkv": dict(budget=14, window=4, neighbours=2, every=7),
     "chunkkv": dict(budget=14, window=4, chunk=4, every=8), "adakv": dict(budget=14, window=4, every=6),
     "adaptive-expected-attention": dict(budget=0.4), "criticalkv": dict(budget=14, window=4, floor=0.2),
     "capkv": dict(budget=0.4, every=10), "kivi": dict(bits=2, group=4, residual=8),
