@@ -141,9 +141,10 @@ class Phd(Model):
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
         """As `Model.apply`. Of a prompt (`Window.certain`) nothing but first copies is read, unless later tokens see
-        the others."""
-        K, W = self.copies.count, window.width
-        if K == 1 or (window.certain and not self.copies.local):
+        the others, which takes a cache that `init_cache` made: what looks at a cache of first copies alone, to choose
+        among them, leaves nothing for others."""
+        K, W, local = self.copies.count, window.width, isinstance(cache, Local | LocalScratch)
+        if K == 1 or (window.certain and not local):
             return self.inner.apply(params, window, cache)
         often = lambda x: None if x is None else jnp.tile(x, (1, K, *[1] * (x.ndim - 2)))
         nodes = Window(tokens=often(window.tokens), positions=often(window.positions), live=often(window.live),
@@ -151,7 +152,7 @@ class Phd(Model):
                        embeddings=often(window.embeddings), embedded=often(window.embedded))
         if isinstance(cache, Scratch):
             cache = cache.seen_by(often(cache.sees))        # type: ignore[assignment]
-        out = self.inner.apply(params, nodes, _Reading(cache, window, self.copies))      # type: ignore[arg-type]
+        out = self.inner.apply(params, nodes, _Reading(cache, window, K if local else 0))      # type: ignore[arg-type]
         last = lambda x: x[:, -W:]
         return dataclasses.replace(out, hidden=last(out.hidden),
                                    layers=None if out.layers is None else tuple(map(last, out.layers)))
@@ -191,11 +192,12 @@ def phd(config: DecoderConfig, copies: int = 2, window: int | None = None, chunk
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """What the network reads in a cache's place: copies of the window's nodes, of which first copies leave entries."""
+    """What the network reads in a cache's place: copies of the window's nodes, of which first copies leave entries.
+    `local`: how many copies leave keys and values behind them."""
 
     cache: Any
     window: Window
-    copies: Copies
+    local: int
 
     @property
     def inputs(self) -> PyTree:
@@ -210,9 +212,9 @@ class _Reading:
             own, entry = self.cache.base.attend(layer, first(q), first(k), first(v), self.window, **options)
             out = jnp.concatenate([own, out[:, W:]], 1)
         entry = jax.tree.map(first, entry)
-        if not self.copies.local:
+        if not self.local:
             return out, entry
-        hidden = lambda x: x[:, W:].reshape(len(x), self.copies.count - 1, W, *x.shape[2:]).swapaxes(1, 2)
+        hidden = lambda x: x[:, W:].reshape(len(x), self.local - 1, W, *x.shape[2:]).swapaxes(1, 2)
         return out, (*entry, hidden(k), hidden(v))
 
 

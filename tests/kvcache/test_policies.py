@@ -107,7 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "aqua-kv": dict(predictors=PREDICTORS, residual=8, sinks=2),
     "leank": dict(channels=CHANNELS, sinks=2, recent=5, every=3),
     "clusterkv": dict(budget=8, per=4, sinks=2, every=6, more=2, skip=()),
-    "zipcache": dict(gap=8, probes=0.3),
+    "zipcache": dict(gap=8, probes=0.3), "qaq": dict(error=(0.05, 0.3), norm=10.0, last=3, outliers=0.2, most=3.5),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
