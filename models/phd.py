@@ -146,12 +146,13 @@ class Phd(Model):
         K, W, local = self.copies.count, window.width, isinstance(cache, Local | LocalScratch)
         if K == 1 or (window.certain and not local):
             return self.inner.apply(params, window, cache)
-        often = lambda x: None if x is None else jnp.tile(x, (1, K, *[1] * (x.ndim - 2)))
+        often = lambda x: jnp.tile(x, (1, K, *[1] * (x.ndim - 2)))
         nodes = Window(tokens=often(window.tokens), positions=often(window.positions), live=often(window.live),
                        mask=self.copies.mask(window.visible(), window.positions), cached=window.cached,
-                       embeddings=often(window.embeddings), embedded=often(window.embedded))
+                       embeddings=None if window.embeddings is None else often(window.embeddings),
+                       embedded=None if window.embedded is None else often(window.embedded))
         if isinstance(cache, Scratch):
-            cache = cache.seen_by(often(cache.sees))        # type: ignore[assignment]
+            cache = cache.seen_by(often(cache.sees))
         out = self.inner.apply(params, nodes, _Reading(cache, window, K if local else 0))      # type: ignore[arg-type]
         last = lambda x: x[:, -W:]
         return dataclasses.replace(out, hidden=last(out.hidden),
