@@ -86,20 +86,23 @@ class Encoder:
                                  "contexts")
         vectors = iter(self.vectors([part.text for row in rows for part in row if isinstance(part, Context)],
                                     chunk=chunk, end=end))
-        ids, values = [], []
+        ids: list[list[int]] = []
+        values: list[list[tuple[int, np.ndarray]]] = []
         for row in rows:
-            own, places = [], []
+            own: list[int] = []
+            places: list[tuple[int, np.ndarray]] = []
             for part in row:
                 if isinstance(part, Context):
-                    given = next(vectors)
-                    places += [(len(own) + j, vector) for j, vector in enumerate(given)]
-                    own += [0] * len(given)
+                    read = next(vectors)
+                    places += [(len(own) + j, vector) for j, vector in enumerate(read)]
+                    own += [0] * len(read)
                 else:
                     own += part
             ids.append(own)
             values.append(places)
         longest = power(max((places[-1][0] + 1 for places in values if places), default=1))
-        array, given = np.zeros((len(ids), longest, self.model.out), np.float32), np.zeros((len(ids), longest), bool)
+        array: Any = np.zeros((len(ids), longest, self.model.out), np.float32)
+        given: Any = np.zeros((len(ids), longest), bool)
         for i, places in enumerate(values):
             for at, vector in places:
                 array[i, at], given[i, at] = vector, True
@@ -231,11 +234,11 @@ def fit(encoder: Encoder, lm: LM, texts: Sequence[Sequence[int]], *, size: int =
         ValueError: no text that is long enough, a number out of its range, or a decoder of another width or
             vocabulary.
     """
-    model = encoder.model
-    if not isinstance(lm.model, Transformer) or lm.model.config.width != model.out:
+    model, decoder = encoder.model, lm.model
+    if not isinstance(decoder, Transformer) or decoder.config.width != model.out:
         raise ValueError(f"lm: takes a Transformer of width {model.out}, which the encoder is for")
-    if lm.model.config.vocab != model.config.vocab:
-        raise ValueError(f"lm: got a vocabulary of {lm.model.config.vocab}, the encoder has {model.config.vocab}")
+    if decoder.config.vocab != model.config.vocab:
+        raise ValueError(f"lm: got a vocabulary of {decoder.config.vocab}, the encoder has {model.config.vocab}")
     if min(size, batch) < 2 or steps < 1 or not 0 <= continuation <= 1 or warmup < 0:
         raise ValueError(f"size, batch, steps, continuation, warmup: got {size}, {batch}, {steps}, {continuation} and "
                          f"{warmup}, takes 2 or more of size and batch, 1 or more steps, a share from 0 to 1, and 0 or "
@@ -255,7 +258,7 @@ def fit(encoder: Encoder, lm: LM, texts: Sequence[Sequence[int]], *, size: int =
 
     @jax.jit
     def step(params: Weights, state: Any, tokens: Array, goes_on: Array) -> tuple[Weights, Any, Array]:
-        cost, slope = jax.value_and_grad(lambda p: loss(model, lm.model, p, lm.params, tokens, goes_on))(params)
+        cost, slope = jax.value_and_grad(lambda p: loss(model, decoder, p, lm.params, tokens, goes_on))(params)
         change, state = way.update(slope, state, params)
         return optax.apply_updates(params, change), state, cost
 

@@ -45,6 +45,9 @@ def read_arc(path: Path, backbone: Path | None = None, decoder: int = 0,
         CheckpointError: a file or a tensor is missing or of another shape; names it.
         ValueError: an option that has no counterpart here; names it.
     """
+    sizes: Any
+    embedder: Any
+    bridge: Any
     if (path / "params.json").exists():
         if backbone is None:
             raise ValueError(f"backbone: got none, but {path} holds a training's checkpoint, which takes the directory "
@@ -131,7 +134,7 @@ def _each(encoder: ArcEncoder, tree: Weights, do: Callable[[str, Any, bool], Any
     place = f"bridge_module.{decoder}." if many else "bridge_module."
     bridge = {name: do(f"{place}norm.weight" if name == "norm" else f"{place}layer{int(name) + 1}.weight", x,
                        name != "norm") for name, x in tree["bridge"].items()}
-    ends = {end: do(f"embedder.{end}_tok.{decoder}.weight", tree[end], False) for end in encoder.ends}
+    ends: Weights = {end: do(f"embedder.{end}_tok.{decoder}.weight", tree[end], False) for end in encoder.ends}
     return {"embed": do("embedder.tok_embeddings.weight", tree["embed"], False), "layers": layers, "bridge": bridge,
             **ends}
 
