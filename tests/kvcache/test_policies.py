@@ -181,8 +181,8 @@ def test_so_do_trees(name: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"],
-                                                    [name for name in OPTIONS if name not in EXACT | {"zipcache", "qaq"}]))
+@pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"], [
+    name for name in OPTIONS if name not in EXACT | {"zipcache", "qaq"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
             "hyper-attention": {"min_seq_len": 200}, "quick-prefill": {"keep": 1.0}, "less": {"recent": 200},

@@ -15,6 +15,7 @@ from decodax.job import Job
 from decodax.kvcache import kv
 from decodax.models import Phd, Transformer, cla, llama, phd
 from decodax.request import Request
+from tests.kvcache import test_policies as policies
 from tests.matrix import often
 
 BASE = llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256)
@@ -124,6 +125,23 @@ def test_cache_policies_with_drafts_give_their_own_tokens(name: str, cache: str)
     own, kind = lm(name), kv(cache, **OPTIONS[cache])
     drafts = dx.Speculative(dx.drafts.PromptLookup(length=3))
     assert tokens(own, cache=kind, algorithm=drafts) == tokens(own, cache=kind)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["phd-2", "cswa-3"])
+@pytest.mark.parametrize("cache", sorted(policies.OPTIONS))
+def test_every_policy_of_the_table_gives_its_own_tokens_or_is_refused(name: str, cache: str) -> None:
+    """With drafts, and whatever the chunks that prompts are read in."""
+    base = policies.DEEP if cache in policies.DEEPER else policies.SMALL
+    own = LM(model=Phd(base.model, MODELS[name].copies), params=base.params, vocab_size=16)     # type: ignore[arg-type]
+    kind = kv(cache, **policies.OPTIONS[cache])
+    try:
+        plain = tokens(own, cache=kind)
+    except ValueError as error:
+        assert "takes a Transformer" in str(error)
+        return
+    assert tokens(own, cache=kind, algorithm=policies.LOOKUP) == plain
+    assert tokens(own, cache=kind, chunk=3) == plain
 
 
 def test_a_budget_of_everything_is_dense() -> None:
