@@ -139,12 +139,12 @@ def refused(own: LM, kind: Any) -> str | None:
 @pytest.mark.parametrize("name", ["phd-2", "cswa-3"])
 @pytest.mark.parametrize("cache", sorted(policies.OPTIONS))
 def test_every_policy_of_the_table_gives_its_own_tokens_or_is_refused(name: str, cache: str) -> None:
-    """With drafts, and whatever the chunks that prompts are read in."""
+    """With drafts, and whatever the chunks that prompts are read in. A refusal says what the policy takes."""
     base = policies.DEEP if cache in policies.DEEPER else policies.SMALL
     own = LM(model=Phd(base.model, MODELS[name].copies), params=base.params, vocab_size=16)     # type: ignore[arg-type]
     kind = kv(cache, **policies.OPTIONS[cache])
     if (reason := refused(own, kind)) is not None:
-        assert "takes a Transformer" in reason
+        assert "takes" in reason
         return
     plain = tokens(own, cache=kind)
     assert tokens(own, cache=kind, algorithm=policies.LOOKUP) == plain
