@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import choice, diffusion, jobs, kvcache, policy, readout, steps, systems
+    from decodax import arc, choice, diffusion, jobs, kvcache, policy, readout, steps, systems
     from decodax.api import Stream, generate, stream
     from decodax.autoregressive import Autoregressive
     from decodax.cache import Cache, Window
@@ -57,7 +57,7 @@ __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["choice", "diffusion", "jobs", "kvcache", "policy", "readout", "steps", "systems"],
+    "decodax": ["arc", "choice", "diffusion", "jobs", "kvcache", "policy", "readout", "steps", "systems"],
     "decodax.models": ["adapters"],
     "decodax.api": ["Stream", "generate", "stream"],
     "decodax.autoregressive": ["Autoregressive"],
@@ -91,11 +91,11 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Chosen", "Decision", "Frame", "Infilled",
     "KSeq", "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
     "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
-    "Watch", "Window", "adapters", "apart", "automatic", "cache_programs", "choice", "choose", "detect_watermark",
-    "diffusion", "drafts", "entry", "explore", "fit_layers", "fit_lengths", "fit_predictor", "fit_tree",
-    "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy", "python_loop",
-    "quantize", "readout", "run", "save", "score", "serve", "shapes", "step", "steps", "stream", "system",
-    "systems", "watch", "weave", "zoo",
+    "Watch", "Window", "adapters", "apart", "arc", "automatic", "cache_programs", "choice", "choose",
+    "detect_watermark", "diffusion", "drafts", "entry", "explore", "fit_layers", "fit_lengths", "fit_predictor",
+    "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy",
+    "python_loop", "quantize", "readout", "run", "save", "score", "serve", "shapes", "step", "steps", "stream",
+    "system", "systems", "watch", "weave", "zoo",
 ]
 
 

@@ -199,15 +199,17 @@ class Transformer(LayeredModel):
         return head(hidden)
 
     def features(self, params: Weights, tokens: Array, positions: Array | None = None, mask: Array | None = None,
-                 keep: Keep | None = None) -> tuple[Array, Any]:
+                 keep: Keep | None = None, inputs: Embeddings | None = None) -> tuple[Array, Any]:
         """As `forward`, but hidden states `f[B, T, D]` and the head to apply where logits are wanted; `keep` leaves
-        layers out."""
+        layers out, and `inputs`, which have `T` places, are read where they stand in place of tokens."""
         T = tokens.shape[1]
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
         network = _network(self.config, params)
         attend = lambda layer, q, k, v, **options: (window_attention(q, k, v, seen, where, **options), ())
-        return network(network.embedded(tokens, where), where, attend, self.context, keep)[0], network.logits
+        values, given = (None, None) if inputs is None else (inputs.values, inputs.given)
+        x = network.embedded(tokens, where, values, given)
+        return network(x, where, attend, self.context, keep)[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Fresh weights from a `key`: normal with standard deviation 0.02, norms at identity."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from decodax.cache.base import CacheConfig
+from decodax.kvcache.bounded import Bounded
 from decodax.kvcache.coded import Coding
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks, Coupled
@@ -30,6 +31,13 @@ def _measured(name: str, given: Any, kind: type, how: str) -> Any:
 def _zipcache(bits: tuple[int, int] = (4, 2), ordinary: float = 0.4, probes: float = 0.1,
               gap: int = 100) -> CacheConfig:
     return Grading(bits, ordinary, probes, gap)
+
+
+@cache_policy("qaq", "QAQ: Quality Adaptive Quantization for LLM KV Cache", "Dong et al. 2024",
+              "everything, a prompt's tokens in as many bits as a bound of each one's error takes; what follows whole")
+def _qaq(bits: tuple[int, int] = (1, 4), most: float = 3.0, error: tuple[float, float] = (3.0, 3.0),
+         norm: float = 300.0, last: int = 5, outliers: float = 0.01) -> CacheConfig:
+    return Bounded(bits, most, error, norm, last, outliers)
 
 
 @cache_policy("squat", "SQuat: Subspace-orthogonal KV Cache Quantization", "Wang et al. 2025",

@@ -14,6 +14,7 @@ from decodax.kvcache.coded import Coding
 from decodax.kvcache.context import ContextAxis
 from decodax.kvcache.crush import Anchor, Representatives
 from decodax.kvcache.evicting import Eviction
+from decodax.kvcache.graph import Decayed
 from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
 from decodax.kvcache.landmarks import LowRankKeys
 from decodax.kvcache.lookahead import QueriesAhead
@@ -120,6 +121,14 @@ def _pyramidkv(budget: Budget = 2048, every: Every = None, window: int = 8, kern
 def _chunkkv(budget: Budget = 2048, every: Every = None, chunk: int = 10, window: int = 32,
              kernel: int = 5) -> CacheConfig:
     return Eviction(Chunks(WindowAttention(window, kernel), chunk), budget, every, name="chunkkv")
+
+
+@cache_policy("graphkv", "GraphKV: Breaking the Static Selection Paradigm with Graph-Based KV Cache Eviction",
+              "Li et al. 2025", "SnapKV where tokens whose keys are like those of better ones give way")
+def _graphkv(budget: Budget = 512, every: Every = None, sources: float = 0.3, neighbours: int = 4, rounds: int = 1,
+             window: int = 32, kernel: int = 5, pool: Literal["mean", "max"] = "mean") -> CacheConfig:
+    score = WindowAttention(window, kernel, pool)
+    return Eviction(Decayed(score, sources, neighbours, rounds), budget, every, name="graphkv")
 
 
 @cache_policy("adakv", "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",

@@ -78,6 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "streaming-llm": dict(sinks=2, recent=12), "lagkv": dict(budget=0.6, every=7, lag=6),
     "keydiff": dict(budget=14, every=8), "cur": dict(budget=0.4),
     "expected-attention": dict(budget=14, every=9), "pyramidkv": dict(budget=14, window=4),
+    "graphkv": dict(budget=14, window=4, neighbours=2, every=7),
     "chunkkv": dict(budget=14, window=4, chunk=4, every=8), "adakv": dict(budget=14, window=4, every=6),
     "adaptive-expected-attention": dict(budget=0.4), "criticalkv": dict(budget=14, window=4, floor=0.2),
     "capkv": dict(budget=0.4, every=10), "kivi": dict(bits=2, group=4, residual=8),
@@ -106,7 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "aqua-kv": dict(predictors=PREDICTORS, residual=8, sinks=2),
     "leank": dict(channels=CHANNELS, sinks=2, recent=5, every=3),
     "clusterkv": dict(budget=8, per=4, sinks=2, every=6, more=2, skip=()),
-    "zipcache": dict(gap=8, probes=0.3),
+    "zipcache": dict(gap=8, probes=0.3), "qaq": dict(error=(0.05, 0.3), norm=10.0, last=3, outliers=0.2, most=3.5),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
@@ -180,8 +181,8 @@ def test_so_do_trees(name: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"],
-                                                    [name for name in OPTIONS if name not in EXACT | {"zipcache"}]))
+@pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"], [
+    name for name in OPTIONS if name not in EXACT | {"zipcache", "qaq"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
     wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
             "hyper-attention": {"min_seq_len": 200}, "quick-prefill": {"keep": 1.0}, "less": {"recent": 200},

@@ -1,0 +1,292 @@
+"""The Parallel Hidden Decoding Transformer ("Efficient Pretraining Length Scaling", Wu et al., 2025).
+
+Each token is read `K` times. Its first copy is what a plain transformer would read, and all later tokens see it. Copies
+2 to `K`, the hidden decoding tokens, see the first copies of the tokens before theirs, and of their own token the
+copies up to themselves; the last one says what follows. Since nothing later sees them, their keys and values are
+dropped, and the cache is that of the plain model. `PHD-SWA` also shows a hidden decoding token the `W` of them before
+its own token's, as far as they reach back, which takes a ring of so many keys and values more; `PHD-CSWA` only those of
+its own chunk of `C` tokens.
+
+Weights are those of a `Transformer`, and one that was not trained so loses by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache import Cache, Window
+from decodax.cache.base import Draftable, Entries, Feature, PyTree
+from decodax.cache.scratch import AttentionView, Scratch
+from decodax.cache.wrapper import Wrapper
+from decodax.core.types import CacheKind, Model, Out
+from decodax.models.config import DecoderConfig
+from decodax.models.transformer import Transformer, Weights
+from decodax.struct import static, struct
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """How often tokens are read, and what hidden decoding tokens see of one another.
+
+    Attributes:
+        count: copies of each token, `K`. window: how many hidden decoding tokens before its own one sees, `W`; None:
+            none but those of its token. chunk: tokens of a chunk, `C`, across whose borders it sees none; None: no
+            chunks.
+    """
+
+    count: int = 2
+    window: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("count", "window", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: got {value}, takes 1 or more")
+        if self.chunk is not None and self.window is None:
+            raise ValueError(f"chunk: got {self.chunk} without a window, takes one with it")
+
+    @property
+    def local(self) -> bool:
+        """Whether hidden decoding tokens of earlier tokens are seen."""
+        return self.window is not None and self.count > 1
+
+    @property
+    def reach(self) -> int:
+        """How many tokens back the window goes."""
+        return 0 if self.window is None or self.count < 2 else (self.window + self.count - 2) // (self.count - 1)
+
+    def near(self, at: Array, copy: Array, key_at: Array, key_copy: Array) -> Array:
+        """`bool[B, Q, K]`: which hidden decoding tokens of other tokens a query may see, by positions `i32[B, Q]` and
+        `i32[B, K]` and by copies, `i32[Q]` and `i32[K]`, of which 0 is the first."""
+        if self.window is None:
+            return jnp.zeros((*at.shape, key_at.shape[1]), bool)
+        place = lambda at, copy: at * (self.count - 1) + copy
+        seen = place(at, copy)[:, :, None] - place(key_at, key_copy)[:, None] <= self.window
+        if self.chunk is not None:
+            seen &= at[:, :, None] // self.chunk == key_at[:, None] // self.chunk
+        return seen & (copy > 0)[:, None] & (key_copy > 0)
+
+    def mask(self, visible: Array, at: Array) -> Array:
+        """`bool[B, K W, K W]`: who sees whom among the copies of a window, all first copies in front, where its nodes
+        at `at` (`i32[B, W]`) see one another as `visible` (`bool[B, W, W]`) says."""
+        W, K = at.shape[1], self.count
+        copy = jnp.repeat(jnp.arange(K), W)
+        visible, at = jnp.tile(visible, (1, K, K)), jnp.tile(at, (1, K))
+        own = jnp.tile(jnp.eye(W, dtype=bool), (K, K))
+        hidden = own & (copy <= copy[:, None]) | ~own & self.near(at, copy, at, copy)
+        return visible & ((copy == 0) | hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phd(Model):
+    """A transformer that reads each token several times.
+
+    Attributes:
+        inner: the network. copies: how.
+    """
+
+    inner: Transformer
+    copies: Copies
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.inner.config
+
+    @property
+    def depth(self) -> int:
+        return self.inner.depth
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.inner.max_positions
+
+    @property
+    def trained_positions(self) -> int | None:
+        return self.inner.trained_positions
+
+    def _with(self, inner: Transformer) -> Phd:
+        return dataclasses.replace(self, inner=inner)
+
+    def with_cache(self, kind: CacheKind) -> Phd:
+        return self._with(self.inner.with_cache(kind))
+
+    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Phd:
+        return self._with(self.inner.with_cache(wrap(self.inner.cache)))
+
+    def fit(self, new: int) -> Phd:
+        return self._with(self.inner.fit(new))
+
+    def beyond(self, longest: int) -> int:
+        return self.inner.beyond(longest)
+
+    def share(self, prefix: int, more: int) -> tuple[Phd, Phd] | None:
+        found = None if self.copies.local else self.inner.share(prefix, more)
+        return None if found is None else (self._with(found[0]), self._with(found[1]))
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        base, c = self.inner.init_cache(batch, capacity, params=params, inputs=inputs), self.config
+        if not self.copies.local:
+            return base
+        wide = c.head_dim * (1 + c.values_of_key)
+        shape = (batch, self.copies.reach, self.copies.count - 1, c.kv_heads, wide)
+        return Local(base=base, hidden=tuple(jnp.zeros(shape, self.inner.dtype) for _ in c.own), copies=self.copies,
+                     positions=jnp.full((batch, self.copies.reach), -1, jnp.int32))
+
+    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
+        """As `Model.apply`. Of a prompt (`Window.certain`) nothing but first copies is read, unless later tokens see
+        the others, which takes a cache that `init_cache` made: what looks at a cache of first copies alone, to choose
+        among them, leaves nothing for others."""
+        K, W, local = self.copies.count, window.width, isinstance(cache, Local | LocalScratch)
+        if K == 1 or (window.certain and not local):
+            return self.inner.apply(params, window, cache)
+        often = lambda x: jnp.tile(x, (1, K, *[1] * (x.ndim - 2)))
+        nodes = Window(tokens=often(window.tokens), positions=often(window.positions), live=often(window.live),
+                       mask=self.copies.mask(window.visible(), window.positions), cached=window.cached,
+                       embeddings=None if window.embeddings is None else often(window.embeddings),
+                       embedded=None if window.embedded is None else often(window.embedded))
+        if isinstance(cache, Scratch):
+            cache = cache.seen_by(often(cache.sees))
+        out = self.inner.apply(params, nodes, _Reading(cache, window, K if local else 0))      # type: ignore[arg-type]
+        last = lambda x: x[:, -W:]
+        return dataclasses.replace(out, hidden=last(out.hidden),
+                                   layers=None if out.layers is None else tuple(map(last, out.layers)))
+
+    def forward(self, params: Weights, tokens: Array) -> Array:
+        """Logits `f32[B, T, V]` of whole sequences `i32[B, T]` without a cache, for training and scoring."""
+        (B, T), K = tokens.shape, self.copies.count
+        at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        mask = self.copies.mask(jnp.tril(jnp.ones((1, T, T), bool)), at)
+        hidden, head = self.inner.features(params, jnp.tile(tokens, (1, K)), jnp.tile(at, (1, K)), mask)
+        return head(hidden[:, -T:])
+
+    def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+        """As `Transformer.init_params`."""
+        return self.inner.init_params(key, dtype)
+
+    def outputs(self, params: Weights, layer: int) -> Array:
+        return self.inner.outputs(params, layer)
+
+    def embeddings(self, params: Weights, tokens: Array) -> Array:
+        return self.inner.embeddings(params, tokens)
+
+
+def phd(config: DecoderConfig, copies: int = 2, window: int | None = None, chunk: int | None = None) -> Phd:
+    """A model that reads each token `copies` times; see `decodax.models.phd`. With a `window` it is PHD-SWA, with a
+    `chunk` as well PHD-CSWA, of which the authors' largest are `window=16, chunk=32` with 2 and 3 copies.
+
+    Raises:
+        ValueError: a number below 1, or a chunk without a window.
+
+    >>> from decodax.models.config import llama
+    >>> phd(llama(vocab=64, width=32, layers=2, heads=4, mlp=96), copies=3, window=16, chunk=32).copies.reach
+    8
+    """
+    return Phd(Transformer(config), Copies(copies, window, chunk))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """What the network reads in a cache's place: copies of the window's nodes, of which first copies leave entries.
+    `local`: how many copies leave keys and values behind them."""
+
+    cache: Any
+    window: Window
+    local: int
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.cache.inputs
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, nodes: Window, **options: Any) -> tuple[Array, PyTree]:
+        W = self.window.width
+        first = lambda x: x[:, :W]
+        out, entry = self.cache.attend(layer, q, k, v, nodes, **options)
+        if self.window.certain:
+            # first copies as a prompt, which a cache may read in its own way
+            own, entry = self.cache.base.attend(layer, first(q), first(k), first(v), self.window, **options)
+            out = jnp.concatenate([own, out[:, W:]], 1)
+        entry = jax.tree.map(first, entry)
+        if not self.local:
+            return out, entry
+        hidden = lambda x: x[:, W:].reshape(len(x), self.local - 1, W, *x.shape[2:]).swapaxes(1, 2)
+        return out, (*entry, hidden(k), hidden(v))
+
+
+@struct
+class Local(Wrapper):
+    """A cache beside the keys and values of the latest hidden decoding tokens. Queries come as copies of a window's
+    nodes, all first copies in front. An entry is the base's, and behind it keys and values `f[B, W, K - 1, G, d]`.
+
+    Attributes:
+        base: the cache of first copies.
+        hidden: for each layer `f[B, R, K - 1, G, d + e]`, those of the token at position `p` in place `p % R`.
+        positions: `i32[B, R]`; -1: empty. copies: static.
+    """
+
+    base: Any
+    hidden: tuple[Array, ...]
+    positions: Array
+    copies: Copies = static()
+
+    BOUND: ClassVar[frozenset[Feature]] = frozenset(("trees",))
+
+    @property
+    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
+        return self.base.supports & self.BOUND
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        view = _behind(self.copies, q, window, self.positions, self.positions >= 0)
+        width = k.shape[-1]
+        ring = self.hidden[layer].reshape(len(q), -1, *self.hidden[layer].shape[3:]).astype(k.dtype)
+        k, v = (jnp.concatenate([held, new], 1) for held, new in ((ring[..., :width], k), (ring[..., width:], v)))
+        return self.base.attend(layer, q, k, v, view, **options)
+
+    def commit(self, entries: Entries, slots: Array) -> Local:
+        base = self.base.commit([entry[:-2] for entry in entries], slots)
+        R = self.positions.shape[1]
+        newest = jnp.maximum(self.base.length, slots.max(1) + 1)[:, None]
+        to = jnp.where((slots >= 0) & (slots >= newest - R), slots % R, R)
+        put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
+        hidden = tuple(put(held, jnp.concatenate(entry[-2:], -1), to)
+                       for held, entry in zip(self.hidden, entries, strict=True))
+        return self.replace(base=base, hidden=hidden, positions=put(self.positions, slots, to))
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return LocalScratch.empty(self, entries, room)
+
+
+@struct
+class LocalScratch(Scratch):
+    """As `Scratch`, whose nodes' hidden decoding tokens are seen, too."""
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
+        assert self.sees is not None
+        *_, keys, values = self.entries[layer]
+        flat = lambda x: x.reshape(len(x), -1, *x.shape[3:])
+        own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
+        view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
+                             key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
+        view = _behind(self.base.copies, q, view, self.positions, self.sees)
+        k = jnp.concatenate([flat(keys), self.entries[layer][0], k], 1)
+        v = jnp.concatenate([flat(values), self.entries[layer][1], v], 1)
+        return self.base.attend(layer, q, k, v, view, **options)
+
+
+def _behind(copies: Copies, q: Array, window: Any, at: Array, seen: Array) -> AttentionView:
+    """The view of `window` behind the hidden decoding tokens of tokens at `at` (`i32[B, R]`), of which `seen`
+    (`bool[B, R]` or `bool[B, K W, R]`) may be seen."""
+    hidden = copies.count - 1
+    copy = jnp.repeat(jnp.arange(copies.count), q.shape[1] // copies.count)
+    often = lambda x: jnp.repeat(x, hidden, -1)
+    near = copies.near(window.positions, copy, often(at), jnp.tile(jnp.arange(1, copies.count), at.shape[1]))
+    near &= often(seen if seen.ndim == 3 else seen[:, None])
+    rest = jnp.broadcast_to(window.visible(), (*q.shape[:2], window.visible().shape[2]))
+    return AttentionView(positions=window.positions, seen=jnp.concatenate([near, rest], 2), cached=window.cached,
+                         key_positions=jnp.concatenate([often(at), window.key_positions], 1))
