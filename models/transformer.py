@@ -146,7 +146,8 @@ class Transformer(LayeredModel):
         if encodes and params is not None and inputs is None:
             raise ValueError("inputs: got none, a Transformer with prefix linear attention takes an EncoderText")
         if inputs is not None and not isinstance(inputs, EncoderText if encodes else Embeddings | AdapterRows):
-            takes = "with prefix linear attention takes an EncoderText" if encodes else "takes Embeddings or AdapterRows"
+            takes = ("with prefix linear attention takes an EncoderText" if encodes else
+                     "takes Embeddings or AdapterRows")
             raise ValueError(f"inputs: got {named(inputs)}, a Transformer {takes}")
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")

@@ -85,8 +85,8 @@ class LinearRule:
         if self.features == "elu":
             return jax.nn.elu(x) + 1
         d = x.shape[-1]
-        square = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], d * d)
-        return jnp.concatenate([jnp.ones((*x.shape[:-1], 1), jnp.float32), x * d ** -0.25, square * (2 * d) ** -0.5], -1)
+        one, square = jnp.ones((*x.shape[:-1], 1), jnp.float32), (x[..., :, None] * x[..., None, :])
+        return jnp.concatenate([one, x * d ** -0.25, square.reshape(*x.shape[:-1], d * d) * (2 * d) ** -0.5], -1)
 
 
 @struct
@@ -96,7 +96,7 @@ class LinearTerms(Struct):
     Attributes:
         rule: static.
         factor: `f[1]`, that of what comes through `phi`; None: 1.
-        taps: `f[H, taps]`, of each query head the factors of the values at the distances 0, 1, ..; None: no convolution.
+        taps: `f[H, taps]`, of each query head the factors of the values at the distances 0, 1, ..; None: none.
         encoder: keys and values `f[B, T, G, d]` and `f[B, T, G, e]` that the layer's encoder makes of the same nodes;
             read where a prefix is encoded, and nowhere else.
     """

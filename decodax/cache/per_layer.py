@@ -79,5 +79,5 @@ class _Outputs:
         self.outputs = model.outputs
 
     def __getattr__(self, name: str) -> Any:
-        raise ValueError("cache: this kind runs the model once more for its choice; takes a model whose layers all have "
-                         "keys and values")
+        raise ValueError("cache: this kind runs the model once more for its choice; takes a model whose layers all "
+                         "have keys and values")
