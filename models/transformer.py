@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -70,6 +70,13 @@ class EncoderText(Struct):
 
     tokens: Array
     length: Array
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> EncoderText:
+        """That of token ids of each row."""
+        most = max(map(len, rows))
+        return cls(tokens=np.array([[*row, *[0] * (most - len(row))] for row in rows], np.int32),       # type: ignore[arg-type]
+                   length=np.array([len(row) for row in rows], np.int32))       # type: ignore[arg-type]
 
 
 @struct
