@@ -37,8 +37,8 @@ class PerLayer(Wrapper):
     @property
     def reads(self) -> int | None:
         if self.base.reads is not None:
-            raise ValueError("cache: this kind has only a model's first layers read a prompt; takes a model whose "
-                             "layers all have keys and values")
+            raise ValueError("cache: this kind reads a prompt with a model's first layers, or in a way of its own; takes "
+                             "a model whose layers all have keys and values")
         return None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
@@ -69,10 +69,10 @@ class PerLayer(Wrapper):
 
 
 def _alone(prompt: ReadPrompt) -> ReadPrompt:
-    return ReadPrompt(model=_Outputs(prompt.model), params=prompt.params, tokens=jnp.asarray(prompt.tokens))
+    return ReadPrompt(model=ModelInPart(prompt.model), params=prompt.params, tokens=jnp.asarray(prompt.tokens))
 
 
-class _Outputs:
+class ModelInPart:
     """Of a model what a cache of some of its layers may ask for."""
 
     def __init__(self, model: Any):
