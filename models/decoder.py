@@ -137,7 +137,7 @@ class Attention(nnx.Module):
             out = jnp.einsum("bwgrmre->bwgrme", out)
         return self.o(out.reshape(*x.shape[:2], -1)), entry
 
-    def _linear(self, index: int, x: Array, q: Array, k: Array, v: Array, tables: dict[Any, tuple[Array, Array]],
+    def _linear(self, index: int, x: Array, q: Array, k: Any, v: Any, tables: dict[Any, tuple[Array, Array]],
                 attend: Attend) -> tuple[Array, Any]:
         rule = self.layer.linear
         assert rule is not None

@@ -167,7 +167,7 @@ class Transformer(LayeredModel):
         rules = [rule for i in c.summing if (rule := c.layers[i].linear) is not None]
         shapes = [(c.kv_heads, c.key_width(c.layers[i]), c.head_dim) for i in c.summing]
         states = linear_states(rules, shapes, batch, capacity, dtype, given)
-        if encodes and params is not None:
+        if isinstance(inputs, EncoderText) and params is not None:
             states = self._encoded(params, states, inputs)
         if not layers:
             if self.cache is not dense:

@@ -323,7 +323,7 @@ class LinearStates(Cache):
     def commit(self, entries: Entries, slots: Array) -> LinearStates:
         if not self.size:
             return self
-        states = tuple(_committed(rule, state, self.length, *entry[:2], slots)
+        states = tuple(_committed(rule, state, self.length, entry[0], entry[1], slots)
                        for rule, state, entry in zip(self.rules, self.states, entries, strict=True))
         return self.replace(states=states, length=jnp.maximum(self.length, slots.max(1) + 1))
 

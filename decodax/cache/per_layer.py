@@ -37,8 +37,8 @@ class PerLayer(Wrapper):
     @property
     def reads(self) -> int | None:
         if self.base.reads is not None:
-            raise ValueError("cache: this kind reads a prompt with a model's first layers, or in a way of its own; takes "
-                             "a model whose layers all have keys and values")
+            raise ValueError("cache: this kind reads a prompt with a model's first layers, or in a way of its own; "
+                             "takes a model whose layers all have keys and values")
         return None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
