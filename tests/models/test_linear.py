@@ -14,8 +14,12 @@ import pytest
 from flax import nnx
 
 import decodax as dx
-from decodax.cache import LinearRule, PerLayer, Window, causal
+from decodax.bench.report import copies, parse
+from decodax.cache import LinearRule, LinearTerms, PerLayer, Window, causal
 from decodax.cache.linear import BLOCK, over_text
+from decodax.core import drivers
+from decodax.core.start import init_state
+from decodax.core.types import Params
 from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
 from decodax.kvcache import kv
@@ -31,6 +35,7 @@ from decodax.models import (
     llama,
 )
 from decodax.models.decoder import Attention
+from decodax.policy import build
 from tests.matrix import often
 
 BASE = llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256)
@@ -145,8 +150,6 @@ def test_normalised_sums_are_those_of_a_recurrent_network() -> None:
         z = z + phi(k[0, i])
         read = phi(q[0, i]).reshape(G, H // G, d)
         want.append((np.einsum("gmd,gde->gme", read, S) / np.einsum("gmd,gd->gm", read, z)[..., None]).reshape(H, d))
-    from decodax.cache import LinearTerms
-
     given = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
     got, _ = over_text(LinearTerms(rule=LinearRule()), *given, None, jnp.arange(T, dtype=jnp.int32)[None])
     np.testing.assert_allclose(got[0], want, rtol=2e-5, atol=2e-5)
@@ -310,6 +313,19 @@ def test_nothing_is_traced_again() -> None:
     with jax.no_tracing(True):
         again = tokens(name, [row[::-1] for row in PROMPTS])
     assert again != tokens(name)
+
+
+def test_no_round_copies_keys_and_values() -> None:
+    """Of the layer that has some, in a loop whose other layers have states."""
+    own, B, S = lm("linearized beside softmax"), 8, 1024
+    policy, params = build(B, vocab_size=16, temperature=0.8), Params(own.model.abstract_params())
+    algorithm = dx.Speculative(dx.drafts.PromptLookup(length=4))
+    begin = functools.partial(init_state, algorithm, own.model, size=S, max_new=np.int32(30))
+    s = jax.eval_shape(begin, params, policy, jax.ShapeDtypeStruct((B, 64), jnp.int32),
+                       jax.ShapeDtypeStruct((B,), jnp.int32))
+    program = parse(drivers.advance.lower(algorithm, own.model, params, policy, s, np.int32(5)).compile().as_text())
+    assert program.loops()
+    assert [x for loop in program.loops() for x in copies(program, B * 2 * S * 8, loop.attribute("body"))] == []
 
 
 def test_gradients_reach_every_weight() -> None:
