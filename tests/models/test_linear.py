@@ -22,7 +22,7 @@ from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
-from decodax.kvcache import kv
+from decodax.kvcache import fit_codebooks, fit_kv_heads, kv
 from decodax.models import (
     DecoderConfig,
     Embeddings,
@@ -363,6 +363,9 @@ def test_what_a_state_cannot_do_is_refused_by_name(tmp_path: Any) -> None:
         tokens(name, cache="laq:budget=40")
     with pytest.raises(ValueError, match=r"^layers: some have linear attention, so they cannot run one by one"):
         lm(name).model.pieces(lm(name).params)
+    for fit in (functools.partial(fit_kv_heads, kv_heads=1), fit_codebooks):
+        with pytest.raises(ValueError, match=r"some of its layers have linear attention"):
+            fit(lm(name), PROMPTS)
     with pytest.raises(ValueError, match=r"^config: as a llama configuration it describes another model"):
         save_model(tmp_path, lm(name).model, lm(name).params)
 
