@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from decodax.diffusion import MaskedDiffusion
     from decodax.io.load import LM, load, zoo
     from decodax.io.quantize import quantize, save
+    from decodax.io.twice import read_twice
     from decodax.jobs.serve import Served, serve
     from decodax.kvcache.table import kv
     from decodax.models import adapters
@@ -71,6 +72,7 @@ _HOMES = {
     "decodax.diffusion": ["MaskedDiffusion"],
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.io.quantize": ["quantize", "save"],
+    "decodax.io.twice": ["read_twice"],
     "decodax.jobs.serve": ["Served", "serve"],
     "decodax.kvcache": ["kv"],
     "decodax.policy": ["Policy"],
@@ -94,8 +96,8 @@ __all__ = [
     "Watch", "Window", "adapters", "apart", "arc", "automatic", "cache_programs", "choice", "choose",
     "detect_watermark", "diffusion", "drafts", "entry", "explore", "fit_layers", "fit_lengths", "fit_predictor",
     "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy",
-    "python_loop", "quantize", "readout", "run", "save", "score", "serve", "shapes", "step", "steps", "stream",
-    "system", "systems", "watch", "weave", "zoo",
+    "python_loop", "quantize", "read_twice", "readout", "run", "save", "score", "serve", "shapes", "step", "steps",
+    "stream", "system", "systems", "watch", "weave", "zoo",
 ]
 
 

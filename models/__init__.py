@@ -5,11 +5,12 @@ from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, cla
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.dual_chunk import dual_chunk
+from decodax.models.linear import jrt, linear, linear_weights, linearized
 from decodax.models.phd import Phd, phd
 from decodax.models.rope import Chunks, Rope
-from decodax.models.t5 import T5, EncoderText, T5Config
-from decodax.models.transformer import AdapterRows, Embeddings, Transformer
+from decodax.models.t5 import T5, T5Config
+from decodax.models.transformer import AdapterRows, Embeddings, EncoderText, Transformer
 
 __all__ = ["T5", "AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings",
            "EncoderText", "Experts", "Layer", "NormConfig", "Phd", "Rope", "T5Config", "Transformer", "cla", "diffqkv",
-           "dual_chunk", "llama", "phd", "yoco"]
+           "dual_chunk", "jrt", "linear", "linear_weights", "linearized", "llama", "phd", "yoco"]

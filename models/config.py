@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from decodax.cache import LinearRule
 from decodax.models.rope import Chunks, Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -64,6 +65,8 @@ class Layer:
         experts: what stands in place of the MLP; None: the MLP.
         reads: the number of an earlier layer whose keys and values it attends to; it has no projections for its own,
             and the cache holds none of it. See `cla` and `yoco`. None: its own.
+        linear: the rule of linear attention, where it has that in place of softmax: a state of constant size, and no
+            scale of the scores. See `decodax.models.linear`. None: softmax.
     """
 
     rope: Rope | None = None
@@ -71,10 +74,13 @@ class Layer:
     scale: float | None = None
     experts: Experts | None = None
     reads: int | None = None
+    linear: LinearRule | None = None
 
     def __post_init__(self) -> None:
         if self.sliding is not None and self.sliding < 1:
             raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
+        if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
+            raise ValueError("linear: got a rule beside a sliding window, a scale or another layer's keys, takes none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +156,7 @@ class DecoderConfig:
             raise ValueError("head_bias: got True, a tied head takes False")
         for i, layer in enumerate(self.layers):
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
+                                                and self.layers[layer.reads].linear is None
                                                 and self.layers[layer.reads].rope == layer.rope):
                 raise ValueError(f"reads: got {layer.reads} for layer {i}, takes an earlier layer with keys and values "
                                  "of its own, and the same rope")
@@ -157,8 +164,14 @@ class DecoderConfig:
                     layer.sliding is not None or self.attention_softcap is not None):
                 raise ValueError("chunks: got dual chunk attention beside a sliding window or a soft cap of the "
                                  "scores, takes neither")
-            if layer.rope is not None and layer.rope.width > self.head_dim:
-                raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.head_dim}")
+            if layer.linear is not None and (self.attention_softcap is not None or self.values_of_key > 1 or (
+                    layer.rope is not None and layer.rope.chunks is not None)):
+                raise ValueError("linear: got a rule beside a soft cap of the scores, value_heads or dual chunk "
+                                 "attention, takes none")
+            if layer.linear is not None and layer.linear.width is not None and self.qk_norm is not None:
+                raise ValueError("linear: got a width of its own beside qk_norm, takes one of them")
+            if layer.rope is not None and layer.rope.width > self.key_width(layer):
+                raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.key_width(layer)}")
             if layer.experts is not None and (not self.gated or self.mlp_bias):
                 raise ValueError("experts: got some beside an MLP that is not gated or has biases; experts are gated "
                                  "and have none")
@@ -168,10 +181,25 @@ class DecoderConfig:
         """Heads of values that share a head of keys."""
         return 1 if self.value_heads is None else self.value_heads // self.kv_heads
 
+    def key_width(self, layer: Layer) -> int:
+        """The width of a layer's queries and keys."""
+        linear = layer.linear
+        return self.head_dim if linear is None or linear.width is None else linear.width
+
     @property
     def own(self) -> tuple[int, ...]:
-        """The layers with keys and values of their own, which a cache holds."""
+        """The layers with keys and values of their own, of which a cache holds something."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.reads is None)
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """Those of them whose keys and values a cache holds: with softmax."""
+        return tuple(i for i in self.own if self.layers[i].linear is None)
+
+    @property
+    def summing(self) -> tuple[int, ...]:
+        """Those of them of which a cache holds a state: with linear attention."""
+        return tuple(i for i in self.own if self.layers[i].linear is not None)
 
     @property
     def shared(self) -> bool:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from decodax.cache import LinearTerms
 from decodax.core.types import PartialForward
 from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig
 from decodax.models.dual_chunk import DualChunk
@@ -45,10 +46,11 @@ nothing; of one that is always left out it is `()`."""
 
 class Attend(Protocol):
     """Attention of a layer's queries `f[B, W, H, d]` to what is cached and to the window's `k`, `v` `f[B, W, G, d]`,
-    and the layer's entry: `Cache.attend`."""
+    and the layer's entry: `Cache.attend`. A layer of linear attention hands in its terms alone (`linear`)."""
 
-    def __call__(self, layer: int, q: Array, k: Any, v: Any, *, scale: float, sliding: int | None = None,
-                 softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, Any]: ...
+    def __call__(self, layer: int, q: Array, k: Any, v: Any, *, scale: float = 1.0, sliding: int | None = None,
+                 softcap: float | None = None, bias: Bias | None = None,
+                 linear: LinearTerms | None = None) -> tuple[Array, Any]: ...
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = STD) -> nnx.Param[Array]:
@@ -93,15 +95,22 @@ class Attention(nnx.Module):
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c, self.layer = c, layer
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        own = layer.reads is None
-        self.q = Linear(rngs, (c.width, q), ("embed", "heads"), c.qkv_bias)
-        self.k = Linear(rngs, (c.width, kv), ("embed", "kv_heads"), c.qkv_bias) if own else None
-        values = kv * c.values_of_key
-        self.v = Linear(rngs, (c.width, values), ("embed", "kv_heads"), c.qkv_bias) if own else None
-        self.o = Linear(rngs, (q, c.width), ("heads", "embed"), c.out_bias, STD / (2 * len(c.layers)) ** 0.5)
+        width, own, rule = c.key_width(layer), layer.reads is None, layer.linear
+        keys, values = c.kv_heads * width, c.kv_heads * c.head_dim * c.values_of_key
+        into = lambda out, axis: Linear(rngs, (c.width, out), ("embed", axis), c.qkv_bias)
+        self.q = into(c.heads * width, "heads")
+        self.k = into(keys, "kv_heads") if own else None
+        self.v = into(values, "kv_heads") if own else None
+        self.o = Linear(rngs, (c.heads * c.head_dim, c.width), ("heads", "embed"), c.out_bias,
+                        STD / (2 * len(c.layers)) ** 0.5)
         self.q_norm = _head_norm(c, c.heads, "heads")
         self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if own else None
+        if rule is not None:
+            # zeros, with which training begins: the sum within a group alone
+            self.factor = nnx.Param(jnp.zeros(1), axes=(None,)) if rule.factor else None
+            self.taps = nnx.Param(jnp.zeros((c.heads, rule.taps)), axes=("heads", None)) if rule.taps else None
+            self.encoder_k = into(keys, "kv_heads") if rule.prefix else None
+            self.encoder_v = into(values, "kv_heads") if rule.prefix else None
 
     def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
                  attend: Attend) -> tuple[Array, Any]:
@@ -114,6 +123,9 @@ class Attention(nnx.Module):
             # values of the heads that share keys lie side by side, as one wide head
             k, v = self._placed(k, self.k_norm, tables), v.reshape(*v.shape[:2], self.c.kv_heads, -1)
         q, c = self._placed(q, self.q_norm, tables), self.c
+        if self.layer.linear is not None:
+            out, entry = self._linear(index, x, q, k, v, tables, attend)
+            return self.o(out.reshape(*x.shape[:2], -1)), entry
         scale = c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
         options: dict[str, Any] = dict(scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
         if self.layer.rope is not None and self.layer.rope.chunks is not None:
@@ -125,8 +137,22 @@ class Attention(nnx.Module):
             out = jnp.einsum("bwgrmre->bwgrme", out)
         return self.o(out.reshape(*x.shape[:2], -1)), entry
 
+    def _linear(self, index: int, x: Array, q: Array, k: Any, v: Any, tables: dict[Any, tuple[Array, Array]],
+                attend: Attend) -> tuple[Array, Any]:
+        rule = self.layer.linear
+        assert rule is not None
+        encoder = None
+        if self.encoder_k is not None and self.encoder_v is not None:
+            encoder = (self._placed(self.encoder_k(x), self.k_norm, tables),
+                       self.encoder_v(x).reshape(*x.shape[:2], self.c.kv_heads, -1))
+        if rule.unit:
+            q, k = (y * jax.lax.rsqrt(jnp.square(y).sum(-1, keepdims=True) + 1e-12) for y in (q, k))
+        here = lambda x: None if x is None else x[...]
+        return attend(index, q, k, v, linear=LinearTerms(rule=rule, factor=here(self.factor), taps=here(self.taps),
+                                                         encoder=encoder))
+
     def _split(self, y: Array) -> Array:
-        return y.reshape(*y.shape[:2], -1, self.c.head_dim)
+        return y.reshape(*y.shape[:2], -1, self.c.key_width(self.layer))
 
     def _placed(self, y: Array, norm: Norm | None, tables: dict[Any, tuple[Array, Array]]) -> Array:
         """Queries or keys in heads, normed and rotated."""

@@ -30,21 +30,9 @@ from decodax.models.decoder import ACTIVATIONS
 from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.reading import read_activation
-from decodax.models.transformer import Weights, named
+from decodax.models.transformer import EncoderText, Weights, named
 from decodax.pallas_kernels.window_attention import by_position, window_attention
 from decodax.struct import Struct, struct
-
-
-@struct
-class EncoderText(Struct):
-    """Inputs of a `T5`: what the encoder reads for each row.
-
-    Attributes:
-        tokens: `i32[B, T]`, left-aligned. length: `i32[B]`, at least 1.
-    """
-
-    tokens: Array
-    length: Array
 
 
 @struct

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,19 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decodax.axes import EXPERT, MODEL
-from decodax.cache import Cache, CacheConfig, KVLayer, Window, dense, take
+from decodax.cache import (
+    Cache,
+    CacheConfig,
+    KVLayer,
+    LinearStates,
+    LinearTerms,
+    PerLayer,
+    Window,
+    dense,
+    linear_states,
+    take,
+)
+from decodax.cache.linear import over_text
 from decodax.core.packing import Packed as PackedNodes
 from decodax.core.packing import Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
@@ -46,6 +58,25 @@ class Embeddings(Struct):
 
     values: Array
     given: Array
+
+
+@struct
+class EncoderText(Struct):
+    """Inputs of a `T5`, and of a `Transformer` with prefix linear attention: what the encoder reads for each row.
+
+    Attributes:
+        tokens: `i32[B, T]`, left-aligned. length: `i32[B]`, at least 1.
+    """
+
+    tokens: Array
+    length: Array
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> EncoderText:
+        """That of token ids of each row."""
+        most = max(map(len, rows))
+        return cls(tokens=np.array([[*row, *[0] * (most - len(row))] for row in rows], np.int32),       # type: ignore[arg-type]
+                   length=np.array([len(row) for row in rows], np.int32))       # type: ignore[arg-type]
 
 
 @struct
@@ -105,6 +136,8 @@ class Transformer(LayeredModel):
         return self.with_cache(wrap(self.cache))
 
     def share(self, prefix: int, more: int) -> tuple[Transformer, Transformer] | None:
+        if self.config.summing:     # states are not made of two parts
+            return None
         kind = self.cache.share(prefix, more) if isinstance(self.cache, CacheConfig) else None
         return None if kind is None else (self.with_cache(kind), self.with_cache(dense))
 
@@ -116,14 +149,49 @@ class Transformer(LayeredModel):
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c = self.config
-        if inputs is not None and not isinstance(inputs, Embeddings | AdapterRows):
-            raise ValueError(f"inputs: got {named(inputs)}, a Transformer takes Embeddings or AdapterRows")
+        encodes = self.encodes
+        if encodes and params is not None and inputs is None:
+            raise ValueError("inputs: got none, a Transformer with prefix linear attention takes an EncoderText")
+        if inputs is not None and not isinstance(inputs, EncoderText if encodes else Embeddings | AdapterRows):
+            takes = ("with prefix linear attention takes an EncoderText" if encodes else
+                     "takes Embeddings or AdapterRows")
+            raise ValueError(f"inputs: got {named(inputs)}, a Transformer {takes}")
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
+        given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
         wide = None if c.values_of_key == 1 else c.head_dim * c.values_of_key
         layers = [KVLayer(c.kv_heads, c.head_dim, wide, queries=c.heads, rope=layer.rope, context=self.context,
-                          sliding=layer.sliding) for layer in map(c.layers.__getitem__, c.own)]
-        return self.cache(layers, batch, capacity, jnp.dtype(self.dtype), inputs)
+                          sliding=layer.sliding) for layer in map(c.layers.__getitem__, c.attending)]
+        if not c.summing:
+            return self.cache(layers, batch, capacity, dtype, given)
+        rules = [rule for i in c.summing if (rule := c.layers[i].linear) is not None]
+        shapes = [(c.kv_heads, c.key_width(c.layers[i]), c.head_dim) for i in c.summing]
+        states = linear_states(rules, shapes, batch, capacity, dtype, given)
+        if isinstance(inputs, EncoderText) and params is not None:
+            states = self._encoded(params, states, inputs)
+        if not layers:
+            if self.cache is not dense:
+                raise ValueError(f"cache: got {self.cache}, but no layer of the model has keys and values to keep")
+            return states
+        place = {layer: (linear, i) for linear, some in ((False, c.attending), (True, c.summing))
+                 for i, layer in enumerate(some)}
+        return PerLayer(base=self.cache(layers, batch, capacity, dtype, given), linear=states,
+                        where=tuple(place[layer] for layer in c.own))
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it takes an `EncoderText`, a prefix that its linear attention reads in both directions before it
+        reads the text."""
+        return any((rule := self.config.layers[i].linear) is not None and rule.prefix for i in self.config.summing)
+
+    def _encoded(self, params: Weights, states: LinearStates, prefix: EncoderText) -> LinearStates:
+        """The states with what the encoders of all layers make of a prefix."""
+        sums: list[Array] = []
+        self._over(params, prefix.tokens, None, None, prefix.length, sums)
+        whose = [rule.prefix for rule in states.rules]
+        made = iter(sums)
+        return states.replace(states=tuple(state.replace(sums=next(made)) if own else state
+                                           for state, own in zip(states.states, whose, strict=True)))
 
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
         """As `Model.apply`; goes on from a hint that is its own `PartialForward`. `keep` leaves layers out, or
@@ -167,12 +235,14 @@ class Transformer(LayeredModel):
     def _apart(self) -> None:
         if self.config.shared:
             raise ValueError("layers: some read the keys and values of others, so they cannot run one by one")
+        if self.config.summing:
+            raise ValueError("layers: some have linear attention, so they cannot run one by one")
 
     def outputs(self, params: Weights, layer: int) -> Array:
         if self.config.values_of_key > 1:
             raise ValueError("value_heads: got more of them than of keys, so how a head's values are projected is not "
                              "one matrix for each query head")
-        kernel = params["layers"][str(self.config.own[layer])]["attn"]["o"]["kernel"]
+        kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
             kernel = kernel.kernel          # a cache's rule is one for all rows
         whole = (kernel.merged() if isinstance(kernel, Adapted) else
@@ -188,26 +258,42 @@ class Transformer(LayeredModel):
         return Pieces(_network(self.config, params), self.context)
 
     def forward(self, params: Weights, tokens: Array, positions: Array | None = None,
-                mask: Array | None = None) -> Array:
+                mask: Array | None = None, prefix: Array | None = None) -> Array:
         """Logits `f32[B, T, V]` of whole sequences without a cache, for training and scoring.
 
         Args:
             tokens: `i32[B, T]`. positions: `i32[B, T]`; default 0 .. T-1.
             mask: `bool[B or 1, T, T]`, who sees whom; each token sees at least one. Default causal.
+            prefix: `i32[B]`, how many first tokens prefix linear attention reads in both directions; None: none.
         """
-        hidden, head = self.features(params, tokens, positions, mask)
+        hidden, head = self.features(params, tokens, positions, mask, prefix=prefix)
         return head(hidden)
 
     def features(self, params: Weights, tokens: Array, positions: Array | None = None, mask: Array | None = None,
-                 keep: Keep | None = None, inputs: Embeddings | None = None) -> tuple[Array, Any]:
+                 keep: Keep | None = None, inputs: Embeddings | None = None, prefix: Array | None = None
+                 ) -> tuple[Array, Any]:
         """As `forward`, but hidden states `f[B, T, D]` and the head to apply where logits are wanted; `keep` leaves
         layers out, and `inputs`, which have `T` places, are read where they stand in place of tokens."""
+        return self._over(params, tokens, positions, mask, prefix, [], keep, inputs)
+
+    def _over(self, params: Weights, tokens: Array, positions: Array | None, mask: Array | None, prefix: Array | None,
+              sums: list[Array], keep: Keep | None = None, inputs: Embeddings | None = None) -> tuple[Array, Any]:
+        """As `features`; to `sums` goes what the encoder of each layer of prefix linear attention makes of a prefix."""
         T = tokens.shape[1]
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
         network = _network(self.config, params)
-        attend = lambda layer, q, k, v, **options: (window_attention(q, k, v, seen, where, **options), ())
         values, given = (None, None) if inputs is None else (inputs.values, inputs.given)
+
+        def attend(layer: int, q: Array, k: Any, v: Any, *, linear: LinearTerms | None = None,
+                   **options: Any) -> tuple[Array, Any]:
+            if linear is None:
+                return window_attention(q, k, v, seen, where, **options), ()
+            out, encoded = over_text(linear, q, k, v, mask, where, prefix)
+            if linear.rule.prefix:
+                sums.append(encoded)
+            return out, ()
+
         x = network.embedded(tokens, where, values, given)
         return network(x, where, attend, self.context, keep)[0], network.logits
 

@@ -22,6 +22,7 @@ mesh_files=(tests/laws/test_mesh.py tests/test_api.py tests/test_scoring.py test
             tests/kvcache/test_policies_mesh.py tests/jobs/test_slots_mesh.py tests/search/test_beams_mesh.py
             tests/scripts/test_train_grpo.py
             tests/models/test_experts_mesh.py tests/models/test_adapters_mesh.py tests/models/test_dual_chunk_mesh.py
+            tests/models/test_linear_mesh.py
             tests/kvcache/test_context_mesh.py tests/laws/test_vocabulary_mesh.py tests/laws/test_sequence_mesh.py
             tests/speculative/test_apart_mesh.py tests/laws/test_weave_mesh.py
             tests/speculative/test_split_mesh.py)

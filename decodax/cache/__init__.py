@@ -3,6 +3,8 @@
 from decodax.cache.base import ALL, Cache, CacheConfig, Draftable, Entries, Feature, ReadPrompt, require
 from decodax.cache.dense import Dense, dense
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv
+from decodax.cache.linear import LinearRule, LinearStates, LinearTerms, linear_states
+from decodax.cache.per_layer import PerLayer
 from decodax.cache.recurrent import Recurrent
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
@@ -20,6 +22,10 @@ __all__ = [
            "Feature",
            "KVLayer",
            "KeyValues",
+           "LinearRule",
+           "LinearStates",
+           "LinearTerms",
+           "PerLayer",
            "ReadPrompt",
            "Recurrent",
            "Scratch",
@@ -33,6 +39,7 @@ __all__ = [
            "dense",
            "empty_kv",
            "empty_slots",
+           "linear_states",
            "parents",
            "require",
            "take",

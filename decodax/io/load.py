@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_t
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.packed import ENTRY
 from decodax.io.text import Tokenizer
-from decodax.models import Transformer, adapters, dual_chunk
+from decodax.models import Transformer, adapters, dual_chunk, linear_weights, linearized
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
 from decodax.models.formats import Format
@@ -125,6 +125,24 @@ class LM(Loaded):
                              "Transformer that reads from left to right")
         config = dual_chunk(self.model.config, size, local)
         return dataclasses.replace(self, model=dataclasses.replace(self.model, config=config))
+
+    def with_linear_attention(self, layers: Sequence[int] | None = None, group: int = 64, kernel: int = 63) -> LM:
+        """This model with the linear attention of Linearized-LLM (You et al., 2024) in some layers, to be trained
+        further: another network, that begins with the weights of this one and with factors and convolutions of zeros.
+
+        Args:
+            layers, group, kernel: as in `decodax.models.linearized`.
+
+        Raises:
+            ValueError: it is no `Transformer`, fills masks, or has what `linearized` does not take.
+        """
+        if not isinstance(self.model, Transformer) or self.diffusion is not None:
+            fills = " that fills masks" if self.diffusion else ""
+            raise ValueError(f"model: got a {type(self.model).__name__}{fills}; linear attention takes a Transformer "
+                             "that reads from left to right")
+        config = linearized(self.model.config, layers, group, kernel)
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, config=config),
+                                   params=linear_weights(config, self.params))
 
     def _read(self, adapter: Any) -> Any:
         if not isinstance(self.model, Transformer):

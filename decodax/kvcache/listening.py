@@ -26,9 +26,12 @@ class Listening(Cache):
     def capacity(self) -> int:
         return 0
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float = 1.0,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, linear: Any = None) -> tuple[Array, PyTree]:
+        if linear is not None:
+            raise ValueError("lm: some of its layers have linear attention; takes a model whose layers all have keys "
+                             "and values")
         if self.added:
             k, v = k + self.added[layer][0], v + self.added[layer][1]
         return window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,

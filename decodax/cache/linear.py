@@ -1,0 +1,353 @@
+"""Linear attention: layers whose keys and values are summed in a state of constant size ("Transformers are RNNs",
+Katharopoulos et al., 2020), and the cache of such states.
+
+A query sees a key with the weight `phi(q) phi(k)`, so what it reads of a whole text is `phi(q) S` with the sum
+`S = sum phi(k)^T v`. What a node of a window sees of the other nodes is computed from their keys and values under the
+window's mask, as matrix products: chains and trees alike, without a state for each node. So the entry of a node is its
+key and its value, and `commit` adds those of the nodes that were accepted to the state.
+
+Long chains that will all be committed (prompts) go through the same two functions in blocks: time is linear in their
+length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree
+from decodax.cache.scratch import Scratch
+from decodax.struct import Struct, static, struct
+
+BLOCK = 64
+"""Nodes of a prompt whose weights for one another are computed at once."""
+
+Features = Literal["identity", "elu", "taylor"]
+"""`phi`: `x`; `elu(x) + 1` (Katharopoulos et al., 2020); or the terms up to the second order of `exp(q k / sqrt(d))`,
+`(1, x / d^(1/4), x x^T / sqrt(2 d))` (Based: Arora et al., 2024)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRule:
+    """How a layer of linear attention weighs keys. The weights of all keys are one sum, with no softmax.
+
+    Attributes:
+        features: `phi`.
+        normalise: whether the sum of weighted values is divided by the sum of weights.
+        group: above 0, positions are counted in groups of so many, and a query sees the keys of its own group with the
+            weight `max(0, q k)^2` and those of earlier groups through `phi` (FLASH: Hua et al., 2022). 0: all through
+            `phi`.
+        taps: to the output is added a convolution of the values of the query's position and the `taps - 1` before it,
+            with factors of each query head (`LinearTerms.taps`). 0: none.
+        unit: whether queries and keys are divided by their length.
+        factor: whether what comes through `phi` has a learned factor (`LinearTerms.factor`).
+        width: of queries and keys; None: as wide as the decoder's other heads.
+        prefix: whether an encoder's keys and values are in the state before the text is (`LinearStates`).
+    """
+
+    features: Features = "elu"
+    normalise: bool = True
+    group: int = 0
+    taps: int = 0
+    unit: bool = False
+    factor: bool = False
+    width: int | None = None
+    prefix: bool = False
+
+    def __post_init__(self) -> None:
+        if self.features not in get_args(Features):
+            raise ValueError(f"features: got {self.features!r}, takes one of {', '.join(get_args(Features))}")
+        for name in ("group", "taps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 0 or more")
+        if self.width is not None and self.width < 1:
+            raise ValueError(f"width: got {self.width}, takes 1 or more, or None")
+
+    @property
+    def recent(self) -> int:
+        """Latest tokens whose keys and values are kept beside the sum: what an open group and the convolution read."""
+        return max(self.group - 1, self.taps - 1, 0)
+
+    def size(self, width: int) -> int:
+        """Numbers that `phi` makes of so many."""
+        return 1 + width + width * width if self.features == "taylor" else width
+
+    def phi(self, x: Array) -> Array:
+        """`f32[..., r]` of `f[..., d]`."""
+        x = x.astype(jnp.float32)
+        if self.features == "identity":
+            return x
+        if self.features == "elu":
+            return jax.nn.elu(x) + 1
+        d = x.shape[-1]
+        one, square = jnp.ones((*x.shape[:-1], 1), jnp.float32), (x[..., :, None] * x[..., None, :])
+        return jnp.concatenate([one, x * d ** -0.25, square.reshape(*x.shape[:-1], d * d) * (2 * d) ** -0.5], -1)
+
+
+@struct
+class LinearTerms(Struct):
+    """What a layer of linear attention hands to `attend` beside queries, keys and values.
+
+    Attributes:
+        rule: static.
+        factor: `f[1]`, that of what comes through `phi`; None: 1.
+        taps: `f[H, taps]`, of each query head the factors of the values at the distances 0, 1, ..; None: none.
+        encoder: keys and values `f[B, T, G, d]` and `f[B, T, G, e]` that the layer's encoder makes of the same nodes;
+            read where a prefix is encoded, and nowhere else.
+    """
+
+    rule: LinearRule = static()
+    factor: Array | None = None
+    taps: Array | None = None
+    encoder: tuple[Array, Array] | None = None
+
+
+@struct
+class LinearState(Struct):
+    """The state of a layer after a text.
+
+    Attributes:
+        sums: `f32[B, G, r, e]`: `S`; with `LinearRule.normalise` one column more, the sum of `phi(k)`. Where there are
+            groups, of those that are over.
+        recent: `f[B, G, R, d + e]`: key and value of the token at position `p` in slot `p % R`.
+    """
+
+    sums: Array
+    recent: Array
+
+    @classmethod
+    def empty(cls, rule: LinearRule, batch: int, heads: int, width: int, values: int,
+              dtype: jax.typing.DTypeLike) -> LinearState:
+        """That of an empty text: key/value heads `G`, widths `d` and `e`."""
+        return cls(sums=jnp.zeros((batch, heads, rule.size(width), values + rule.normalise), jnp.float32),
+                   recent=jnp.zeros((batch, heads, rule.recent, width + values), dtype))
+
+    def held(self, length: Array) -> Array:
+        """`i32[B, R]`: the position of the token in each slot behind a text of that `length` (`i32[B]`); -1: none."""
+        R, last = self.recent.shape[2], length[:, None] - 1
+        at = last - (last - jnp.arange(R, dtype=jnp.int32)) % max(R, 1)
+        return jnp.where(at >= 0, at, -1)
+
+    def pairs(self, width: int) -> tuple[Array, Array]:
+        """Keys `f[B, R, G, d]` and values of the slots."""
+        both = self.recent.swapaxes(1, 2)
+        return both[..., :width], both[..., width:]
+
+
+def mix(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Array, v: Array, seen: Array, at: Array,
+        keys_at: Array) -> Array:
+    """What queries see of a text and of a window's keys.
+
+    Args:
+        state: behind the text of `length` (`i32[B]`).
+        q: `f[B, W, H, d]`. k, v: `f[B, K, G, d]` and `f[B, K, G, e]`.
+        seen: `bool[B, W, K]`. at, keys_at: positions, `i32[B, W]` and `i32[B, K]`.
+
+    Returns:
+        `f[B, W, H, e]`.
+    """
+    rule, (B, W, H, d), G = terms.rule, q.shape, k.shape[2]
+    queries = q.astype(jnp.float32).reshape(B, W, G, H // G, d)
+    scale = 1.0 if terms.factor is None else terms.factor.astype(jnp.float32)[0]
+    phi = rule.phi(queries)
+    sums = scale * jnp.einsum("bwgmr,bgre->bwgme", phi, state.sums)
+    if rule.recent:
+        held, (old_k, old_v) = state.held(length), state.pairs(d)
+        k, v = jnp.concatenate([old_k.astype(k.dtype), k], 1), jnp.concatenate([old_v.astype(v.dtype), v], 1)
+        keys_at = jnp.concatenate([held, keys_at], 1)
+        seen = jnp.concatenate([jnp.broadcast_to((held >= 0)[:, None], (B, W, held.shape[1])), seen], 2)
+    seen = seen[:, :, None, None]                       # [B, W, 1, 1, K]
+    far = (at[:, :, None] - keys_at[:, None])[:, :, None, None]
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    scores = jnp.einsum("bwgmd,bkgd->bwgmk", queries, k)
+    if rule.features == "taylor":
+        through = 1 + scores * d ** -0.5 + jnp.square(scores) / (2 * d)
+    elif rule.features == "identity":
+        through = scores
+    else:
+        through = jnp.einsum("bwgmr,bkgr->bwgmk", phi, rule.phi(k))
+    if rule.group:
+        own, theirs = (x // rule.group for x in (at[:, :, None], keys_at[:, None]))
+        # the sums hold the groups that are over; a group that ends within the window is seen through phi all the same
+        apart = (theirs < own) & (theirs >= (length // rule.group)[:, None, None])
+        near, apart = (theirs == own)[:, :, None, None], apart[:, :, None, None]
+        weights = jnp.where(near, jnp.square(jax.nn.relu(scores)), jnp.where(apart, scale * through, 0))
+    else:
+        weights = scale * through
+        if rule.recent:                                 # the sums hold every token of the text
+            weights = jnp.where((keys_at >= length[:, None])[:, None, None, None], weights, 0)
+    weights = jnp.where(seen, weights, 0)
+    out = sums + jnp.einsum("bwgmk,bkge->bwgme", weights, _with_ones(rule, v))
+    if rule.normalise:
+        out = out[..., :-1] / (out[..., -1:] + 1e-12)
+    if rule.taps and terms.taps is not None:
+        taps = terms.taps.astype(jnp.float32).T[jnp.clip(far[:, :, 0, 0], 0, rule.taps - 1)]      # [B, W, K, H]
+        taps = taps.swapaxes(2, 3).reshape(B, W, G, H // G, -1)
+        taps = jnp.where(seen & (far >= 0) & (far < rule.taps), taps, 0)
+        out = out + jnp.einsum("bwgmk,bkge->bwgme", taps, v)
+    return out.reshape(B, W, H, -1).astype(q.dtype)
+
+
+def taken_in(rule: LinearRule, state: LinearState, length: Array, k: Array, v: Array, slots: Array) -> LinearState:
+    """The state with more tokens.
+
+    Args:
+        length: `i32[B]` of the text before. k, v: `f[B, W, G, d]` and `f[B, W, G, e]`.
+        slots: `i32[B, W]`, their positions, that follow on from the text; -1: of none.
+    """
+    after, d = jnp.maximum(length, slots.max(1) + 1), k.shape[-1]
+    new_k, new_v, at = k, v, slots
+    if rule.group:          # a group goes into the sum when it is over
+        old_k, old_v = state.pairs(d)
+        new_k, new_v = (jnp.concatenate([old.astype(new.dtype), new], 1) for old, new in ((old_k, k), (old_v, v)))
+        at = jnp.concatenate([state.held(length), slots], 1)
+        begun, over = length // rule.group * rule.group, after // rule.group * rule.group
+        joins = (at >= begun[:, None]) & (at < over[:, None])
+    else:
+        joins = at >= 0
+    phi = jnp.where(joins[:, :, None, None], rule.phi(new_k), 0)
+    # what does not join must not reach the sum, whatever it is
+    values = jnp.where(joins[:, :, None, None], _with_ones(rule, new_v.astype(jnp.float32)), 0)
+    state = state.replace(sums=state.sums + jnp.einsum("bkgr,bkge->bgre", phi, values))
+    if R := rule.recent:
+        stays = (slots >= 0) & (slots >= (after - R)[:, None])
+        to = jnp.where(stays, slots % R, R)
+        both = jnp.concatenate([k, v], -1).swapaxes(1, 2).astype(state.recent.dtype)
+        put = jax.vmap(lambda row, new, to: row.at[:, to].set(new, mode="drop"))
+        state = state.replace(recent=put(state.recent, both, to))
+    return state
+
+
+def along(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Array, v: Array, live: Array, at: Array
+          ) -> Array:
+    """As `mix`, for a chain whose live nodes (`bool[B, W]`) see those before them: block by block."""
+    W = q.shape[1]
+
+    def visit(carry: tuple[LinearState, Array], block: tuple[Array, ...]) -> tuple[Any, Array]:
+        (state, length), (q, k, v, live, at) = carry, block
+        n = q.shape[1]
+        seen = (jnp.tril(jnp.ones((n, n), bool)) & live[:, None]) | jnp.eye(n, dtype=bool)
+        out = mix(terms, state, length, q, k, v, seen, at, at)
+        slots = jnp.where(live, at, -1)
+        state = taken_in(terms.rule, state, length, k, v, slots)
+        return (state, jnp.maximum(length, slots.max(1) + 1)), out
+
+    _, out = lax.scan(visit, (state, length), tuple(map(_blocks, (q, k, v, live, at))))
+    return out.swapaxes(0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :W]
+
+
+def over_text(terms: LinearTerms, q: Array, k: Array, v: Array, mask: Array | None, at: Array,
+              prefix: Array | None = None) -> tuple[Array, Array]:
+    """Linear attention among given nodes alone, without a cache, as training and encoders have it.
+
+    Args:
+        q, k, v, at: as in `mix`.
+        mask: `bool[B or 1, W, W]`; None: a chain.
+        prefix: `i32[B]`: nodes at so many first positions, whose encoder's keys and values all nodes see; None: none.
+
+    Returns:
+        `f[B, W, H, e]`, and what the encoder's keys and values sum to, `f32[B, G, r, e + 1]`.
+    """
+    rule, (B, W, _, d), G = terms.rule, q.shape, k.shape[2]
+    state = LinearState.empty(rule, B, G, d, v.shape[-1], v.dtype)
+    zero = jnp.zeros(B, jnp.int32)
+    if prefix is not None and terms.encoder is not None:
+        state = encoded(rule, state, *terms.encoder, at < prefix[:, None])
+    if mask is None:
+        return along(terms, state, zero, q, k, v, jnp.ones((B, W), bool), at), state.sums
+    return mix(terms, state, zero, q, k, v, jnp.broadcast_to(mask, (B, W, W)), at, at), state.sums
+
+
+def encoded(rule: LinearRule, state: LinearState, k: Array, v: Array, live: Array) -> LinearState:
+    """An empty state with the live ones of an encoder's keys and values in its sums."""
+    live = live[:, :, None, None]
+    phi, values = jnp.where(live, rule.phi(k), 0), jnp.where(live, _with_ones(rule, v.astype(jnp.float32)), 0)
+    return state.replace(sums=state.sums + jnp.einsum("bkgr,bkge->bgre", phi, values))
+
+
+def _with_ones(rule: LinearRule, v: Array) -> Array:
+    """Values with a 1 behind each where sums of weights are wanted, too."""
+    return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], -1) if rule.normalise else v
+
+
+def _blocks(x: Array) -> Array:
+    """`[n, B, BLOCK, ...]` of `[B, W, ...]`, with zeros behind."""
+    more = -x.shape[1] % BLOCK
+    x = jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)))
+    return x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]).swapaxes(0, 1)
+
+
+@struct
+class LinearStates(Cache):
+    """The state of each layer of linear attention after the verified text. An entry is a pair of a key and a value.
+
+    Attributes:
+        states: a `LinearState` a layer.
+        length: `i32[B]` tokens that they have taken in.
+        given: see `Cache.inputs`.
+        rules: static; of each layer.
+        size: static; the most tokens of a text.
+    """
+
+    supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
+
+    states: tuple[LinearState, ...]
+    length: Array
+    given: PyTree
+    rules: tuple[LinearRule, ...] = static()
+    size: int = static()
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *,       # type: ignore[override]
+               linear: LinearTerms) -> tuple[Array, PyTree]:
+        """As `Cache.attend`, for the rule of `linear`."""
+        state, own = self.states[layer], k.shape[1] - q.shape[1]
+        if window.certain and q.shape[1] > BLOCK:
+            out = along(linear, state, self.length, q, k, v, window.live, window.positions)
+        else:
+            out = mix(linear, state, self.length, q, k, v, window.visible(), window.positions, window.key_positions)
+        return out, (k[:, own:], v[:, own:])
+
+    def commit(self, entries: Entries, slots: Array) -> LinearStates:
+        if not self.size:
+            return self
+        states = tuple(_committed(rule, state, self.length, entry[0], entry[1], slots)
+                       for rule, state, entry in zip(self.rules, self.states, entries, strict=True))
+        return self.replace(states=states, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return Scratch.empty(self, entries, room)
+
+
+def _committed(rule: LinearRule, state: LinearState, length: Array, k: Array, v: Array, slots: Array) -> LinearState:
+    if slots.shape[1] <= BLOCK:
+        return taken_in(rule, state, length, k, v, slots)
+
+    def visit(carry: tuple[LinearState, Array], block: tuple[Array, ...]) -> tuple[Any, None]:
+        (state, length), (k, v, slots) = carry, block
+        state = taken_in(rule, state, length, k, v, slots - 1)
+        return (state, jnp.maximum(length, slots.max(1))), None
+
+    # one more than each slot, so that the zeros behind mean none
+    return lax.scan(visit, (state, length), tuple(map(_blocks, (k, v, slots + 1))))[0][0]
+
+
+def linear_states(rules: Sequence[LinearRule], shapes: Sequence[tuple[int, int, int]], batch: int, capacity: int,
+                  dtype: jax.typing.DTypeLike, inputs: PyTree = None) -> LinearStates:
+    """Empty states; `shapes` gives each layer's key/value heads `G` and the widths `d` and `e`. `dtype` is that of the
+    latest tokens; sums are float32."""
+    states = tuple(LinearState.empty(rule, batch, *shape, dtype) for rule, shape in zip(rules, shapes, strict=True))
+    return LinearStates(states=states, length=jnp.zeros(batch, jnp.int32), given=inputs, rules=tuple(rules),
+                        size=capacity)

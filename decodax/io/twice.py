@@ -1,0 +1,73 @@
+"""JRT-Prompt: a prompt that says its context twice ("Just read twice: closing the recall gap for recurrent language
+models", Arora et al., 2024).
+
+A state of constant size holds less than a context says, and what it should hold is known only when the question is
+read. When the context comes a second time, the question has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FORMS = ("context question context question", "question context context question")
+
+
+def read_twice(prompt: Any, question: Any = None, between: Any = "\n", form: str = FORMS[0]) -> Any:
+    """A prompt with its context twice.
+
+    Args:
+        prompt: a text, token ids, or a chat. With a `question` it is the context; without one it is both, and stands
+            twice as it is. Of a chat the last message of the user stands twice within that message.
+        question: a text or token ids, as `prompt` is.
+        between: what stands between two parts: a text, or token ids where `prompt` has ids (a text puts nothing
+            there).
+        form: the order of context and question; the first form is the paper's, and in the second one the question is
+            known when the context is first read, as in most of the authors' evaluations.
+
+    Returns:
+        A text, a list of token ids, or a list of messages: what `generate` takes as a prompt.
+
+    Raises:
+        ValueError: a form that there is not, a chat without a message of the user, or with a question beside it.
+        TypeError: something else than a prompt.
+
+    >>> read_twice("Ann is 7. Bob is 9.", "How old is Ann?", between=" ")
+    'Ann is 7. Bob is 9. How old is Ann? Ann is 7. Bob is 9. How old is Ann?'
+    >>> read_twice([3, 1, 4], [9], form="question context context question")
+    [9, 3, 1, 4, 3, 1, 4, 9]
+    """
+    if form not in FORMS:
+        raise ValueError(f"form: got {form!r}, takes one of {', '.join(map(repr, FORMS))}")
+    if isinstance(prompt, str):
+        if question is not None and not isinstance(question, str):
+            raise TypeError(f"question: got {type(question).__name__}, takes a text beside one")
+        return str(between).join(_parts(prompt, question, form))
+    if not isinstance(prompt, Sequence) and not hasattr(prompt, "tolist"):
+        raise TypeError(f"prompt: got {type(prompt).__name__}, takes a text, token ids or a chat")
+    rows = list(prompt)
+    if rows and isinstance(rows[0], Mapping):
+        return _chat(rows, question, between)
+    if isinstance(question, str):
+        raise TypeError("question: got a text, takes token ids beside some")
+    ids: list[int] = []
+    for part in _parts(rows, question, form):
+        ids += [*([] if not ids or isinstance(between, str) else between), *part]
+    return [int(token) for token in ids]
+
+
+def _parts(context: Any, question: Any, form: str) -> list[Any]:
+    if question is None:
+        return [context, context]
+    return [context if word == "context" else question for word in form.split()]
+
+
+def _chat(messages: list[Mapping[str, Any]], question: Any, between: Any) -> list[Mapping[str, Any]]:
+    if question is not None:
+        raise ValueError("question: got one beside a chat, whose last message of the user has it")
+    mine = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    if not mine or not isinstance(messages[mine[-1]].get("content"), str):
+        raise ValueError("prompt: got a chat without a text of the user, takes one with some")
+    last = messages[mine[-1]]
+    return [*messages[:mine[-1]], {**last, "content": read_twice(last["content"], between=between)},
+            *messages[mine[-1] + 1:]]
