@@ -27,6 +27,8 @@ from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import WITH_IMAGES, read_config, text_part
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
+from decodax.models.mamba2 import Mamba2, read_mamba2, shape_of
+from decodax.models.mamba2 import sources as mamba2_sources
 from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
 from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
@@ -135,6 +137,31 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
                           packing if source.transpose or tied(path) else None, tied(path))
               for path, source in where.items()}
     return T5(config, dtype=name), nested(loaded)
+
+
+def load_mamba2(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
+                weights: str | Format | None = None) -> tuple[Mamba2, Weights]:
+    """Loads the directory of a Mamba-2, onto the first device. Arguments and errors as in `load_model`."""
+    asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
+    root = Path(directory)
+    entries = read_json(root / "config.json")
+    try:
+        config = read_mamba2(checked(entries))
+    except ValueError as e:
+        raise CheckpointError(f"{root / 'config.json'}: {e}") from None
+    files = Files(root)
+    where = mamba2_sources(config, files.home)
+    _check(where, files, {"lm_head.weight"} if config.tied else set(), [])
+    table = where["embed"].tensors[0]
+    if config.tied:
+        _check_tied(files, table, "lm_head.weight")
+    name = asked or DTYPES[files.slice(table).get_dtype()]
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    packs = lambda path: packing is not None and packing.packs(path) and (
+        path.endswith(".kernel") or (path == "embed" and config.tied))
+    loaded = {path: _load(files, source, shape_of(path, source), name, here, packing if packs(path) else None,
+                          path == "embed") for path, source in where.items()}
+    return Mamba2(config, dtype=name), nested(loaded)
 
 
 def load_diffusion(directory: str | os.PathLike[str]) -> Diffusion | None:
