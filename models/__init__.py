@@ -10,5 +10,5 @@ from decodax.models.t5 import T5, EncoderText, T5Config
 from decodax.models.transformer import AdapterRows, Embeddings, Transformer
 
 __all__ = ["T5", "AdapterRows", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings", "EncoderText",
-           "Experts", "Layer", "Mamba2", "Mamba2Config", "NormConfig", "Rope", "T5Config", "Transformer", "cla", "diffqkv", "dual_chunk", "llama",
-           "yoco"]
+           "Experts", "Layer", "Mamba2", "Mamba2Config", "NormConfig", "Rope", "T5Config", "Transformer", "cla",
+           "diffqkv", "dual_chunk", "llama", "yoco"]

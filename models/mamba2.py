@@ -6,8 +6,8 @@ and to a time step `dt` of each head. A short causal convolution goes over `x`, 
     S <- exp(dt A) S + B (dt x)^T        y = C^T S + D x        out = W RMS(y silu(z))
 
 with `A < 0` of each head, and the root mean square over each of the `G` groups of channels. Heads share the `B` and `C`
-of their group, as query heads share keys. The recurrence is linear, so a window, a chain or a tree, is computed by matrix
-products from the state before it, and a prompt in chunks of them (the paper's state-space duality; see
+of their group, as query heads share keys. The recurrence is linear, so a window, a chain or a tree, is computed by
+matrix products from the state before it, and a prompt in chunks of them (the paper's state-space duality; see
 `decodax.cache.linear`). A row's cache is one state a layer and the last few inputs of the convolution, whatever the
 length of the text.
 
@@ -195,8 +195,8 @@ def steps(c: Mamba2Config, p: Weights, dt: Array) -> tuple[Array, Array]:
 def gated(c: Mamba2Config, scale: Array, y: Array, z: Array) -> Array:
     """The gated norm `f32[B, W, inner]`: the gate first, then the root mean square of each group."""
     y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
-    return _norm(y.reshape(*y.shape[:2], c.groups, -1), jnp.ones((), jnp.float32), c.eps).reshape(y.shape) * scale.astype(
-        jnp.float32)
+    each = y.reshape(*y.shape[:2], c.groups, -1)
+    return _norm(each, jnp.ones((), jnp.float32), c.eps).reshape(y.shape) * scale.astype(jnp.float32)
 
 
 def biased(y: Array, p: Weights) -> Array:

@@ -1,14 +1,14 @@
 """A cache of linear recurrences: one matrix a head, layer and row, whatever the length of the text.
 
-The recurrence is `S <- exp(g) S + k v^T` with a decay `g <= 0` of each head, read as `q^T S` (Mamba-2, retention, linear
-attention with a scalar gate). It is linear, so the nodes of a window need no states of their own. With `G_i` the sum of
-`g` over node `i` and its ancestors in the window, and `S` the state before it, a node reads
+The recurrence is `S <- exp(g) S + k v^T` with a decay `g <= 0` of each head, read as `q^T S` (Mamba-2, retention,
+linear attention with a scalar gate). It is linear, so the nodes of a window need no states of their own. With `G_i` the
+sum of `g` over node `i` and its ancestors in the window, and `S` the state before it, a node reads
 
     y_i = exp(G_i) q_i^T S + sum over j of exp(G_i - G_j) (q_i . k_j) v_j,        j: i and its ancestors
 
 which is attention with a decay under the window's mask, for chains and trees alike (the dual form of Dao and Gu, 2024).
-What a node leaves is `k`, `v` and `G`, and a commit adds up those of the accepted path. A state is `N P` numbers, what a
-node leaves `N + P`.
+What a node leaves is `k`, `v` and `G`, and a commit adds up those of the accepted path. A state is `N P` numbers, what
+a node leaves `N + P`.
 
 Short convolutions go with it: a node's inputs are an entry too, and the cache keeps the last few of the verified text.
 """
@@ -163,8 +163,8 @@ class LinearScratch(Draftable):
 
     def append(self, entries: Entries, positions: Array, at: Array) -> LinearScratch:
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)
-        return self.replace(nodes=jax.tree.map(put, self.nodes, tuple(entries)), positions=put(self.positions, positions),
-                            sees=None)
+        return self.replace(nodes=jax.tree.map(put, self.nodes, tuple(entries)),
+                            positions=put(self.positions, positions), sees=None)
 
     def commit(self, slots: Array) -> Any:
         return self.base.commit(self.nodes, slots)
@@ -202,7 +202,7 @@ def _grown(x: Array, groups: int) -> Array:
 
 
 def _read(state: Array, q: Array, k: Array, v: Array, mine: Array, theirs: Array, seen: Array) -> Array:
-    """`f32[B, W, H, P]`: what queries `q` at nodes with the sums `mine` read of the state and of nodes with `theirs`."""
+    """`f32[B, W, H, P]`: what nodes with the sums `mine` read, of the state and of the nodes with `theirs`."""
     B, W, G, _ = q.shape
     scores = jnp.einsum("bign,bjgn->bgij", q, k)[:, :, None]
     # the difference of multiples is exact
