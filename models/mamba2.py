@@ -17,7 +17,7 @@ Loaded are the layout of Hugging Face (`Mamba2ForCausalLM`), and the names and c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -111,7 +111,7 @@ class Mamba2(Model):
         x, entries, layers = x.astype(jnp.float32 if c.wide else dtype), [], []
         for i in range(c.layers):
             p = params["layers"][str(i)]
-            y, entry = mixed(c, p, i, _norm(x, p["norm"], c.eps).astype(dtype), window, cache)
+            y, entry = self.mixer(p, i, _norm(x, p["norm"], c.eps).astype(dtype), window, cache)
             x = x + y
             entries.append(entry)
             layers.append(x)
@@ -122,6 +122,10 @@ class Mamba2(Model):
 
         return Out(hidden=norm(x), entries=tuple(entries), head=logits, layers=tuple(layers), norm=norm)
 
+    def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
+        """What a layer with weights `p` adds to the stream, `f[B, W, D]` from the normed one, and its entry."""
+        return mixed(self.config, p, layer, x, window, cache)
+
     def forward(self, params: Weights, tokens: Array) -> Array:
         """Logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
         B = tokens.shape[0]
@@ -130,6 +134,11 @@ class Mamba2(Model):
 
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         return embedded(params["embed"], tokens, jnp.dtype(self.dtype))
+
+    def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+        """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
+        return nested({path: jax.ShapeDtypeStruct(shape_of(path, source), dtype)
+                       for path, source in sources(self.config).items()})
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms and `D` one,
@@ -151,16 +160,29 @@ class Mamba2(Model):
         return nested(found)
 
 
-def mixed(c: Mamba2Config, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-    """A layer's mixer: `f[B, W, D]` from the normed stream, and the layer's entry."""
+Change = Callable[[Array], Array]
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+def mixed(c: Mamba2Config, p: Weights, layer: int, x: Array, window: Window, cache: Any, conv: Change = _same,
+          out: Change = _same) -> tuple[Array, Any]:
+    """A layer's mixer: `f[B, W, D]` from the normed stream, and the layer's entry.
+
+    Args:
+        conv, out: what is done to the outputs of the convolution, `[B, W, channels]`, and to the inputs of the last
+            projection, `[B, W, inner]`.
+    """
     z, into, dt = projected(c, p, x)
     past = cache.before(layer, into, window)                                            # [B, W, conv - 1, channels]
-    u, B, C = convolved(c, p, jnp.concatenate([past, into[:, :, None]], 2))
+    u, B, C = convolved(c, p, jnp.concatenate([past, into[:, :, None]], 2), conv)
     dt, decay = steps(c, p, dt)
     heads = u.astype(jnp.float32).reshape(*u.shape[:2], c.heads, c.head_dim)
     y, entry = cache.recur(layer, C, B, heads * dt[..., None], decay, into, window, chunk=c.chunk)
     y = y + heads * p["D"].astype(jnp.float32)[:, None]
-    y = gated(c, p["gated_norm"], y.reshape(u.shape), z).astype(x.dtype)
+    y = out(gated(c, p["gated_norm"], y.reshape(u.shape), z).astype(x.dtype))
     return biased(multiply(y, p["out"]["kernel"]), p["out"]), entry
 
 
@@ -170,12 +192,12 @@ def projected(c: Mamba2Config, p: Weights, x: Array) -> tuple[Array, Array, Arra
     return y[..., :c.inner], y[..., c.inner:c.inner + c.channels], y[..., c.inner + c.channels:]
 
 
-def convolved(c: Mamba2Config, p: Weights, taps: Array) -> tuple[Array, Array, Array]:
+def convolved(c: Mamba2Config, p: Weights, taps: Array, change: Change = _same) -> tuple[Array, Array, Array]:
     """`x` `[B, W, inner]`, `B` and `C` `[B, W, G, N]` from the inputs `[B, W, conv, channels]` that each node sees, its
-    own last."""
+    own last; see `mixed` for `change`."""
     y = (taps.astype(jnp.float32) * p["conv"]["taps"][:, 0].astype(jnp.float32)).sum(2)
     y = y + p["conv"]["bias"].astype(jnp.float32) if c.conv_bias else y
-    return divided(c, jax.nn.silu(y).astype(taps.dtype))
+    return divided(c, change(jax.nn.silu(y).astype(taps.dtype)))
 
 
 def divided(c: Mamba2Config, y: Array) -> tuple[Array, Array, Array]:
@@ -253,6 +275,19 @@ def read_mamba2(c: Mapping[str, Any]) -> Mamba2Config:
         return _of_transformers(c) if "model_type" in c else _of_state_spaces(c)
     except KeyError as e:
         raise ValueError(f"config.json of a mamba2 model lacks {e}") from None
+
+
+def entries_of(c: Mamba2Config) -> dict[str, Any]:
+    """The entries of a `config.json` in Hugging Face's layout that `read_mamba2` reads as `c`."""
+    if c.inner % c.width:
+        raise ValueError(f"config: got {c.inner} channels for width {c.width}, the layout takes a multiple")
+    found = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "vocab_size": c.vocab,
+             "hidden_size": c.width, "num_hidden_layers": c.layers, "num_heads": c.heads, "head_dim": c.head_dim,
+             "expand": c.inner // c.width, "n_groups": c.groups, "state_size": c.state, "conv_kernel": c.conv,
+             "chunk_size": c.chunk, "layer_norm_epsilon": c.eps, "use_bias": c.bias, "use_conv_bias": c.conv_bias,
+             "tie_word_embeddings": c.tied, "residual_in_fp32": c.wide, "hidden_act": "silu"}
+    limit = [x if x != float("inf") else {"__float__": "Infinity"} for x in c.steps]
+    return found if c.steps == (0.0, float("inf")) else {**found, "time_step_limit": limit}
 
 
 def _of_transformers(c: Mapping[str, Any]) -> Mamba2Config:

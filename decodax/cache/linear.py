@@ -98,7 +98,7 @@ class LinearRecurrent(Cache):
         q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
         state = self.states[layer]
         if window.certain and window.width > chunk:
-            y, total = _chunks(state, q, k, v, decay, window.live, chunk)
+            y, total, _ = _chunks(state, q, k, v, decay, window.live, chunk)
         else:
             seen = window.visible()
             total = _totals(seen, decay)
@@ -226,8 +226,16 @@ def _after(state: Array, k: Array, v: Array, total: Array, slots: Array) -> Arra
     return state * jnp.exp(end.sum(-1))[..., None, None] + added
 
 
-def _chunks(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int) -> tuple[Array, Array]:
-    """A chain, `chunk` nodes at a time: what its nodes read, and the sums of their decays."""
+def chained(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int) -> tuple[Array, Array]:
+    """A chain behind a state `f32[B, H, N, P]`: what its nodes read, `f32[B, W, H, P]`, and the state behind the live
+    ones (`bool[B, W]`). The others as in `LinearRecurrent.recur`."""
+    y, _, state = _chunks(state, q, k, v, decay, live, min(chunk, live.shape[1]))
+    return y, state
+
+
+def _chunks(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int
+            ) -> tuple[Array, Array, Array]:
+    """A chain, `chunk` nodes at a time: what its nodes read, the sums of their decays, and the state behind them."""
     B, W = live.shape
     pad = -W % chunk
     cut = lambda a: jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2)).reshape(
@@ -244,6 +252,6 @@ def _chunks(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Arra
         return (_after(state, k, v, total, slots), before + total[:, -1]), (y, before[:, None] + total)
 
     zero = jnp.zeros((B, decay.shape[2], 2), jnp.float32)
-    _, found = lax.scan(one, (state, zero), tuple(map(cut, (q, k, v, decay, live))))
+    (state, _), found = lax.scan(one, (state, zero), tuple(map(cut, (q, k, v, decay, live))))
     y, total = (a.swapaxes(0, 1).reshape(B, -1, *a.shape[3:])[:, :W] for a in found)
-    return y, total
+    return y, total, state
