@@ -223,7 +223,7 @@ def quarter(w: np.ndarray, inner: bool) -> tuple[np.ndarray, np.ndarray, np.ndar
         return (codes, scales.astype(np.float32), None) if inner else (codes, one, scales)
     size = math.gcd(GROUP, K)
     groups = w.reshape(N, K // size, size)
-    found = np.abs(groups).max(-1) * np.float16(2 / 15)
+    found = (np.abs(groups).max(-1).astype(np.float32) * np.float32(2 / 15)).astype(np.float16)
     codes = np.clip(_rounded(groups, found[..., None]) + 8, 0, 15) - 8
     if not inner:
         return codes.reshape(N, K), one, found
@@ -282,44 +282,10 @@ class QuantizedMamba2(Mamba2):
         return {**shapes, "layers": {i: {**layer, "grid": grid} for i, layer in shapes["layers"].items()}}
 
     def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        c, grid = self.config, p["grid"]
+        c, grid = self.config, p["grid"]["conv"]
         z, into, dt = projected(c, p, x)
-
-        def inner(taps: Array, dt: Array) -> tuple[Array, Array, Array, Array, Array]:
-            """What goes into the recurrence: heads of `x`, `B`, `C`, time steps and decays."""
-            u, B, C = convolved(c, p, taps, lambda y: codes_of(y, grid["conv"]) * grid["conv"])
-            return (u.reshape(*u.shape[:2], c.heads, c.head_dim), B, C, *steps(c, p, dt))
-
-        def wide(own: dict[str, Array]) -> Array:
-            state = own["state"]
-            return state * grid["state"] if state.dtype == jnp.int8 else state
-
-        def kept(ring: Array, state: Array, own: dict[str, Array]) -> dict[str, Array]:
-            if own["state"].dtype == jnp.int8:
-                state = codes_of(state, grid["state"]).astype(jnp.int8)
-            return {"ring": codes_of(ring, grid["into"]).astype(jnp.int8), "state": state}
-
-        def step(own: dict[str, Array], node: tuple[Array, Array]) -> tuple[dict[str, Array], Array]:
-            whole = jnp.concatenate([own["ring"] * grid["into"], node[0][:, None]], 1)
-            heads, B, C, dt, decay = inner(whole[:, None], node[1][:, None])
-            grown = lambda a: jnp.repeat(a[:, 0], c.heads // c.groups, 1)                   # [B, H, N]
-            state = wide(own) * jnp.exp(decay[:, 0])[..., None, None]
-            state = state + grown(B)[..., None] * (heads * dt[..., None])[:, 0, :, None]
-            # read before it is rounded
-            y = jnp.einsum("bhn,bhnp->bhp", grown(C), state) + heads[:, 0] * p["D"][:, None]
-            return kept(whole[:, 1:], state, own), y
-
-        def along(own: dict[str, Array], nodes: tuple[Array, Array], live: Array) -> tuple[dict[str, Array], Array]:
-            order, rank = jnp.argsort(~live, 1, stable=True), jnp.maximum(jnp.cumsum(live, 1) - 1, 0)
-            into, dt = (take(a, order) for a in nodes)          # live nodes first
-            whole, W = jnp.concatenate([own["ring"] * grid["into"], into], 1), live.shape[1]
-            taps = jnp.stack([whole[:, i:i + W] for i in range(c.conv)], 2)
-            heads, B, C, dt, decay = inner(taps, dt)
-            y, state = chained(wide(own), C, B, heads * dt[..., None], decay, take(live, order), c.chunk)
-            ring = take(whole, live.sum(1)[:, None] + jnp.arange(c.conv - 1))
-            return kept(ring, state, own), take(y + heads * p["D"][:, None], rank)
-
-        y, entry = cache.walk(layer, step, (into, dt), window, along)
+        near = lambda y: codes_of(y, grid) * grid
+        y, entry = scanned(c, p, layer, into, dt, lambda taps: convolved(c, p, taps, near), window, cache)
         y = gated(c, p["gated_norm"], y.reshape(z.shape), z).astype(x.dtype)
         return biased(multiply(y, p["out"]["kernel"]), p["out"]), entry
 
@@ -328,6 +294,50 @@ class QuantizedMamba2(Mamba2):
         window = causal(tokens, jnp.zeros(len(tokens), jnp.int32)).replace(certain=True)
         cache: Any = self.init_cache(len(tokens), 0)
         return self.apply(params, window, cache.for_prompt()).logits()
+
+
+def scanned(c: Mamba2Config, p: Weights, layer: int, into: Array, dt: Array,
+            convolve: Callable[[Array], tuple[Array, Array, Array]], window: Window, cache: Any) -> tuple[Array, Any]:
+    """Convolution and recurrence of a layer with rounded states: `f32[B, W, H, P]`, and the layer's entry.
+
+    Args:
+        into: `f[B, W, channels]`, multiples of the grid "into". dt: `f[B, W, H]`, before the bias.
+        convolve: `x`, `B` and `C` of the inputs `[B, W, conv, channels]` that each node sees.
+    """
+    grid, D = p["grid"], p["D"][:, None]
+
+    def wide(own: dict[str, Array]) -> Array:
+        state = own["state"]
+        return state * grid["state"] if state.dtype == jnp.int8 else state
+
+    def kept(ring: Array, state: Array, own: dict[str, Array]) -> dict[str, Array]:
+        if own["state"].dtype == jnp.int8:
+            state = codes_of(state, grid["state"]).astype(jnp.int8)
+        return {"ring": codes_of(ring, grid["into"]).astype(jnp.int8), "state": state}
+
+    def inner(taps: Array, dt: Array) -> tuple[Array, ...]:
+        u, B, C = convolve(taps)
+        return u.reshape(*u.shape[:2], c.heads, c.head_dim), B, C, *steps(c, p, dt)
+
+    def step(own: dict[str, Array], node: tuple[Array, Array]) -> tuple[dict[str, Array], Array]:
+        whole = jnp.concatenate([own["ring"] * grid["into"], node[0][:, None]], 1)
+        heads, B, C, dt, decay = (a[:, 0] for a in inner(whole[:, None], node[1][:, None]))
+        B, C = (jnp.repeat(a, c.heads // c.groups, 1) for a in (B, C))                      # [B, H, N]
+        state = wide(own) * jnp.exp(decay)[..., None, None] + B[..., None] * (heads * dt[..., None])[:, :, None]
+        # read before it is rounded
+        return kept(whole[:, 1:], state, own), jnp.einsum("bhn,bhnp->bhp", C, state) + heads * D
+
+    def along(own: dict[str, Array], nodes: tuple[Array, Array], live: Array) -> tuple[dict[str, Array], Array]:
+        order, rank = jnp.argsort(~live, 1, stable=True), jnp.maximum(jnp.cumsum(live, 1) - 1, 0)
+        into, dt = (take(a, order) for a in nodes)          # live nodes first
+        whole, W = jnp.concatenate([own["ring"] * grid["into"], into], 1), live.shape[1]
+        taps = jnp.stack([whole[:, i:i + W] for i in range(c.conv)], 2)
+        heads, B, C, dt, decay = inner(taps, dt)
+        y, state = chained(wide(own), C, B, heads * dt[..., None], decay, take(live, order), c.chunk)
+        ring = take(whole, live.sum(1)[:, None] + jnp.arange(c.conv - 1))
+        return kept(ring, state, own), take(y + heads * D, rank)
+
+    return cache.walk(layer, step, (into, dt), window, along)
 
 
 # Quantising
