@@ -19,8 +19,10 @@ from safetensors.numpy import load_file, save_file
 import decodax as dx
 from decodax.cache import LinearRecurrent, Window, causal
 from decodax.io.files import CheckpointError
+from decodax.jobs import Ticket, schedule
 from decodax.models import Mamba2, Mamba2Config, Transformer, llama
 from decodax.plan import plan
+from decodax.request import Request
 
 VOCABULARY = 97
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [1, 5], [7, 7, 7, 7], [60]]
@@ -296,3 +298,24 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(CheckpointError, match=message):
             dx.load(tmp_path)
+
+
+def test_slots_and_beams_give_the_tokens_of_a_full_forward() -> None:
+    """A prompt that takes the place of another, and the best of four beams."""
+    lm = loaded()
+    new = [3, 8, 5, 1]
+    options: dict[str, Any] = dict(max_new_tokens=new, eos_token_id=[], **POLICY)
+    request = Request.read(lm, PROMPTS, **options)
+    found = dict(schedule((Ticket(request.select([i]), i) for i in (2, 0, 3, 1)), 2))
+    together = dx.generate(lm, PROMPTS, **options).tokens.tolist()
+    assert [found[i].tokens[0].tolist()[:n] for i, n in enumerate(new)] == [
+        row[:n] for row, n in zip(together, new, strict=True)]
+
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    for _ in range(4):
+        scores = jax.nn.log_softmax(last_of(lm, [PROMPTS[1] + text for text, _ in beams]))
+        beams = sorted(((text + [token], score + float(row[token])) for (text, score), row in
+                        zip(beams, np.asarray(scores), strict=True) for token in np.argsort(-row)[:4].tolist()),
+                       key=lambda beam: -beam[1])[:4]
+    best = dx.generate(lm, [PROMPTS[1]], max_new_tokens=4, eos_token_id=[], algorithm="beam-search:width=4")
+    assert best.tokens[0].tolist() == beams[0][0]
