@@ -178,7 +178,8 @@ def _load_packed_mamba2(root: Path, entries: dict[str, Any], config: Mamba2Confi
     name, kind = dtype or entries.get("dtype", "float32"), QuantizedMamba2 if entries.get(ROUNDED) else Mamba2
     model = kind(config, dtype=name)
     shapes = flatten(model.abstract_params())
-    places = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
+    here: jax.sharding.Sharding = SingleDeviceSharding(jax.local_devices()[0])
+    places = dict.fromkeys(shapes, here)
     # scales of activations stay float32
     leaves = packed_files.read(root, entries, shapes, places, None if kind is QuantizedMamba2 else name)
     return model, nested(leaves)

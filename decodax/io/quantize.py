@@ -112,7 +112,10 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
         config = {key: value for key, value in read_json(lm.directory / "config.json").items() if key != ENTRY}
     if lm.diffusion is not None:
         config["diffusion"] = dataclasses.asdict(lm.diffusion)
-    (save_mamba2 if isinstance(lm.model, Mamba2) else save_model)(root, lm.model, lm.params, config, dtype)
+    if isinstance(lm.model, Mamba2):
+        save_mamba2(root, lm.model, lm.params, config, dtype)
+    else:
+        save_model(root, lm.model, lm.params, config, dtype)
     (root / "generation_config.json").write_text(json.dumps(lm.generation_config, indent=2) + "\n")
     source = None if lm.tokenizer is None else lm.tokenizer.directory
     for name in TOKENIZER:

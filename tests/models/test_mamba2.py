@@ -314,7 +314,7 @@ def test_slots_and_beams_give_the_tokens_of_a_full_forward() -> None:
     beams: list[tuple[list[int], float]] = [([], 0.0)]
     for _ in range(4):
         scores = jax.nn.log_softmax(last_of(lm, [PROMPTS[1] + text for text, _ in beams]))
-        beams = sorted(((text + [token], score + float(row[token])) for (text, score), row in
+        beams = sorted((([*text, token], score + float(row[token])) for (text, score), row in
                         zip(beams, np.asarray(scores), strict=True) for token in np.argsort(-row)[:4].tolist()),
                        key=lambda beam: -beam[1])[:4]
     best = dx.generate(lm, [PROMPTS[1]], max_new_tokens=4, eos_token_id=[], algorithm="beam-search:width=4")
