@@ -1,14 +1,15 @@
-"""Networks: decoder-only transformers in flax.nnx, T5, Mamba-2, and the `Model`s that wrap them for decoding."""
+"""Networks: decoder-only transformers in flax.nnx, and the `Model`s that wrap them for decoding; T5, Mamba, Mamba-2."""
 
 from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, cla, diffqkv, llama, yoco
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.dual_chunk import dual_chunk
+from decodax.models.mamba import Mamba, MambaConfig
 from decodax.models.mamba2 import Mamba2, Mamba2Config
 from decodax.models.rope import Chunks, Rope
 from decodax.models.t5 import T5, EncoderText, T5Config
 from decodax.models.transformer import AdapterRows, Embeddings, Transformer
 
 __all__ = ["T5", "AdapterRows", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings", "EncoderText",
-           "Experts", "Layer", "Mamba2", "Mamba2Config", "NormConfig", "Rope", "T5Config", "Transformer", "cla",
-           "diffqkv", "dual_chunk", "llama", "yoco"]
+           "Experts", "Layer", "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Rope", "T5Config",
+           "Transformer", "cla", "diffqkv", "dual_chunk", "llama", "yoco"]

@@ -111,16 +111,16 @@ class Mamba2(Model):
         x, entries, layers = x.astype(jnp.float32 if c.wide else dtype), [], []
         for i in range(c.layers):
             p = params["layers"][str(i)]
-            y, entry = self.mixer(p, i, _norm(x, p["norm"], c.eps).astype(dtype), window, cache)
+            y, entry = self.mixer(p, i, norm(x, p["norm"], c.eps).astype(dtype), window, cache)
             x = x + y
             entries.append(entry)
             layers.append(x)
-        norm = lambda x: _norm(x, params["norm"], c.eps).astype(dtype)
+        last = lambda x: norm(x, params["norm"], c.eps).astype(dtype)
 
         def logits(hidden: Array) -> Array:
             return multiply(hidden, head(params["embed"]) if c.tied else params["lm_head"]["kernel"], jnp.float32)
 
-        return Out(hidden=norm(x), entries=tuple(entries), head=logits, layers=tuple(layers), norm=norm)
+        return Out(hidden=last(x), entries=tuple(entries), head=logits, layers=tuple(layers), norm=last)
 
     def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
         """What a layer with weights `p` adds to the stream, `f[B, W, D]` from the normed one, and its entry."""
@@ -218,14 +218,16 @@ def gated(c: Mamba2Config, scale: Array, y: Array, z: Array) -> Array:
     """The gated norm `f32[B, W, inner]`: the gate first, then the root mean square of each group."""
     y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
     each = y.reshape(*y.shape[:2], c.groups, -1)
-    return _norm(each, jnp.ones((), jnp.float32), c.eps).reshape(y.shape) * scale.astype(jnp.float32)
+    return norm(each, jnp.ones((), jnp.float32), c.eps).reshape(y.shape) * scale.astype(jnp.float32)
 
 
 def biased(y: Array, p: Weights) -> Array:
+    """With the bias of a projection that has one."""
     return y + p["bias"].astype(y.dtype) if "bias" in p else y
 
 
-def _norm(x: Array, scale: Array, eps: float) -> Array:
+def norm(x: Array, scale: Array, eps: float) -> Array:
+    """The root mean square norm `f32[..., D]`."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale.astype(jnp.float32)
 

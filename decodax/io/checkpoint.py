@@ -28,6 +28,8 @@ from decodax.models.families import WITH_IMAGES, read_config, text_part
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
 from decodax.models.formats.quamba2 import QuantizedMamba2
+from decodax.models.mamba import Mamba, MambaConfig, read_mamba
+from decodax.models.mamba import sources as mamba_sources
 from decodax.models.mamba2 import Mamba2, Mamba2Config, entries_of, read_mamba2, shape_of
 from decodax.models.mamba2 import sources as mamba2_sources
 from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
@@ -143,20 +145,22 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
     return T5(config, dtype=name), nested(loaded)
 
 
-def load_mamba2(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
-                weights: str | Format | None = None) -> tuple[Mamba2, Weights]:
-    """Loads the directory of a Mamba-2, onto the first device. Arguments and errors as in `load_model`."""
+def load_mamba(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
+               weights: str | Format | None = None) -> tuple[Mamba | Mamba2, Weights]:
+    """Loads the directory of a Mamba or a Mamba-2, onto the first device. Arguments and errors as in `load_model`."""
     asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
     root = Path(directory)
     entries = read_json(root / "config.json")
+    config: Any
     try:
-        config = read_mamba2(checked(entries))
+        config = (read_mamba if entries.get("model_type") == "mamba" else read_mamba2)(checked(entries))
     except ValueError as e:
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
-    if packed_files.ENTRY in entries:
+    first = isinstance(config, MambaConfig)
+    if packed_files.ENTRY in entries and not first:
         return _load_packed_mamba2(root, entries, config, asked, weights)
     files = Files(root)
-    where = mamba2_sources(config, files.home)
+    where = (mamba_sources if first else mamba2_sources)(config, files.home)
     _check(where, files, {"lm_head.weight"} if config.tied else set(), [])
     table = where["embed"].tensors[0]
     if config.tied:
@@ -167,7 +171,7 @@ def load_mamba2(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike |
         path.endswith(".kernel") or (path == "embed" and config.tied))
     loaded = {path: _load(files, source, shape_of(path, source), name, here, packing if packs(path) else None,
                           path == "embed") for path, source in where.items()}
-    return Mamba2(config, dtype=name), nested(loaded)
+    return (Mamba if first else Mamba2)(config, dtype=name), nested(loaded)
 
 
 def _load_packed_mamba2(root: Path, entries: dict[str, Any], config: Mamba2Config, dtype: str | None,

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 import decodax.models
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
-from decodax.io.checkpoint import dtype_name, load_diffusion, load_mamba2, load_model, load_t5
+from decodax.io.checkpoint import dtype_name, load_diffusion, load_mamba, load_model, load_t5
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.packed import ENTRY
 from decodax.io.text import Tokenizer
@@ -226,8 +226,10 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
     model: Any
     config = read_json(path / "config.json")
-    if config.get("model_type") == "t5" or is_mamba2(config):
-        kind, own = ("Mamba-2", load_mamba2) if is_mamba2(config) else ("T5", load_t5)
+    own: Any = {"t5": load_t5, "mamba": load_mamba}.get(str(config.get("model_type")))
+    own = load_mamba if is_mamba2(config) else own
+    if own is not None:
+        kind = "T5" if own is load_t5 else "Mamba-2" if is_mamba2(config) else "Mamba"
         if mesh is not None or context is not None:
             raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}; a {kind} lies on "
                              "one device and has no length to be set for")

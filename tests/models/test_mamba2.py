@@ -195,7 +195,10 @@ def test_drafts_leave_the_tokens_as_they_are() -> None:
     """Chains and trees, greedy and sampled, ragged."""
     lm = loaded()
     plain = tokens_of(lm, **POLICY)
-    assert tokens_of(lm, algorithm=dx.Speculative(dx.drafts.PromptLookup(length=4)), **POLICY) == plain
+    lookup = dx.Speculative(dx.drafts.PromptLookup(length=4))
+    assert tokens_of(lm, algorithm=lookup, **POLICY) == plain
+    with jax.no_tracing(True):
+        tokens_of(lm, [prompt[::-1] for prompt in PROMPTS], algorithm=lookup, **{**POLICY, "temperature": [0.5] * 4})
     tree = dx.Speculative(dx.drafts.DraftModel(attention()), shape=dx.shapes.Fixed.balanced(2, 2))
     assert tokens_of(lm, algorithm=tree, chunk=4, **POLICY) == plain
     assert tokens_of(lm, [PROMPTS[2]], temperature=1.0, top_p=0.95, seed=7, request_ids=[2]) == [plain[2]]
