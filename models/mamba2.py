@@ -8,7 +8,7 @@ and to a time step `dt` of each head. A short causal convolution goes over `x`, 
 with `A < 0` of each head, and the root mean square over each of the `G` groups of channels. Heads share the `B` and `C`
 of their group, as query heads share keys. The recurrence is linear, so a window, a chain or a tree, is computed by
 matrix products from the state before it, and a prompt in chunks of them (the paper's state-space duality; see
-`decodax.cache.linear`). A row's cache is one state a layer and the last few inputs of the convolution, whatever the
+`decodax.cache.recurrence`). A row's cache is one state a layer and the last few inputs of the convolution, whatever the
 length of the text.
 
 Loaded are the layout of Hugging Face (`Mamba2ForCausalLM`), and the names and configuration of state-spaces/mamba.

@@ -3,7 +3,7 @@
 from decodax.cache.base import ALL, Cache, CacheConfig, Draftable, Entries, Feature, ReadPrompt, require
 from decodax.cache.dense import Dense, dense
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv
-from decodax.cache.linear import Factors, LinearRecurrent
+from decodax.cache.recurrence import Factors, LinearRecurrent
 from decodax.cache.recurrent import Recurrent
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots

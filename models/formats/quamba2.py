@@ -37,7 +37,7 @@ from jax import Array
 
 from decodax.axes import platform
 from decodax.cache import Cache, ReadPrompt, Recurrent, Window, causal, take
-from decodax.cache.linear import chained
+from decodax.cache.recurrence import chained
 from decodax.models.formats.format import ModelFormat
 from decodax.models.formats.qserve import EXACT, hadamard
 from decodax.models.formats.scaled import Scaled
