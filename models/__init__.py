@@ -1,4 +1,4 @@
-"""Networks: decoder-only transformers in flax.nnx, T5, and the `Model`s that wrap them for decoding."""
+"""Networks: decoder-only transformers in flax.nnx, and the `Model`s that wrap them for decoding; T5, Mamba, Mamba-2."""
 
 from decodax.models.arc_encoder import ArcEncoder
 from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, cla, diffqkv, llama, yoco
@@ -6,11 +6,14 @@ from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.dual_chunk import dual_chunk
 from decodax.models.linear import jrt, linear, linear_weights, linearized
+from decodax.models.mamba import Mamba, MambaConfig
+from decodax.models.mamba2 import Mamba2, Mamba2Config
 from decodax.models.phd import Phd, phd
 from decodax.models.rope import Chunks, Rope
 from decodax.models.t5 import T5, T5Config
 from decodax.models.transformer import AdapterRows, Embeddings, EncoderText, Transformer
 
 __all__ = ["T5", "AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings",
-           "EncoderText", "Experts", "Layer", "NormConfig", "Phd", "Rope", "T5Config", "Transformer", "cla", "diffqkv",
-           "dual_chunk", "jrt", "linear", "linear_weights", "linearized", "llama", "phd", "yoco"]
+           "EncoderText", "Experts", "Layer", "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Phd", "Rope",
+           "T5Config", "Transformer", "cla", "diffqkv", "dual_chunk", "jrt", "linear", "linear_weights", "linearized",
+           "llama", "phd", "yoco"]

@@ -56,18 +56,20 @@ _KEYS: dict[Kind, str] = {
     FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window use_bidirectional_attention "
           "use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
           "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
-          "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs",
+          "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs use_bias use_conv_bias "
+          "residual_in_fp32",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim",
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
-              "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio",
+              "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio "
+              "expand",
     NOT_NEGATIVE: "rms_norm_eps layer_norm_eps layer_norm_epsilon",
     SHARE: "partial_rotary_factor",
     LAYERS: "num_hidden_layers n_layer n_layers sliding_window_pattern no_rope_layer_interval decoder_sparse_step "
             "num_layers num_decoder_layers",
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
-           "num_experts_per_tok num_heads d_kv",
+           "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel",
     WIDTH: "hidden_size n_embd d_model",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "relative_attention_num_buckets relative_attention_max_distance",

@@ -5,6 +5,7 @@ from decodax.cache.dense import Dense, dense
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv
 from decodax.cache.linear import LinearRule, LinearStates, LinearTerms, linear_states
 from decodax.cache.per_layer import PerLayer
+from decodax.cache.recurrence import Factors, LinearRecurrent
 from decodax.cache.recurrent import Recurrent
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
@@ -19,9 +20,11 @@ __all__ = [
            "Dense",
            "Draftable",
            "Entries",
+           "Factors",
            "Feature",
            "KVLayer",
            "KeyValues",
+           "LinearRecurrent",
            "LinearRule",
            "LinearStates",
            "LinearTerms",

@@ -22,6 +22,10 @@ Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 """One step of a recurrence for a batch: the state before and the input, `[B, ...]`, to the state after and the output.
 """
 
+Along = Callable[[PyTree, PyTree, Array], tuple[PyTree, PyTree]]
+"""The same recurrence over a chain at once: the state before, the inputs, `[B, W, ...]`, and which nodes are live,
+`bool[B, W]`, to the state behind the live ones and the outputs, `[B, W, ...]`."""
+
 
 @struct
 class Recurrent(Cache):
@@ -49,16 +53,21 @@ class Recurrent(Cache):
     def inputs(self) -> PyTree:
         return self.given
 
-    def walk(self, layer: int, step: Step, x: PyTree, window: Window) -> tuple[PyTree, PyTree]:
+    def walk(self, layer: int, step: Step, x: PyTree, window: Window, along: Along | None = None
+             ) -> tuple[PyTree, PyTree]:
         """Runs a recurrence over a window, each node from its parent's state.
 
         Args:
             x: the inputs of `step`, `[B, W, ...]`.
+            along: what takes the steps of a prompt together, where a recurrence can; None: one after the other.
 
         Returns:
             The outputs of `step`, `[B, W, ...]`, and the layer's entry.
         """
         state = self.states[layer]
+        if window.certain and along is not None:
+            state, y = along(state, x, window.live)
+            return y, jax.tree.map(lambda a: a[:, None], state)
         if window.certain:
             return _along(step, state, x, window.live)
         wide = jax.tree.map(lambda a: jnp.broadcast_to(a[:, None], (a.shape[0], window.width, *a.shape[1:])), state)
@@ -97,7 +106,8 @@ class RecurrentScratch(Draftable):
     def seen_by(self, sees: Array) -> RecurrentScratch:
         return self.replace(sees=sees)
 
-    def walk(self, layer: int, step: Step, x: PyTree, window: Window) -> tuple[PyTree, PyTree]:
+    def walk(self, layer: int, step: Step, x: PyTree, window: Window, along: Along | None = None
+             ) -> tuple[PyTree, PyTree]:
         """As `Recurrent.walk`."""
         assert self.sees is not None
         last = self.sees & (self.positions[:, None, :] == window.positions[:, :, None] - 1)

@@ -27,6 +27,11 @@ from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import WITH_IMAGES, read_config, text_part
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
+from decodax.models.formats.quamba2 import QuantizedMamba2
+from decodax.models.mamba import Mamba, MambaConfig, read_mamba
+from decodax.models.mamba import sources as mamba_sources
+from decodax.models.mamba2 import Mamba2, Mamba2Config, entries_of, read_mamba2, shape_of
+from decodax.models.mamba2 import sources as mamba2_sources
 from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
 from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
@@ -37,6 +42,9 @@ from decodax.models.transformer import Transformer, Weights
 
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What each stored dtype is loaded as if none is asked for."""
+
+ROUNDED = "rounded_states"
+"""In config.json: whether a Mamba-2 is one of `decodax.models.formats.quamba2`, with 8-bit activations and states."""
 
 TAKEN = ("float32", "bfloat16", "float16")
 """Dtypes of weights and cache."""
@@ -135,6 +143,50 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
                           packing if source.transpose or tied(path) else None, tied(path))
               for path, source in where.items()}
     return T5(config, dtype=name), nested(loaded)
+
+
+def load_mamba(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
+               weights: str | Format | None = None) -> tuple[Mamba | Mamba2, Weights]:
+    """Loads the directory of a Mamba or a Mamba-2, onto the first device. Arguments and errors as in `load_model`."""
+    asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
+    root = Path(directory)
+    entries = read_json(root / "config.json")
+    config: Any
+    try:
+        config = (read_mamba if entries.get("model_type") == "mamba" else read_mamba2)(checked(entries))
+    except ValueError as e:
+        raise CheckpointError(f"{root / 'config.json'}: {e}") from None
+    first = isinstance(config, MambaConfig)
+    if packed_files.ENTRY in entries and not first:
+        return _load_packed_mamba2(root, entries, config, asked, weights)
+    files = Files(root)
+    where = (mamba_sources if first else mamba2_sources)(config, files.home)
+    _check(where, files, {"lm_head.weight"} if config.tied else set(), [])
+    table = where["embed"].tensors[0]
+    if config.tied:
+        _check_tied(files, table, "lm_head.weight")
+    name = asked or DTYPES[files.slice(table).get_dtype()]
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    packs = lambda path: packing is not None and packing.packs(path) and (
+        path.endswith(".kernel") or (path == "embed" and config.tied))
+    loaded = {path: _load(files, source, shape_of(path, source), name, here, packing if packs(path) else None,
+                          path == "embed") for path, source in where.items()}
+    return (Mamba if first else Mamba2)(config, dtype=name), nested(loaded)
+
+
+def _load_packed_mamba2(root: Path, entries: dict[str, Any], config: Mamba2Config, dtype: str | None,
+                        weights: str | Format | None) -> tuple[Mamba2, Weights]:
+    """A directory that `save_mamba2` wrote of packed weights."""
+    if weights is not None:
+        raise ValueError(f"weights: got {weights!r}, and those of {root.name!r} are packed; takes None")
+    name, kind = dtype or entries.get("dtype", "float32"), QuantizedMamba2 if entries.get(ROUNDED) else Mamba2
+    model = kind(config, dtype=name)
+    shapes = flatten(model.abstract_params())
+    here: jax.sharding.Sharding = SingleDeviceSharding(jax.local_devices()[0])
+    places = dict.fromkeys(shapes, here)
+    # scales of activations stay float32
+    leaves = packed_files.read(root, entries, shapes, places, None if kind is QuantizedMamba2 else name)
+    return model, nested(leaves)
 
 
 def load_diffusion(directory: str | os.PathLike[str]) -> Diffusion | None:
@@ -297,6 +349,32 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     # written beside and then renamed: an interrupted save leaves the old file whole
+    save_file(tensors, root / f".{ONE}", metadata={"format": "pt"})
+    os.replace(root / f".{ONE}", root / ONE)
+    (root / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
+
+
+def save_mamba2(directory: str | os.PathLike[str], model: Mamba2, params: Weights,
+                config: Mapping[str, Any] | None = None, dtype: jax.typing.DTypeLike | None = None) -> None:
+    """As `save_model`; of `config` the entries are kept that do not describe the network."""
+    entries = {**{key: value for key, value in (config or {}).items() if key in ("eos_token_id", "bos_token_id",
+                                                                                 "pad_token_id")},
+               **entries_of(model.config)}
+    root, leaves = Path(directory), flatten(params)
+    name = dtype_name(dtype or next((x.dtype for x in leaves.values() if not isinstance(x, Packed)), model.dtype))
+    entries |= {"dtype": name}
+    if any(isinstance(leaf, Packed) for leaf in leaves.values()):
+        if isinstance(model, QuantizedMamba2):
+            packed_files.write(root, leaves, entries | {ROUNDED: True})
+        else:
+            packed_files.write(root, {path: leaf if isinstance(leaf, Packed) else leaf.astype(name)
+                                      for path, leaf in leaves.items()}, entries)
+        return
+    tensors = {}
+    for path, source in mamba2_sources(model.config).items():
+        value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
+        tensors[source.tensors[0]] = np.ascontiguousarray(value.T if source.transpose else value)
+    root.mkdir(parents=True, exist_ok=True)
     save_file(tensors, root / f".{ONE}", metadata={"format": "pt"})
     os.replace(root / f".{ONE}", root / ONE)
     (root / "config.json").write_text(json.dumps(entries, indent=2) + "\n")

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 import decodax.models
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
-from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_t5
+from decodax.io.checkpoint import dtype_name, load_diffusion, load_mamba, load_model, load_t5
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.packed import ENTRY
 from decodax.io.text import Tokenizer
@@ -23,6 +23,7 @@ from decodax.models import Transformer, adapters, dual_chunk, linear_weights, li
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
 from decodax.models.formats import Format
+from decodax.models.mamba2 import is_mamba2
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
 """Where the shipped models lie."""
@@ -242,11 +243,15 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
     model: Any
-    if read_json(path / "config.json").get("model_type") == "t5":
+    config = read_json(path / "config.json")
+    own: Any = {"t5": load_t5, "mamba": load_mamba}.get(str(config.get("model_type")))
+    own = load_mamba if is_mamba2(config) else own
+    if own is not None:
+        kind = "T5" if own is load_t5 else "Mamba-2" if is_mamba2(config) else "Mamba"
         if mesh is not None or context is not None:
-            raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}; a T5 lies on one "
-                             "device and has no length to be set for")
-        model, params = load_t5(path, dtype=dtype, weights=weights)
+            raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}; a {kind} lies on "
+                             "one device and has no length to be set for")
+        model, params = own(path, dtype=dtype, weights=weights)
     else:
         # last, for it takes longest
         model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.io.checkpoint import save_model
+from decodax.io.checkpoint import save_mamba2, save_model
 from decodax.io.files import read_json
 from decodax.io.load import LM
 from decodax.io.packed import ENTRY, place_packed
 from decodax.models.calibration import nothing, observe
-from decodax.models.formats import Format, kernels, read_format
+from decodax.models.formats import Format, ModelFormat, kernels, read_format
+from decodax.models.mamba2 import Mamba2
 from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 from decodax.models.transformer import Transformer
@@ -32,13 +33,13 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 """Files that `save` copies from where a tokenizer came from."""
 
 
-def quantize(lm: LM, weights: str | Format, data: Sequence[str | Sequence[int]] | None = None, *, length: int = 512,
-             sequences: int = 128, memory: int = 4 << 30, progress: bool = False) -> LM:
+def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | Sequence[int]] | None = None, *,
+             length: int = 512, sequences: int = 128, memory: int = 4 << 30, progress: bool = False) -> LM:
     """The model with its kernels packed.
 
     Args:
         lm: a decoder with arrays as weights, see `decodax.load`.
-        weights: a format by name, or a `decodax.models.formats.Format`.
+        weights: a format by name, or a `decodax.models.formats.Format` or `ModelFormat`.
         data: texts, or their ids, of the kind that the model will see; for a format that goes by data. They are put
             one after the other and cut into sequences.
         length: tokens of a sequence; where the texts have fewer, all of them are one sequence.
@@ -57,12 +58,18 @@ def quantize(lm: LM, weights: str | Format, data: Sequence[str | Sequence[int]] 
     for name, value, least in (("length", length, 2), ("sequences", sequences, 1), ("memory", memory, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}: got {value!r}, takes an int from {least}")
-    if not isinstance(lm.model, Transformer):
+    if not isinstance(lm.model, Transformer if isinstance(own, Format) else Transformer | Mamba2):
         raise ValueError(f"lm: got {lm.name!r}, a {type(lm.model).__name__}; takes a decoder")
     leaves = flatten(lm.params)
     if any(isinstance(leaf, Packed) for leaf in leaves.values()):
         raise ValueError(f"lm: the weights of {lm.name!r} are packed; takes arrays, as decodax.load makes "
                          "them by default")
+    if isinstance(own, ModelFormat):
+        rows = _tokens(lm, weights, data, length, sequences) if own.data else None
+        with bar(progress, "packing", 1) as report:
+            model, params = own.convert(lm.model, lm.params, rows, report)
+        return dataclasses.replace(lm, model=model, params=params)
+    assert isinstance(lm.model, Transformer)
     chosen = [path for path in kernels(lm.params) if own.packs(path)]
     places = None if lm.mesh is None else flatten(lm.model.shardings(lm.mesh))
     pack = jax.jit(own.pack) if own.statistic is None else own.pack
@@ -95,7 +102,7 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
         ValueError: a model that is no decoder, one without the configuration that it needs, a tokenizer that was made
             in memory, or a dtype that weights may not have.
     """
-    if not isinstance(lm.model, Transformer):
+    if not isinstance(lm.model, Transformer | Mamba2):
         raise ValueError(f"lm: got {lm.name!r}, a {type(lm.model).__name__}; takes a decoder")
     if lm.tokenizer is not None and lm.tokenizer.directory is None:
         raise ValueError(f"lm: got {lm.name!r} with a tokenizer that was made in memory; takes one that was read from "
@@ -105,7 +112,10 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
         config = {key: value for key, value in read_json(lm.directory / "config.json").items() if key != ENTRY}
     if lm.diffusion is not None:
         config["diffusion"] = dataclasses.asdict(lm.diffusion)
-    save_model(root, lm.model, lm.params, config, dtype)
+    if isinstance(lm.model, Mamba2):
+        save_mamba2(root, lm.model, lm.params, config, dtype)
+    else:
+        save_model(root, lm.model, lm.params, config, dtype)
     (root / "generation_config.json").write_text(json.dumps(lm.generation_config, indent=2) + "\n")
     source = None if lm.tokenizer is None else lm.tokenizer.directory
     for name in TOKENIZER:
@@ -113,7 +123,7 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
             shutil.copyfile(source / name, root / name)
 
 
-def _tokens(lm: LM, weights: str | Format, data: Sequence[str | Sequence[int]] | None, length: int,
+def _tokens(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | Sequence[int]] | None, length: int,
             sequences: int) -> np.ndarray:
     """`i32[S, T]`."""
     if data is None or len(data) == 0:

@@ -188,6 +188,8 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
         ValueError: an unknown name, or an argument out of its range.
     """
     lm = model if isinstance(model, LM) else abstract(model, dtype)
+    if not isinstance(lm.model, Transformer):
+        raise ValueError(f"model: got a {type(lm.model).__name__}, a Transformer can be counted")
     for name, value in (("batch", batch), ("capacity", capacity), ("live", live), ("max_new_tokens", max_new_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: got {value}, takes 1 or more")

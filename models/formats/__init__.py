@@ -7,29 +7,33 @@ from typing import Any
 
 import jax
 
-from decodax.models.formats.format import Format, kernels
+from decodax.models.formats.format import Format, ModelFormat, kernels
 from decodax.models.formats.glvq import GLVQ, Lattice
 from decodax.models.formats.qserve import W4A8, Nibbles, QServe
+from decodax.models.formats.quamba2 import Integers, Quamba2, Rotated, Static
 from decodax.models.formats.rsparse import RankSparse, RSparse
 from decodax.models.formats.scaled import Float8, Floats, Int4, Int8, Scaled
 from decodax.models.formats.squeezellm import DenseSparse, Lookup, SqueezeLLM
 from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 
-__all__ = ["FORMATS", "GLVQ", "KINDS", "Float8", "Floats", "Format", "Int4", "Int8", "QServe", "RSparse", "Scaled",
-           "SqueezeLLM", "kernels", "pack", "read_format"]
+__all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Int4", "Int8", "ModelFormat",
+           "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack", "read_format"]
 
 FORMATS: dict[str, Format] = {
     "int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"), "float16": Floats("float16"),
     "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(), "glvq": GLVQ(), "r-sparse": RSparse()}
 """By the names that `decodax.load` and `decodax.quantize` take."""
 
+MODEL_FORMATS: dict[str, ModelFormat] = {"quamba2": Quamba2()}
+"""By the names that `decodax.quantize` takes, those that change a whole model."""
+
 KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
-    Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse)}
+    Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, Rotated)}
 """What `decodax.save` writes and `decodax.load` reads of packed kernels, by the names in files."""
 
 
-def read_format(weights: str | Format | None) -> Format | None:
+def read_format(weights: str | Format | ModelFormat | None) -> Format | ModelFormat | None:
     """A format by name, or as it is.
 
     Raises:
@@ -38,22 +42,26 @@ def read_format(weights: str | Format | None) -> Format | None:
     >>> read_format("int8")
     Int8()
     """
-    if weights is None or isinstance(weights, Format):
+    if weights is None or isinstance(weights, Format | ModelFormat):
         return weights
-    if weights in FORMATS:
-        return FORMATS[weights]
-    near = difflib.get_close_matches(str(weights), FORMATS, n=1, cutoff=0.4)
-    raise ValueError(f"weights: got {weights!r}, takes {', '.join(map(repr, FORMATS))} or a Format"
+    known: dict[str, Format | ModelFormat] = {**FORMATS, **MODEL_FORMATS}
+    if weights in known:
+        return known[weights]
+    near = difflib.get_close_matches(str(weights), known, n=1, cutoff=0.4)
+    raise ValueError(f"weights: got {weights!r}, takes {', '.join(map(repr, known))} or a Format"
                      + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
-def without_data(weights: str | Format | None) -> Format | None:
+def without_data(weights: str | Format | ModelFormat | None) -> Format | None:
     """The same, where there is no data.
 
     Raises:
-        ValueError: an unknown name, or a format that takes data.
+        ValueError: an unknown name, or a format that takes data or changes a whole model.
     """
     own = read_format(weights)
+    if isinstance(own, ModelFormat):
+        raise ValueError(f"weights: {weights!r} changes a whole model: decodax.quantize(lm, {weights!r}, data) packs a "
+                         "loaded one, decodax.save keeps it for decodax.load")
     if own is not None and own.statistic is not None:
         raise ValueError(f"weights: {weights!r} looks at text before it packs: decodax.quantize(lm, {weights!r}, data) "
                          "packs a loaded model, decodax.save keeps it for decodax.load")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from jax import Array
 
 from decodax.models.calibration import Statistic
@@ -32,6 +34,28 @@ class Format(abc.ABC):
 
         Args:
             seen: what `calibration.observe` returns for this kernel and `statistic`.
+        """
+
+
+class ModelFormat(abc.ABC):
+    """How a whole model is packed, where a format changes more of it than single kernels."""
+
+    @property
+    @abc.abstractmethod
+    def data(self) -> bool:
+        """Whether it goes by data."""
+
+    @abc.abstractmethod
+    def convert(self, model: Any, params: Any, tokens: np.ndarray | None,
+                report: Callable[[float], None] = lambda done: None) -> tuple[Any, Any]:
+        """The packed model and its weights.
+
+        Args:
+            tokens: `i32[S, T]` of texts, one sequence a row; None: a format that does not go by data.
+            report: called with the share of the work that is done.
+
+        Raises:
+            ValueError: a model that it does not take.
         """
 
 

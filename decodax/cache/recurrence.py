@@ -1,0 +1,257 @@
+"""A cache of linear recurrences: one matrix a head, layer and row, whatever the length of the text.
+
+The recurrence is `S <- exp(g) S + k v^T` with a decay `g <= 0` of each head, read as `q^T S` (Mamba-2, retention,
+linear attention with a scalar gate). It is linear, so the nodes of a window need no states of their own. With `G_i` the
+sum of `g` over node `i` and its ancestors in the window, and `S` the state before it, a node reads
+
+    y_i = exp(G_i) q_i^T S + sum over j of exp(G_i - G_j) (q_i . k_j) v_j,        j: i and its ancestors
+
+which is attention with a decay under the window's mask, for chains and trees alike (the dual form of Dao and Gu, 2024).
+What a node leaves is `k`, `v` and `G`, and a commit adds up those of the accepted path. A state is `N P` numbers, what
+a node leaves `N + P`.
+
+Short convolutions go with it: a node's inputs are an entry too, and the cache keeps the last few of the verified text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree
+from decodax.cache.window import Window, take
+from decodax.struct import Struct, static, struct
+
+LEAST = -64.0
+"""The smallest decay of a node. `exp(-64)` of anything is lost behind the 24 bits of what is added to it."""
+
+GRID = 64.0
+"""Sums of decays are kept as a multiple of `1 / GRID` and a rest. Multiples add up exactly in float32 up to
+`2**24 / GRID`, 4096 nodes of `LEAST`, so that the difference of two large sums keeps its digits."""
+
+
+@struct
+class Factors(Struct):
+    """What a window's nodes leave of a layer.
+
+    Attributes:
+        inputs: `f[B, W, C]`, of the convolution.
+        keys: `f32[B, W, G, N]`. values: `f32[B, W, H, P]`, `H` a multiple of `G`.
+        total: `f32[B, W, H, 2]`: `G`, as a multiple of `1 / GRID` and a rest.
+    """
+
+    inputs: Array
+    keys: Array
+    values: Array
+    total: Array
+
+
+@struct
+class LinearRecurrent(Cache):
+    """The state of each linear recurrence after the verified text.
+
+    Attributes:
+        rings: for each layer `f[B, R, C]`, the latest inputs of its convolution, zeros before the text.
+        states: for each layer `f32[B, H, N, P]`.
+        length: `i32[B]` tokens that they have read.
+        size: static; the most tokens of a text.
+        given: see `Cache.inputs`.
+    """
+
+    supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
+
+    rings: tuple[Array, ...]
+    states: tuple[Array, ...]
+    length: Array
+    size: int = static()
+    given: PyTree = None
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
+
+    def before(self, layer: int, x: Array, window: Window) -> Array:
+        """The convolution's inputs at the nodes' `R` ancestors, `f[B, W, R, C]`, the farthest first; `x`, `f[B, W, C]`,
+        are those at the nodes."""
+        return _latest(self.rings[layer], self.length, x, window.positions, window.visible(), window.positions)
+
+    def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window, *,
+              chunk: int = 256) -> tuple[Array, Factors]:
+        """The recurrence over a window, each node from its parent's state.
+
+        Args:
+            q, k: `f[B, W, G, N]`. v: `f[B, W, H, P]`. decay: `f[B, W, H]`, 0 or less.
+            x: `f[B, W, C]`, as `before` takes it, for the entry.
+            chunk: nodes at a time where the window is a chain that will all be committed: time and memory grow with
+                `chunk` for each node.
+
+        Returns:
+            `f32[B, W, H, P]`, and the layer's entry.
+        """
+        q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
+        state = self.states[layer]
+        if window.certain and window.width > chunk:
+            y, total, _ = _chunks(state, q, k, v, decay, window.live, chunk)
+        else:
+            seen = window.visible()
+            total = _totals(seen, decay)
+            y = _read(state, q, k, v, total, total, seen)
+        return y, Factors(inputs=x, keys=k, values=v, total=total)
+
+    def commit(self, entries: Entries, slots: Array) -> LinearRecurrent:
+        length = jnp.maximum(self.length, slots.max(1) + 1)
+        rings, states = [], []
+        for ring, state, own in zip(self.rings, self.states, entries, strict=True):
+            latest = _latest(ring, self.length, own.inputs, slots, (slots >= 0)[:, None], length[:, None])
+            rings.append(latest[:, 0].astype(ring.dtype))
+            states.append(_after(state, own.keys, own.values, own.total, slots))
+        return self.replace(rings=tuple(rings), states=tuple(states), length=length)
+
+    def scratch(self, entries: Entries, room: int) -> LinearScratch:
+        zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[2:]), x.dtype)
+        return LinearScratch(base=self, nodes=jax.tree.map(zeros, tuple(entries)),
+                             positions=jnp.zeros((self.length.shape[0], room), jnp.int32))
+
+
+@struct
+class LinearScratch(Draftable):
+    """What tree nodes leave of linear recurrences, beside the states of the verified text.
+
+    Attributes:
+        base: the `LinearRecurrent` cache. nodes: for each layer `Factors` of `[B, room, ...]`.
+        positions: `i32[B, room]`. sees: `bool[B, W, room]`, as in `Scratch`.
+    """
+
+    base: Any
+    nodes: tuple[Factors, ...]
+    positions: Array
+    sees: Array | None = None
+
+    def seen_by(self, sees: Array) -> LinearScratch:
+        return self.replace(sees=sees)
+
+    def before(self, layer: int, x: Array, window: Window) -> Array:
+        """As `LinearRecurrent.before`."""
+        assert self.sees is not None
+        whole = jnp.concatenate([self.nodes[layer].inputs, x.astype(self.nodes[layer].inputs.dtype)], 1)
+        positions = jnp.concatenate([self.positions, window.positions], 1)
+        seen = jnp.concatenate([self.sees, window.visible()], 2)
+        return _latest(self.base.rings[layer], self.base.length, whole, positions, seen, window.positions)
+
+    def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window, *,
+              chunk: int = 256) -> tuple[Array, Factors]:
+        """As `LinearRecurrent.recur`."""
+        assert self.sees is not None
+        q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
+        nodes, seen = self.nodes[layer], window.visible()
+        # the nearest ancestor of an earlier window has the sum of all of those
+        nearest = jnp.argmax(jnp.where(self.sees, self.positions[:, None], -1), -1)
+        above = jnp.where(self.sees.any(-1)[..., None, None], take(nodes.total, nearest), 0)
+        total = _totals(seen, decay) + above
+        join = lambda old, new: jnp.concatenate([old, new], 1)
+        own = jnp.concatenate([self.sees, seen], 2)
+        y = _read(self.base.states[layer], q, join(nodes.keys, k), join(nodes.values, v), total,
+                  join(nodes.total, total), own)
+        return y, Factors(inputs=x, keys=k, values=v, total=total)
+
+    def append(self, entries: Entries, positions: Array, at: Array) -> LinearScratch:
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)
+        return self.replace(nodes=jax.tree.map(put, self.nodes, tuple(entries)),
+                            positions=put(self.positions, positions), sees=None)
+
+    def commit(self, slots: Array) -> Any:
+        return self.base.commit(self.nodes, slots)
+
+
+def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array, at: Array) -> Array:
+    """The inputs `f[B, n, R, C]` at the `R` positions before `at` (`i32[B, n]`): of the nodes that are `seen`
+    (`bool[B, n, K]`) among those at `positions` (`i32[B, K]`) with inputs `x`, else of the ring, which ends in front of
+    position `length`."""
+    R = ring.shape[1]
+    found = []
+    for back in range(R, 0, -1):
+        place = at - back
+        here = seen & (positions[:, None] == place[..., None])
+        old = take(ring, jnp.clip(place - length[:, None] + R, 0, R - 1))
+        found.append(jnp.where(here.any(-1)[..., None], take(x, jnp.argmax(here, -1)), old.astype(x.dtype)))
+    return jnp.stack(found, 2) if R else jnp.zeros((*at.shape, 0, x.shape[-1]), x.dtype)
+
+
+def _parts(decay: Array) -> Array:
+    """`f32[..., 2]`: a multiple of `1 / GRID` and the rest."""
+    decay = jnp.maximum(decay, LEAST)
+    high = jnp.round(decay * GRID) / GRID
+    return jnp.stack([high, decay - high], -1)
+
+
+def _totals(seen: Array, decay: Array) -> Array:
+    """`f32[B, W, H, 2]`: the sum of `decay`, `f32[B, W, H]`, over the nodes that each node sees."""
+    return jnp.einsum("bij,bjhc->bihc", seen.astype(jnp.float32), _parts(decay), precision=lax.Precision.HIGHEST)
+
+
+def _grown(x: Array, groups: int) -> Array:
+    """The axis of heads, third, as groups and heads of each."""
+    return x.reshape(*x.shape[:2], groups, x.shape[2] // groups, *x.shape[3:])
+
+
+def _read(state: Array, q: Array, k: Array, v: Array, mine: Array, theirs: Array, seen: Array) -> Array:
+    """`f32[B, W, H, P]`: what nodes with the sums `mine` read, of the state and of the nodes with `theirs`."""
+    B, W, G, _ = q.shape
+    scores = jnp.einsum("bign,bjgn->bgij", q, k)[:, :, None]
+    # the difference of multiples is exact
+    apart = (mine[:, :, None] - theirs[:, None]).sum(-1)                                # [B, W, K, H]
+    decay = jnp.where(seen[..., None], jnp.exp(jnp.minimum(apart, 0)), 0)
+    decay = decay.reshape(*decay.shape[:3], G, -1).transpose(0, 3, 4, 1, 2)
+    near = jnp.einsum("bgrij,bjgrp->bigrp", scores * decay, _grown(v, G))
+    far = jnp.einsum("bign,bgrnp->bigrp", q, state.reshape(B, G, -1, *state.shape[2:]))
+    return (near + far * _grown(jnp.exp(mine.sum(-1)), G)[..., None]).reshape(B, W, *v.shape[2:])
+
+
+def _after(state: Array, k: Array, v: Array, total: Array, slots: Array) -> Array:
+    """The state behind the nodes with slots (`i32[B, W]`, -1 for none), which are a path."""
+    kept = slots >= 0
+    end = jnp.where(kept.any(1)[:, None, None], take(total, jnp.argmax(slots, 1)), 0)
+    weight = jnp.where(kept[..., None], jnp.exp(jnp.minimum((end[:, None] - total).sum(-1), 0)), 0)
+    # what was not kept may hold anything, a NaN too
+    v = jnp.where(kept[..., None, None], v, 0) * weight[..., None]
+    k = jnp.where(kept[..., None, None], k, 0)
+    added = jnp.einsum("bwgn,bwgrp->bgrnp", k, _grown(v, k.shape[2])).reshape(state.shape)
+    return state * jnp.exp(end.sum(-1))[..., None, None] + added
+
+
+def chained(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int) -> tuple[Array, Array]:
+    """A chain behind a state `f32[B, H, N, P]`: what its nodes read, `f32[B, W, H, P]`, and the state behind the live
+    ones (`bool[B, W]`). The others as in `LinearRecurrent.recur`."""
+    y, _, state = _chunks(state, q, k, v, decay, live, min(chunk, live.shape[1]))
+    return y, state
+
+
+def _chunks(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int
+            ) -> tuple[Array, Array, Array]:
+    """A chain, `chunk` nodes at a time: what its nodes read, the sums of their decays, and the state behind them."""
+    B, W = live.shape
+    pad = -W % chunk
+    cut = lambda a: jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2)).reshape(
+        B, -1, chunk, *a.shape[2:]).swapaxes(0, 1)
+    causal = jnp.tril(jnp.ones((chunk, chunk), bool))
+
+    def one(carry: tuple[Array, Array], part: Any) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        state, before = carry
+        q, k, v, decay, live = part
+        seen = (causal & live[:, None]) | jnp.eye(chunk, dtype=bool)
+        total = _totals(causal & live[:, None], decay)
+        y = _read(state, q, k, v, total, total, seen)
+        slots = jnp.where(live, jnp.arange(chunk, dtype=jnp.int32), -1)
+        return (_after(state, k, v, total, slots), before + total[:, -1]), (y, before[:, None] + total)
+
+    zero = jnp.zeros((B, decay.shape[2], 2), jnp.float32)
+    (state, _), found = lax.scan(one, (state, zero), tuple(map(cut, (q, k, v, decay, live))))
+    y, total = (a.swapaxes(0, 1).reshape(B, -1, *a.shape[3:])[:, :W] for a in found)
+    return y, total, state

@@ -1,0 +1,340 @@
+"""Mamba-2 (Dao and Gu, 2024, "Transformers are SSMs"): a decoder of state-space layers, without attention.
+
+A layer projects its input to a gate `z`, to `x` (`H` heads of `P` channels), to `B` and `C` (`G` groups of `N` states),
+and to a time step `dt` of each head. A short causal convolution goes over `x`, `B` and `C`; then
+
+    S <- exp(dt A) S + B (dt x)^T        y = C^T S + D x        out = W RMS(y silu(z))
+
+with `A < 0` of each head, and the root mean square over each of the `G` groups of channels. Heads share the `B` and `C`
+of their group, as query heads share keys. The recurrence is linear, so a window, a chain or a tree, is computed by
+matrix products from the state before it, and a prompt in chunks of them (the paper's state-space duality; see
+`decodax.cache.recurrence`). A row's cache is one state a layer and the last few inputs of the convolution, whatever the
+length of the text.
+
+Loaded are the layout of Hugging Face (`Mamba2ForCausalLM`), and the names and configuration of state-spaces/mamba.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache import Cache, LinearRecurrent, Window, causal
+from decodax.core.types import Model, Out
+from decodax.models.names import WeightSource
+from decodax.models.packed import embedded, head, multiply
+from decodax.models.t5 import nested
+from decodax.models.transformer import Weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config:
+    """The shape and options of a Mamba-2.
+
+    Attributes:
+        vocab: vocabulary size `V`. width: model width `D`. layers: `L`.
+        heads: `H`. head_dim: channels `P` of a head. groups: `G`, a divisor of `heads`. state: `N`.
+        conv: width of the convolution.
+        chunk: nodes of a prompt that are computed at a time.
+        eps: of the norms. bias, conv_bias: whether the projections and the convolution have biases.
+        steps: the bounds of `dt`.
+        tied: the output head is the embedding.
+        wide: the residual stream is float32 whatever the weights are.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    head_dim: int = 64
+    groups: int = 1
+    state: int = 128
+    conv: int = 4
+    chunk: int = 256
+    eps: float = 1e-5
+    bias: bool = False
+    conv_bias: bool = True
+    steps: tuple[float, float] = (0.0, float("inf"))
+    tied: bool = False
+    wide: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "width", "layers", "heads", "head_dim", "groups", "state", "conv", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        if self.heads % self.groups:
+            raise ValueError(f"groups: got {self.groups}, takes a divisor of heads = {self.heads}")
+        if not 0 <= self.steps[0] <= self.steps[1]:
+            raise ValueError(f"steps: got {self.steps}, takes two numbers from 0, the smaller one first")
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """What the convolution goes over: `x`, `B` and `C`."""
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2(Model):
+    """A Mamba-2, compared by value and static under jit.
+
+    Attributes:
+        config: its shape and options.
+        dtype: of activations and of the convolution's inputs in the cache, as a name. States are float32.
+    """
+
+    config: Mamba2Config
+    dtype: str = "float32"
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        self.no_inputs(inputs)
+        c = self.config
+        return LinearRecurrent(
+            rings=tuple(jnp.zeros((batch, c.conv - 1, c.channels), self.dtype) for _ in range(c.layers)),
+            states=tuple(jnp.zeros((batch, c.heads, c.state, c.head_dim), jnp.float32) for _ in range(c.layers)),
+            length=jnp.zeros(batch, jnp.int32), size=capacity)
+
+    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
+        c, dtype = self.config, jnp.dtype(self.dtype)
+        x = embedded(params["embed"], window.tokens, dtype)
+        if window.embeddings is not None and window.embedded is not None:
+            x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
+        x, entries, layers = x.astype(jnp.float32 if c.wide else dtype), [], []
+        for i in range(c.layers):
+            p = params["layers"][str(i)]
+            y, entry = self.mixer(p, i, norm(x, p["norm"], c.eps).astype(dtype), window, cache)
+            x = x + y
+            entries.append(entry)
+            layers.append(x)
+        last = lambda x: norm(x, params["norm"], c.eps).astype(dtype)
+
+        def logits(hidden: Array) -> Array:
+            return multiply(hidden, head(params["embed"]) if c.tied else params["lm_head"]["kernel"], jnp.float32)
+
+        return Out(hidden=last(x), entries=tuple(entries), head=logits, layers=tuple(layers), norm=last)
+
+    def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
+        """What a layer with weights `p` adds to the stream, `f[B, W, D]` from the normed one, and its entry."""
+        return mixed(self.config, p, layer, x, window, cache)
+
+    def forward(self, params: Weights, tokens: Array) -> Array:
+        """Logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
+        B = tokens.shape[0]
+        window = causal(tokens, jnp.zeros(B, jnp.int32)).replace(certain=True)
+        return self.apply(params, window, self.init_cache(B, 0)).logits()
+
+    def embeddings(self, params: Weights, tokens: Array) -> Array:
+        return embedded(params["embed"], tokens, jnp.dtype(self.dtype))
+
+    def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+        """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
+        return nested({path: jax.ShapeDtypeStruct(shape_of(path, source), dtype)
+                       for path, source in sources(self.config).items()})
+
+    def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+        """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms and `D` one,
+        `A` from -1 to -`H`, and steps from 0.001 to 0.1 that grow by a constant factor from head to head."""
+        c, found = self.config, {}
+        where = sources(c)
+        for (path, source), each in zip(where.items(), jax.random.split(key, len(where)), strict=True):
+            shape, name = shape_of(path, source), path.rsplit(".", 1)[-1]
+            if name == "A_log":
+                made = jnp.log(jnp.arange(1, c.heads + 1, dtype=jnp.float32))
+            elif name == "dt_bias":
+                dt = jnp.geomspace(1e-3, 0.1, c.heads)
+                made = dt + jnp.log(-jnp.expm1(-dt))
+            elif len(shape) == 1:
+                made = (jnp.zeros if name.endswith("bias") else jnp.ones)(shape)
+            else:
+                made = jax.random.normal(each, shape) * (1.0 if path == "embed" else shape[0] ** -0.5)
+            found[path] = made.astype(dtype)
+        return nested(found)
+
+
+Change = Callable[[Array], Array]
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+def mixed(c: Mamba2Config, p: Weights, layer: int, x: Array, window: Window, cache: Any, conv: Change = _same,
+          out: Change = _same) -> tuple[Array, Any]:
+    """A layer's mixer: `f[B, W, D]` from the normed stream, and the layer's entry.
+
+    Args:
+        conv, out: what is done to the outputs of the convolution, `[B, W, channels]`, and to the inputs of the last
+            projection, `[B, W, inner]`.
+    """
+    z, into, dt = projected(c, p, x)
+    past = cache.before(layer, into, window)                                            # [B, W, conv - 1, channels]
+    u, B, C = convolved(c, p, jnp.concatenate([past, into[:, :, None]], 2), conv)
+    dt, decay = steps(c, p, dt)
+    heads = u.astype(jnp.float32).reshape(*u.shape[:2], c.heads, c.head_dim)
+    y, entry = cache.recur(layer, C, B, heads * dt[..., None], decay, into, window, chunk=c.chunk)
+    y = y + heads * p["D"].astype(jnp.float32)[:, None]
+    y = out(gated(c, p["gated_norm"], y.reshape(u.shape), z).astype(x.dtype))
+    return biased(multiply(y, p["out"]["kernel"]), p["out"]), entry
+
+
+def projected(c: Mamba2Config, p: Weights, x: Array) -> tuple[Array, Array, Array]:
+    """The gate `[B, W, inner]`, the convolution's input `[B, W, channels]` and time steps `[B, W, H]`."""
+    y = biased(multiply(x, p["in"]["kernel"]), p["in"])
+    return y[..., :c.inner], y[..., c.inner:c.inner + c.channels], y[..., c.inner + c.channels:]
+
+
+def convolved(c: Mamba2Config, p: Weights, taps: Array, change: Change = _same) -> tuple[Array, Array, Array]:
+    """`x` `[B, W, inner]`, `B` and `C` `[B, W, G, N]` from the inputs `[B, W, conv, channels]` that each node sees, its
+    own last; see `mixed` for `change`."""
+    y = (taps.astype(jnp.float32) * p["conv"]["taps"][:, 0].astype(jnp.float32)).sum(2)
+    y = y + p["conv"]["bias"].astype(jnp.float32) if c.conv_bias else y
+    return divided(c, change(jax.nn.silu(y).astype(taps.dtype)))
+
+
+def divided(c: Mamba2Config, y: Array) -> tuple[Array, Array, Array]:
+    """`x`, `B` and `C` of the convolution's channels."""
+    group = lambda a: a.reshape(*a.shape[:2], c.groups, c.state)
+    middle = c.inner + c.groups * c.state
+    return y[..., :c.inner], group(y[..., c.inner:middle]), group(y[..., middle:])
+
+
+def steps(c: Mamba2Config, p: Weights, dt: Array) -> tuple[Array, Array]:
+    """Time steps and decays `dt A`, `f32[B, W, H]`."""
+    dt = jax.nn.softplus(dt.astype(jnp.float32) + p["dt_bias"].astype(jnp.float32))
+    dt = jnp.clip(dt, *c.steps)
+    return dt, -jnp.exp(p["A_log"].astype(jnp.float32)) * dt
+
+
+def gated(c: Mamba2Config, scale: Array, y: Array, z: Array) -> Array:
+    """The gated norm `f32[B, W, inner]`: the gate first, then the root mean square of each group."""
+    y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+    each = y.reshape(*y.shape[:2], c.groups, -1)
+    return norm(each, jnp.ones((), jnp.float32), c.eps).reshape(y.shape) * scale.astype(jnp.float32)
+
+
+def biased(y: Array, p: Weights) -> Array:
+    """With the bias of a projection that has one."""
+    return y + p["bias"].astype(y.dtype) if "bias" in p else y
+
+
+def norm(x: Array, scale: Array, eps: float) -> Array:
+    """The root mean square norm `f32[..., D]`."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale.astype(jnp.float32)
+
+
+def sources(c: Mamba2Config, present: Collection[str] = ()) -> dict[str, WeightSource]:
+    """Every weight by its dotted path: its shape, and its tensor in a file that has the tensors `present`."""
+    table = "embedding" if "backbone.embedding.weight" in present else "embeddings"     # state-spaces/mamba's name
+    kernel = lambda tensor, out, into: WeightSource((f"{tensor}.weight",), True, None, (out, into))
+    plain = lambda tensor, *shape: WeightSource((tensor,), False, None, shape)
+    found = {"embed": plain(f"backbone.{table}.weight", c.vocab, c.width)}
+    for i in range(c.layers):
+        path, layer = f"layers.{i}", f"backbone.layers.{i}"
+        mixer, into = f"{layer}.mixer", c.inner + c.channels + c.heads
+        found |= {f"{path}.norm": plain(f"{layer}.norm.weight", c.width),
+                  f"{path}.in.kernel": kernel(f"{mixer}.in_proj", into, c.width),
+                  f"{path}.conv.taps": WeightSource((f"{mixer}.conv1d.weight",), True, None, (c.channels, 1, c.conv)),
+                  f"{path}.A_log": plain(f"{mixer}.A_log", c.heads), f"{path}.D": plain(f"{mixer}.D", c.heads),
+                  f"{path}.dt_bias": plain(f"{mixer}.dt_bias", c.heads),
+                  f"{path}.gated_norm": plain(f"{mixer}.norm.weight", c.inner),
+                  f"{path}.out.kernel": kernel(f"{mixer}.out_proj", c.width, c.inner)}
+        if c.bias:
+            found |= {f"{path}.in.bias": plain(f"{mixer}.in_proj.bias", into),
+                      f"{path}.out.bias": plain(f"{mixer}.out_proj.bias", c.width)}
+        if c.conv_bias:
+            found[f"{path}.conv.bias"] = plain(f"{mixer}.conv1d.bias", c.channels)
+    found["norm"] = plain("backbone.norm_f.weight", c.width)
+    return found if c.tied else {**found, "lm_head.kernel": kernel("lm_head", c.vocab, c.width)}
+
+
+def shape_of(path: str, source: WeightSource) -> tuple[int, ...]:
+    """The shape of a weight here."""
+    return source.full[::-1] if source.transpose else source.full
+
+
+def is_mamba2(c: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is one of a Mamba-2, in either layout."""
+    return c.get("model_type") == "mamba2" or ("model_type" not in c and isinstance(c.get("ssm_cfg"), Mapping))
+
+
+def read_mamba2(c: Mapping[str, Any]) -> Mamba2Config:
+    """The Mamba-2 that a `config.json` describes.
+
+    Raises:
+        ValueError: an entry is missing, or an option has no counterpart here.
+    """
+    try:
+        return _of_transformers(c) if "model_type" in c else _of_state_spaces(c)
+    except KeyError as e:
+        raise ValueError(f"config.json of a mamba2 model lacks {e}") from None
+
+
+def entries_of(c: Mamba2Config) -> dict[str, Any]:
+    """The entries of a `config.json` in Hugging Face's layout that `read_mamba2` reads as `c`."""
+    if c.inner % c.width:
+        raise ValueError(f"config: got {c.inner} channels for width {c.width}, the layout takes a multiple")
+    found = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "vocab_size": c.vocab,
+             "hidden_size": c.width, "num_hidden_layers": c.layers, "num_heads": c.heads, "head_dim": c.head_dim,
+             "expand": c.inner // c.width, "n_groups": c.groups, "state_size": c.state, "conv_kernel": c.conv,
+             "chunk_size": c.chunk, "layer_norm_epsilon": c.eps, "use_bias": c.bias, "use_conv_bias": c.conv_bias,
+             "tie_word_embeddings": c.tied, "residual_in_fp32": c.wide, "hidden_act": "silu"}
+    limit = [x if x != float("inf") else {"__float__": "Infinity"} for x in c.steps]
+    return found if c.steps == (0.0, float("inf")) else {**found, "time_step_limit": limit}
+
+
+def _of_transformers(c: Mapping[str, Any]) -> Mamba2Config:
+    if c.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"hidden_act: got {c['hidden_act']!r}, supported is 'silu'")
+    width, heads, head_dim = c["hidden_size"], c.get("num_heads", 128), c.get("head_dim", 64)
+    if int(c.get("expand", 2) * width) != heads * head_dim:
+        raise ValueError(f"num_heads: got {heads} of head_dim = {head_dim}, takes expand * hidden_size = "
+                         f"{int(c.get('expand', 2) * width)} channels in all")
+    return Mamba2Config(
+        vocab=c["vocab_size"], width=width, layers=c["num_hidden_layers"], heads=heads, head_dim=head_dim,
+        groups=c.get("n_groups", 8), state=c.get("state_size", 128), conv=c.get("conv_kernel", 4),
+        chunk=c.get("chunk_size", 256), eps=c.get("layer_norm_epsilon", 1e-5), bias=c.get("use_bias", False),
+        conv_bias=c.get("use_conv_bias", True), steps=_limit(c, "time_step_limit"),
+        tied=c.get("tie_word_embeddings", False), wide=c.get("residual_in_fp32", True))
+
+
+def _of_state_spaces(c: Mapping[str, Any]) -> Mamba2Config:
+    own = {"layer": "Mamba1", **c["ssm_cfg"]}
+    fixed = {"layer": "Mamba2", "rmsnorm": True, "norm_before_gate": False, "D_has_hdim": False, "activation": "silu",
+             "d_ssm": None}
+    for name, taken in fixed.items():
+        if own.get(name, taken) != taken:
+            raise ValueError(f"ssm_cfg.{name}: got {own[name]!r}, supported is {taken!r}")
+    for name, none in (("attn_layer_idx", []), ("d_intermediate", 0)):
+        if c.get(name, none) != none:
+            raise ValueError(f"{name}: got {c[name]!r}, supported is {none!r}")
+    if not c.get("rms_norm", True):
+        raise ValueError("rms_norm: got False, supported is True")
+    width, many = c["d_model"], c.get("pad_vocab_size_multiple", 8)
+    inner, head_dim = own.get("expand", 2) * width, own.get("headdim", 64)
+    if inner % head_dim:
+        raise ValueError(f"ssm_cfg.headdim: got {head_dim}, takes a divisor of {inner} channels")
+    return Mamba2Config(
+        vocab=-(-c["vocab_size"] // many) * many, width=width, layers=c["n_layer"], heads=inner // head_dim,
+        head_dim=head_dim, groups=own.get("ngroups", 1), state=own.get("d_state", 128), conv=own.get("d_conv", 4),
+        chunk=own.get("chunk_size", 256), bias=own.get("bias", False), conv_bias=own.get("conv_bias", True),
+        steps=_limit(own, "dt_limit"), tied=c.get("tie_embeddings", True), wide=c.get("residual_in_fp32", True))
+
+
+def _limit(c: Mapping[str, Any], key: str) -> tuple[float, float]:
+    """The bounds of time steps. JSON has no infinity: transformers writes `{"__float__": "Infinity"}`."""
+    given = c.get(key, (0.0, float("inf")))
+    try:
+        low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in given)
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{key}: got {given!r}, takes two numbers") from None
+    return low, high
