@@ -14,6 +14,6 @@ from decodax.models.t5 import T5, T5Config
 from decodax.models.transformer import AdapterRows, Embeddings, EncoderText, Transformer
 
 __all__ = ["T5", "AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings",
-           "EncoderText", "Experts", "Layer", "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Phd", "Rope",
-           "T5Config", "Transformer", "cla", "diffqkv", "dual_chunk", "jrt", "linear", "linear_weights", "linearized",
-           "llama", "phd", "yoco"]
+           "EncoderText", "Experts", "Layer", "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Phd",
+           "Rope", "T5Config", "Transformer", "cla", "diffqkv", "dual_chunk", "jrt", "linear", "linear_weights",
+           "linearized", "llama", "phd", "yoco"]
