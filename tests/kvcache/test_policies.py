@@ -111,7 +111,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
     "kv-prediction": dict(auxiliary=GUESSES, maps=GUESSED),
-    "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5)}
+    "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5),
+    "sentence-kv": dict(ends=(3, 7, 12), budget=18, factor=1.5, sinks=1, recent=12, window=4)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
