@@ -74,8 +74,10 @@ class Cache(Struct, abc.ABC):
         Args:
             k, v: `f[B, K, G, d]` and `f[B, K, G, e]` keys and values of the window. `K` is `W`, unless nodes of earlier
                 windows stand before its own (`AttentionView`).
-            window: a `Window` or an `AttentionView`, of which it reads `visible()`, `positions`, `key_positions`,
-                `cached` and `certain`; `live` only where `certain`, which a `Window` alone is.
+            window: a `Window` or an `AttentionView`, of which it reads `visible()`, `tokens`, `positions`,
+                `key_positions`, `before`, `cached` and `certain`; `live` only where `certain`, which a `Window` alone
+                is. `before` are the entries of this layer of the nodes that stand before its own, or None: what an
+                entry holds of a node, which may be made of its token, so comes back with its key.
             bias: what is added to the scores; see `decodax.pallas_kernels.window_attention`.
 
         Returns:

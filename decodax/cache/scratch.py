@@ -22,12 +22,15 @@ class AttentionView(Struct):
     """What attention reads of a window whose keys are more than its queries.
 
     Attributes:
-        positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`. cached: as in `Window`.
+        tokens, positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`. cached: as in `Window`.
+        before: the entries of the layer, `[B, K - W, ...]`, of the nodes that stand before the window's own.
     """
 
+    tokens: Array
     positions: Array
     key_positions: Array
     seen: Array
+    before: Any
     cached: Array | None = None
 
     @property
@@ -70,8 +73,10 @@ class Scratch(Draftable):
         """As `Cache.attend`."""
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
-        view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
-                             key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
+        view = AttentionView(tokens=window.tokens, positions=window.positions,
+                             key_positions=jnp.concatenate([self.positions, window.positions], 1),
+                             seen=jnp.concatenate([self.sees, own], 2), before=self.entries[layer],
+                             cached=window.cached)
         k, v = (jnp.concatenate([x, new], 1) for x, new in zip(self.entries[layer][:2], (k, v), strict=True))
         return self.base.attend(layer, q, k, v, view, **options)
 

@@ -81,6 +81,11 @@ class Window(Struct):
         """`i32[B, K]`: positions of the keys that `visible` is about."""
         return self.positions
 
+    @property
+    def before(self) -> None:
+        """The entries of nodes of earlier windows (`AttentionView`): there are none."""
+        return None
+
     def visible(self) -> Array:
         """`bool[B, W, W]`: the mask without dead keys; each node sees at least itself, so no softmax is empty."""
         return (self.mask & self.live[:, None, :]) | jnp.eye(self.width, dtype=bool)

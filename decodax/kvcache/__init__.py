@@ -12,6 +12,7 @@ from decodax.kvcache import draft_policies as _draft_policies  # noqa: F401
 from decodax.kvcache import policies as _policies  # noqa: F401
 from decodax.kvcache import reading_policies as _reading_policies  # noqa: F401
 from decodax.kvcache import sketch_policies as _sketch_policies  # noqa: F401
+from decodax.kvcache import text_policies as _text_policies  # noqa: F401
 from decodax.kvcache.cachegen import load_prefix, save_prefix
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import Codebooks

@@ -112,7 +112,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
     "kv-prediction": dict(auxiliary=GUESSES, maps=GUESSED),
-    "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5)}
+    "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5),
+    "sentence-kv": dict(ends=(3, 7, 12), budget=18, factor=1.5, sinks=1, recent=12, window=4),
+    "shotkv": dict(budget=14, pool=6, every=4, window=3, separator=(3, (7, 1)))}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
@@ -190,7 +192,7 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "minference": {"vertical": 200}, "kv-prediction": {"auxiliary": DEEP, "maps": ITSELF},
             "quantized-pruning": {"budget": 200, "residual": 200},
-            "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
+            "shotkv": {"budget": 200, "pool": 200}, "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
             **{codec: {"residual": 200} for codec in (
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
         name, {"budget": 200})
@@ -222,7 +224,7 @@ def test_memory_is_that_of_the_budget(name: str) -> None:
     assert isinstance(kind, Eviction)
     slots = [x.shape[1] * x.shape[2] / 2 for i, x in enumerate(arrays(kind).kv) if i not in kind.skip]
     packed = SEGMENT - 1 if name in ("adakv", "criticalkv", "headkv") else 0
-    more = {"pyramidkv": 10, "chunkkv": 4, "scope": 3 + 3}.get(name, packed)
+    more = {"pyramidkv": 10, "chunkkv": 4, "scope": 3 + 3, "shotkv": 6}.get(name, packed)
     assert max(slots) <= 14 + more + (kind.every or 20)
     assert np.mean(slots) <= 14 + (5 if name == "pyramidkv" else more) + (kind.every or 20)
 

@@ -1,0 +1,49 @@
+"""Marks in a text: token ids, or ids in a row, that end a part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+Marks = tuple[tuple[int, ...], ...]
+"""Several marks, each of one id or of several in a row."""
+
+
+def read_marks(given: Any, name: str) -> Marks:
+    """Marks as a user gives them: ids, each of which is one, or tuples of ids in a row.
+
+    >>> read_marks((3, (1, 2)), "ends")
+    ((3,), (1, 2))
+
+    Raises:
+        ValueError: something else.
+    """
+    found = tuple(one if isinstance(one, tuple) else (one,) for one in (given if isinstance(given, tuple) else (given,)))
+    if not all(one and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in one) for one in found):
+        raise ValueError(f"{name}: got {given!r}, takes token ids, or tuples of ids that stand in a row")
+    return found
+
+
+def marked(tokens: Array, marks: Marks) -> Array:
+    """`bool[B, N]`: where in `tokens` (`i32[B, N]`) a mark has its last id.
+
+    >>> marked(jnp.array([[1, 2, 1, 3, 2]]), ((1, 2), (3,)))[0].astype(int).tolist()
+    [0, 1, 0, 1, 0]
+    """
+    found = jnp.zeros(tokens.shape, bool)
+    for mark in marks:
+        here = jnp.ones(tokens.shape, bool)
+        for back, i in enumerate(reversed(mark)):
+            before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :tokens.shape[1]]
+            here &= before == i
+        found |= here
+    return found
+
+
+def spelling(lm: Any, within: bytes) -> Marks:
+    """The tokens of a model's tokenizer that have `within` in them, and how it writes `within` in several."""
+    ids = [(i,) for i, piece in enumerate(lm.tokenizer.token_bytes()) if within in piece]
+    several = tuple(lm.tokenizer.encode(within.decode(), add_special_tokens=False))
+    return tuple(ids) if len(several) < 2 else (*ids, several)
