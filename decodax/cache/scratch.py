@@ -22,16 +22,17 @@ class AttentionView(Struct):
     """What attention reads of a window whose keys are more than its queries.
 
     Attributes:
-        tokens, positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`. cached: as in `Window`.
-        before: the entries of the layer, `[B, K - W, ...]`, of the nodes that stand before the window's own.
+        positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`. cached: as in `Window`.
+        tokens: `i32[B, W]`; before: the entries of the layer, `[B, K - W, ...]`, of the nodes that stand before the
+            window's own. None where keys do not stand for nodes one by one; what needs them refuses that.
     """
 
-    tokens: Array
     positions: Array
     key_positions: Array
     seen: Array
-    before: Any
     cached: Array | None = None
+    tokens: Array | None = None
+    before: Any = None
 
     @property
     def certain(self) -> bool:

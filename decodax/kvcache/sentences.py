@@ -75,7 +75,11 @@ class Sentences(Wrapper):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,    # type: ignore[override]
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        own, ends = k.shape[1] - q.shape[1], is_one_of(window.tokens, self.kind.marks)
+        own = k.shape[1] - q.shape[1]
+        if window.tokens is None or (own and window.before is None):
+            raise ValueError("cache: sentence-kv goes by the tokens of a window; takes a model and a method that read "
+                             "each token once, by its own key")
+        ends = is_one_of(window.tokens, self.kind.marks)
         entry, held = (k[:, own:], v[:, own:], q, ends), self.sentences[layer]
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
         whole = lambda: self.base.attend(layer, q, k, v, window, **options)[0]
