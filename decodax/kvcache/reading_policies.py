@@ -13,6 +13,7 @@ from decodax.kvcache.grouped import ByGroups
 from decodax.kvcache.hyper import Hyper
 from decodax.kvcache.sparse_prefill import VerticalSlash, read_sizes
 from decodax.kvcache.table import cache_policy
+from decodax.kvcache.token_butler import Butler, ByButler
 from decodax.kvcache.verified import PartialVerification
 
 
@@ -60,3 +61,15 @@ def _specpv(budget: int = 4096, sinks: int = 2, window: int = 8, block: int = 16
               "latest tokens, and what follows it")
 def _quick_prefill(keep: float = 0.2, group: int = 1024, recent: int = 64) -> CacheConfig:
     return ByGroups(keep, group, recent)
+
+
+@cache_policy("token-butler", "TokenButler: Token Importance Is Predictable", "Akhauri et al. 2025",
+              "everything; each head of a query reads the tokens that a trained predictor holds important for it "
+              "(fit_token_butler)")
+def _token_butler(butler: Butler | str | None = None, budget: int | float = 0.5, sinks: int = 4) -> CacheConfig:
+    if isinstance(butler, str):
+        butler = Butler.load(butler)
+    if not isinstance(butler, Butler):
+        raise ValueError(f"butler: got {'none' if butler is None else type(butler).__name__}, takes what "
+                         "decodax.kvcache.fit_token_butler trains, or a file of it")
+    return ByButler(butler, budget, sinks)
