@@ -35,8 +35,8 @@ from decodax.kvcache.shrunk import KVFeatures
 from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv, read
 from decodax.kvcache.token_butler import Butler
 
-__all__ = ["POLICIES", "Butler", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "HeldLayer", "KVFeatures",
-           "KVMaps", "LessKernels", "Predictors", "Prefix", "Probe", "Selection", "TokenScore", "blended",
+__all__ = ["Butler", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "HeldLayer", "KVFeatures",
+           "KVMaps", "LessKernels", "POLICIES", "Predictors", "Prefix", "Probe", "Selection", "TokenScore", "blended",
            "cache_policy", "edited", "find", "fit_channels", "fit_codebooks", "fit_features", "fit_heads",
-           "fit_kv_heads", "fit_kv_prediction", "fit_layers", "fit_less", "fit_order", "fit_predictors", "fit_token_butler", "kv",
-           "load_prefix", "matched", "mean_kv_heads", "read", "read_prefix", "save_prefix"]
+           "fit_kv_heads", "fit_kv_prediction", "fit_layers", "fit_less", "fit_order", "fit_predictors",
+           "fit_token_butler", "kv", "load_prefix", "matched", "mean_kv_heads", "read", "read_prefix", "save_prefix"]

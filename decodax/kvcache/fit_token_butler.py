@@ -62,8 +62,8 @@ def first_butler(lm: Any, reduce: int = 8, inner: int = 512, width: int = 16, se
     D, L, H = model.config.width, model.depth, layers_of(model)[0].queries
     assert H is not None
     if reduce < 1 or D % reduce or (D // reduce) % (2 * H):
-        raise ValueError(f"reduce: got {reduce}, takes a divisor of the width {D} that leaves an even number for each of "
-                         f"the {H} heads")
+        raise ValueError(f"reduce: got {reduce}, takes a divisor of the width {D} that leaves an even number for each "
+                         f"of the {H} heads")
     if inner < 1 or width < 2 or width % 2:
         raise ValueError(f"inner, width: got {inner} and {width}, takes 1 or more and an even number from 2")
     R, I, out = D // reduce, inner, H * (L - 1) * width     # noqa: E741

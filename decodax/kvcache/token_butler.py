@@ -35,7 +35,7 @@ from decodax.kvcache.shapes import layers_of
 from decodax.models.rope import Llama3, Rope, rotate
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 from decodax.readout.base import Readout
-from decodax.struct import Struct, static, struct
+from decodax.struct import Struct, fields, static, struct
 
 
 @struct
@@ -119,12 +119,12 @@ class Butler(Struct):
         found = self.query_out.shape[2] + 1, self.heads, self.norm.shape[0]
         takes = len(shapes), shapes[0].queries, width
         if found != takes:
-            raise ValueError(f"butler: got that of a model with {found[0]} layers of {found[1]} heads, {found[2]} wide, "
-                             f"takes one for {takes[0]} layers of {takes[1]}, {takes[2]} wide")
+            raise ValueError(f"butler: got that of a model with {found[0]} layers of {found[1]} heads, {found[2]} wide, takes "
+                             f"one for {takes[0]} layers of {takes[1]}, {takes[2]} wide")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the arrays to a file `.npz`, by their names."""
-        np.savez(path, **{field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)})
+        np.savez(path, **{field.name: np.asarray(getattr(self, field.name)) for field in fields(self)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Butler:
@@ -133,7 +133,7 @@ class Butler(Struct):
         Raises:
             ValueError: a file without one of the arrays.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in fields(cls)]
         with np.load(path, allow_pickle=False) as found:
             if lacking := [name for name in names if name not in found]:
                 raise ValueError(f"butler: {os.fspath(path)} has no {' and no '.join(lacking)}, takes a file that "
@@ -315,8 +315,8 @@ class ByButler(CacheConfig):
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.budget <= 0 or not (isinstance(self.budget, int) or self.budget < 1):
-            raise ValueError(f"budget, sinks: got {self.budget!r} and {self.sinks}, takes a number of tokens from 1 or a "
-                             "share below 1, and 0 or more")
+            raise ValueError(f"budget, sinks: got {self.budget!r} and {self.sinks}, takes a number of tokens from 1 or "
+                             "a share below 1, and 0 or more")
 
     def put_on(self, lm: Any) -> Any:
         self.butler.check(layers_of(layered(lm.model)), lm.model.config.width)
@@ -336,8 +336,8 @@ def layered(model: Any) -> LayeredModel:
         ValueError: it cannot.
     """
     if not isinstance(model, LayeredModel) or getattr(model.config, "shared", False):
-        raise ValueError(f"lm: got a {type(model).__name__}, takes a model that runs layer by layer, each with keys and "
-                         "values of its own")
+        raise ValueError(f"lm: got a {type(model).__name__}, takes a model that runs layer by layer, each with keys "
+                         "and values of its own")
     if len({(shape.heads, shape.queries) for shape in layers_of(model)}) > 1 or len(layers_of(model)) < 2:
         raise ValueError("lm: got a model of one layer, or whose layers have different heads; takes two or more layers "
                          "with the same")
