@@ -119,8 +119,8 @@ class Butler(Struct):
         found = self.query_out.shape[2] + 1, self.heads, self.norm.shape[0]
         takes = len(shapes), shapes[0].queries, width
         if found != takes:
-            raise ValueError(f"butler: got that of a model with {found[0]} layers of {found[1]} heads, {found[2]} wide, takes "
-                             f"one for {takes[0]} layers of {takes[1]}, {takes[2]} wide")
+            raise ValueError("butler: got that of a model with {} layers of {} heads, {} wide, takes one for {} layers "
+                             "of {}, {} wide".format(*found, *takes))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the arrays to a file `.npz`, by their names."""

@@ -17,6 +17,7 @@ from decodax.io.load import LM
 from decodax.job import Job
 from decodax.kvcache import (
     POLICIES,
+    AttentionNet,
     Codebooks,
     Constant,
     Evicting,
@@ -72,6 +73,8 @@ SIZES = dict(query_in=(4, 4, 6), query_out=(4, 6, 3), key_in=(2, 4, 6), key_out=
              mix=(2, 3, 3), mix_scale=(2, 3))
 KERNELS = LessKernels.of([LayerKernels(**{name: np.random.default_rng(i).standard_normal(size) / 2
                                           for i, (name, size) in enumerate(SIZES.items())})])
+NET = AttentionNet.of([np.random.default_rng(4).standard_normal(size) / 2 for size in (
+    (3, 1, 3, 3), (3,), (4, 3, 3, 3), (4,), (4,), ())])
 BUTLER = first_butler(DEEP, reduce=2, inner=6, width=2, seed=3)
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,6 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
     "kv-prediction": dict(auxiliary=GUESSES, maps=GUESSED), "token-butler": dict(butler=BUTLER, budget=0.2, sinks=2),
+    "attention-predictor": dict(net=NET, budget=10, sinks=2, recent=4, every=3, block=2, history=6, full=4),
     "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
