@@ -175,8 +175,13 @@ class Expecting(KeyValues):
         kind, chosen = self.kind, self.chosen[layer]
         assert chosen is not None
         first = jnp.arange(kind.sinks, dtype=jnp.int32)
-        begin = jnp.maximum(self.since - kind.recent + 1, kind.sinks)[:, None]
-        late = begin + jnp.arange(min(kind.recent + kind.every, self.capacity), dtype=jnp.int32)
+        # behind a text of whole blocks there is a token between the last one of these and the latest tokens, which the
+        # authors' code does not read; where all blocks are chosen everything is read
+        end = -(-self.since // kind.block) - kind.recent // kind.block
+        every = end - kind.sinks // kind.block <= chosen.shape[2]
+        begin = self.since - kind.recent + 1
+        begin = jnp.maximum(jnp.where(every, jnp.minimum(end * kind.block, begin), begin), kind.sinks)[:, None]
+        late = begin + jnp.arange(min(kind.recent + kind.every + 1, self.capacity), dtype=jnp.int32)
         some = (chosen[..., None] * kind.block + jnp.arange(kind.block, dtype=jnp.int32)).reshape(*chosen.shape[:2], -1)
         some = jnp.where((some >= kind.sinks) & (some < begin[:, :, None]), some, -1)
         wide = lambda x: jnp.broadcast_to(jnp.where(x < self.length[:, None], x, -1)[:, None],
