@@ -3,10 +3,10 @@
     python scripts/measure_predictors.py
 
 Trains the predictor of `token-butler` and the network of `attention-predictor` on texts of the shipped `recall`, and
-measures on other texts, at the tokens of answers, how much of full attention of all layers but the first goes to
-the tokens that a policy reads of a text: each head's own by these two and by the largest weights (as much as any choice can
-find), by Quest's bounds the same for a group of heads, and by a window. Then it asks the model 4 kinds of questions with
-each policy. Takes `decodax[train]`.
+measures on other texts, at the tokens of answers, how much of full attention of all layers but the first goes to the
+tokens that a policy reads of a text: each head's own by these two and by the largest weights (as much as any choice
+can find), by Quest's bounds the same for a group of heads, and by a window. Then it asks the model 4 kinds of questions
+with each policy. Takes `decodax[train]`.
 """
 
 from __future__ import annotations
@@ -106,14 +106,15 @@ def main() -> None:
                                        recent=given.near, skip=(0,)),
              "the same, full=1": kv("attention-predictor", net=net, budget=given.budget, sinks=given.near,
                                     recent=given.near, skip=(0,), full=1),
-             "quest": kv("quest", budget=given.budget - given.near - BLOCK, recent=given.near, skip=(0,)), "dense": None}
+             "quest": kv("quest", budget=given.budget - given.near - BLOCK, recent=given.near, skip=(0,)),
+             "dense": None}
     prompts = [f"{problem.context} {problem.question}" for problem in asked]
     for name in dict.fromkeys([*share, *kinds]):
         found = np.mean(share[name], 0).round(3).tolist() if name in share else ""
         spread = np.std(np.mean(share[name], -1)) / len(share[name]) ** 0.5 if name in share else 0.0
         line = name
         if found:
-            line += f": of layers 1 to {lm.model.depth - 1} {found}, mean {np.mean(found):.3f} ± {spread:.3f}"
+            line += f": layers 1 to {lm.model.depth - 1} {found}, mean {np.mean(found):.3f} ± {spread:.3f}"
         if name in kinds:
             out = dx.generate(lm, prompts, cache=kinds[name], temperature=0.0, max_new_tokens=24)
             right = [text.split("<|end|>")[0].split() == problem.answer.split()
