@@ -226,9 +226,10 @@ class Expecting(KeyValues):
         if all(x is None for x in self.chosen):
             return new
         due = length - self.since >= self.kind.every
-        # a loop of one trip or none, since XLA copies what a conditional writes to
-        once = lambda c: (jnp.zeros((), bool), c[1].choose(due))
-        return lax.while_loop(lambda c: c[0], once, (due.any(), new))[1]
+        # a loop of one trip or none, which carries no more than what it changes: XLA copies the rest
+        once = lambda c: (jnp.zeros((), bool), new.choose(due).chosen)
+        _, chosen = lax.while_loop(lambda c: c[0], once, (due.any(), self.chosen))
+        return new.replace(chosen=chosen, since=jnp.where(due, length, self.since))
 
     def choose(self, rows: Array) -> Expecting:
         """With the blocks that the network expects next, in those rows (`bool[B]`)."""
