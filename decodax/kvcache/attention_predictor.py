@@ -160,13 +160,10 @@ class Expecting(KeyValues):
         at = self._read(layer)
         out, row = self._attend(layer, q, k, v, seen, window.key_positions, at)
         if self.kind.full is not None:
-            B, H, S = *at.shape[:2], self.capacity
-            all_of_them = jnp.arange(S, dtype=jnp.int32)
-            all_of_them = jnp.broadcast_to(jnp.where(all_of_them < self.length[:, None], all_of_them, -1)[:, None],
-                                           (B, H, S))
             now = (window.positions - self.start[:, None] + 1) % self.kind.full == 0
-            whole = lax.cond(now.any(), lambda: self._attend(layer, q, k, v, seen, window.key_positions,
-                                                             all_of_them)[1], lambda: row)
+            # a loop of one trip or none, since a conditional would have XLA copy what it reads
+            once = lambda c: (jnp.zeros((), bool), self._everything(layer, q, k, seen, window.key_positions))
+            _, whole = lax.while_loop(lambda c: c[0], once, (now.any(), row))
             row = jnp.where(now[:, :, None, None], whole, row)
         return out.astype(v.dtype), (*entry, row)
 
@@ -212,6 +209,27 @@ class Expecting(KeyValues):
             return jnp.einsum("whn,hne->whe", weights, both[..., d:]), rows(weights)
 
         return jax.vmap(lambda *row: one(row))(self.kv[layer], k, v, q, seen, keys_at, at)
+
+    def _everything(self, layer: int, q: Array, k: Array, seen: Array, keys_at: Array) -> Array:
+        """The largest weight in each block, `f32[B, W, H, blocks]`, of attention to everything; see `_attend`."""
+        image, d, block = self.images[layer], self.widths[layer], self.kind.block
+        assert image is not None
+        n = image.shape[3]
+
+        def one(row: tuple[Array, ...]) -> Array:
+            kv, length, k, q, seen, keys_at = row
+            (G, S, _), (W, H, _) = kv.shape, q.shape
+            q = q.reshape(W, G, H // G, d)
+            far = jnp.einsum("wgrd,gsd->wgrs", q, kv[..., :d].astype(jnp.float32)).reshape(W, H, S)
+            near = jnp.einsum("wgrd,kgd->wgrk", q, k.astype(jnp.float32)).reshape(W, H, -1)
+            there = jnp.concatenate([jnp.broadcast_to(jnp.arange(S) < length, (W, S)), seen], -1)[:, None]
+            weights = jax.nn.softmax(jnp.where(there, jnp.concatenate([far, near], -1), -1e30), axis=-1)
+            weights = jnp.where(there, weights, 0)
+            far = jnp.pad(weights[..., :S], ((0, 0), (0, 0), (0, n * block - S))).reshape(W, H, n, block).max(-1)
+            rows = jax.vmap(jax.vmap(lambda own: pooled(own, keys_at, n, block)))
+            return jnp.maximum(far, rows(weights[..., S:]))
+
+        return jax.vmap(lambda *row: one(row))(self.kv[layer], self.length, k, q, seen, keys_at)
 
     def commit(self, entries: Entries, slots: Array) -> Expecting:
         if not self.kv:
