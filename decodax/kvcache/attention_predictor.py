@@ -165,6 +165,8 @@ class Expecting(KeyValues):
             once = lambda c: (jnp.zeros((), bool), self._everything(layer, q, k, seen, window.key_positions))
             _, whole = lax.while_loop(lambda c: c[0], once, (now.any(), row))
             row = jnp.where(now[:, :, None, None], whole, row)
+            # what is committed has to wait for this, too, or XLA on CPU copies the cache to protect its readers
+            out = jnp.where(jnp.isfinite(row).all(-1, keepdims=True), out, jnp.nan)
         return out.astype(v.dtype), (*entry, row)
 
     def _read(self, layer: int) -> Array:
