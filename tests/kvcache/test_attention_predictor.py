@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -11,12 +12,17 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.bench.report import copies, parse
 from decodax.cache import KVLayer, ReadPrompt, causal
+from decodax.core import drivers
+from decodax.core.start import init_state
+from decodax.core.types import Params
 from decodax.kvcache import AttentionNet, fit_attention_predictor, kv
 from decodax.kvcache.attention_predictor import Expectation, Expecting, PromptToExpect
 from decodax.kvcache.fit_attention_predictor import attention_maps, first_net, squared_error
 from decodax.models import Transformer
-from tests.kvcache.test_policies import MODEL, NET, PARAMS, PROMPTS, SMALL
+from decodax.policy import build
+from tests.kvcache.test_policies import DEEP, LOOKUP, MODEL, NET, OPTIONS, PARAMS, PROMPTS, SMALL
 
 WANTED = json.loads((Path(__file__).parent / "attention_predictor.json").read_text())
 """By attnpred_llama_attention.py of MIRALab-USTC/LLM-AttentionPredictor at 8196868: of each step and head what is
@@ -122,3 +128,20 @@ def test_what_cannot_be_had_is_refused() -> None:
                 SMALL, [list(range(16)) * 12], steps=0))):
         with pytest.raises(ValueError, match=message):
             wrong()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["attention-predictor", "token-butler"])
+def test_no_round_copies_keys_and_values(name: str) -> None:
+    lm = kv(name, **OPTIONS[name]).put_on(DEEP)
+    params, chain = Params(lm.params, None), build(8, vocab_size=16, temperature=0.8)
+    begin = functools.partial(init_state, LOOKUP, lm.model, size=256, max_new=np.int32(30))
+    s = jax.eval_shape(begin, params, chain, jax.ShapeDtypeStruct((8, 64), jnp.int32),
+                       jax.ShapeDtypeStruct((8,), jnp.int32))
+    if isinstance(s.cache, PromptToExpect):
+        read = ReadPrompt(model=None, params=None, tokens=jnp.zeros((8, 64), jnp.int32))
+        s = s.replace(cache=jax.eval_shape(lambda cache: cache.settled(read), s.cache))
+    program = parse(drivers.advance.lower(LOOKUP, lm.model, params, chain, s, np.int32(5)).compile().as_text())
+    assert program.loops()
+    for size in {x.size for x in jax.tree.leaves(s.cache.kv)}:
+        assert [x for loop in program.loops() for x in copies(program, size, loop.attribute("body"))] == []
