@@ -106,9 +106,7 @@ class Attention(nnx.Module):
                  attend: Attend) -> tuple[Array, Any]:
         # without the barrier a TPU's compiler chooses layouts for the heads that make it transpose these kernels
         if self.q is None:
-            assert self.v is not None
-            v = self.v(x)
-            return self._projected(x, *attend(index, None, None, v.reshape(*v.shape[:2], self.c.kv_heads, -1)))
+            return self._projected(x, *attend(index, None, None, self._values(x)))
         if self.k is None or self.v is None:
             k = v = None
             q = jax.lax.optimization_barrier(self.q(x))
@@ -122,6 +120,11 @@ class Attention(nnx.Module):
         if self.layer.rope is not None and self.layer.rope.chunks is not None:
             options["bias"] = DualChunk(self.layer.rope, scale)
         return self._projected(x, *attend(index, q, k, v, **options))
+
+    def _values(self, x: Array) -> Array:
+        """Values alone, in heads."""
+        assert self.v is not None
+        return self.v(x).reshape(*x.shape[:2], self.c.kv_heads, -1)
 
     def _projected(self, x: Array, out: Array, entry: Any) -> tuple[Array, Any]:
         """What heads found, on the residual stream."""

@@ -45,9 +45,9 @@ class Echoes:
         lead = self.config.layers[layer].echoes
         if lead is not None:
             self.values[lead].append(v)
-            out, *of, given = self.found[lead]
+            out, q, keys, given = self.found[lead]
             at, e = len(self.values[lead]) - 1, v.shape[-1]
-            near = self.near(*of, v, **given)
+            near = self.near(q, keys, v, **given)
             return out[..., at * e:(at + 1) * e] + out[..., -1:] * near.astype(out.dtype), ()
         others = len(self.config.group(layer)) - 1
         if not others:

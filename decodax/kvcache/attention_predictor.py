@@ -268,7 +268,7 @@ class Expecting(KeyValues):
 
         for image, old in zip(self.images, self.chosen, strict=True):
             new = None if image is None or old is None else jax.vmap(one)(image, old, self.length, self.start)
-            made.append(None if new is None else jnp.where(rows[:, None, None], new, old))
+            made.append(None if new is None or old is None else jnp.where(rows[:, None, None], new, old))
         return self.replace(chosen=tuple(made), since=jnp.where(rows, self.length, self.since))
 
 
@@ -291,15 +291,14 @@ class PromptToExpect(Wrapper):
     shapes: tuple[KVLayer, ...] = static()
     kind: Expectation = static()
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               **options: Any) -> tuple[Array, PyTree]:
-        out, entry = self.base.attend(layer, q, k, v, window, scale=scale, **options)
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        out, entry = self.base.attend(layer, q, k, v, window, **options)
         if self.queries[layer] is None:
             return out, entry
         if options.get("bias") is not None or options.get("softcap") is not None:
             raise ValueError("cache: attention-predictor computes scores of queries and keys alone; takes a model "
                              "without a soft cap or a bias of its attention scores")
-        return out, (*entry, q * scale)
+        return out, (*entry, q * options["scale"])
 
     def commit(self, entries: Entries, slots: Array) -> PromptToExpect:
         base = self.base.commit([entry[:2] for entry in entries], slots)
@@ -309,7 +308,8 @@ class PromptToExpect(Wrapper):
         return self.replace(base=base, queries=queries)
 
     def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
-        base, kind, images = self.base, self.kind, []
+        base, kind = self.base, self.kind
+        images: list[Array | None] = []
         into = kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
         for kv, queries, image, d in zip(base.kv, self.queries, into.images, base.widths, strict=True):
             if queries is None or image is None:

@@ -143,7 +143,7 @@ def _distilled(lm: Any, student: Transformer, params: Any, behind: tuple[int, ..
             total += weigh[0] * (jnp.exp(log) * (log - own)).sum(-1).mean()
             assert out.layers is not None and wanted.layers is not None
             for layer in behind:
-                x, y = (each.layers[layer].astype(jnp.float32) for each in (out, wanted))
+                x, y = (states[layer].astype(jnp.float32) for states in (out.layers, wanted.layers))
                 total += weigh[2] / len(behind) * jnp.square(x - y).mean() / jnp.square(y).mean()
         return total
 

@@ -124,7 +124,8 @@ class Butler(Struct):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the arrays to a file `.npz`, by their names."""
-        np.savez(path, **{field.name: np.asarray(getattr(self, field.name)) for field in fields(self)})
+        arrays: dict[str, Any] = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
+        np.savez(path, **arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Butler:
