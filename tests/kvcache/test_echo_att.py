@@ -112,6 +112,7 @@ def test_layers_are_put_together_by_what_they_attend_to() -> None:
     np.testing.assert_allclose(dx.score(made_of, TEXTS).mean, dx.score(lm, TEXTS).mean, atol=5e-3)
 
 
+@pytest.mark.wide
 def test_distillation_brings_back_what_the_conversion_lost() -> None:
     texts = [np.tile(np.random.default_rng(0).permutation(16), 2)[i:i + 16].tolist() for i in range(6)]
     teacher = fit_echo_att(made(False), texts, groups=((1,),), steps=0, more=60, rate=1e-2)
