@@ -1,7 +1,7 @@
 """Networks: decoder-only transformers in flax.nnx, and the `Model`s that wrap them for decoding; T5, Mamba, Mamba-2."""
 
 from decodax.models.arc_encoder import ArcEncoder
-from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, cla, diffqkv, llama, yoco
+from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, cla, diffqkv, echo_att, llama, yoco
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.dual_chunk import dual_chunk
@@ -15,5 +15,5 @@ from decodax.models.transformer import AdapterRows, Embeddings, EncoderText, Tra
 
 __all__ = ["T5", "AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings",
            "EncoderText", "Experts", "Layer", "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Phd",
-           "Rope", "T5Config", "Transformer", "cla", "diffqkv", "dual_chunk", "jrt", "linear", "linear_weights",
-           "linearized", "llama", "phd", "yoco"]
+           "Rope", "T5Config", "Transformer", "cla", "diffqkv", "dual_chunk", "echo_att", "jrt", "linear",
+           "linear_weights", "linearized", "llama", "phd", "yoco"]

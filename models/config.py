@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from decodax.cache import LinearRule
@@ -67,6 +68,8 @@ class Layer:
             and the cache holds none of it. See `cla` and `yoco`. None: its own.
         linear: the rule of linear attention, where it has that in place of softmax: a state of constant size, and no
             scale of the scores. See `decodax.models.linear`. None: softmax.
+        echoes: the number of an earlier layer whose attention it repeats, with values of its own; it has no projections
+            for queries and keys, and the cache holds no keys of it. See `echo_att`. None: its own.
     """
 
     rope: Rope | None = None
@@ -75,6 +78,7 @@ class Layer:
     experts: Experts | None = None
     reads: int | None = None
     linear: LinearRule | None = None
+    echoes: int | None = None
 
     def __post_init__(self) -> None:
         if self.sliding is not None and self.sliding < 1:
@@ -152,6 +156,9 @@ class DecoderConfig:
                                              or self.heads % self.value_heads):
             raise ValueError(f"value_heads: got {self.value_heads}, takes a multiple of kv_heads = {self.kv_heads} "
                              f"that divides heads = {self.heads}")
+        if self.echoed and any(layer.reads is not None or layer.linear is not None for layer in self.layers):
+            raise ValueError("echoes: got layers that repeat the attention of others beside some that read their keys "
+                             "and values, or have linear attention; takes one of these")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
         for i, layer in enumerate(self.layers):
@@ -160,6 +167,11 @@ class DecoderConfig:
                                                 and self.layers[layer.reads].rope == layer.rope):
                 raise ValueError(f"reads: got {layer.reads} for layer {i}, takes an earlier layer with keys and values "
                                  "of its own, and the same rope")
+            if layer.echoes is not None and not (
+                    0 <= layer.echoes < i and layer.reads is None and self.layers[layer.echoes].echoes is None
+                    and self.layers[layer.echoes].sliding == layer.sliding):
+                raise ValueError(f"echoes: got {layer.echoes} for layer {i}, takes an earlier layer with attention of "
+                                 "its own, and the same sliding window")
             if layer.rope is not None and layer.rope.chunks is not None and (
                     layer.sliding is not None or self.attention_softcap is not None):
                 raise ValueError("chunks: got dual chunk attention beside a sliding window or a soft cap of the "
@@ -188,8 +200,17 @@ class DecoderConfig:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The layers with keys and values of their own, of which a cache holds something."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.reads is None)
+        """The layers with keys of their own, of which a cache holds something."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.reads is None and layer.echoes is None)
+
+    @property
+    def echoed(self) -> bool:
+        """Whether some layers repeat the attention of others."""
+        return any(layer.echoes is not None for layer in self.layers)
+
+    def group(self, layer: int) -> tuple[int, ...]:
+        """A layer with attention of its own, and those that repeat it."""
+        return (layer, *(i for i, other in enumerate(self.layers) if other.echoes == layer))
 
     @property
     def attending(self) -> tuple[int, ...]:
@@ -203,7 +224,7 @@ class DecoderConfig:
 
     @property
     def shared(self) -> bool:
-        """Whether some layers read those of others."""
+        """Whether some layers read or repeat those of others."""
         return len(self.own) < len(self.layers)
 
 
@@ -244,6 +265,25 @@ def yoco(config: DecoderConfig, window: int = 1024) -> DecoderConfig:
     return dataclasses.replace(config, layers=tuple(
         dataclasses.replace(layer, sliding=window if i < half else None, reads=half if i > half else None)
         for i, layer in enumerate(config.layers)))
+
+
+def echo_att(config: DecoderConfig, groups: Sequence[Sequence[int]]) -> DecoderConfig:
+    """With groups of layers that attend as the first of each does ("EchoAtt: Attend, Copy, then Adjust for More
+    Efficient Large Language Models", Rajabzadeh et al., 2024): the others have values of their own, and neither queries
+    nor keys. It is another network, to be distilled as such: `decodax.kvcache.fit_echo_att`.
+
+    >>> c = echo_att(llama(vocab=64, width=32, layers=6, heads=4, mlp=96), [(1, 2), (3, 4)])
+    >>> [layer.echoes for layer in c.layers]
+    [None, None, 1, None, 3, None]
+    """
+    flat = [i for group in groups for i in group]
+    if len(set(flat)) < len(flat) or any(list(group) != sorted(group) or not group for group in groups) or not (
+            all(0 <= i < len(config.layers) for i in flat)):
+        raise ValueError(f"groups: got {tuple(map(tuple, groups))}, takes groups of the {len(config.layers)} layers, "
+                         "each in their order, and a layer in one of them")
+    lead = {i: group[0] for group in groups for i in group[1:]}
+    return dataclasses.replace(config, layers=tuple(
+        dataclasses.replace(layer, echoes=lead.get(i)) for i, layer in enumerate(config.layers)))
 
 
 def diffqkv(config: DecoderConfig, key_heads: int) -> DecoderConfig:

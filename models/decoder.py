@@ -21,10 +21,10 @@ from decodax.cache import LinearTerms
 from decodax.core.types import PartialForward
 from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig
 from decodax.models.dual_chunk import DualChunk
+from decodax.models.echoes import Echoes, Near
 from decodax.models.experts import mix, route
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.rope import rotate
-from decodax.pallas_kernels.window_attention import Bias
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -48,9 +48,7 @@ class Attend(Protocol):
     """Attention of a layer's queries `f[B, W, H, d]` to what is cached and to the window's `k`, `v` `f[B, W, G, d]`,
     and the layer's entry: `Cache.attend`. A layer of linear attention hands in its terms alone (`linear`)."""
 
-    def __call__(self, layer: int, q: Array, k: Any, v: Any, *, scale: float = 1.0, sliding: int | None = None,
-                 softcap: float | None = None, bias: Bias | None = None,
-                 linear: LinearTerms | None = None) -> tuple[Array, Any]: ...
+    def __call__(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]: ...
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = STD) -> nnx.Param[Array]:
@@ -96,15 +94,16 @@ class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c, self.layer = c, layer
         width, own, rule = c.key_width(layer), layer.reads is None, layer.linear
+        attends, has_keys = layer.echoes is None, own and layer.echoes is None
         keys, values = c.kv_heads * width, c.kv_heads * c.head_dim * c.values_of_key
         into = lambda out, axis: Linear(rngs, (c.width, out), ("embed", axis), c.qkv_bias)
-        self.q = into(c.heads * width, "heads")
-        self.k = into(keys, "kv_heads") if own else None
+        self.q = into(c.heads * width, "heads") if attends else None
+        self.k = into(keys, "kv_heads") if has_keys else None
         self.v = into(values, "kv_heads") if own else None
         self.o = Linear(rngs, (c.heads * c.head_dim, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
-        self.q_norm = _head_norm(c, c.heads, "heads")
-        self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if own else None
+        self.q_norm = _head_norm(c, c.heads, "heads") if attends else None
+        self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if has_keys else None
         if rule is not None:
             # zeros, with which training begins: the sum within a group alone
             self.factor = nnx.Param(jnp.zeros(1), axes=(None,)) if rule.factor else None
@@ -114,6 +113,8 @@ class Attention(nnx.Module):
 
     def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
                  attend: Attend) -> tuple[Array, Any]:
+        if self.q is None:
+            return self._projected(x, *attend(index, None, None, self._values(x)))
         # without the barrier a TPU's compiler chooses layouts for the heads that make it transpose these kernels
         if self.k is None or self.v is None:
             k = v = None
@@ -130,7 +131,16 @@ class Attention(nnx.Module):
         options: dict[str, Any] = dict(scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
         if self.layer.rope is not None and self.layer.rope.chunks is not None:
             options["bias"] = DualChunk(self.layer.rope, scale)
-        out, entry = attend(index, q, k, v, **options)
+        return self._projected(x, *attend(index, q, k, v, **options))
+
+    def _values(self, x: Array) -> Array:
+        """Values alone, in heads."""
+        assert self.v is not None
+        return self.v(x).reshape(*x.shape[:2], self.c.kv_heads, -1)
+
+    def _projected(self, x: Array, out: Array, entry: Any) -> tuple[Array, Any]:
+        """What heads found, on the residual stream."""
+        c = self.c
         if (r := c.values_of_key) > 1:
             # of the wide head each query head takes its own value head
             out = out.reshape(*x.shape[:2], c.kv_heads, r, -1, r, c.head_dim)
@@ -286,7 +296,8 @@ class Decoder(nnx.Module):
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
-                 begun: PartialForward | None = None) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
+                 begun: PartialForward | None = None, near: Near | None = None
+                 ) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
         """Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
         after each layer.
 
@@ -295,20 +306,28 @@ class Decoder(nnx.Module):
             context: the sequence length that length-dependent rope scalings are set for; None: as trained.
             keep: which halves of which layers run; None: all.
             begun: the first layers, where they have been run.
+            near: attention among the given tokens alone, for layers that repeat the attention of others.
         """
         tables = self.tables(positions, context)
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
         x = states[-1] if states else x
+        echoes = None
         if self.c.shared:
             if keep is not None or begun is not None:
                 raise ValueError("layers: some read the keys and values of others, so none can be left out")
-            attend = self._sharing(attend)
+            if self.c.echoed:
+                assert near is not None
+                attend = echoes = Echoes(self.c, attend, near)
+            else:
+                attend = self._sharing(attend)
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
-            if self.c.layers[i].reads is None:
+            if i in self.c.own:
                 entries.append(entry)
             states.append(x)
+        if echoes is not None:
+            entries = echoes.entries(entries)
         return self.norm(x), tuple(entries), tuple(states)
 
     def _sharing(self, attend: Attend) -> Attend:

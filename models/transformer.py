@@ -23,6 +23,7 @@ from decodax.axes import EXPERT, MODEL
 from decodax.cache import (
     Cache,
     CacheConfig,
+    Dense,
     KVLayer,
     LinearStates,
     LinearTerms,
@@ -38,6 +39,7 @@ from decodax.core.packing import Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
+from decodax.models.echoes import value_width
 from decodax.models.packed import Adapted, Packed, embedded
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
@@ -160,10 +162,14 @@ class Transformer(LayeredModel):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
         wide = None if c.values_of_key == 1 else c.head_dim * c.values_of_key
-        layers = [KVLayer(c.kv_heads, c.head_dim, wide, queries=c.heads, rope=layer.rope, context=self.context,
-                          sliding=layer.sliding) for layer in map(c.layers.__getitem__, c.attending)]
+        layers = [KVLayer(c.kv_heads, c.head_dim, value_width(c, i, wide), queries=c.heads, rope=c.layers[i].rope,
+                          context=self.context, sliding=c.layers[i].sliding) for i in c.attending]
         if not c.summing:
-            return self.cache(layers, batch, capacity, dtype, given)
+            made = self.cache(layers, batch, capacity, dtype, given)
+            if c.echoed and not isinstance(made, Dense):
+                raise ValueError(f"cache: got a {type(made).__name__}, but layers repeat the attention of others, "
+                                 "which takes a dense cache")
+            return made
         rules = [rule for i in c.summing if (rule := c.layers[i].linear) is not None]
         shapes = [(c.kv_heads, c.key_width(c.layers[i]), c.head_dim) for i in c.summing]
         states = linear_states(rules, shapes, batch, capacity, dtype, given)
@@ -206,8 +212,9 @@ class Transformer(LayeredModel):
 
         def whole() -> tuple[Array, Any, tuple[Array, ...]]:
             attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+            near = lambda q, k, v, **options: window_attention(q, k, v, window.visible(), window.positions, **options)
             return network(x, window.positions, attend, self.context, keep,
-                           begun if begun is not None and begun.model == self else None)
+                           begun if begun is not None and begun.model == self else None, near)
 
         def packed(size: int) -> tuple[Array, Any, tuple[Array, ...]]:
             assert packing is not None
@@ -216,7 +223,7 @@ class Transformer(LayeredModel):
                                               self.context)
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
 
-        if packing is None or keep is not None or begun is not None or by_row:
+        if packing is None or keep is not None or begun is not None or by_row or self.config.echoed:
             hidden, entries, layers = whole()
         else:
             hidden, entries, layers = packing.run(window.live, packed, whole)
@@ -234,7 +241,8 @@ class Transformer(LayeredModel):
 
     def _apart(self) -> None:
         if self.config.shared:
-            raise ValueError("layers: some read the keys and values of others, so they cannot run one by one")
+            raise ValueError("layers: some read the keys and values of others, or repeat their attention, so they "
+                             "cannot run one by one")
         if self.config.summing:
             raise ValueError("layers: some have linear attention, so they cannot run one by one")
 
@@ -242,6 +250,9 @@ class Transformer(LayeredModel):
         if self.config.values_of_key > 1:
             raise ValueError("value_heads: got more of them than of keys, so how a head's values are projected is not "
                              "one matrix for each query head")
+        if self.config.echoed:
+            raise ValueError("layers: some repeat the attention of others, so what a layer attends to is projected by "
+                             "several matrices")
         kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
             kernel = kernel.kernel          # a cache's rule is one for all rows
@@ -284,18 +295,19 @@ class Transformer(LayeredModel):
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
         network = _network(self.config, params)
         values, given = (None, None) if inputs is None else (inputs.values, inputs.given)
+        near = lambda q, k, v, **options: window_attention(q, k, v, seen, where, **options)
 
         def attend(layer: int, q: Array, k: Any, v: Any, *, linear: LinearTerms | None = None,
                    **options: Any) -> tuple[Array, Any]:
             if linear is None:
-                return window_attention(q, k, v, seen, where, **options), ()
+                return near(q, k, v, **options), (k, v)
             out, encoded = over_text(linear, q, k, v, mask, where, prefix)
             if linear.rule.prefix:
                 sums.append(encoded)
             return out, ()
 
         x = network.embedded(tokens, where, values, given)
-        return network(x, where, attend, self.context, keep)[0], network.logits
+        return network(x, where, attend, self.context, keep, near=near)[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Fresh weights from a `key`: normal with standard deviation 0.02, norms at identity."""

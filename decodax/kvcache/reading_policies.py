@@ -7,13 +7,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decodax.cache.base import CacheConfig
+from decodax.kvcache.attention_predictor import AttentionNet, Expectation
 from decodax.kvcache.clusters import KeyClusters
 from decodax.kvcache.criticality import Critical
 from decodax.kvcache.grouped import ByGroups
 from decodax.kvcache.hyper import Hyper
 from decodax.kvcache.sparse_prefill import VerticalSlash, read_sizes
 from decodax.kvcache.table import cache_policy
+from decodax.kvcache.token_butler import Butler, ByButler
 from decodax.kvcache.verified import PartialVerification
+
+
+@cache_policy("attention-predictor", "AttentionPredictor: Temporal Patterns Matter for KV Cache Compression",
+              "Yang et al. 2025", "everything; each head of a query reads the blocks that a trained network expects to "
+              "be attended to next (fit_attention_predictor), the first tokens and the latest")
+def _attention_predictor(net: AttentionNet | str | None = None, budget: int = 1024, sinks: int = 64, recent: int = 64,
+                         every: int = 1, block: int = 16, history: int = 64, full: int | None = None,
+                         skip: tuple[int, ...] = ()) -> CacheConfig:
+    if isinstance(net, str):
+        net = AttentionNet.load(net)
+    if not isinstance(net, AttentionNet):
+        raise ValueError(f"net: got {'none' if net is None else type(net).__name__}, takes what "
+                         "decodax.kvcache.fit_attention_predictor trains, or a file of it")
+    return Expectation(net, budget, sinks, recent, every, block, history, full, skip)
 
 
 @cache_policy("clusterkv", "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression",
@@ -60,3 +76,15 @@ def _specpv(budget: int = 4096, sinks: int = 2, window: int = 8, block: int = 16
               "latest tokens, and what follows it")
 def _quick_prefill(keep: float = 0.2, group: int = 1024, recent: int = 64) -> CacheConfig:
     return ByGroups(keep, group, recent)
+
+
+@cache_policy("token-butler", "TokenButler: Token Importance Is Predictable", "Akhauri et al. 2025",
+              "everything; each head of a query reads the tokens that a trained predictor holds important for it "
+              "(fit_token_butler)")
+def _token_butler(butler: Butler | str | None = None, budget: int | float = 0.5, sinks: int = 4) -> CacheConfig:
+    if isinstance(butler, str):
+        butler = Butler.load(butler)
+    if not isinstance(butler, Butler):
+        raise ValueError(f"butler: got {'none' if butler is None else type(butler).__name__}, takes what "
+                         "decodax.kvcache.fit_token_butler trains, or a file of it")
+    return ByButler(butler, budget, sinks)

@@ -17,6 +17,7 @@ from decodax.io.load import LM
 from decodax.job import Job
 from decodax.kvcache import (
     POLICIES,
+    AttentionNet,
     Codebooks,
     Constant,
     Evicting,
@@ -28,6 +29,7 @@ from decodax.kvcache import (
     kv,
 )
 from decodax.kvcache.evicting import Eviction
+from decodax.kvcache.fit_token_butler import first_butler
 from decodax.kvcache.key_scores import KeyNorm, LagRelative
 from decodax.kvcache.less import LayerKernels
 from decodax.kvcache.packed import SEGMENT, pack, segment_attention, segments_of, unpack
@@ -50,7 +52,7 @@ def network(layers: int) -> LM:
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
 DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill", "critiprefill",
-          "minference", "hyper-attention", "aqua-kv", "kv-prediction")
+          "minference", "hyper-attention", "aqua-kv", "kv-prediction", "token-butler")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -71,6 +73,9 @@ SIZES = dict(query_in=(4, 4, 6), query_out=(4, 6, 3), key_in=(2, 4, 6), key_out=
              mix=(2, 3, 3), mix_scale=(2, 3))
 KERNELS = LessKernels.of([LayerKernels(**{name: np.random.default_rng(i).standard_normal(size) / 2
                                           for i, (name, size) in enumerate(SIZES.items())})])
+NET = AttentionNet.of([np.random.default_rng(4).standard_normal(size) / 2 for size in (
+    (3, 1, 3, 3), (3,), (4, 3, 3, 3), (4,), (4,), ())])
+BUTLER = first_butler(DEEP, reduce=2, inner=6, width=2, seed=3)
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
@@ -111,7 +116,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
-    "kv-prediction": dict(auxiliary=GUESSES, maps=GUESSED),
+    "kv-prediction": dict(auxiliary=GUESSES, maps=GUESSED), "token-butler": dict(butler=BUTLER, budget=0.2, sinks=2),
+    "attention-predictor": dict(net=NET, budget=10, sinks=2, recent=4, every=3, block=2, history=6, full=4),
     "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5),
     "sentence-kv": dict(ends=(3, 7, 12), budget=18, factor=1.5, sinks=1, recent=12, window=4),
     "shotkv": dict(budget=14, pool=6, every=4, window=3, separator=(3, (7, 1)))}

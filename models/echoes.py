@@ -1,0 +1,74 @@
+"""Layers that repeat the attention of another one, with values of their own ("EchoAtt: Attend, Copy, then Adjust for
+More Efficient Large Language Models", Rajabzadeh et al., 2024).
+
+The first layer of a group attends for all of them: behind its own values lie those of the others, as one wide head,
+so that the keys of a text are scored and kept once. The values that the others give to the tokens of a call are known
+only when it has come to them. What attention takes from the cache needs none of these, and comes with the first layer's
+call; the rest is attention among the tokens of the call, times the share of attention that they have. A last column of
+the wide head says how much that is: it is 1 for tokens of the call, and 0 in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.models.config import DecoderConfig
+
+
+class Near(Protocol):
+    """Attention among the tokens of a call alone: of queries `f[B, W, H, d]` to `f[B, W, G, d]` and `f[B, W, G, e]`."""
+
+    def __call__(self, q: Array, k: Array, v: Array, **options: Any) -> Array: ...
+
+
+def value_width(config: DecoderConfig, layer: int, wide: int | None) -> int | None:
+    """How wide the values of a layer are in the cache, where its own are `wide` (None: as its keys)."""
+    members = config.group(layer)
+    return wide if len(members) == 1 else (config.head_dim if wide is None else wide) * len(members) + 1
+
+
+class Echoes:
+    """Attention of all layers of one call, each of which comes once, in their order."""
+
+    def __init__(self, config: DecoderConfig, attend: Any, near: Near):
+        self.config, self.attend, self.near = config, attend, near
+        self.place = {layer: i for i, layer in enumerate(config.own)}
+        self.values: dict[int, list[Array]] = {}
+        self.found: dict[int, tuple[Array, Array, Array, dict[str, Any]]] = {}
+
+    def __call__(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
+        """As `Cache.attend`; layers that repeat the attention of others have no `q` and `k`."""
+        lead = self.config.layers[layer].echoes
+        if lead is not None:
+            self.values[lead].append(v)
+            out, q, keys, given = self.found[lead]
+            at, e = len(self.values[lead]) - 1, v.shape[-1]
+            near = self.near(q, keys, v, **given)
+            return out[..., at * e:(at + 1) * e] + out[..., -1:] * near.astype(out.dtype), ()
+        others = len(self.config.group(layer)) - 1
+        if not others:
+            return self.attend(self.place[layer], q, k, v, **options)
+        rest = jnp.zeros((*v.shape[:-1], others * v.shape[-1]), v.dtype)
+        out, entry = self.attend(self.place[layer], q, k, jnp.concatenate([v, rest, jnp.ones_like(v[..., :1])], -1),
+                                 **options)
+        self.values[layer], self.found[layer] = [v], (out, q, k, options)
+        return out[..., :v.shape[-1]], entry
+
+    def entries(self, entries: Sequence[Any]) -> list[Any]:
+        """Those of the layers with keys, with the values of whole groups.
+
+        Raises:
+            ValueError: entries of a cache that keeps more of a token than keys and values.
+        """
+        made = list(entries)
+        for layer, values in self.values.items():
+            entry = made[self.place[layer]]
+            if not isinstance(entry, tuple) or len(entry) != 2:
+                raise ValueError("cache: some layers repeat the attention of others, which takes a cache that keeps "
+                                 "keys and values of a token and nothing else")
+            made[self.place[layer]] = entry[0], jnp.concatenate([*values, jnp.zeros_like(values[0][..., :1])], -1)
+        return made

@@ -1,0 +1,127 @@
+"""What trained predictors of attention find: the share of attention that goes to the tokens that are read.
+
+    python scripts/measure_predictors.py
+
+Trains the predictor of `token-butler` and the network of `attention-predictor` on texts of the shipped `recall`, and
+measures on other texts, at the tokens of answers, how much of full attention of all layers but the first goes to the
+tokens that a policy reads of a text: each head's own by these two and by the largest weights (as much as any choice
+can find), by Quest's bounds the same for a group of heads, and by a window. Then it asks the model 4 kinds of questions
+with each policy. Takes `decodax[train]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import decodax as dx
+from decodax.cache import causal
+from decodax.kvcache import AttentionNet, Butler, fit_attention_predictor, fit_token_butler, kv
+from decodax.kvcache.fit_attention_predictor import attention_maps, scores_before
+from decodax.kvcache.fit_token_butler import Scored, estimated
+from decodax.kvcache.retrieval import KeyBounds
+from scripts.recall import problems, training_text
+
+TASKS = ("recall", "needle", "values", "copy")
+BLOCK, HISTORY = 16, 64
+
+
+def best(worth: Array, count: int) -> Array:
+    """`bool[..., n]`: the `count` largest that are no less than finite."""
+    found, at = jax.lax.top_k(worth, count)
+    return jax.nn.one_hot(jnp.where(found > -jnp.inf, at, -1), worth.shape[-1], dtype=bool).any(-2)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def shares(model: Any, budget: int, near: int, params: Any, net: Any, butler: Butler, tokens: Array,
+           at: Array) -> dict[str, Array]:
+    """The share of attention `f32[L - 1, H]` of the token at `at` (`i32[]`) that goes to what is read of `budget`
+    tokens, by each way to choose them."""
+    maps, images = attention_maps(model, BLOCK, params, tokens)
+    maps, images = maps[1:], images[1:]
+    (L, H, T, _), n = maps.shape, images.shape[3]
+    row, token = maps[:, :, at], jnp.arange(T)
+    worth, free = scores_before(net, images.reshape(L * H, T, n), at, -(-at // BLOCK), HISTORY, near // BLOCK,
+                                near // BLOCK)
+    blocks = best(jnp.where(free, worth, -jnp.inf), (budget - 2 * near) // BLOCK).reshape(L, H, n)
+    always = (token < near) | ((token > at - near) & (token <= at))
+    reads = {"attention-predictor": blocks.repeat(BLOCK, -1)[..., :T] | always}
+    found, _ = estimated(model, params, butler, tokens[None])
+    guess = jnp.where((token <= at) & (token >= 4), found[:, 0, :, at], -jnp.inf)
+    reads["token-butler"] = best(guess, budget - 4) | (token < 4)
+    entries = model.apply(params, causal(tokens[None], jnp.zeros(1, jnp.int32)), Scored()).entries[1:]
+    rule, start = KeyBounds(), jnp.maximum(at - near, 0) // BLOCK
+    quest = []
+    for q, k in entries:
+        keys = k[0].swapaxes(0, 1).astype(jnp.float32)
+        pages = rule.digest(keys[:, :T // BLOCK * BLOCK].reshape(len(keys), -1, BLOCK, keys.shape[-1]))
+        bound = rule(q[0, at].astype(jnp.float32).reshape(len(keys), -1, keys.shape[-1]), pages).max(1)
+        bound = jnp.where(jnp.arange(bound.shape[1]) < start, bound, -jnp.inf)
+        taken = best(bound, (budget - near - BLOCK) // BLOCK).repeat(BLOCK, -1)
+        taken = jnp.pad(taken, ((0, 0), (0, T - taken.shape[1]))) | ((token >= start * BLOCK) & (token <= at))
+        quest.append(taken.repeat(H // len(keys), 0))
+    reads["quest"] = jnp.stack(quest)
+    reads["the latest"] = jnp.broadcast_to((token < 4) | (token > at - budget + 4), row.shape)
+    reads["the largest weights"] = best(row, budget)
+    return {name: jnp.where(some & (token <= at), row, 0).sum(-1) for name, some in reads.items()}
+
+
+def main() -> None:
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in dict(size=1024, texts=48, budget=128, near=16, steps=300, butler_steps=600,
+                              problems=4).items():
+        parse.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    given = parse.parse_args()
+    lm, drawn = dx.load("recall"), random.Random(1)
+    texts = [np.asarray(training_text(given.size, drawn)[0]).tolist()[:given.size] for _ in range(given.texts)]
+    start = time.perf_counter()
+    net: AttentionNet = fit_attention_predictor(lm, texts, steps=given.steps, batch=2, sinks=given.near,
+                                                recent=given.near, skip=(0,))
+    print(f"attention-predictor: {given.steps} steps, {time.perf_counter() - start:.0f} s", flush=True)
+    start = time.perf_counter()
+    butler = fit_token_butler(lm, texts, steps=given.butler_steps, reduce=4)
+    print(f"token-butler: {given.butler_steps} steps, {time.perf_counter() - start:.0f} s", flush=True)
+    asked = [problem for task in TASKS for problem in problems(task, given.problems, given.size - 100, seed=7)]
+    share: dict[str, list[Any]] = {}
+    for problem in asked:
+        ids = [lm.tokenizer.encode(text) for text in (problem.context, problem.question, problem.answer)]
+        before = len(ids[0]) + len(ids[1])
+        text = np.zeros(-(-sum(map(len, ids)) // 64) * 64, np.int32)
+        text[:sum(map(len, ids))] = np.concatenate(ids)
+        for at in range(before - 1, sum(map(len, ids)) - 1)[:4]:
+            got = shares(lm.model, given.budget, given.near, lm.params, net.arrays, butler, jnp.asarray(text),
+                         jnp.int32(at))
+            for name, x in got.items():
+                share.setdefault(name, []).append(np.asarray(x).mean(-1))
+    kinds = {"token-butler": kv("token-butler", butler=butler, budget=given.budget - 4),
+             "attention-predictor": kv("attention-predictor", net=net, budget=given.budget, sinks=given.near,
+                                       recent=given.near, skip=(0,)),
+             "the same, full=1": kv("attention-predictor", net=net, budget=given.budget, sinks=given.near,
+                                    recent=given.near, skip=(0,), full=1),
+             "quest": kv("quest", budget=given.budget - given.near - BLOCK, recent=given.near, skip=(0,)),
+             "dense": None}
+    prompts = [f"{problem.context} {problem.question}" for problem in asked]
+    for name in dict.fromkeys([*share, *kinds]):
+        found = np.mean(share[name], 0).round(3).tolist() if name in share else ""
+        spread = np.std(np.mean(share[name], -1)) / len(share[name]) ** 0.5 if name in share else 0.0
+        line = name
+        if found:
+            line += f": layers 1 to {lm.model.depth - 1} {found}, mean {np.mean(found):.3f} ± {spread:.3f}"
+        if name in kinds:
+            out = dx.generate(lm, prompts, cache=kinds[name], temperature=0.0, max_new_tokens=24)
+            right = [text.split("<|end|>")[0].split() == problem.answer.split()
+                     for text, problem in zip(out.text, asked, strict=True)]
+            line += f"; {sum(right)} of {len(right)} right"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
