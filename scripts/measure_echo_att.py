@@ -30,7 +30,7 @@ def main() -> None:
     score = lambda lm: -np.asarray(dx.score(lm, new).mean)
     before = score(lm)
     print(f"{len(seen)} texts, {len(new)} are scored; before: {before.mean():.3f}", flush=True)
-    for steps, more in ((0, 0), (given.steps, 0), (given.steps, given.more)):
+    for steps, more in ((0, 0), (given.steps, given.more)):
         start = time.perf_counter()
         student = fit_echo_att(lm, seen, groups=((1, 2),), steps=steps, more=more, batch=given.batch, rate=given.rate)
         seconds, lost = time.perf_counter() - start, score(student) - before
