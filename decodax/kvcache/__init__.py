@@ -23,18 +23,20 @@ from decodax.kvcache.fit_codecs import fit_codebooks, fit_features, fit_order
 from decodax.kvcache.fit_kv_prediction import fit_kv_prediction
 from decodax.kvcache.fit_less import fit_less
 from decodax.kvcache.fit_predicted import fit_predictors
+from decodax.kvcache.fit_query_aware import fit_key_books
 from decodax.kvcache.held import HeldLayer
 from decodax.kvcache.kv_prediction import KVMaps
 from decodax.kvcache.less import LessKernels
 from decodax.kvcache.predicted import Predictors
 from decodax.kvcache.prefix import Prefix, blended, edited, matched, read_prefix
+from decodax.kvcache.query_aware import KeyBooks
 from decodax.kvcache.scores import TokenScore
 from decodax.kvcache.selection import Selection
 from decodax.kvcache.shrunk import KVFeatures
 from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv, read
 
 __all__ = ["POLICIES", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction", "HeldLayer", "KVFeatures",
-           "KVMaps", "LessKernels", "Predictors", "Prefix", "Probe", "Selection", "TokenScore", "blended",
+           "KVMaps", "KeyBooks", "LessKernels", "Predictors", "Prefix", "Probe", "Selection", "TokenScore", "blended",
            "cache_policy", "edited", "find", "fit_channels", "fit_codebooks", "fit_features", "fit_heads",
-           "fit_kv_heads", "fit_kv_prediction", "fit_layers", "fit_less", "fit_order", "fit_predictors", "kv",
-           "load_prefix", "matched", "mean_kv_heads", "read", "read_prefix", "save_prefix"]
+           "fit_key_books", "fit_kv_heads", "fit_kv_prediction", "fit_layers", "fit_less", "fit_order",
+           "fit_predictors", "kv", "load_prefix", "matched", "mean_kv_heads", "read", "read_prefix", "save_prefix"]

@@ -8,9 +8,11 @@ from typing import Any
 
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.clusters import KeyClusters
+from decodax.kvcache.codec_policies import measured
 from decodax.kvcache.criticality import Critical
 from decodax.kvcache.grouped import ByGroups
 from decodax.kvcache.hyper import Hyper
+from decodax.kvcache.query_aware import ByCodes, KeyBooks
 from decodax.kvcache.sparse_prefill import VerticalSlash, read_sizes
 from decodax.kvcache.table import cache_policy
 from decodax.kvcache.verified import PartialVerification
@@ -60,3 +62,11 @@ def _specpv(budget: int = 4096, sinks: int = 2, window: int = 8, block: int = 16
               "latest tokens, and what follows it")
 def _quick_prefill(keep: float = 0.2, group: int = 1024, recent: int = 64) -> CacheConfig:
     return ByGroups(keep, group, recent)
+
+
+@cache_policy("a2ats", "A2ATS: Retrieval-Based KV Cache Reduction via Windowed Rotary Position Embedding and Query-"
+              "Aware Vector Quantization", "He et al. 2025", "everything; each query reads the tokens whose keys it finds "
+              "by measured centroids (fit_key_books), the first tokens and the latest")
+def _a2ats(books: KeyBooks | None = None, budget: int | float = 0.03, sinks: int = 8, recent: int = 64,
+           distance: int = 2048, skip: tuple[int, ...] = ()) -> CacheConfig:
+    return ByCodes(measured("books", books, KeyBooks, "fit_key_books"), budget, sinks, recent, distance, skip)

@@ -20,6 +20,7 @@ from decodax.kvcache import (
     Codebooks,
     Constant,
     Evicting,
+    KeyBooks,
     KVFeatures,
     KVMaps,
     LessKernels,
@@ -71,6 +72,7 @@ SIZES = dict(query_in=(4, 4, 6), query_out=(4, 6, 3), key_in=(2, 4, 6), key_out=
              mix=(2, 3, 3), mix_scale=(2, 3))
 KERNELS = LessKernels.of([LayerKernels(**{name: np.random.default_rng(i).standard_normal(size) / 2
                                           for i, (name, size) in enumerate(SIZES.items())})])
+KEY_BOOKS = KeyBooks(Constant(ANY.reshape(2, 2, 4, 4)), Constant(np.tril(ANY.reshape(2, 2, 4, 4)) + 2 * np.eye(4)))
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
@@ -112,6 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
     "kv-prediction": dict(auxiliary=GUESSES, maps=GUESSED),
+    "a2ats": dict(books=KEY_BOOKS, budget=0.2, sinks=2, recent=11),
     "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
