@@ -65,8 +65,8 @@ def _quick_prefill(keep: float = 0.2, group: int = 1024, recent: int = 64) -> Ca
 
 
 @cache_policy("a2ats", "A2ATS: Retrieval-Based KV Cache Reduction via Windowed Rotary Position Embedding and Query-"
-              "Aware Vector Quantization", "He et al. 2025", "everything; each query reads the tokens whose keys it finds "
-              "by measured centroids (fit_key_books), the first tokens and the latest")
+              "Aware Vector Quantization", "He et al. 2025", "everything; each query reads the tokens whose keys it "
+              "finds by measured centroids (fit_key_books), the first tokens and the latest")
 def _a2ats(books: KeyBooks | None = None, budget: int | float = 0.03, sinks: int = 8, recent: int = 64,
            distance: int = 2048, skip: tuple[int, ...] = ()) -> CacheConfig:
     return ByCodes(measured("books", books, KeyBooks, "fit_key_books"), budget, sinks, recent, distance, skip)
