@@ -51,7 +51,7 @@ def network(layers: int) -> LM:
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
 DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill", "critiprefill",
-          "minference", "hyper-attention", "aqua-kv", "kv-prediction")
+          "act-qkv", "minference", "hyper-attention", "aqua-kv", "kv-prediction")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -114,6 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
     "kv-prediction": dict(auxiliary=GUESSES, maps=GUESSED),
+    "act-qkv": dict(budget=21, sinks=2, recent=13, block=2, window=8, representatives=1, samples=3, least=1, room=11),
     "a2ats": dict(books=KEY_BOOKS, budget=0.2, sinks=2, recent=11),
     "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
