@@ -73,10 +73,12 @@ class Activations(Struct):
 
 
 def cosines(probe: Array, blocks: Array) -> Array:
-    """`f32[N]`: of a probe `f32[H, d]` with what describes blocks, `f32[H, N, d]`, all heads together."""
+    """`f32[N]`: of a probe `f32[H, d]` with what describes blocks, `f32[H, N, d]`, all heads together, to 14 bits."""
     products = jnp.einsum("hd,hnd->n", probe, blocks)
     norms = jnp.sqrt(jnp.square(blocks).sum((0, 2))), jnp.sqrt(jnp.square(probe).sum())
-    return products / jnp.maximum(norms[0], 1e-12) / jnp.maximum(norms[1], 1e-12)
+    # in the first layer, blocks with the same tokens have the same keys but for what their rotation and its inverse
+    # round: equal ones shall tie, whatever that is, so that the earlier one is taken in a batch of any size
+    return jnp.round(products / jnp.maximum(norms[0], 1e-12) / jnp.maximum(norms[1], 1e-12) * 2 ** 14) / 2 ** 14
 
 
 def density(scores: Array, there: Array) -> Array:
@@ -252,7 +254,7 @@ class Probed(KeyValues):
         behind = slots[:, None] - at
         end = kind.sinks + ((at - kind.sinks) // kind.block + 1) * kind.block
         counts = (slots[:, None] >= 0) & (behind >= 0) & (behind < kind.recent) & (at >= kind.sinks)
-        counts &= slots[:, None] < end + kind.recent - kind.room
+        counts &= slots[:, None] <= end + kind.recent - kind.room
         new = jnp.where(counts[:, None], jnp.exp(scores - lse[..., None]), 0).sum(0)[..., None]
         old = lax.dynamic_slice_in_dim(paid, first, n, 1)
         return lax.dynamic_update_slice_in_dim(paid, old + new, first, 1)
@@ -341,9 +343,9 @@ class ProbeQueries(CacheConfig):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, takes a number from 1")
         if self.sinks < 0:
             raise ValueError(f"sinks: got {self.sinks}, takes 0 or more")
-        if not 0 <= self.room < self.recent or self.window > self.recent:
-            raise ValueError(f"room, window: got {self.room} and {self.window}, takes less than the {self.recent} "
-                             "recent tokens, and at most these")
+        if not 1 <= self.room < self.recent or self.window > self.recent:
+            raise ValueError(f"room, window: got {self.room} and {self.window}, takes 1 or more and less than "
+                             f"the {self.recent} recent tokens, and at most these")
         if self.blocks < self.least:
             raise ValueError(f"budget: got {self.budget}, {self.blocks} blocks of {self.block} beside the {self.sinks} "
                              f"first tokens and the {self.recent} latest, takes {self.least} (least) or more")
@@ -359,7 +361,7 @@ class ProbeQueries(CacheConfig):
 
     def complete(self, length: Array) -> Array:
         """How many blocks of so long a text have received all the attention that counts for them."""
-        return self.available(length + self.room)
+        return self.available(length + self.room - 1)
 
     def at_one_distance(self, shape: KVLayer, q: Array, at: Array) -> Array:
         """Queries `f32[B, W, H, d]` at `i32[B, W]`, rotated to the distance that keys are scored at."""

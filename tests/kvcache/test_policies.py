@@ -114,7 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
     "cskv": dict(features=FEATURES, residual=8),
     "kv-prediction": dict(auxiliary=GUESSES, maps=GUESSED),
-    "act-qkv": dict(budget=21, sinks=2, recent=13, block=2, window=8, representatives=1, samples=3, least=1, room=11),
+    "act-qkv": dict(budget=21, sinks=2, recent=13, block=2, window=8, representatives=2, samples=3, least=1, room=11),
     "a2ats": dict(books=KEY_BOOKS, budget=0.2, sinks=2, recent=11),
     "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
