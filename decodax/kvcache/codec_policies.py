@@ -18,7 +18,8 @@ from decodax.kvcache.squat import SubspaceOrthogonal
 from decodax.kvcache.table import cache_policy
 
 
-def _measured(name: str, given: Any, kind: type, how: str) -> Any:
+def measured(name: str, given: Any, kind: type, how: str) -> Any:
+    """An option that has to be measured, or ValueError."""
     if not isinstance(given, kind):
         raise ValueError(f"{name}: got {'none' if given is None else type(given).__name__}, takes what "
                          f"decodax.kvcache.{how} measures on a model")
@@ -52,7 +53,7 @@ def _squat(bits: int = 2, group: int = 32, residual: int = 32, channels: int = 6
               "Zhang et al. 2024", "everything, as the nearest of measured centroids of channels that are coupled "
               "(fit_codebooks), and the latest tokens whole")
 def _cq(codebooks: Codebooks | None = None, residual: int = 32) -> CacheConfig:
-    return Coding(Coupled(_measured("codebooks", codebooks, Codebooks, "fit_codebooks")), residual, "cq")
+    return Coding(Coupled(measured("codebooks", codebooks, Codebooks, "fit_codebooks")), residual, "cq")
 
 
 @cache_policy("rotatekv", "RotateKV: Accurate and Robust 2-Bit KV Cache Quantization for LLMs via Outlier-Aware "
@@ -60,7 +61,7 @@ def _cq(codebooks: Codebooks | None = None, residual: int = 32) -> CacheConfig:
               "measured order (fit_order); tokens of massive activations and the latest ones whole")
 def _rotatekv(order: Constant | None = None, bits: int = 2, group: int = 128, clip: float | None = None, heads: int = 4,
               sinks: int = 20, residual: int = 32) -> CacheConfig:
-    order = _measured("order", order, Constant, "fit_order")
+    order = measured("order", order, Constant, "fit_order")
     clip = (0.8 if bits == 2 else 1.0) if clip is None else clip
     return Coding(Rotated(order, bits, group, clip, heads, sinks), residual, "rotatekv")
 
@@ -70,7 +71,7 @@ def _rotatekv(order: Constant | None = None, bits: int = 2, group: int = 128, cl
               "and the latest tokens whole")
 def _cskv(features: KVFeatures | None = None, bits: int | None = None, group: int = 32,
           residual: int = 32) -> CacheConfig:
-    return Coding(Shrunk(_measured("features", features, KVFeatures, "fit_features"), bits, group), residual, "cskv")
+    return Coding(Shrunk(measured("features", features, KVFeatures, "fit_features"), bits, group), residual, "cskv")
 
 
 @cache_policy("aqua-kv", "Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models",
@@ -78,7 +79,7 @@ def _cskv(features: KVFeatures | None = None, bits: int | None = None, group: in
               "(fit_predictors), in 2 bits; the first tokens and the latest whole")
 def _aqua_kv(predictors: Predictors | None = None, group: int = 1024, sinks: int = 4,
              residual: int = 128) -> CacheConfig:
-    predictors = _measured("predictors", predictors, Predictors, "fit_predictors")
+    predictors = measured("predictors", predictors, Predictors, "fit_predictors")
     return Coding(Predicted(predictors, group, sinks), residual, "aqua-kv")
 
 
@@ -86,5 +87,5 @@ def _aqua_kv(predictors: Predictors | None = None, group: int = 1024, sinks: int
               "everything, keys in the channels that a model was found to need (fit_channels); the first tokens and "
               "the latest whole")
 def _leank(channels: Constant | None = None, sinks: int = 128, recent: int = 768, every: int = 128) -> CacheConfig:
-    channels = _measured("channels", channels, Constant, "fit_channels")
+    channels = measured("channels", channels, Constant, "fit_channels")
     return Coding(FewChannels(channels, sinks), every, "leank", recent)

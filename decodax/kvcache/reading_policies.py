@@ -9,9 +9,12 @@ from typing import Any
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.attention_predictor import AttentionNet, Expectation
 from decodax.kvcache.clusters import KeyClusters
+from decodax.kvcache.codec_policies import measured
 from decodax.kvcache.criticality import Critical
 from decodax.kvcache.grouped import ByGroups
 from decodax.kvcache.hyper import Hyper
+from decodax.kvcache.probing import ProbeQueries
+from decodax.kvcache.query_aware import ByCodes, KeyBooks
 from decodax.kvcache.sparse_prefill import VerticalSlash, read_sizes
 from decodax.kvcache.table import cache_policy
 from decodax.kvcache.token_butler import Butler, ByButler
@@ -88,3 +91,19 @@ def _token_butler(butler: Butler | str | None = None, budget: int | float = 0.5,
         raise ValueError(f"butler: got {'none' if butler is None else type(butler).__name__}, takes what "
                          "decodax.kvcache.fit_token_butler trains, or a file of it")
     return ByButler(butler, budget, sinks)
+
+
+@cache_policy("a2ats", "A2ATS: Retrieval-Based KV Cache Reduction via Windowed Rotary Position Embedding and Query-"
+              "Aware Vector Quantization", "He et al. 2025", "everything; each query reads the tokens whose keys it "
+              "finds by measured centroids (fit_key_books), the first tokens and the latest")
+def _a2ats(books: KeyBooks | None = None, budget: int | float = 0.03, sinks: int = 8, recent: int = 64,
+           distance: int = 2048, skip: tuple[int, ...] = ()) -> CacheConfig:
+    return ByCodes(measured("books", books, KeyBooks, "fit_key_books"), budget, sinks, recent, distance, skip)
+
+
+@cache_policy("act-qkv", "Activation-aware Probe-Query: Effective Key-Value Retrieval for Long-Context LLMs Inference",
+              "Xiao et al. 2025", "everything; a window of a prompt and each token behind it read the blocks that a "
+              "probe query chooses, the first tokens and the latest; layers divide blocks by information density")
+def _act_qkv(budget: int = 2048, sinks: int = 64, recent: int = 512, block: int = 32, window: int = 256,
+             representatives: int = 4, samples: int = 100, least: int = 32, room: int = 64) -> CacheConfig:
+    return ProbeQueries(budget, sinks, recent, block, window, representatives, samples, least, room)

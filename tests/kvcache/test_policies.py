@@ -21,6 +21,7 @@ from decodax.kvcache import (
     Codebooks,
     Constant,
     Evicting,
+    KeyBooks,
     KVFeatures,
     KVMaps,
     LessKernels,
@@ -52,7 +53,7 @@ def network(layers: int) -> LM:
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
 DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill", "critiprefill",
-          "minference", "hyper-attention", "aqua-kv", "kv-prediction", "token-butler")
+          "act-qkv", "minference", "hyper-attention", "aqua-kv", "kv-prediction", "token-butler")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -76,6 +77,7 @@ KERNELS = LessKernels.of([LayerKernels(**{name: np.random.default_rng(i).standar
 NET = AttentionNet.of([np.random.default_rng(4).standard_normal(size) / 2 for size in (
     (3, 1, 3, 3), (3,), (4, 3, 3, 3), (4,), (4,), ())])
 BUTLER = first_butler(DEEP, reduce=2, inner=6, width=2, seed=3)
+KEY_BOOKS = KeyBooks(Constant(ANY.reshape(2, 2, 4, 4)), Constant(np.tril(ANY.reshape(2, 2, 4, 4)) + 2 * np.eye(4)))
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
     "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
@@ -120,7 +122,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "attention-predictor": dict(net=NET, budget=10, sinks=2, recent=4, every=3, block=2, history=6, full=4),
     "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5),
     "sentence-kv": dict(ends=(3, 7, 12), budget=18, factor=1.5, sinks=1, recent=12, window=4),
-    "shotkv": dict(budget=14, pool=6, every=4, window=3, separator=(3, (7, 1)))}
+    "shotkv": dict(budget=14, pool=6, every=4, window=3, separator=(3, (7, 1))),
+    "act-qkv": dict(budget=21, sinks=2, recent=13, block=2, window=8, representatives=2, samples=3, least=1, room=11),
+    "a2ats": dict(books=KEY_BOOKS, budget=0.2, sinks=2, recent=11)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
