@@ -27,18 +27,18 @@ def read_marks(given: Any, name: str) -> Marks:
 
 
 def marked(tokens: Array, marks: Marks) -> Array:
-    """`bool[B, N]`: where in `tokens` (`i32[B, N]`) a mark has its last id.
+    """`i32[B, N]`: how many ids the longest mark has that ends at a token of `tokens` (`i32[B, N]`); 0: none does.
 
-    >>> marked(jnp.array([[1, 2, 1, 3, 2]]), ((1, 2), (3,)))[0].astype(int).tolist()
-    [0, 1, 0, 1, 0]
+    >>> marked(jnp.array([[1, 2, 1, 3, 2]]), ((1, 2), (3,)))[0].tolist()
+    [0, 2, 0, 1, 0]
     """
-    found = jnp.zeros(tokens.shape, bool)
+    found = jnp.zeros(tokens.shape, jnp.int32)
     for mark in marks:
         here = jnp.ones(tokens.shape, bool)
         for back, i in enumerate(reversed(mark)):
             before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :tokens.shape[1]]
             here &= before == i
-        found |= here
+        found = jnp.maximum(found, jnp.where(here, len(mark), 0))
     return found
 
 

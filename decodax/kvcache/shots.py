@@ -66,7 +66,7 @@ class ShotAttention(TokenScore):
         if self.separator is None:
             raise ValueError("separator: got None; a model without a tokenizer, or a kind of cache that was set by "
                              "hand, takes the token ids that an example ends with")
-        cuts = marked(prompt.tokens, self.separator).astype(jnp.int32)
+        cuts = (marked(prompt.tokens, self.separator) > 0).astype(jnp.int32)
         number = jnp.cumsum(cuts, 1) - cuts
         each = jax.vmap(lambda number, at: number[jnp.clip(at, 0, len(number) - 1)])
         return [own.replace(slots=each(number, at)) for own, at in zip(cache.gathered, cache.positions, strict=True)]

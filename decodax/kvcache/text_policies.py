@@ -11,6 +11,7 @@ from decodax.kvcache.marks import read_marks
 from decodax.kvcache.sentences import SentenceRetrieval
 from decodax.kvcache.selection import Budget
 from decodax.kvcache.shots import ShotAttention, Shots
+from decodax.kvcache.subtasks import SubtaskPruning
 from decodax.kvcache.table import cache_policy
 
 @cache_policy("sentence-kv", "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching",
@@ -27,3 +28,10 @@ def _shotkv(budget: Budget = 2048, pool: int = 512, every: int = 32, window: int
             separator: Any = None) -> CacheConfig:
     marks = None if separator is None else read_marks(separator, "separator")
     return Eviction(Shots(ShotAttention(window, marks), pool), budget, every, name="shotkv")
+
+
+@cache_policy("tim", "Beyond Context Limits: Subconscious Threads for Long-Horizon Reasoning", "Luo et al. 2025",
+              "everything but lists of subtasks that are finished, given the marks around them; what stands behind is "
+              "computed anew")
+def _tim(open: Any = (), close: Any = (), depth: int = 2, every: int = 16) -> CacheConfig:
+    return SubtaskPruning(read_marks(open, "open"), read_marks(close, "close"), depth, every)
