@@ -178,7 +178,7 @@ def read_block(store: Array, heads: int, first: Array, count: int) -> Array:
 def write_pages(store: Array, new: Array, number: Array) -> Array:
     """`store` with pages `new` (`f[B, G, C, P, D]`) as pages `number` (`i32[B, C]`) of each head; those below 0 are
     dropped, and cost no transfer."""
-    B, G, C, P, D = new.shape
+    _, G, C, P, D = new.shape
     new, wanted = new.astype(store.dtype), number.reshape(-1)
     order = jnp.argsort(wanted < 0, stable=True).astype(jnp.int32)
 

@@ -106,10 +106,13 @@ def test_tokens_are_those_of_the_policy_on_the_device(how: str, chunk: int) -> N
 def test_samples_beams_and_slots_go_their_own_ways() -> None:
     """What forks rows, and what replaces them while others run."""
     cache = lambda offload: kv("quest", budget=6, page=2, recent=12, skip=(), offload=offload)
-    for given in (dict(num_samples=2, temperature=1.0), dict(algorithm=dx.BeamSearch(2)), dict(batch_size=2)):
+    for given in (dict(num_samples=2, temperature=1.0), dict(num_beams=2, temperature=0.0)):
         one, other = (dx.generate(SMALL, PROMPTS, cache=cache(offload), max_new_tokens=9, seed=3, **given)
                       for offload in (True, False))
         assert one.tokens.tolist() == other.tokens.tolist(), given
+    served, again = ([one.tokens.tolist() for one in dx.serve(SMALL, PROMPTS, slots=2, cache=cache(offload),
+                                                              max_new_tokens=9)] for offload in (True, False))
+    assert served == again and len(served) == 3
 
 
 def test_a_budget_that_holds_everything_stays_on_the_device() -> None:
