@@ -114,7 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5),
     "sentence-kv": dict(ends=(3, 7, 12), budget=18, factor=1.5, sinks=1, recent=12, window=4),
     "shotkv": dict(budget=14, pool=6, every=4, window=3, separator=(3, (7, 1))),
-    "tim": dict(open=(3, (7, 1)), close=(5, 9), depth=1, every=5)}
+    "tim": dict(open=0, close=8, depth=1, every=5)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
@@ -192,7 +192,8 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "minference": {"vertical": 200}, "kv-prediction": {"auxiliary": DEEP, "maps": ITSELF},
             "quantized-pruning": {"budget": 200, "residual": 200},
-            "shotkv": {"budget": 200, "pool": 200}, "tim": {"depth": 200}, "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
+            "shotkv": {"budget": 200, "pool": 200}, "tim": {"depth": 200},
+            "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
             **{codec: {"residual": 200} for codec in (
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
         name, {"budget": 200})
