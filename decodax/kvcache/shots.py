@@ -1,5 +1,5 @@
-"""Whole examples of a prompt stay or go, and of the tokens behind it single ones (ShotKV: "Can LLMs Maintain Fundamental
-Abilities under KV Cache Compression?", Liu et al., 2025).
+"""Whole examples of a prompt stay or go, and of the tokens behind it single ones (ShotKV: "Can LLMs Maintain
+Fundamental Abilities under KV Cache Compression?", Liu et al., 2025).
 
 A prompt is cut behind each separator. An example is worth the mean over its tokens of the attention that they receive,
 added up over the heads of all layers, and stays or goes in all of them. Examples stay in the order of what they are
@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from decodax.cache.base import ReadPrompt
@@ -36,7 +37,8 @@ class ShotAttention(TokenScore):
     one 0 (`Gathered.slots`).
 
     Attributes:
-        window: the latest queries. separator: what an example ends with; None: a blank line, as the tokenizer writes it.
+        window: the latest queries.
+        separator: what an example ends with; None: a blank line, as the tokenizer writes it.
     """
 
     window: int = 32

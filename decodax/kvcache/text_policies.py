@@ -8,11 +8,12 @@ from typing import Any
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.marks import read_marks
-from decodax.kvcache.sentences import SentenceRetrieval
 from decodax.kvcache.selection import Budget
+from decodax.kvcache.sentences import SentenceRetrieval
 from decodax.kvcache.shots import ShotAttention, Shots
 from decodax.kvcache.subtasks import SubtaskPruning
 from decodax.kvcache.table import cache_policy
+
 
 @cache_policy("sentence-kv", "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching",
               "Zhu et al. 2025", "SnapKV's of a prompt, three times what is read; each query reads the sentences that "

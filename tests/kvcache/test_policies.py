@@ -125,7 +125,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shotkv": dict(budget=14, pool=6, every=4, window=3, separator=(3, (7, 1))),
     "act-qkv": dict(budget=21, sinks=2, recent=13, block=2, window=8, representatives=2, samples=3, least=1, room=11),
     "a2ats": dict(books=KEY_BOOKS, budget=0.2, sinks=2, recent=11),
-    "tim": dict(open=(3, (7, 1)), close=(5, 9), depth=1, every=5)}
+    "tim": dict(open=0, close=8, depth=1, every=5)}
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
@@ -203,7 +203,8 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "minference": {"vertical": 200}, "kv-prediction": {"auxiliary": DEEP, "maps": ITSELF},
             "quantized-pruning": {"budget": 200, "residual": 200},
-            "shotkv": {"budget": 200, "pool": 200}, "tim": {"depth": 200}, "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
+            "shotkv": {"budget": 200, "pool": 200}, "tim": {"depth": 200},
+            "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
             **{codec: {"residual": 200} for codec in (
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
         name, {"budget": 200})
