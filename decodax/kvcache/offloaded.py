@@ -70,7 +70,8 @@ class Offloaded(Retrieving):
 
     def _everything(self, layer: int, q: Array, positions: Array, scale: float) -> tuple[Array, Array]:
         """Attention to all that is held, page by page from the host, as `prefix_attention` gives it."""
-        P, (G, pages) = self.kind.page, (self.kv[layer].shape[1], self.pages[layer])
+        P, G, pages = self.kind.page, self.kv[layer].shape[1], self.pages[layer]
+        assert pages is not None
         each = min(BLOCK, pages.shape[1] // G)
         whole = self.length // P
 
@@ -83,7 +84,8 @@ class Offloaded(Retrieving):
                              prefix_attention(q, positions, rest, self.length - whole * P, scale=scale))
 
     def _paged(self, layer: int, chosen: Array) -> Array:
-        return read_pages(self.pages[layer], chosen)
+        pages = self.pages[layer]
+        return super()._paged(layer, chosen) if pages is None else read_pages(pages, chosen)
 
     def _span(self, layer: int, first: Array, count: int) -> Array:
         ring = self.kv[layer]
@@ -97,7 +99,9 @@ class Offloaded(Retrieving):
         count = -(-(P - 1 + W) // P)                # pages that the entries may touch
         number = first[:, None] + jnp.arange(count, dtype=jnp.int32)
         number = jnp.where(number < (length // P)[:, None], number, -1)      # those that they make whole
-        kv, digests, pages = [], [], []
+        kv: list[Array] = []
+        digests: list[Any] = []
+        pages: list[Array | None] = []
         for i, (held, digest, store, entry) in enumerate(zip(self.kv, self.digests, self.pages, entries, strict=True)):
             new = jnp.concatenate(entry, -1)
             if store is None:
@@ -129,7 +133,7 @@ class Offloaded(Retrieving):
         rest = super(Offloaded, self.replace(pages=())).put(new.replace(pages=()), rows)
         every = jnp.arange(rows.shape[0], dtype=jnp.int32)
         places = jnp.where(rows < self.length.shape[0], rows, -1)
-        moved = (x if x is None else copy_rows(x, y, every, places, kv.shape[1])
+        moved = (None if x is None or y is None else copy_rows(x, y, every, places, kv.shape[1])
                  for x, y, kv in zip(self.pages, new.pages, self.kv, strict=True))
         return rest.replace(pages=tuple(moved))
 
@@ -222,7 +226,9 @@ class HostRetrieval(Retrieval):
         number = size // self.page
         each = min(BLOCK, number)
         ring = (-(-self.recent // self.page) + 2) * self.page
-        kv, digests, pages = [], [], []
+        kv: list[Array] = []
+        digests: list[Any] = []
+        pages: list[Array | None] = []
         for shape, away in zip(shapes, far, strict=True):
             one = jax.eval_shape(self.score.digest, jax.ShapeDtypeStruct((self.page, shape.width), dtype))
             kv.append(jnp.zeros((batch, shape.heads, ring if away else size, shape.both), dtype))
