@@ -23,7 +23,7 @@ from measure_less import TEST, TRAIN, texts
 import decodax as dx
 from decodax.cache import causal
 from decodax.cache.base import ReadPrompt
-from decodax.kvcache import Constant, KeyBooks, fit_key_books, kv
+from decodax.kvcache import fit_key_books, kv
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -51,26 +51,22 @@ def forced(model: Any, params: Any, tokens: Any, prompt: int) -> Any:
 def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in dict(size=512, prompt=384, each=1, tested=4, count=256, loops=20, taken=8, recent=32,
-                              sinks=4).items():
+                              sinks=4, distance=128).items():
         parse.add_argument(f"--{name}", type=int, default=default)
     parse.add_argument("--model", default="pycode")
     given = parse.parse_args()
     lm = dx.load(given.model)
     seen, new = texts(lm, TRAIN, given.size, given.each), texts(lm, TEST, given.size, given.tested)
     start = time.perf_counter()
-    books = fit_key_books(lm, seen, given.count, loops=given.loops)
+    books = fit_key_books(lm, seen, given.count, given.distance, given.loops)
     print(f"{len(seen)} texts, {given.count} centroids: {time.perf_counter() - start:.0f} s; {len(new)} are scored")
-    # the same centroids, of which a key has the nearest one by its plain distance
-    eye = np.broadcast_to(np.eye(books.factors.value.shape[-1], dtype=np.float32), books.factors.value.shape)
-    plain = KeyBooks(books.centroids, Constant(eye))
     group = lm.model.config.heads // lm.model.config.kv_heads
-    own = dict(budget=given.taken, sinks=given.sinks, recent=given.recent)
+    own = dict(budget=given.taken, sinks=given.sinks, recent=given.recent, distance=given.distance)
     some = given.sinks + given.recent + given.taken * group
     blocks = dict(sinks=given.sinks, recent=given.recent, block=4, window=given.recent, samples=32, least=1, room=1,
                   budget=some)
     kinds = {"dense": None, f"sink-window:budget={some}": kv("sink-window", budget=some, sinks=given.sinks),
-             "a2ats": kv("a2ats", books=books, **own), "a2ats, plain distance": kv("a2ats", books=plain, **own),
-             "act-qkv": kv("act-qkv", **blocks)}
+             "a2ats": kv("a2ats", books=books, **own), "act-qkv": kv("act-qkv", **blocks)}
     dense: np.ndarray | None = None
     for name, kind in kinds.items():
         scored = lm if kind is None else dataclasses.replace(lm, model=lm.model.with_cache(kind).fit(given.size))
