@@ -60,7 +60,8 @@ def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, di
     Args:
         lm: what `decodax.load` gave, or a `Model` with its `params`. texts: token ids; the authors take 65,536 tokens
             of web texts and 16,384 of random identifiers.
-        count: centroids of a head. distance: in tokens, as of the policy. loops: of k-means, fewer where nothing moves.
+        count: centroids of a head. distance: in tokens, as of the policy, with which the model can deal.
+        loops: of k-means, fewer where nothing moves.
 
     Returns:
         What `decodax.kv("a2ats", books=...)` takes.
