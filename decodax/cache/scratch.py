@@ -22,16 +22,17 @@ class AttentionView(Struct):
     """What attention reads of a window whose keys are more than its queries.
 
     Attributes:
-        tokens, positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`. cached: as in `Window`.
-        before: the entries of the layer, `[B, K - W, ...]`, of the nodes that stand before the window's own.
+        positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`. cached: as in `Window`.
+        tokens: `i32[B, W]`, and `before`: the entries of the layer, `[B, K - W, ...]`, of the nodes that stand before
+            the window's own. Both are None in a view of a canvas, which caches that read them do not support.
     """
 
-    tokens: Array
     positions: Array
     key_positions: Array
     seen: Array
-    before: Any
     cached: Array | None = None
+    tokens: Array | None = None
+    before: Any = None
 
     @property
     def certain(self) -> bool:
@@ -73,10 +74,9 @@ class Scratch(Draftable):
         """As `Cache.attend`."""
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
-        view = AttentionView(tokens=window.tokens, positions=window.positions,
-                             key_positions=jnp.concatenate([self.positions, window.positions], 1),
-                             seen=jnp.concatenate([self.sees, own], 2), before=self.entries[layer],
-                             cached=window.cached)
+        view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
+                             key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached,
+                             tokens=window.tokens, before=self.entries[layer])
         k, v = (jnp.concatenate([x, new], 1) for x, new in zip(self.entries[layer][:2], (k, v), strict=True))
         return self.base.attend(layer, q, k, v, view, **options)
 

@@ -183,7 +183,8 @@ class PromptOfSentences(Wrapper):
     kind: SentenceRetrieval = static()
 
     def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
-        base, made = self.base.settled(prompt), []
+        base = self.base.settled(prompt)
+        made: list[SentenceKeys | None] = []
         ends = is_one_of(prompt.tokens, self.kind.marks).astype(jnp.int32)
         before = jnp.cumsum(ends, 1) - ends
         empty = self.kind.around(base)

@@ -169,7 +169,8 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
             (r"^recent: got 0, takes a number from 1", lambda: kv("sentence-kv", recent=0)),
             (r"^ends: got \('a',\), takes token ids", lambda: kv("sentence-kv", ends=("a",))),
             (r"^cache: sentence-kv takes windows of at most its 3 recent tokens, got one of 5", lambda: dx.generate(
-                SMALL, PROMPTS, algorithm=LOOKUP, cache=kv("sentence-kv", ends=(3,), budget=8, sinks=1, recent=3, window=4))),
+                SMALL, PROMPTS, algorithm=LOOKUP,
+                cache=kv("sentence-kv", ends=(3,), budget=8, sinks=1, recent=3, window=4))),
             (r"^separator: got None; a model without a tokenizer", lambda: dx.generate(
                 SMALL, PROMPTS, cache=kv("shotkv", budget=40))),
             (r"^separator: got 'x', takes token ids", lambda: kv("shotkv", separator="x")),
