@@ -74,10 +74,9 @@ class Scratch(Draftable):
         """As `Cache.attend`."""
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
-        view = AttentionView(tokens=window.tokens, positions=window.positions,
-                             key_positions=jnp.concatenate([self.positions, window.positions], 1),
-                             seen=jnp.concatenate([self.sees, own], 2), before=self.entries[layer],
-                             cached=window.cached)
+        view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
+                             key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached,
+                             tokens=window.tokens, before=self.entries[layer])
         k, v = (jnp.concatenate([x, new], 1) for x, new in zip(self.entries[layer][:2], (k, v), strict=True))
         return self.base.attend(layer, q, k, v, view, **options)
 

@@ -28,6 +28,7 @@ def begun(name: str, prompts: list[list[int]], new: int = 4, **more: Any) -> Job
     return Job.begin(Request.read(DEEP, prompts, cache=kv(name, **{**OPTIONS[name], **more}), max_new_tokens=new))
 
 
+@pytest.mark.wide(but=("sentence-kv",))
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_change_nothing_and_the_cache_does(name: str) -> None:
     drafted, plain = run(name, LOOKUP), run(name)
