@@ -44,7 +44,7 @@ class Offloaded(Retrieving):
         length, given, widths, shapes, kind: as in `Retrieving`.
     """
 
-    pages: tuple[Array | None, ...]
+    pages: tuple[Any, ...]
 
     @property
     def capacity(self) -> int:
@@ -97,7 +97,9 @@ class Offloaded(Retrieving):
         count = -(-(P - 1 + W) // P)                # pages that the entries may touch
         number = first[:, None] + jnp.arange(count, dtype=jnp.int32)
         number = jnp.where(number < (length // P)[:, None], number, -1)      # those that they make whole
-        kv, digests, pages = [], [], []
+        kv: list[Array] = []
+        digests: list[Any] = []
+        pages: list[Any] = []
         for i, (held, digest, store, entry) in enumerate(zip(self.kv, self.digests, self.pages, entries, strict=True)):
             new = jnp.concatenate(entry, -1)
             if store is None:
@@ -222,7 +224,9 @@ class HostRetrieval(Retrieval):
         number = size // self.page
         each = min(BLOCK, number)
         ring = (-(-self.recent // self.page) + 2) * self.page
-        kv, digests, pages = [], [], []
+        kv: list[Array] = []
+        digests: list[Any] = []
+        pages: list[Any] = []
         for shape, away in zip(shapes, far, strict=True):
             one = jax.eval_shape(self.score.digest, jax.ShapeDtypeStruct((self.page, shape.width), dtype))
             kv.append(jnp.zeros((batch, shape.heads, ring if away else size, shape.both), dtype))
