@@ -3,7 +3,7 @@
 The rule is that of `decodax.kvcache.retrieval`, and so are the tokens. A page goes to the host once it is whole; the
 pages that a query chooses come back, one transfer a page and head, inside the compiled round. A page is a slice of an
 array `[B, G N, P, d + e]`, since that is what XLA's TPU compiler takes from the host inside a loop: a dynamic slice in
-at most two leading axes. It takes no gather and no scatter there.
+at most two leading axes.
 
 A prompt is read in chunks: each sees what lies on the host in blocks of pages, so that no more than a block of a layer
 is on the device at a time. Layers that read everything (`Retrieval.skip`, and those with a sliding window) stay on the
@@ -44,7 +44,7 @@ class Offloaded(Retrieving):
         length, given, widths, shapes, kind: as in `Retrieving`.
     """
 
-    pages: tuple[Array | None, ...]
+    pages: tuple[Any, ...]
 
     @property
     def capacity(self) -> int:
