@@ -166,7 +166,8 @@ class ByCodes(CacheConfig):
     Attributes:
         books: centroids and metrics. budget: tokens that each query head takes, or (below 1) their share of the text so
             far. sinks: the first tokens, which are read in any case. recent: the latest positions, which are, too.
-        distance: in tokens, at which all keys stand for the scores; one that the model was trained on. skip: layers that read everything.
+        distance: in tokens, at which all keys stand for the scores; one that the model was trained on.
+        skip: layers that read everything.
         name: what errors call it.
     """
 
