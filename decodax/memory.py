@@ -111,12 +111,10 @@ def afford(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, lon
 
 
 def _bytes(algorithm: Any, model: Any, rows: int, capacity: int) -> int:
-    """What the cache of a batch takes on the device; on CPU that and the host are one memory."""
+    """What the cache of a batch takes."""
     if not capacity:
         return 0
-    cache = _cache(algorithm, model, rows, capacity)
-    size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    return size(cache) - (0 if jax.default_backend() == "cpu" else size(cache.host))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_cache(algorithm, model, rows, capacity)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -98,19 +98,6 @@ class Cache(Struct, abc.ABC):
         """As `select`, with as many rows (`i32[B]`), in each round: a cache that can do so moves less."""
         return self.select(rows)
 
-    def put(self, new: Cache, rows: Array) -> Self:
-        """The cache whose row `rows[i]` (`i32[n]`, all different) is row `i` of `new`, a cache of the same kind; a row
-        whose place is beyond it is left out. Where rows share memory (`by_row`) it is not asked."""
-        inside = lambda x: x is not self and isinstance(x, Cache)
-        one = lambda x, y: x.put(y, rows) if isinstance(x, Cache) else x.at[rows].set(y, mode="drop")
-        return jax.tree.map(one, self, new, is_leaf=inside)
-
-    @property
-    def host(self) -> PyTree:
-        """Those of its arrays that lie in the memory of the host, where it has any."""
-        inside = lambda x: x is not self and isinstance(x, Cache)
-        return [x.host for x in jax.tree.leaves(self, is_leaf=inside) if isinstance(x, Cache)]
-
     def truncate(self, length: Array) -> Self:
         """Without the entries at positions from `length` (`i32[B]`) on. Needs the feature "truncation"."""
         raise NotImplementedError(f"{type(self).__name__} does not support truncation")

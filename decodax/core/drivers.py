@@ -194,13 +194,8 @@ def refill(s: State, policy: Any, new: State, new_policy: Any, rows: Array) -> t
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _refill(held: Any, new: Any, rows: Array) -> Any:
-    return auto_region(_with_rows, held, new, rows, like=held)
-
-
-def _with_rows(held: Any, new: Any, rows: Array) -> Any:
-    """`held` with the rows of `new` in the places `rows`; see `Cache.put`."""
-    one = lambda x, y: x.put(y, rows) if isinstance(x, Cache) else x.at[rows].set(y, mode="drop")
-    return jax.tree.map(one, held, new, is_leaf=lambda x: isinstance(x, Cache))
+    put = lambda held, new, rows: jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), held, new)
+    return auto_region(put, held, new, rows, like=held)
 
 
 def fork(s: State, rows: Array, keys: Array, generation: Array) -> State:
@@ -256,7 +251,7 @@ def recall(s: State, held: State, rows: Array, keys: Array, generation: Array) -
 def _recall(s: State, held: State, rows: Array, key: Array, generation: Array) -> State:
     def taken(s: State, held: State, rows: Array, key: Array, generation: Array) -> State:
         new = held.select(jnp.maximum(rows, 0)).replace(key=_later(key, generation))
-        return _with_rows(s, new, jnp.where(rows >= 0, jnp.arange(s.batch), s.batch))
+        return jax.tree.map(lambda x, y: jnp.where((rows >= 0).reshape(-1, *[1] * (x.ndim - 1)), y, x), s, new)
 
     return auto_region(taken, s, held, rows, key, generation, like=s)
 

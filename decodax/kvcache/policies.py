@@ -19,7 +19,6 @@ from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leve
 from decodax.kvcache.landmarks import LowRankKeys
 from decodax.kvcache.lookahead import QueriesAhead
 from decodax.kvcache.merging import Merging
-from decodax.kvcache.offloaded import HostRetrieval
 from decodax.kvcache.paged import Paged
 from decodax.kvcache.pools import DecodePool, HeadSizes, head_sizes
 from decodax.kvcache.propagation import fastkv, prompt_distill
@@ -255,11 +254,8 @@ def _minicache(start: int | None = None, towards: float = 0.6, retained: float =
 
 @cache_policy("quest", "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", "Tang et al. 2024",
               "everything; each query reads the pages whose keys may attract it, and the latest tokens")
-def _quest(budget: int = 1024, page: int = 16, recent: int = 64, skip: tuple[int, ...] = (0, 1),
-           offload: bool = False) -> CacheConfig:
-    if not isinstance(offload, bool):
-        raise ValueError(f"offload: got {offload!r}, takes True (pages in the memory of the host) or False")
-    return (HostRetrieval if offload else Retrieval)(KeyBounds(), budget, page, recent, skip, "quest")
+def _quest(budget: int = 1024, page: int = 16, recent: int = 64, skip: tuple[int, ...] = (0, 1)) -> CacheConfig:
+    return Retrieval(KeyBounds(), budget, page, recent, skip, "quest")
 
 
 @cache_policy("shadowkv", "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",

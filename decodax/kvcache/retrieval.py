@@ -97,40 +97,33 @@ class Retrieving(KeyValues):
     def _read(self, layer: int, q: Array, at: Array) -> tuple[Array, Array]:
         """Attention of queries `f32[B, W, H, d]` at positions `i32[B, W]` to the pages they choose and the latest
         tokens."""
-        kind, score, digests = self.kind, self.kind.score, self.digests[layer]
-        B, G, whole = digests.shape[:3]
-        P, d = kind.page, self.widths[layer]
-        pages = min(kind.pages, whole)
+        kind, score = self.kind, self.kind.score
+        G, (P, d) = self.kv[layer].shape[1], (kind.page, self.widths[layer])
+        pages = min(kind.pages, self.digests[layer].shape[2])
         near = min(kind.recent + P, self.capacity)
 
-        def node(q: Array, at: Array) -> tuple[Array, Array]:       # one of each row: `f32[B, H, d]`, `i32[B]`
-            q = q.reshape(B, G, -1, d)
+        def one(row: tuple[Array, ...]) -> tuple[Array, Array]:
+            kv, digests, length, q, at = row            # of one query
+            q = q.reshape(G, -1, d)
             start = jnp.maximum(at - kind.recent, 0) // P           # in pages: where what is read in any case begins
-            free = jnp.arange(whole) < start[:, None]
-            worth = jnp.where(free[:, None], jax.vmap(score)(q, digests).max(2), -jnp.inf)
-            found, chosen = lax.top_k(worth, pages)                 # [B, G, pages]
-            first = jnp.minimum(start * P, self.capacity - near)
-            late = first[:, None] + jnp.arange(near)
-            some = jnp.concatenate([self._paged(layer, chosen), self._span(layer, first, near)], 2)
-            inside = (late >= start[:, None] * P) & (late < self.length[:, None])
-            seen = jnp.concatenate([jnp.repeat(found > -jnp.inf, P, 2),
-                                    jnp.broadcast_to(inside[:, None], (B, G, near))], 2)
-            return jax.vmap(lambda q, kv, seen: attention_to(q, kv, seen, d))(q, some.astype(jnp.float32), seen)
+            free = jnp.arange(digests.shape[1]) < start
+            worth = jnp.where(free, score(q, digests).max(1), -jnp.inf)
+            found, chosen = lax.top_k(worth, pages)                 # [G, pages]
+            slots = (chosen[..., None] * P + jnp.arange(P)).reshape(G, -1)
+            first = jnp.minimum(start * P, kv.shape[1] - near)
+            late = first + jnp.arange(near)
+            some = jnp.concatenate([jnp.take_along_axis(kv, slots[..., None], 1),
+                                    lax.dynamic_slice_in_dim(kv, first, near, 1)], 1)
+            seen = jnp.concatenate([jnp.repeat(found > -jnp.inf, P, 1),
+                                    jnp.broadcast_to((late >= start * P) & (late < length), (G, near))], 1)
+            return attention_to(q, some.astype(jnp.float32), seen, d)
 
+        each = jax.vmap(one, in_axes=((0, 0, 0, 0, 0),))
+        over = lambda node: each((self.kv[layer], self.digests[layer], self.length, *node))
         nodes = q.swapaxes(0, 1), at.T
-        out, lse = lax.map(lambda x: node(*x), nodes) if at.shape[1] > 1 else jax.tree.map(
-            lambda x: x[None], node(nodes[0][0], nodes[1][0]))
+        out, lse = lax.map(over, nodes) if at.shape[1] > 1 else jax.tree.map(
+            lambda x: x[None], over(jax.tree.map(lambda x: x[0], nodes)))
         return out.swapaxes(0, 1), lse.swapaxes(0, 1)
-
-    def _paged(self, layer: int, chosen: Array) -> Array:
-        """The tokens of pages `i32[B, G, n]`: `f[B, G, n P, d + e]`."""
-        P = self.kind.page
-        slots = (chosen[..., None] * P + jnp.arange(P)).reshape(*chosen.shape[:2], -1)
-        return jnp.take_along_axis(self.kv[layer], slots[..., None], 2)
-
-    def _span(self, layer: int, first: Array, count: int) -> Array:
-        """So many tokens from positions `i32[B]` on, `f[B, G, count, d + e]`."""
-        return jax.vmap(lambda kv, first: lax.dynamic_slice_in_dim(kv, first, count, 1))(self.kv[layer], first)
 
     def commit(self, entries: Entries, slots: Array) -> Retrieving:
         if not self.kv:

@@ -85,9 +85,8 @@ def compile_round(s: Setup) -> Compiled:
     except jax.errors.JaxRuntimeError as error:      # libtpu 0.0.51 cannot print some asynchronous copies
         return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, None, None, True, _first(error))
     program = parse(text)
-    away = {id(x) for x in jax.tree.leaves(s.state.cache.host)} if s.algorithm.caches else set()
-    sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.state.cache)
-             if x.ndim >= 3 and id(x) not in away} if s.algorithm.caches else set()
+    sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.state.cache) if x.ndim >= 3} \
+        if s.algorithm.caches else set()
     blocks = -(-s.live // block_of(s.capacity, WIDE_BLOCK))
     loops = [x for x in program.computations[program.entry].values() if x.opcode == "while"]
     outer = max(loops, key=lambda x: sum(b.bytes for b in x.result), default=None)

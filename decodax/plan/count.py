@@ -61,8 +61,6 @@ class Counts:
         weights_read, cache_read, cache_written: what a round cannot avoid moving.
         prompt_flops: of the products of one row's prompt of `live` tokens. row_cache: what its entries take. Both are
             0 where nothing is cached.
-        host: what of the cache lies in the memory of the host (`Cache.host`), beside `cache`. Its transfers are not
-            counted.
         flops: of its products. sent: what it sends in collectives. hops: how many neighbours in turn that goes by.
     """
 
@@ -77,7 +75,6 @@ class Counts:
     flops: float
     sent: float
     hops: int
-    host: int = 0
 
     @property
     def moved(self) -> float:
@@ -132,14 +129,11 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
         state = state.replace(cache=held[0])
     shape = dict(zip((DATA, MODEL), mesh, strict=True))
 
-    away = {id(x) for x in jax.tree.leaves(state.cache.host)} if method.caches else set()
-
     def spread(tree: Any) -> Any:
         def spec(x: Any, wanted: PartitionSpec) -> Any:
             fits = PartitionSpec(*(n if n in shape and x.shape[i] % shape[n] == 0 else None
                                    for i, n in enumerate(wanted)))
-            kind = "pinned_host" if id(x) in away else None
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, fits, memory_kind=kind))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, fits))
         return jax.tree.map(spec, tree, heads(tree))
 
     some = method.variants or (method,)
@@ -195,8 +189,7 @@ def count(s: Setup) -> Counts:
             share += own * (1 - (1 - e.chosen / e.count) ** tokens)
     read = weights - table - experts + share + tokens * c.width * item * (not c.tied)
 
-    away = local(s.state.cache.host) if s.algorithm.caches else 0
-    cached = local(s.state.cache) - away if s.algorithm.caches else 0
+    cached = local(s.state.cache) if s.algorithm.caches else 0
     heads = c.kv_heads // across if c.kv_heads % across == 0 else c.kv_heads
     entry = (1 + c.values_of_key) * c.head_dim * item * s.rows * heads
     held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]
@@ -216,7 +209,7 @@ def count(s: Setup) -> Counts:
     sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
     return Counts(weights, beside, cached, read, cache_read, written, prompt / across if cached else 0.0,
                   cache_read / s.rows, flops, sent,
-                  reductions * 2 * (across - 1) if across > 1 else 0, away)
+                  reductions * 2 * (across - 1) if across > 1 else 0)
 
 
 def _layers(model: Transformer) -> Iterator[tuple[int, Layer]]:

@@ -103,8 +103,7 @@ class Plan:
         ms = lambda x: f"{1e3 * x:.2f} ms"
         cost = f"{self.device_seconds:,.0f}" + (f" (${self.cost:.2f})" if self.cost is not None else "")
         return (self.slice.name, "{}x{}".format(*self.mesh), gb(self.counts.weights + self.counts.draft),
-                gb(self.counts.cache) + (f" + {gb(self.counts.host)} on the host" if self.counts.host else ""),
-                estimated + gb(self.temporaries),
+                gb(self.counts.cache), estimated + gb(self.temporaries),
                 gb(self.free) if self.fits else "does not fit", f"{self.largest:,}", f"{self.tokens:g}",
                 gb(self.memory * self.slice.device.bandwidth), ms(self.memory), ms(self.arithmetic), ms(self.network),
                 ms(self.seconds), f"{self.tokens_per_second:,.0f}" if self.fits else "-", cost if self.fits else "-")
