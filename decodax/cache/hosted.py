@@ -1,18 +1,19 @@
 """Arrays in the memory of the host: what a round reads of them travels to the device, and nothing else.
 
-JAX says of each array in which memory it lies, `jax.memory.Space`, and a program may take one from the host's memory and
-hand it on there. Operations are for arrays of the device, so a program does three things with one of the host: it slices
-it and sends the slice to the device, writes a slice of the device's into it, and carries it through its loops. XLA makes
-a transfer of each slice. On a CPU both memories are the same one.
+JAX says of each array in which memory it lies, `jax.memory.Space`, and a program may take one from the host's memory
+and hand it on there. Operations are for arrays of the device. So a program slices an array of the host and sends the
+slice to the device, writes a slice from the device into it, and carries it through its loops; XLA makes a transfer of
+each slice. On a CPU both memories are the same one.
 
-A slice that XLA's TPU compiler takes (libtpu 0.0.51) is cut along one leading axis, or two of them, and whole in what is
-behind; a gather of the host's memory does not compile there. So an array of the host is pages `[B, N, ...]`, and what is
-wanted of it comes page by page, a few at once.
+XLA's TPU compiler (libtpu 0.0.51) takes slices that are cut along one or two leading axes and whole behind them. It
+does not take a gather of the host's memory. So an array of the host is pages, `f[B, G, N, P, D]`: of each row and head,
+so many of `P` tokens. A page is fetched by a slice of its own, a few of them at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from decodax.axes import DATA, MODEL, shardwise
 
-PAGES, HEADS = P(DATA, None, MODEL), P(DATA, MODEL)
+PAGES, ROWS = P(DATA, MODEL), P(DATA)
 
 AT_ONCE = 8
-"""Pages that are under way together, and those of a row that move together where rows do."""
+"""Pages that are under way together, and those of a head that move together where rows do."""
 
 
 def on_host(x: Any) -> bool:
@@ -44,23 +45,22 @@ def to_device(x: Array) -> Array:
 
 
 def empty_pages(*shape: int, dtype: jax.typing.DTypeLike) -> Array:
-    """Pages `f[B, N, ...]` of the host that nothing was written to: on a TPU what they hold may be anything."""
+    """Pages `f[B, G, N, P, D]` of the host that nothing was written to: on a TPU what they hold may be anything."""
     # one write is enough for XLA to reserve the memory there; zeros as such would be made on the device first
-    one = to_host(jnp.zeros((1, 1, *shape[2:]), dtype))
+    one = to_host(jnp.zeros((1, shape[1], 1, *shape[3:]), dtype))
     return lax.dynamic_update_slice(to_host(jnp.zeros(shape, dtype)), one, [0] * len(shape))
 
 
 def fetch(pages: Array, at: Array) -> Array:
-    """Of pages `f[B, N, G, P, D]` of the host those at `at[b, g]` (`i32[B, G, n]`) of each row and head: `f[B, G, n, P,
-    D]` on the device. Nothing else of them travels."""
-    return shardwise(_fetch, (PAGES, HEADS), HEADS, pages, at)
+    """Of pages `f[B, G, N, P, D]` of the host those at `at` (`i32[B, G, n]`): `f[B, G, n, P, D]` on the device. No
+    other page travels."""
+    return shardwise(_fetch, (PAGES, PAGES), PAGES, pages, at)
 
 
 def _fetch(pages: Array, at: Array) -> Array:
-    B, N, G, *page = pages.shape
-    flat = pages.reshape(B * N * G, *page)
-    row, head = jnp.arange(B, dtype=jnp.int32)[:, None, None], jnp.arange(G, dtype=jnp.int32)[:, None]
-    where = ((row * N + at) * G + head).reshape(-1)
+    B, G, N, *page = pages.shape
+    flat = pages.reshape(B * G * N, *page)
+    where = (at.reshape(B * G, -1) + N * jnp.arange(B * G, dtype=jnp.int32)[:, None]).reshape(-1)
     few = math.gcd(where.shape[0], AT_ONCE)
 
     def some(where: Array) -> Array:
@@ -70,82 +70,79 @@ def _fetch(pages: Array, at: Array) -> Array:
 
 
 def store(pages: Array, new: Array, at: Array) -> Array:
-    """Pages `f[B, N, G, P, D]` of the host with `new[b, i]` (`f[B, n, G, P, D]`) as page `at[b, i]` (`i32[B, n]`) of row
-    `b`; -1 drops it, and what is dropped does not travel."""
-    return shardwise(_store, (PAGES, PAGES, P(DATA)), PAGES, pages, new, at)
+    """Pages `f[B, G, N, P, D]` of the host with `new[b, :, i]` (`f[B, G, n, P, D]`) as page `at[b, i]` (`i32[B, n]`) of
+    row `b`; -1 drops it. What is dropped does not travel."""
+    return shardwise(_store, (PAGES, PAGES, ROWS), PAGES, pages, new, at)
 
 
 def _store(pages: Array, new: Array, at: Array) -> Array:
-    B, n = at.shape
-    at, new = at.reshape(-1), new.reshape(B * n, 1, 1, *new.shape[2:]).astype(pages.dtype)
+    n, at, new = at.shape[1], at.reshape(-1), new.astype(pages.dtype)
     order = jnp.argsort(at < 0, stable=True).astype(jnp.int32)     # those that are written come first
 
     def put(i: Array, pages: Array) -> Array:
-        one = order[i]
-        page = to_host(lax.dynamic_index_in_dim(new, one, 0, keepdims=False))
-        return lax.dynamic_update_slice(pages, page, (one // n, at[one], 0, 0, 0))
+        row, page = order[i] // n, at[order[i]]
+        return _update(pages, to_host(_slice(new, row, order[i] % n, 1)), row, page)
 
     return lax.fori_loop(0, (at >= 0).sum(dtype=jnp.int32), put, pages)
 
 
 def run_of(pages: Array, start: Array, count: int) -> Array:
-    """Of each row so many pages from `start` (`i32[]`) on, on the device: `f[B, count, ...]`."""
-    one = lambda pages, start: to_device(lax.dynamic_slice_in_dim(pages, start, count, 1))
+    """Of each row and head so many pages from `start` (`i32[]`) on, on the device: `f[B, G, count, P, D]`."""
+    one = lambda pages, start: to_device(lax.dynamic_slice_in_dim(pages, start, count, 2))
     return shardwise(one, (PAGES, P()), PAGES, pages, start)
 
 
 def take_rows(x: Array, rows: Array) -> Array:
-    """`x[rows]`, of an array in either memory; of one in the host's a new one there, through the device in parts."""
+    """`x[rows]`, of any array; of pages of the host new ones there, which travel through the device part by part."""
     if not on_host(x):
         return x[rows]
-    part, n = _part(x), rows.shape[0]
-
-    def move(i: Array, out: Array) -> Array:
-        row, start = i // (x.shape[1] // part), i % (x.shape[1] // part) * part
-        some = to_device(_slice(x, rows[row], start, part))
-        return lax.dynamic_update_slice(out, to_host(some), (row, start, *[0] * (x.ndim - 2)))
-
-    return lax.fori_loop(0, n * (x.shape[1] // part), move, empty_pages(n, *x.shape[1:], dtype=x.dtype))
+    empty = empty_pages(rows.shape[0], *x.shape[1:], dtype=x.dtype)
+    return _moved(empty, x, rows.shape[0], lambda i: (rows[i], i))
 
 
 def put_rows(x: Array, new: Array, rows: Array) -> Array:
-    """`x` with the rows of `new` in the places `rows` (`i32[B']`); a row whose place is beyond the end is left out."""
+    """Any array with the rows of `new` in the places `rows` (`i32[B']`); one whose place is beyond the end is left
+    out."""
     if not on_host(x):
         return x.at[rows].set(new, mode="drop")
-    part = _part(x)
-    parts = x.shape[1] // part
     order = jnp.argsort(rows >= x.shape[0], stable=True).astype(jnp.int32)
-
-    def move(i: Array, x: Array) -> Array:
-        row, start = order[i // parts], i % parts * part
-        some = to_device(_slice(new, row, start, part))
-        return lax.dynamic_update_slice(x, to_host(some), (rows[row], start, *[0] * (x.ndim - 2)))
-
-    return lax.fori_loop(0, (rows < x.shape[0]).sum(dtype=jnp.int32) * parts, move, x)
+    return _moved(x, new, (rows < x.shape[0]).sum(dtype=jnp.int32), lambda i: (order[i], rows[order[i]]))
 
 
 def choose_rows(mask: Array, new: Array, old: Array) -> Array:
-    """The rows of `new` where `mask` (`bool[B]`) is true, and those of `old` elsewhere."""
+    """The rows of `new` where `mask` (`bool[B]`) is true, and those of `old` elsewhere; of any arrays."""
     if on_host(old):
         return put_rows(old, new, jnp.where(mask, jnp.arange(len(mask), dtype=jnp.int32), len(mask)))
     return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
 
-def permute_rows(x: Array, rows: Array, pages: Array) -> Array:
-    """Row `i` of pages of the host goes on from row `rows[i]` (`i32[B]`), where the pages lie, of which the first `pages`
-    (`i32[]`) are moved."""
-    part = _part(x)
+def permute_rows(x: Array, rows: Array, count: Array) -> Array:
+    """Pages of the host whose row `i` goes on from row `rows[i]` (`i32[B]`), where they lie; of each head the first `count` (`i32[]`) are
+    moved."""
+    part = math.gcd(x.shape[2], AT_ONCE)
 
     def move(i: Array, x: Array) -> Array:
-        some = run_of(x, i * part, part)[rows]
-        return lax.dynamic_update_slice_in_dim(x, to_host(some), i * part, 1)
+        return lax.dynamic_update_slice_in_dim(x, to_host(run_of(x, i * part, part)[rows]), i * part, 2)
 
-    return lax.fori_loop(0, -(-pages // part), move, x)
-
-
-def _part(x: Array) -> int:
-    return math.gcd(x.shape[1], AT_ONCE)
+    return lax.fori_loop(0, -(-count // part), move, x)
 
 
-def _slice(x: Array, row: Array, start: Array, size: int) -> Array:
-    return lax.dynamic_slice(x, (row, start, *[0] * (x.ndim - 2)), (1, size, *x.shape[2:]))
+def _moved(to: Array, of: Array, rows: Array | int, places: Callable[[Array], tuple[Array, Array]]) -> Array:
+    """`to` with so many rows of `of`: the `i`-th is the first of `places(i)`, and goes to the second."""
+    part = math.gcd(of.shape[2], AT_ONCE)
+    parts = of.shape[2] // part
+
+    def move(i: Array, to: Array) -> Array:
+        row, place = places(i // parts)
+        return _update(to, to_host(to_device(_slice(of, row, i % parts * part, part))), place, i % parts * part)
+
+    return lax.fori_loop(0, rows * parts, move, to)
+
+
+def _slice(pages: Array, row: Array, start: Array, count: int) -> Array:
+    size = (1, pages.shape[1], count, *pages.shape[3:])
+    return lax.dynamic_slice(pages, (row, 0, start, *[0] * (pages.ndim - 3)), size)
+
+
+def _update(pages: Array, new: Array, row: Array, start: Array) -> Array:
+    return lax.dynamic_update_slice(pages, new, (row, 0, start, *[0] * (pages.ndim - 3)))

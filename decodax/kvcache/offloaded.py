@@ -1,13 +1,12 @@
 """Pages in the memory of the host, of which a round fetches those that its queries choose.
 
-A cache of `decodax.kvcache.retrieval` as it is, but that the device holds digests and the latest tokens alone. What is
-chosen, and the tokens of every answer, are those of the same policy on the device. A page travels to the host once, when
-it is full. A prompt is read behind pages that come from the host block by block, so that no whole prompt ever lies on
-the device. Layers that read everything in each round stay there: those that the policy skips, those that see a sliding
-window, and all of them where the text is within what a query reads.
+This is a cache of `decodax.kvcache.retrieval` of which the device holds digests and the latest tokens alone. Queries
+choose what they choose there, so all results are the same. A page travels to the host once, when it is full. A prompt
+is read behind pages that come from the host block by block, so that no whole prompt ever lies on the device. Layers
+that read everything in each round stay on the device: those that the policy skips, those that see a sliding window, and
+all of them where the text is within what a query reads.
 
-Keys and values of a page lie side by side, `[B, N, G, P, d + e]`, so that one transfer brings a page of a head. The
-latest tokens are a ring: a token at position `p` lies in slot `p % R`.
+The latest tokens are a ring: the token at position `p` lies in slot `p % R`.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Offloaded(Choosing):
     """Everything: whole pages in the host's memory, digests and the latest tokens on the device.
 
     Attributes:
-        pages: a tuple of one `f[B, N, G, P, d + e]` a layer in the host's memory; None where all of it is in `held`.
-        held: a tuple of one `f[B, G, R, d + e]` a layer, the ring of the latest tokens; `f[B, G, S, d + e]`, everything,
-            where `pages` is None.
+        pages: a tuple of one `f[B, G, N, P, d + e]` a layer in the host's memory; None where all of it is in `held`.
+        held: a tuple of one `f[B, G, R, d + e]` a layer, the ring of the latest tokens; where `pages` is None,
+            everything, `f[B, G, S, d + e]`.
         The others: see `Choosing`.
     """
 
@@ -84,11 +83,11 @@ class Offloaded(Choosing):
             return out.astype(jnp.float32), lse
 
         def block(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-            kv = run_of(pages, i * part, part).swapaxes(1, 2)
+            kv = run_of(pages, i * part, part)
             kv = kv.reshape(*kv.shape[:2], part * P, -1)
             return merge(found, to(kv, jnp.clip((full - i * part) * P, 0, part * P)))
 
-        part = run(P, pages.shape[1])
+        part = run(P, pages.shape[2])
         out, lse = near()
         latest = to(self._latest(layer, full * P, P), self.length - full * P)
         found = merge((out.astype(jnp.float32), lse), latest)
@@ -110,20 +109,21 @@ class Offloaded(Choosing):
         if not self.held:
             return self
         length, full = self._grown(slots)
-        pages, held, digests = [], [], []
-        for layer, (entry, old, store_) in enumerate(zip(entries, self.held, self.pages, strict=True)):
-            new = jnp.concatenate(entry, -1).astype(old.dtype)
-            if store_ is None:
+        pages: list[Array | None] = []
+        held, digests = [], []
+        for layer, (entry, old, ring) in enumerate(zip(entries, self.pages, self.held, strict=True)):
+            new = jnp.concatenate(entry, -1).astype(ring.dtype)
+            if old is None:
                 pages.append(None)
-                held.append(write(old, new, slots))
+                held.append(write(ring, new, slots))
                 digests.append(self.digests[layer])
                 continue
-            R = old.shape[2]
-            filled = self._filled(old, new, slots, full)
-            pages.append(store(store_, filled.swapaxes(1, 2), full))
+            R = ring.shape[2]
+            filled = self._filled(ring, new, slots, full)
+            pages.append(store(old, filled, full))
             digests.append(self._digested(layer, full, filled[..., :self.shapes[layer].width]))
             latest = (slots >= 0) & (slots >= length[:, None] - R)
-            held.append(write(old, new, jnp.where(latest, slots % R, -1)))
+            held.append(write(ring, new, jnp.where(latest, slots % R, -1)))
         return self.replace(pages=tuple(pages), held=tuple(held), digests=tuple(digests), length=length)
 
     def _filled(self, ring: Array, new: Array, slots: Array, full: Array) -> Array:
@@ -159,7 +159,7 @@ class OffloadedRetrieval(Retrieval):
         held = []
         for layer, shape in enumerate(parts["shapes"]):
             stays = layer in self.skip or shape.sliding is not None or not self.sparse(size)
-            pages.append(None if stays else empty_pages(batch, count, shape.heads, self.page, shape.both, dtype=dtype))
+            pages.append(None if stays else empty_pages(batch, shape.heads, count, self.page, shape.both, dtype=dtype))
             slots = size if stays else self.recent + self.page
             held.append(jnp.zeros((batch, shape.heads, slots, shape.both), dtype))
         return Offloaded(pages=tuple(pages), held=tuple(held), **parts)
