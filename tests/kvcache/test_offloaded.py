@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -18,7 +21,7 @@ from decodax.job import Job
 from decodax.kvcache import offloaded
 from decodax.kvcache.offloaded import Offloaded, OffloadedRetrieval
 from decodax.kvcache.retrieval import KeyBounds, Retrieval
-from decodax.plan import plan
+from decodax.plan import PRESETS, abstract, plan
 from decodax.request import Request
 from decodax.search.beams import BeamSearch
 from decodax.steps import Forks
@@ -182,6 +185,30 @@ def test_layers_that_read_everything_stay_on_the_device() -> None:
     small: Any = two(60, P, RECENT)[1](layers, 3, 64, jnp.float32)
     assert small.pages == (None,) * 3 and all(x.shape[2] == 64 for x in small.held)
     assert jax.tree.leaves(small.hosted) == []
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="takes libtpu (the extra tpu-aot)")
+@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
+def test_a_tpu_fetches_pages_by_asynchronous_slices(mesh: str) -> None:
+    """As XLA's TPU compiler says: where arrays lie, and what moves between the two memories."""
+    data, model = map(int, mesh.split("x"))
+    lm = abstract({**PRESETS["llama-3-8b"], "num_hidden_layers": 2, "vocab_size": 4096})
+    here, there = (plan(lm, "v5e:2x4", mesh=[(data, model)], batch=4, capacity=8192, compile=True,
+                        cache=dx.kv("quest", skip=(), offload=on))[0] for on in (False, True))
+    assert here.compiled is not None and there.compiled is not None
+    assert there.padded == pytest.approx(1, abs=0.02)       # of the device's memory alone
+    saved = here.compiled.arguments - there.compiled.arguments
+    assert saved == pytest.approx(there.counts.host, rel=0.02) and here.counts.host == 0
+    assert there.compiled.temporaries < 0.1 * there.counts.host
+    text = there.compiled.text
+    pages = f"bf16[{4 // data},{8 // model},512,16,256]"
+    layouts = re.findall(re.escape(pages) + r"(\{\S+\})", text)
+    assert layouts and all("S(5)" in x for x in layouts)
+    starts = re.findall(r" (\S+)-start\(", "\n".join(line for line in text.splitlines() if "S(5)" in line))
+    # of two layers: eight pages at once, and each page that is full by itself; nothing is copied as a whole
+    assert Counter(starts) == {"dynamic-slice": 2 * 8, "dynamic-update-slice": 2}
+    assert "HostExecute" not in text and "S(5)" not in here.compiled.text
 
 
 def test_plans_count_both_memories() -> None:
