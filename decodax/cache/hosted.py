@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, memory
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from decodax.axes import DATA, MODEL, shardwise
@@ -64,7 +65,10 @@ def _fetch(pages: Array, at: Array) -> Array:
     few = math.gcd(where.shape[0], AT_ONCE)
 
     def some(where: Array) -> Array:
-        return jnp.concatenate([to_device(lax.dynamic_slice_in_dim(flat, i, 1)) for i in where])
+        # a consumer that wants another layout would have the compiler cut the pages in that one
+        whole = Layout(major_to_minor=tuple(range(1 + len(page))))
+        return with_layout_constraint(jnp.concatenate(
+            [to_device(lax.dynamic_slice_in_dim(flat, i, 1)) for i in where]), whole)
 
     return lax.map(some, where.reshape(-1, few)).reshape(*at.shape, *page)
 

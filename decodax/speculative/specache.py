@@ -51,8 +51,8 @@ class Prefetching(Wrapper):
 
     Attributes:
         base: what is in few bits, and the latest tokens.
-        pages: a tuple of one `f[B, G, S, 1, d + e]` a layer in the host's memory, each token a page.
-        chosen, fetched: tuples of one `i32[B, G, K]` and one `f[B, G, K, d + e]` a layer: the positions that the next
+        pages: a tuple of one `f[B, G, S, 2, d]` a layer in the host's memory, each token a page of a key and a value.
+        chosen, fetched: tuples of one `i32[B, G, K]` and one `f[B, G, K, 2, d]` a layer: the positions that the next
             round reads in full, -1: none, and what stands there.
         ready: `bool[B]`, whether anything has been chosen. kind: static.
     """
@@ -120,7 +120,8 @@ class Prefetching(Wrapper):
         put = jax.vmap(lambda kv, at, new: kv.at[:, at].set(new.astype(dtype), mode="drop"))
         each = jax.vmap(jax.vmap(lambda kv, at, new: kv.at[at].set(new.astype(dtype), mode="drop")))
         chosen = jnp.where(self.chosen[layer] >= 0, self.chosen[layer], kv.shape[2])
-        return each(put(kv, places, base.rest[layer]), chosen, self.fetched[layer])
+        fetched = jnp.concatenate([self.fetched[layer][..., 0, :], self.fetched[layer][..., 1, :]], -1)
+        return each(put(kv, places, base.rest[layer]), chosen, fetched)
 
     def commit(self, entries: Entries, slots: Array) -> Prefetching:
         if not self.pages:
@@ -129,10 +130,9 @@ class Prefetching(Wrapper):
         chooses = (slots[:, 0] >= 0) | ~self.ready
         pages, chosen, fetched = [], [], []
         for old, entry, before in zip(self.pages, entries, self.chosen, strict=True):
-            new = jnp.concatenate(entry[:2], -1).swapaxes(1, 2)[:, :, :, None]
-            pages.append(store(old, new, slots))
+            pages.append(store(old, jnp.stack(entry[:2], 3).swapaxes(1, 2), slots))
             chosen.append(jnp.where(chooses[:, None, None], entry[2][:, 0], before))
-            fetched.append(fetch(pages[-1], jnp.maximum(chosen[-1], 0))[:, :, :, 0])
+            fetched.append(fetch(pages[-1], jnp.maximum(chosen[-1], 0)))
         return self.replace(base=base, pages=tuple(pages), chosen=tuple(chosen), fetched=tuple(fetched),
                             ready=jnp.ones_like(self.ready))
 
@@ -148,7 +148,7 @@ class PromptToPrefetch(Wrapper):
         whole, coded = self.base.base, self.base.settled(prompt)
         assert isinstance(coded, Coded)
         into = self.kind.around(coded, whole.kv[0].dtype)
-        pages = tuple(lax.dynamic_update_slice(page, to_host(kv[:, :, :, None]), (0,) * 5)
+        pages = tuple(lax.dynamic_update_slice(page, to_host(kv.reshape(page.shape)), (0,) * 5)
                       for page, kv in zip(into.pages, whole.kv, strict=True))
         return into.replace(pages=pages)
 
@@ -186,14 +186,17 @@ class Prefetch(CacheConfig):
         B = base.length.shape[0]
         some = lambda shape: (B, shape.heads, min(self.top, base.size))
         return Prefetching(
-            base=base, pages=tuple(empty_pages(B, x.heads, base.size, 1, x.both, dtype=dtype) for x in base.shapes),
+            base=base, pages=tuple(empty_pages(B, x.heads, base.size, 2, x.width, dtype=dtype) for x in base.shapes),
             chosen=tuple(jnp.full(some(x), -1, jnp.int32) for x in base.shapes),
-            fetched=tuple(jnp.zeros((*some(x), x.both), dtype) for x in base.shapes),
+            fetched=tuple(jnp.zeros((*some(x), 2, x.width), dtype) for x in base.shapes),
             ready=jnp.zeros(B, bool), kind=self)
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
         shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        if odd := [x for x in shapes if x.both != 2 * x.width]:
+            raise ValueError(f"cache: specache got keys of {odd[0].width} numbers and values of "
+                             f"{odd[0].both - odd[0].width}, takes those of one width")
         return self.around(self.low.empty(shapes, batch, capacity, dtype, inputs), dtype)
 
 
