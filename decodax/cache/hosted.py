@@ -121,8 +121,8 @@ def choose_rows(mask: Array, new: Array, old: Array) -> Array:
 
 
 def permute_rows(x: Array, rows: Array, count: Array) -> Array:
-    """Pages of the host whose row `i` goes on from row `rows[i]` (`i32[B]`), where they lie; of each head the first `count` (`i32[]`) are
-    moved."""
+    """Pages of the host whose row `i` goes on from row `rows[i]` (`i32[B]`). They stay where they lie; of each head the
+    first `count` (`i32[]`) are moved."""
     part = math.gcd(x.shape[2], AT_ONCE)
 
     def move(i: Array, x: Array) -> Array:

@@ -98,5 +98,5 @@ def run(args: argparse.Namespace) -> None:
     assumed = sorted({f"{p.slice.device.name}: {p.slice.device.bandwidth / 1e9:,.0f} GB/s, "
                       f"{p.slice.device.flops / 1e12:,.0f} TFLOP/s, {p.slice.device.memory / 2 ** 30:.2f} GiB, "
                       f"{p.slice.device.link / 1e9:,.0f} GB/s to a neighbour ({p.slice.device.source})" for p in found})
-    print("\n".join(["", *(f"host: {line}" for line in hosted), *(f"prompts: {line}" for line in prompts),
-                     *(f"compiled: {line}" for line in said), *(f"assumed: {line}" for line in assumed)]), file=sys.stderr)
+    notes = {"host": hosted, "prompts": prompts, "compiled": said, "assumed": assumed}
+    print("\n".join(["", *(f"{name}: {line}" for name, lines in notes.items() for line in lines)]), file=sys.stderr)

@@ -1,16 +1,16 @@
 """A low-bit cache on the device, the whole one in the host's memory, and a token that guesses what comes from there
 ("SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025).
 
-The device holds keys and values in one or two bits, the latest tokens as they are, and the `top` positions of each head
-that were fetched from the host. A round reads two tokens in one forward: the newest one, and a guess of the token behind
-it. Both attend to the low-bit cache, in which the fetched positions stand in full. The newest token gives the next one,
-and is committed: in few bits on the device, in full on the host. The guess gives the guess of the next round, and the
-positions that it attends to most are those that are fetched for that round, whose newest token it stood for. So what a
-round reads of the host is known one round before, and may travel meanwhile.
+The device holds keys and values in one or two bits, the latest tokens as they are, and the `top` positions of each
+head that were fetched from the host. A round reads two tokens in one forward: the newest one, and a guess of the token
+behind it. Both attend to the low-bit cache, in which the fetched positions stand in full. The newest token gives the
+next one, and is committed: in few bits on the device, in full on the host. The guess gives the guess of the next round,
+and the positions that it attends to most are fetched for that round, whose newest token it stood for. So what a round
+reads of the host is known one round before, and may travel meanwhile.
 
 The first round reads the newest token of the prompt alone, which gives the first guess and the first positions and is
-read again in the second; nothing is committed in between (Algorithms 1 to 3 of the paper). A guess is drawn as the token
-in its place would be. It is never emitted. Heads of a group take the positions of the largest mean weight.
+read again in the second; nothing is committed in between (Algorithms 1 to 3 of the paper). A guess is drawn as the
+token in its place would be. It is never emitted. Heads of a group take the positions of the largest mean weight.
 
 No code of the authors is public. The paper does not say how heads of a group share positions; a reimplementation
 (github.com/intelli-jsong/SpeCache, b447f6f) takes means, as here.
@@ -110,7 +110,7 @@ class Prefetching(Wrapper):
         return out, (k, v, jnp.broadcast_to(at[:, None], (*k.shape[:2], *at.shape[1:])))
 
     def _mixed(self, layer: int, dtype: Any) -> Array:
-        """All positions of a layer, `f[B, G, S, d + e]`: in few bits, but for the latest and those that were fetched."""
+        """All positions of a layer, `f[B, G, S, d + e]`: in few bits but for the latest and those that were fetched."""
         base, kind = self.base, self.base.kind
         decode = lambda codes: kind.codec.decode(base.shapes[layer], codes, dtype, Span(jnp.int32(0), None, layer))
         kv = jax.vmap(decode)(base.codes[layer])

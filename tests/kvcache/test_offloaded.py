@@ -1,4 +1,4 @@
-"""Pages in the host's memory: the results are those of the same policy on the device, and what travels is what is read."""
+"""Pages in the host's memory: results are those of the same policy on the device, and what is read alone travels."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def test_samples_beams_forks_and_slots_go_on_from_pages_on_the_host() -> None:
     options: dict[str, Any] = dict(max_new_tokens=12, seed=3)
 
     def both(**more: Any) -> list[Any]:
-        return [dx.generate(SMALL, PROMPTS[:2], cache=kind, **options, **more).tokens.tolist() for kind in (here, there)]
+        return [dx.generate(SMALL, PROMPTS[:2], cache=kind, **options, **more).tokens.tolist()
+                for kind in (here, there)]
 
     one, other = both(num_samples=3, temperature=1.0)
     assert one == other and len({*map(tuple, one)}) == 6
