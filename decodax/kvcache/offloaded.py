@@ -12,7 +12,6 @@ The latest tokens are a ring: the token at position `p` lies in slot `p % R`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,13 +64,11 @@ class Offloaded(Choosing):
         rest = jax.tree.map(lambda x: x[rows], self.replace(pages=()))
         return rest.replace(pages=jax.tree.map(lambda x: permute_rows(x, rows, full), self.pages))
 
-    def _whole(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               key_positions: Array | None, **options: Any) -> Array:
-        pages, held, P = self.pages[layer], self.held[layer], self.kind.page
-        near = functools.partial(window_attention_lse, q, k, v, window.visible(), window.positions, scale=scale,
-                                 key_positions=key_positions, **options)
+    def _whole(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> Array:
+        pages, P = self.pages[layer], self.kind.page
+        given = q, k, v, window.visible(), window.positions
         if pages is None:
-            return near(held, self.length)[0]
+            return window_attention_lse(*given, self.held[layer], self.length, **options)[0]
         self.kind.refuse(options["softcap"], options["bias"])
         full = self.length // P         # pages; what is behind them only the ring holds
 
@@ -79,7 +76,7 @@ class Offloaded(Choosing):
             """Attention to the first `count` (`i32[B]`) of some tokens `f[B, G, n, d + e]`."""
             # others may be anything, and no number times a weight of 0 is 0
             kv = jnp.where((jnp.arange(kv.shape[2]) < count[:, None])[:, None, :, None], kv, 0)
-            out, lse = prefix_attention(q, window.positions, kv, count, scale=scale)
+            out, lse = prefix_attention(q, window.positions, kv, count, scale=options["scale"])
             return out.astype(jnp.float32), lse
 
         def block(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -88,7 +85,7 @@ class Offloaded(Choosing):
             return merge(found, to(kv, jnp.clip((full - i * part) * P, 0, part * P)))
 
         part = run(P, pages.shape[2])
-        out, lse = near()
+        out, lse = window_attention_lse(*given, **options)
         latest = to(self._latest(layer, full * P, P), self.length - full * P)
         found = merge((out.astype(jnp.float32), lse), latest)
         return lax.fori_loop(0, -(-full.max() // part), block, found)[0].astype(q.dtype)

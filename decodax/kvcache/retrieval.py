@@ -133,8 +133,8 @@ class Choosing(Cache):
             some = jnp.concatenate([self._pages(layer, chosen, found), self._latest(layer, first, near)], 2)
             seen = jnp.concatenate([jnp.repeat(found, P, 2),
                                     jnp.broadcast_to(late[:, None], (len(q), G, near))], 2)
-            rows = q.reshape(len(q), G, -1, shape.width), some.astype(jnp.float32), seen
-            return jax.vmap(lambda *row: attention_to(*row, shape.width))(*rows)
+            attend = jax.vmap(lambda q, some, seen: attention_to(q, some, seen, shape.width))
+            return attend(q.reshape(len(q), G, -1, shape.width), some.astype(jnp.float32), seen)
 
         nodes = q.swapaxes(0, 1), at.T
         out, lse = lax.map(one, nodes) if at.shape[1] > 1 else jax.tree.map(

@@ -34,7 +34,7 @@ from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
 from decodax.kvcache.codecs import Affine, QuarterPoints, Span
 from decodax.kvcache.coded import Coded, Coding, PromptInFull
-from decodax.pallas_kernels.window_attention import Bias, slot_weights, window_attention_lse
+from decodax.pallas_kernels.window_attention import slot_weights, window_attention_lse
 from decodax.struct import Struct, static, struct
 
 
@@ -74,7 +74,7 @@ class Prefetching(Wrapper):
     def select(self, rows: Array) -> Prefetching:
         return Cache.select(self, rows)     # which knows what lies on the host
 
-    def for_prompt(self) -> Cache:
+    def for_prompt(self) -> Cache:      # type: ignore[override]
         if not self.pages:
             return self
         prompt: Any = self.base.for_prompt()
@@ -83,23 +83,20 @@ class Prefetching(Wrapper):
     def settled(self, prompt: ReadPrompt) -> Prefetching:
         return self
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         hint = window.hint(Chooser) if isinstance(window, Window) else None
-        if hint is None or bias is not None:
+        if hint is None or options.pop("bias", None) is not None:
             raise ValueError("cache: specache is read by its own method, two tokens at a time, and takes no bias of "
                              "the scores; takes algorithm=dx.system(\"specache\")")
         kv = self._mixed(layer, q.dtype)
-        options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
-        length = self.base.length
+        length, softcap = self.base.length, options.get("softcap")
         out, lse = window_attention_lse(q, k, v, window.visible(), window.positions, kv, length, **options)
         node, G = hint.node[:, None], k.shape[2]
         asks = take(q, node)
         weights = slot_weights(asks, take(lse, node), take(window.positions, node), kv, length, **options)
         # of the newest token, where another one chooses
         score = jnp.einsum("bgrd,bgd->bgr", asks[:, 0].reshape(*k.shape[:1], G, -1, k.shape[3]), k[:, 0],
-                           preferred_element_type=jnp.float32) * scale
+                           preferred_element_type=jnp.float32) * options["scale"]
         score = score if softcap is None else softcap * jnp.tanh(score / softcap)
         newest = jnp.exp(score - take(lse, node)[:, 0].reshape(score.shape)).sum(-1)
         place = jnp.arange(kv.shape[2], dtype=jnp.int32)
