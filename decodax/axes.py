@@ -29,7 +29,8 @@ def constrain(tree: T, specs: Any) -> T:
 
     def one(x: Array, spec: PartitionSpec) -> Array:
         fits = (n if n in free and x.shape[i] % free[n] == 0 else None for i, n in enumerate(spec))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fits)))
+        kind = "pinned_host" if jax.typeof(x).memory_space == jax.memory.Space.Host else None
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fits), memory_kind=kind))
 
     return jax.tree.map(one, tree, specs)
 

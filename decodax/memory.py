@@ -100,21 +100,27 @@ def afford(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, lon
     size = bucket(longest)
     bare: Any = algorithm.bare()
     network: Any = model
-    needs = _bytes(bare, network, rows, size if algorithm.caches else 0) + rows * size * BESIDE
-    has = _machine(mesh)
+    capacity = size if algorithm.caches else 0
+    needs, has = _bytes(bare, network, rows, capacity) + rows * size * BESIDE, _machine(mesh)
+    where = ""
+    if jax.default_backend() != "cpu" and (there := _bytes(bare, network, rows, capacity, hosted=True)):
+        needs -= there      # on a CPU both memories are the same one
+        if (host := _host()) is not None and there > host:
+            needs, has, where = there, host, "the host's "
     if size < 1 << 30 and (has is None or needs <= has):
         return
     held = "positions are 32-bit numbers" if has is None else f"there are {_units(has)}"
     raise ValueError(
         f"{name}: {rows:,} row{'s' * (rows > 1)} of up to {longest:,} tokens take about {_units(needs)} of "
-        f"memory, {held}; give a smaller max_new_tokens or max_length, fewer samples, or a batch_size")
+        f"{where}memory, {held}; give a smaller max_new_tokens or max_length, fewer samples, or a batch_size")
 
 
-def _bytes(algorithm: Any, model: Any, rows: int, capacity: int) -> int:
-    """What the cache of a batch takes."""
+def _bytes(algorithm: Any, model: Any, rows: int, capacity: int, hosted: bool = False) -> int:
+    """What the cache of a batch takes, or what of it lies in the host's memory."""
     if not capacity:
         return 0
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_cache(algorithm, model, rows, capacity)))
+    cache = _cache(algorithm, model, rows, capacity)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.hosted if hosted else cache))
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,6 +135,11 @@ def _machine(mesh: Mesh | None) -> int | None:
     stats = devices[0].memory_stats() if devices[0].process_index == jax.process_index() else None
     if stats and stats.get("bytes_limit"):
         return stats["bytes_limit"] * len(devices)
+    return _host()
+
+
+def _host() -> int | None:
+    """Bytes of the memory of this machine; None if it does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):      # Windows

@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from decodax.axes import DATA, MODEL
+from decodax.cache.hosted import take_rows
 from decodax.pallas_kernels.window_attention import Bias
 from decodax.struct import Struct
 
@@ -66,6 +67,11 @@ class Cache(Struct, abc.ABC):
         None."""
         return None
 
+    @property
+    def hosted(self) -> PyTree:
+        """Those of its arrays that lie in the host's memory (`decodax.cache.hosted`), as a pytree; None: none does."""
+        return None
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
@@ -92,7 +98,7 @@ class Cache(Struct, abc.ABC):
 
     def select(self, rows: Array) -> Self:
         """The cache whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
-        return jax.tree.map(lambda x: x[rows], self)
+        return jax.tree.map(lambda x: take_rows(x, rows), self)
 
     def succeed(self, rows: Array) -> Self:
         """As `select`, with as many rows (`i32[B]`), in each round: a cache that can do so moves less."""

@@ -37,6 +37,10 @@ class Viewed(Wrapper):
         return self.base.by_row and self.small.by_row
 
     @property
+    def hosted(self) -> PyTree:
+        return self.base.hosted, self.small.hosted
+
+    @property
     def view(self) -> Cache:
         return self.small
 

@@ -37,6 +37,10 @@ class Wrapper(Cache):
     def inputs(self) -> PyTree:
         return self.base.inputs
 
+    @property
+    def hosted(self) -> PyTree:
+        return self.base.hosted
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         return self.base.attend(layer, q, k, v, window, **options)
 

@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> None:
     prompts = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: {1e3 * p.prompt:,.1f} ms for {p.live:,} tokens of one row" + (
         "" if p.swap is None else f", {1e3 * p.swap:,.1f} ms for their cache to the host's memory")
         for p in found if p.counts.prompt_flops]
+    hosted = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: {p.counts.host / 1e9:.2f} GB of the cache for each device"
+              for p in found if p.counts.host]
     said = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: " + (
         str(p.compiled.error) if p.padded is None or p.compiled.moved is None else
         f"{p.compiled.collectives} collectives, {p.compiled.moved / p.counts.moved:.3f} of the bytes that must move, "
@@ -96,5 +98,5 @@ def run(args: argparse.Namespace) -> None:
     assumed = sorted({f"{p.slice.device.name}: {p.slice.device.bandwidth / 1e9:,.0f} GB/s, "
                       f"{p.slice.device.flops / 1e12:,.0f} TFLOP/s, {p.slice.device.memory / 2 ** 30:.2f} GiB, "
                       f"{p.slice.device.link / 1e9:,.0f} GB/s to a neighbour ({p.slice.device.source})" for p in found})
-    print("\n".join(["", *(f"prompts: {line}" for line in prompts), *(f"compiled: {line}" for line in said),
-                     *(f"assumed: {line}" for line in assumed)]), file=sys.stderr)
+    notes = {"host": hosted, "prompts": prompts, "compiled": said, "assumed": assumed}
+    print("\n".join(["", *(f"{name}: {line}" for name, lines in notes.items() for line in lines)]), file=sys.stderr)

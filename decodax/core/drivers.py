@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Cache, ReadPrompt
+from decodax.cache.hosted import choose_rows, put_rows
 from decodax.core import keys
 from decodax.core.mesh import auto_region
 from decodax.core.prefill import Extend, Prefill, Silent, prefill_rounds
@@ -194,7 +195,7 @@ def refill(s: State, policy: Any, new: State, new_policy: Any, rows: Array) -> t
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _refill(held: Any, new: Any, rows: Array) -> Any:
-    put = lambda held, new, rows: jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), held, new)
+    put = lambda held, new, rows: jax.tree.map(lambda x, y: put_rows(x, y, rows), held, new)
     return auto_region(put, held, new, rows, like=held)
 
 
@@ -251,7 +252,7 @@ def recall(s: State, held: State, rows: Array, keys: Array, generation: Array) -
 def _recall(s: State, held: State, rows: Array, key: Array, generation: Array) -> State:
     def taken(s: State, held: State, rows: Array, key: Array, generation: Array) -> State:
         new = held.select(jnp.maximum(rows, 0)).replace(key=_later(key, generation))
-        return jax.tree.map(lambda x, y: jnp.where((rows >= 0).reshape(-1, *[1] * (x.ndim - 1)), y, x), s, new)
+        return jax.tree.map(lambda x, y: choose_rows(rows >= 0, y, x), s, new)
 
     return auto_region(taken, s, held, rows, key, generation, like=s)
 

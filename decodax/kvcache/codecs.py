@@ -54,7 +54,8 @@ def unpack(codes: Array, bits: int) -> Array:
 def quantized(x: Array, bits: int, axis: int, dtype: Any) -> tuple[Array, Array, Array]:
     """Codes `u8` of the shape of `x`, steps and lows without the axis over which a group runs."""
     low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
-    step = (high - low) / (2**bits - 1)
+    # one bit stands for the middles of both halves of the range: its ends would be too large (SpeCache)
+    low, step = ((3 * low + high) / 4, (high - low) / 2) if bits == 1 else (low, (high - low) / (2**bits - 1))
     codes = jnp.round(jnp.clip((x - low) / jnp.where(step > 0, step, 1), 0, 2**bits - 1)).astype(jnp.uint8)
     return codes, step.squeeze(axis).astype(dtype), low.squeeze(axis).astype(dtype)
 
@@ -215,6 +216,20 @@ class Affine(Codec):
         return jnp.concatenate([
             keys_of(keys, self.key_bits, self.group, dtype),
             values_of(values, self.value_bits, self.group_of(shape.both - shape.width), dtype)], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuarterPoints(Affine):
+    """As `Affine` with one bit, which stands for the numbers at a quarter and at three quarters of a group's range
+    ("SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025)."""
+
+    key_bits: int = 1
+    value_bits: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.key_bits, self.value_bits) != (1, 1) or self.group < 1:
+            raise ValueError(f"key_bits, value_bits, group: got {self.key_bits}, {self.value_bits} and {self.group}, "
+                             "takes 1, 1 and 1 or more")
 
 
 @dataclasses.dataclass(frozen=True)

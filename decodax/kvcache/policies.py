@@ -19,6 +19,7 @@ from decodax.kvcache.key_scores import KeyDifference, KeyNorm, LagRelative, Leve
 from decodax.kvcache.landmarks import LowRankKeys
 from decodax.kvcache.lookahead import QueriesAhead
 from decodax.kvcache.merging import Merging
+from decodax.kvcache.offloaded import OffloadedRetrieval
 from decodax.kvcache.paged import Paged
 from decodax.kvcache.pools import DecodePool, HeadSizes, head_sizes
 from decodax.kvcache.propagation import fastkv, prompt_distill
@@ -254,8 +255,9 @@ def _minicache(start: int | None = None, towards: float = 0.6, retained: float =
 
 @cache_policy("quest", "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", "Tang et al. 2024",
               "everything; each query reads the pages whose keys may attract it, and the latest tokens")
-def _quest(budget: int = 1024, page: int = 16, recent: int = 64, skip: tuple[int, ...] = (0, 1)) -> CacheConfig:
-    return Retrieval(KeyBounds(), budget, page, recent, skip, "quest")
+def _quest(budget: int = 1024, page: int = 16, recent: int = 64, skip: tuple[int, ...] = (0, 1), offload: bool = False
+           ) -> CacheConfig:
+    return (OffloadedRetrieval if offload else Retrieval)(KeyBounds(), budget, page, recent, skip, "quest")
 
 
 @cache_policy("shadowkv", "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",

@@ -4,6 +4,8 @@ A page is described by a few numbers a head, its digest; a query's score of all 
 nothing else of the cache is touched. Prompts are read whole. The page that is being filled and the latest `recent`
 tokens are read in any case, so that it does not matter which of them a round has committed and which stand in its own
 window: a round of drafts sees what plain decoding would see. No page is ever lost.
+
+The pages may lie in the host's memory (`decodax.kvcache.offloaded`); digests and the latest tokens stay on the device.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.base import Cache, CacheConfig, Entries, PyTree
+from decodax.cache.base import Cache, CacheConfig, Draftable, Entries, PyTree
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.scratch import Scratch
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention, window_attention_lse
 from decodax.struct import static, struct
 
@@ -51,28 +54,44 @@ class KeyBounds(PageScore):
                 + jnp.einsum("grd,gnd->grn", jnp.minimum(q, 0), low))
 
 
-@struct
-class Retrieving(KeyValues):
-    """Everything, in the order of positions, with a digest of each whole page.
+class Choosing(Cache):
+    """What caches of pages have in common whose queries choose what they read, wherever the pages lie.
 
     Attributes:
-        kv, given, widths: see `KeyValues`. digests: a tuple of one `f[B, G, S / P, m]` a layer.
-        length: `i32[B]`. kind: static.
+        digests: a tuple of one `f[B, G, S / P, m]` a layer. length: `i32[B]`. shapes, kind: static.
+        given: see `Cache.inputs`.
     """
-
-    kv: tuple[Array, ...]
-    digests: tuple[Array, ...]
-    length: Array
-    given: PyTree
-    widths: tuple[int, ...] = static()
-    shapes: tuple[KVLayer, ...] = static()
-    kind: Retrieval = static()
 
     supports = frozenset({"trees"})
 
+    if TYPE_CHECKING:       # each kind declares them, in the order of its fields
+        digests: tuple[Array, ...]
+        given: PyTree
+        shapes: tuple[KVLayer, ...]
+        kind: Retrieval
+
     @property
     def capacity(self) -> int:
-        return self.kv[0].shape[2] if self.kv else 0
+        return self.digests[0].shape[2] * self.kind.page if self.digests else 0
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return Scratch.empty(self, entries, room)
+
+    @abc.abstractmethod
+    def _whole(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> Array:
+        """Attention to everything, as `window_attention`."""
+
+    @abc.abstractmethod
+    def _pages(self, layer: int, chosen: Array, found: Array) -> Array:
+        """Of the pages `i32[B, G, n]` those that are `found` (`bool[B, G, n]`): `f[B, G, n * P, d + e]`."""
+
+    @abc.abstractmethod
+    def _latest(self, layer: int, first: Array, count: int) -> Array:
+        """So many tokens from position `first` (`i32[B]`) on: `f[B, G, count, d + e]`; those that are none are any."""
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
@@ -81,12 +100,8 @@ class Retrieving(KeyValues):
         entry = k[:, own:], v[:, own:]
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, key_positions=window.key_positions)
         if window.certain or layer in self.kind.skip or sliding is not None or not self.kind.sparse(self.capacity):
-            out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
-                                   sliding=sliding, bias=bias, **options)
-            return out, entry
-        if bias is not None or softcap is not None:
-            raise ValueError(f"cache: {self.kind.name} scores pages by queries and keys alone; takes a model without a "
-                             "soft cap or a bias of its attention scores")
+            return self._whole(layer, q, k, v, window, sliding=sliding, bias=bias, **options), entry
+        self.kind.refuse(softcap, bias)
         if k.shape[1] > self.kind.recent:
             raise ValueError(f"cache: {self.kind.name} takes windows of at most its {self.kind.recent} recent tokens, "
                              f"got one of {k.shape[1]} nodes; takes recent={k.shape[1]} or more")
@@ -97,50 +112,88 @@ class Retrieving(KeyValues):
     def _read(self, layer: int, q: Array, at: Array) -> tuple[Array, Array]:
         """Attention of queries `f32[B, W, H, d]` at positions `i32[B, W]` to the pages they choose and the latest
         tokens."""
-        kind, score = self.kind, self.kind.score
-        G, (P, d) = self.kv[layer].shape[1], (kind.page, self.widths[layer])
-        pages = min(kind.pages, self.digests[layer].shape[2])
+        kind, shape, digests = self.kind, self.shapes[layer], self.digests[layer]
+        G, P = shape.heads, kind.page
+        pages = min(kind.pages, digests.shape[2])
         near = min(kind.recent + P, self.capacity)
 
-        def one(row: tuple[Array, ...]) -> tuple[Array, Array]:
-            kv, digests, length, q, at = row            # of one query
-            q = q.reshape(G, -1, d)
-            start = jnp.maximum(at - kind.recent, 0) // P           # in pages: where what is read in any case begins
+        def choose(q: Array, digests: Array, start: Array) -> tuple[Array, Array]:
             free = jnp.arange(digests.shape[1]) < start
-            worth = jnp.where(free, score(q, digests).max(1), -jnp.inf)
+            worth = jnp.where(free, kind.score(q.reshape(G, -1, shape.width), digests).max(1), -jnp.inf)
             found, chosen = lax.top_k(worth, pages)                 # [G, pages]
-            slots = (chosen[..., None] * P + jnp.arange(P)).reshape(G, -1)
-            first = jnp.minimum(start * P, kv.shape[1] - near)
-            late = first + jnp.arange(near)
-            some = jnp.concatenate([jnp.take_along_axis(kv, slots[..., None], 1),
-                                    lax.dynamic_slice_in_dim(kv, first, near, 1)], 1)
-            seen = jnp.concatenate([jnp.repeat(found > -jnp.inf, P, 1),
-                                    jnp.broadcast_to((late >= start * P) & (late < length), (G, near))], 1)
-            return attention_to(q, some.astype(jnp.float32), seen, d)
+            return chosen.astype(jnp.int32), found > -jnp.inf
 
-        each = jax.vmap(one, in_axes=((0, 0, 0, 0, 0),))
-        over = lambda node: each((self.kv[layer], self.digests[layer], self.length, *node))
+        def one(node: tuple[Array, Array]) -> tuple[Array, Array]:
+            q, at = node            # of one query in each row
+            start = jnp.maximum(at - kind.recent, 0) // P           # in pages: where what is read in any case begins
+            chosen, found = jax.vmap(choose)(q, digests, start)
+            first = jnp.minimum(start * P, self.capacity - near)
+            late = first[:, None] + jnp.arange(near, dtype=jnp.int32)
+            late = (late >= start[:, None] * P) & (late < self.length[:, None])
+            some = jnp.concatenate([self._pages(layer, chosen, found), self._latest(layer, first, near)], 2)
+            seen = jnp.concatenate([jnp.repeat(found, P, 2),
+                                    jnp.broadcast_to(late[:, None], (len(q), G, near))], 2)
+            attend = jax.vmap(lambda q, some, seen: attention_to(q, some, seen, shape.width))
+            return attend(q.reshape(len(q), G, -1, shape.width), some.astype(jnp.float32), seen)
+
         nodes = q.swapaxes(0, 1), at.T
-        out, lse = lax.map(over, nodes) if at.shape[1] > 1 else jax.tree.map(
-            lambda x: x[None], over(jax.tree.map(lambda x: x[0], nodes)))
+        out, lse = lax.map(one, nodes) if at.shape[1] > 1 else jax.tree.map(
+            lambda x: x[None], one(jax.tree.map(lambda x: x[0], nodes)))
         return out.swapaxes(0, 1), lse.swapaxes(0, 1)
+
+    def _grown(self, slots: Array) -> tuple[Array, Array]:
+        """The length `i32[B]` with tokens at `slots` (`i32[B, W]`), and which pages they may have filled, `i32[B, n]`;
+        -1: it is not full."""
+        P, W = self.kind.page, slots.shape[1]
+        length = jnp.maximum(self.length, slots.max(1) + 1)
+        first = jnp.where(slots >= 0, slots, self.capacity).min(1) // P
+        pages = first[:, None] + jnp.arange(W // P + 2, dtype=jnp.int32)
+        return length, jnp.where((pages + 1) * P <= length[:, None], pages, -1)
+
+    def _digested(self, layer: int, pages: Array, keys: Array) -> Array:
+        """The digests of a layer with those of `pages` (`i32[B, n]`), whose keys are `f[B, G, n, P, d]`."""
+        return write(self.digests[layer], self.kind.score.digest(keys).swapaxes(1, 2), pages)
+
+
+@struct
+class Retrieving(Choosing, KeyValues):
+    """Everything, in the order of positions, with a digest of each whole page.
+
+    Attributes:
+        kv, widths: see `KeyValues`. The others: see `Choosing`.
+    """
+
+    kv: tuple[Array, ...]
+    digests: tuple[Array, ...]
+    length: Array
+    given: PyTree
+    widths: tuple[int, ...] = static()
+    shapes: tuple[KVLayer, ...] = static()
+    kind: Retrieval = static()
+
+    def _whole(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> Array:
+        return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length, **options)
+
+    def _pages(self, layer: int, chosen: Array, found: Array) -> Array:
+        P = self.kind.page
+        slots = (chosen[..., None] * P + jnp.arange(P, dtype=jnp.int32)).reshape(*chosen.shape[:2], -1)
+        return jnp.take_along_axis(self.kv[layer], slots[..., None], 2)
+
+    def _latest(self, layer: int, first: Array, count: int) -> Array:
+        return jax.vmap(lambda kv, first: lax.dynamic_slice_in_dim(kv, first, count, 1))(self.kv[layer], first)
 
     def commit(self, entries: Entries, slots: Array) -> Retrieving:
         if not self.kv:
             return self
-        P, (B, W) = self.kind.page, slots.shape
-        length = jnp.maximum(self.length, slots.max(1) + 1)
-        first = jnp.where(slots >= 0, slots, self.capacity).min(1) // P
-        pages = first[:, None] + jnp.arange(W // P + 2, dtype=jnp.int32)
-        pages = jnp.where((pages + 1) * P <= length[:, None], pages, -1)          # those that are whole
+        P, B = self.kind.page, slots.shape[0]
+        length, pages = self._grown(slots)
         kv, digests = [], []
-        for held, digest, entry, d in zip(self.kv, self.digests, entries, self.widths, strict=True):
+        for layer, (held, entry, d) in enumerate(zip(self.kv, entries, self.widths, strict=True)):
             new = write(held, jnp.concatenate(entry, -1), slots)
             at = jnp.maximum(pages, 0)[:, :, None] * P + jnp.arange(P, dtype=jnp.int32)
             keys = jnp.take_along_axis(new, at.reshape(B, 1, -1, 1), 2)[..., :d]
-            own = self.kind.score.digest(keys.reshape(*keys.shape[:2], -1, P, d))
             kv.append(new)
-            digests.append(write(digest, own.swapaxes(1, 2), pages))
+            digests.append(self._digested(layer, pages, keys.reshape(*keys.shape[:2], -1, P, d)))
         return self.replace(kv=tuple(kv), digests=tuple(digests), length=length)
 
 
@@ -187,14 +240,26 @@ class Retrieval(CacheConfig):
         """Whether a text of so many tokens has more than is read of it."""
         return capacity > self.pages * self.page + self.recent
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
+    def refuse(self, softcap: float | None, bias: Bias | None) -> None:
+        """Raises ValueError where something is added to scores that pages are not chosen by."""
+        if bias is not None or softcap is not None:
+            raise ValueError(f"cache: {self.name} scores pages by queries and keys alone; takes a model without a "
+                             "soft cap or a bias of its attention scores")
+
+    def parts(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+              inputs: PyTree) -> tuple[int, dict[str, Any]]:
+        """The positions of an empty cache, and what all kinds of it have, by name."""
         shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
         size = -(-capacity // self.page) * self.page
         digests = []
         for shape in shapes:
             one = jax.eval_shape(self.score.digest, jax.ShapeDtypeStruct((self.page, shape.width), dtype))
             digests.append(jnp.zeros((batch, shape.heads, size // self.page, *one.shape), dtype))
-        return Retrieving(kv=empty_kv(shapes, batch, size, dtype), digests=tuple(digests),
-                          length=jnp.zeros(batch, jnp.int32), given=inputs, widths=key_widths(shapes), shapes=shapes,
+        return size, dict(digests=tuple(digests), length=jnp.zeros(batch, jnp.int32), given=inputs, shapes=shapes,
                           kind=self)
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        size, parts = self.parts(layers, batch, capacity, dtype, inputs)
+        shapes = parts["shapes"]
+        return Retrieving(kv=empty_kv(shapes, batch, size, dtype), widths=key_widths(shapes), **parts)

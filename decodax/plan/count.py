@@ -15,6 +15,7 @@ from jax.dtypes import itemsize_bits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.axes import DATA, MODEL
+from decodax.cache import Cache
 from decodax.core.drivers import advance, commit_prompts
 from decodax.core.mesh import heads
 from decodax.core.start import init_state
@@ -58,6 +59,7 @@ class Counts:
 
     Attributes:
         weights, draft, cache: what lies in memory for as long as the batch runs. `draft`: weights beside the model's.
+        host: what of the cache lies in the host's memory, beside `cache`, which is the device's.
         weights_read, cache_read, cache_written: what a round cannot avoid moving.
         prompt_flops: of the products of one row's prompt of `live` tokens. row_cache: what its entries take. Both are
             0 where nothing is cached.
@@ -67,6 +69,7 @@ class Counts:
     weights: int
     draft: int
     cache: int
+    host: int
     weights_read: float
     cache_read: float
     cache_written: float
@@ -125,7 +128,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
         seen = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
         bare = state.replace(tokens=seen, cache=None, algo=None, policy=None, record=None, stats=None)
         held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(None, lm.model, p, held, s, width=256, rows=batch),
-                                 params, (state.cache, None), bare)
+                                 params, (there(state.cache, place), None), bare)
         state = state.replace(cache=held[0])
     shape = dict(zip((DATA, MODEL), mesh, strict=True))
 
@@ -139,8 +142,21 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
     some = method.variants or (method,)
     width = max(jax.eval_shape(lambda p, q, s, m=m: m.propose(p, q, s)[0].tokens, params, policy, state).shape[1]
                 for m in some)
-    return Setup(lm, method, place, params, spread(policy), spread(state), width, batch // mesh[0],
+    state = spread(state)
+    state = state.replace(cache=there(state.cache, place)) if method.caches else state
+    return Setup(lm, method, place, params, spread(policy), state, width, batch // mesh[0],
                  capacity if live is None else live, capacity)
+
+
+def there(cache: Cache, mesh: Any) -> Cache:
+    """A cache by its shapes, where those of its arrays that lie in the host's memory say so: shapes as such do not."""
+    on_host = {id(x) for x in jax.tree.leaves(cache.hosted)}
+
+    def one(x: Any) -> Any:
+        where = NamedSharding(mesh, PartitionSpec()) if x.sharding is None else x.sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.with_memory_kind("pinned_host"))
+
+    return jax.tree.map(lambda x: one(x) if id(x) in on_host else x, cache)
 
 
 def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
@@ -190,13 +206,14 @@ def count(s: Setup) -> Counts:
     read = weights - table - experts + share + tokens * c.width * item * (not c.tied)
 
     cached = local(s.state.cache) if s.algorithm.caches else 0
+    host = local(s.state.cache.hosted) if s.algorithm.caches else 0
     heads = c.kv_heads // across if c.kv_heads % across == 0 else c.kv_heads
     entry = (1 + c.values_of_key) * c.head_dim * item * s.rows * heads
     held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]
     dense = sum(entry * s.capacity for _ in held)
     # a cache of another kind holds what it holds
-    cache_read = 0.0 if not cached else sum(entry * n for n in held) if cached >= 0.95 * dense \
-        else cached * min(1.0, s.live / s.capacity)
+    cache_read = 0.0 if not cached else sum(entry * n for n in held) if cached >= 0.95 * dense and not host \
+        else (cached - host) * min(1.0, s.live / s.capacity)
     written = float(entry * s.width * len(held)) if cached else 0.0
 
     per_token = 2 * _active(model)
@@ -207,7 +224,7 @@ def count(s: Setup) -> Counts:
     prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * c.head_dim * seen
     reductions = 2 * len(held) + 1
     sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
-    return Counts(weights, beside, cached, read, cache_read, written, prompt / across if cached else 0.0,
+    return Counts(weights, beside, cached - host, host, read, cache_read, written, prompt / across if cached else 0.0,
                   cache_read / s.rows, flops, sent,
                   reductions * 2 * (across - 1) if across > 1 else 0)
 

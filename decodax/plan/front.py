@@ -38,7 +38,8 @@ class Plan:
         width: tokens that a round scores for a row.
         counts: what was counted from shapes. compiled: what XLA's compiler says; None where it was not asked.
         temporaries: of the compiled program, or an estimate: logits and activations of all tokens.
-        free: memory that is left; below 0 it does not fit.
+        free: memory of the device that is left; below 0 it does not fit. What lies in the host's memory
+            (`counts.host`) is not in it, since how much the host has is not known here.
         largest: the most rows that fit; 0 if none does.
         memory, arithmetic, network: the least that each takes. `seconds` is the greater of the first two and the third.
         prompt: the least that a row's prompt of `live` tokens takes. swap: the least that its cache takes to the host's

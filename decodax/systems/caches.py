@@ -13,6 +13,7 @@ from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.query_scores import ChunkMeans
 from decodax.kvcache.selection import Top
 from decodax.speculative import SeedExact, Speculative, drafts, shapes
+from decodax.speculative.specache import Prefetch, SpeCache
 from decodax.systems.shared import BOTH, SELF, TARGET, entry
 
 
@@ -36,6 +37,13 @@ def _triforce(lm: Any, draft: Any, budget: int = 4096, chunk: int = 8, length: i
     small = dataclasses.replace(draft, model=draft.model.with_cache(kv("streaming-llm", sinks=sinks, recent=recent)))
     middle = drafts.OwnCache(lm, Eviction(Top(ChunkMeans(chunk)), budget, name="triforce"))
     return Speculative(drafts.Staged(middle, drafts.DraftModel(small), length, guesses=guesses))
+
+
+@entry("specache", "SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", "Jie et al. 2025", SELF,
+       "a low-bit cache, and in full the positions that a guess of the token looked at, from the host's memory", TARGET,
+       "approximate")
+def _specache(lm: Any, bits: int = 2, top: int = 64, group: int = 32, residual: int = 32) -> Any:
+    return SpeCache(Prefetch(bits, top, group, residual))
 
 
 @entry("quantspec", "QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache", "Tiwari et al. 2025",

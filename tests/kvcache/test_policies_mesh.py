@@ -25,3 +25,13 @@ def test_a_mesh_gives_the_tokens_of_one_device(name: str, kind: AxisType) -> Non
     out, alone = (dx.generate(lm, prompts, cache=kv(name, **OPTIONS[name]), max_new_tokens=16, algorithm=LOOKUP)
                   for lm in (spread, SMALL))
     assert out.tokens.tolist() == alone.tokens.tolist()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_so_it_does_with_pages_in_the_memory_of_each_host(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    spread = dataclasses.replace(SMALL, params=jax.device_put(SMALL.params, MODEL.shardings(mesh)), mesh=mesh)
+    cache = kv("quest", **OPTIONS["quest"], offload=True)
+    out, alone = (dx.generate(lm, PROMPTS[:2], cache=cache, max_new_tokens=8, algorithm=LOOKUP, num_samples=samples)
+                  for lm, samples in ((spread, 2), (SMALL, 2)))
+    assert out.tokens.tolist() == alone.tokens.tolist()
