@@ -34,7 +34,8 @@ from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
 from decodax.kvcache.codecs import Affine, QuarterPoints, Span
 from decodax.kvcache.coded import Coded, Coding, PromptInFull
-from decodax.pallas_kernels.window_attention import slot_weights, window_attention_lse
+from decodax.pallas_kernels.window_attention import BLOCK as WALK
+from decodax.pallas_kernels.window_attention import merge, prefix_attention, slot_weights, window_attention_lse
 from decodax.struct import Struct, static, struct
 
 
@@ -88,37 +89,65 @@ class Prefetching(Wrapper):
         if hint is None or options.pop("bias", None) is not None:
             raise ValueError("cache: specache is read by its own method, two tokens at a time, and takes no bias of "
                              "the scores; takes algorithm=dx.system(\"specache\")")
-        kv = self._mixed(layer, q.dtype)
-        length, softcap = self.base.length, options.get("softcap")
-        out, lse = window_attention_lse(q, k, v, window.visible(), window.positions, kv, length, **options)
-        node, G = hint.node[:, None], k.shape[2]
-        asks = take(q, node)
-        weights = slot_weights(asks, take(lse, node), take(window.positions, node), kv, length, **options)
+        options = {name: options.get(name) for name in ("scale", "sliding", "softcap")}
+        base, G, softcap = self.base, k.shape[2], options["softcap"]
+        coded = base.held - base.whole
+        latest = base.kind.places(coded, base.rest[layer].shape[2])
+        latest = jnp.where(latest < base.held[:, None], latest, -1)
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, base.rest[layer],
+                                    slot_positions=latest[:, None], key_positions=window.key_positions, **options)
+        block = base.kind.block(base.slots)
+        blocks = (coded.max() + block - 1) // block
+
+        def part(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            count = jnp.clip(coded - i * block, 0, block)
+            own = prefix_attention(q, window.positions - i * block, self._block(layer, i, q.dtype), count, **options)
+            return merge(found, own)
+
+        out, lse = lax.fori_loop(0, blocks, part, near)
+
+        # how much of its attention the node that chooses gives each position
+        asks, at, sums = (take(x, hint.node[:, None]) for x in (q, window.positions, lse))
+
+        def weigh(i: Array, weights: Array) -> Array:
+            count = jnp.clip(coded - i * block, 0, block)
+            own = slot_weights(asks, sums, at - i * block, self._block(layer, i, q.dtype), count, **options)
+            return lax.dynamic_update_slice_in_dim(weights, own[:, :, :block], i * block, 2)
+
+        size = max(base.slots, base.size)
+        weights = lax.fori_loop(0, blocks, weigh, jnp.zeros((len(q), G, size), jnp.float32))
+        own = slot_weights(asks, sums, at, base.rest[layer], slot_positions=latest[:, None], **options)
+        put = jax.vmap(lambda weights, places, own: weights.at[:, places].set(own, mode="drop"))
+        weights = put(weights, jnp.where(latest >= 0, latest, size), own)
         # of the newest token, where another one chooses
-        score = jnp.einsum("bgrd,bgd->bgr", asks[:, 0].reshape(*k.shape[:1], G, -1, k.shape[3]), k[:, 0],
+        score = jnp.einsum("bgrd,bgd->bgr", asks[:, 0].reshape(len(q), G, -1, k.shape[3]), k[:, 0],
                            preferred_element_type=jnp.float32) * options["scale"]
         score = score if softcap is None else softcap * jnp.tanh(score / softcap)
-        newest = jnp.exp(score - take(lse, node)[:, 0].reshape(score.shape)).sum(-1)
-        place = jnp.arange(kv.shape[2], dtype=jnp.int32)
-        weights = jnp.where((place == length[:, None])[:, None], newest[..., None], weights)
-        seen = place < (length + hint.node)[:, None]
-        found, at = lax.top_k(jnp.where(seen[:, None], weights, -1), self.chosen[layer].shape[2])
-        at = jnp.where(found >= 0, at.astype(jnp.int32), -1)
-        return out, (k, v, jnp.broadcast_to(at[:, None], (*k.shape[:2], *at.shape[1:])))
+        newest = jnp.exp(score - sums[:, 0].reshape(score.shape)).sum(-1)
+        place = jnp.arange(size, dtype=jnp.int32)
+        weights = jnp.where((place == base.length[:, None])[:, None], newest[..., None], weights)
+        seen = place < (base.length + hint.node)[:, None]
+        found, best = lax.top_k(jnp.where(seen[:, None], weights, -1), self.chosen[layer].shape[2])
+        best = jnp.where(found >= 0, best.astype(jnp.int32), -1)
+        return out, (k, v, jnp.broadcast_to(best[:, None], (*k.shape[:2], *best.shape[1:])))
 
-    def _mixed(self, layer: int, dtype: Any) -> Array:
-        """All positions of a layer, `f[B, G, S, d + e]`: in few bits but for the latest and those that were fetched."""
+    def _block(self, layer: int, i: Array, dtype: Any) -> Array:
+        """Block `i` of what is in few bits, `f[B, G, n, d + e]`, but in full what was fetched of it."""
         base, kind = self.base, self.base.kind
-        decode = lambda codes: kind.codec.decode(base.shapes[layer], codes, dtype, Span(jnp.int32(0), None, layer))
-        kv = jax.vmap(decode)(base.codes[layer])
-        kv = jnp.pad(kv, ((0, 0), (0, 0), (0, max(base.size - kv.shape[2], 0)), (0, 0)))
-        places = kind.places(base.held - base.whole, base.rest[layer].shape[2])
-        places = jnp.where(places < base.held[:, None], places, kv.shape[2])
-        put = jax.vmap(lambda kv, at, new: kv.at[:, at].set(new.astype(dtype), mode="drop"))
-        each = jax.vmap(jax.vmap(lambda kv, at, new: kv.at[at].set(new.astype(dtype), mode="drop")))
-        chosen = jnp.where(self.chosen[layer] >= 0, self.chosen[layer], kv.shape[2])
+        block = kind.block(base.slots)
+
+        def some(x: Array) -> Array:
+            size = block * x.shape[2] // base.slots
+            return lax.dynamic_slice_in_dim(x, i * size, size, 2)
+
+        decode = lambda codes: kind.codec.decode(base.shapes[layer], codes, dtype, Span(i * block, None, layer))
+        both = jax.vmap(decode)(jax.tree.map(some, base.codes[layer]))
+        both = jnp.pad(both, ((0, 0), (0, 0), (0, -block % WALK if block > WALK else 0), (0, 0)))
+        at = self.chosen[layer] - i * block
+        at = jnp.where((at >= 0) & (at < block), at, both.shape[2])
         fetched = jnp.concatenate([self.fetched[layer][..., 0, :], self.fetched[layer][..., 1, :]], -1)
-        return each(put(kv, places, base.rest[layer]), chosen, fetched)
+        put = lambda both, at, new: both.at[at].set(new.astype(dtype), mode="drop")
+        return jax.vmap(jax.vmap(put))(both, at, fetched)
 
     def commit(self, entries: Entries, slots: Array) -> Prefetching:
         if not self.pages:
