@@ -17,11 +17,12 @@ from tests.kvcache.test_policies import BOTH, DEEP, DEEPER, EXACT, OPTIONS, PROM
 from tests.matrix import often
 
 OWN_WAY = {"fastkv", "promptdistill", "critiprefill", "minference", "hyper-attention", "quick-prefill", "freqkv",
-           "kv-prediction", "specpc"}
+           "kv-prediction", "specpc", "act-qkv"}
 """They read a prompt otherwise than layer by layer, which a state has to see."""
-ONCE_MORE = {"kvzip", "laq", "specpv"}
+ONCE_MORE = {"kvzip", "laq", "specpv", "tim"}
 """They run the model once more for their choice."""
-OTHERWISE = {"speckv": "speckv asks a draft model", "rotatekv": "takes a model whose layers can be run one by one"}
+OTHERWISE = {"speckv": "speckv asks a draft model", "rotatekv": "takes a model whose layers can be run one by one",
+             "token-butler": "cannot run one by one"}
 
 
 @functools.cache
