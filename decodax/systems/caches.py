@@ -12,8 +12,8 @@ from decodax.kvcache.coded import Coding
 from decodax.kvcache.evicting import Eviction
 from decodax.kvcache.query_scores import ChunkMeans
 from decodax.kvcache.selection import Top
+from decodax.kvcache.specache import Prefetch, SpeCache
 from decodax.speculative import SeedExact, Speculative, drafts, shapes
-from decodax.speculative.specache import Prefetch, SpeCache
 from decodax.systems.shared import BOTH, SELF, TARGET, entry
 
 

@@ -13,8 +13,8 @@ import pytest
 import decodax as dx
 from decodax.cache import ReadPrompt, causal, hosted
 from decodax.kvcache.codecs import QuarterPoints
+from decodax.kvcache.specache import Chooser, Prefetch
 from decodax.plan import PRESETS, abstract, plan
-from decodax.speculative.specache import Chooser, Prefetch
 from tests.kvcache.test_policies import PROMPTS, SMALL
 
 FEW: dict[str, Any] = dict(top=4, group=4, residual=8)
