@@ -23,12 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, Recurrent, Window, causal
-from decodax.core.types import Model, Out
-from decodax.models.mamba2 import biased, norm, shape_of
+from decodax.cache import Cache, Recurrent, Window
 from decodax.models.names import WeightSource
-from decodax.models.packed import embedded, head, multiply
-from decodax.models.t5 import nested
+from decodax.models.packed import multiply
+from decodax.models.state_space import StateSpace, biased, first_steps, kernel, plain, stacked
 from decodax.models.transformer import Weights
 
 
@@ -64,7 +62,7 @@ class MambaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba(Model):
+class Mamba(StateSpace):
     """A Mamba, compared by value and static under jit.
 
     Attributes:
@@ -82,27 +80,7 @@ class Mamba(Model):
         return Recurrent(states=tuple(empty() for _ in range(c.layers)), length=jnp.zeros(batch, jnp.int32),
                          size=capacity)
 
-    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
-        c, dtype = self.config, jnp.dtype(self.dtype)
-        x = embedded(params["embed"], window.tokens, dtype)
-        if window.embeddings is not None and window.embedded is not None:
-            x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
-        x, entries, layers = x.astype(jnp.float32 if c.wide else dtype), [], []
-        for i in range(c.layers):
-            p = params["layers"][str(i)]
-            y, entry = self.mixer(p, i, norm(x, p["norm"], c.eps).astype(dtype), window, cache)
-            x = x + y
-            entries.append(entry)
-            layers.append(x)
-        last = lambda x: norm(x, params["norm"], c.eps).astype(dtype)
-
-        def logits(hidden: Array) -> Array:
-            return multiply(hidden, head(params["embed"]) if c.tied else params["lm_head"]["kernel"], jnp.float32)
-
-        return Out(hidden=last(x), entries=tuple(entries), head=logits, layers=tuple(layers), norm=last)
-
     def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        """What a layer with weights `p` adds to the stream, `f[B, W, D]` from the normed one, and its entry."""
         c = self.config
         wide = lambda a: a.astype(jnp.float32)
         A, D, taps = -jnp.exp(wide(p["A_log"])), wide(p["D"]), wide(p["conv"]["taps"])[:, 0]
@@ -122,59 +100,23 @@ class Mamba(Model):
         y = (y * jax.nn.silu(wide(z))).astype(x.dtype)
         return biased(multiply(y, p["out"]["kernel"]), p["out"]), entry
 
-    def forward(self, params: Weights, tokens: Array) -> Array:
-        """Logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
-        B = tokens.shape[0]
-        window = causal(tokens, jnp.zeros(B, jnp.int32)).replace(certain=True)
-        return self.apply(params, window, self.init_cache(B, 0)).logits()
+    def sources(self) -> dict[str, WeightSource]:
+        return sources(self.config)
 
-    def embeddings(self, params: Weights, tokens: Array) -> Array:
-        return embedded(params["embed"], tokens, jnp.dtype(self.dtype))
-
-    def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms and `D` one,
-        `A` from -1 to -`N` in each channel, and steps from 0.001 to 0.1 that grow by a constant factor."""
-        c, found = self.config, {}
-        where = sources(c)
-        for (path, source), each in zip(where.items(), jax.random.split(key, len(where)), strict=True):
-            shape, name = shape_of(path, source), path.split(".", 2)[-1]
-            if name == "A_log":
-                made = jnp.broadcast_to(jnp.log(jnp.arange(1, c.state + 1, dtype=jnp.float32)), shape)
-            elif name == "dt.bias":
-                dt = jnp.geomspace(1e-3, 0.1, c.inner)
-                made = dt + jnp.log(-jnp.expm1(-dt))
-            elif len(shape) == 1:
-                made = (jnp.zeros if name.endswith("bias") else jnp.ones)(shape)
-            else:
-                made = jax.random.normal(each, shape) * (1.0 if path == "embed" else shape[0] ** -0.5)
-            found[path] = made.astype(dtype)
-        return nested(found)
+    def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
+        """`A` from -1 to -`N` in each channel, and steps from 0.001 to 0.1 that grow by a constant factor."""
+        if name == "A_log":
+            return jnp.broadcast_to(jnp.log(jnp.arange(1, self.config.state + 1, dtype=jnp.float32)), shape)
+        return first_steps(self.config.inner) if name == "dt.bias" else None
 
 
 def sources(c: MambaConfig, present: Collection[str] = ()) -> dict[str, WeightSource]:
     """Every weight by its dotted path: its shape, and its tensor in a file."""
-    kernel = lambda tensor, out, into: WeightSource((f"{tensor}.weight",), True, None, (out, into))
-    plain = lambda tensor, *shape: WeightSource((tensor,), False, None, shape)
-    found = {"embed": plain("backbone.embeddings.weight", c.vocab, c.width)}
-    for i in range(c.layers):
-        path, layer = f"layers.{i}", f"backbone.layers.{i}"
-        mixer = f"{layer}.mixer"
-        found |= {f"{path}.norm": plain(f"{layer}.norm.weight", c.width),
-                  f"{path}.in.kernel": kernel(f"{mixer}.in_proj", 2 * c.inner, c.width),
-                  f"{path}.conv.taps": WeightSource((f"{mixer}.conv1d.weight",), True, None, (c.inner, 1, c.conv)),
-                  f"{path}.x.kernel": kernel(f"{mixer}.x_proj", c.rank + 2 * c.state, c.inner),
-                  f"{path}.dt.kernel": kernel(f"{mixer}.dt_proj", c.inner, c.rank),
-                  f"{path}.dt.bias": plain(f"{mixer}.dt_proj.bias", c.inner),
-                  f"{path}.A_log": plain(f"{mixer}.A_log", c.inner, c.state),
-                  f"{path}.D": plain(f"{mixer}.D", c.inner),
-                  f"{path}.out.kernel": kernel(f"{mixer}.out_proj", c.width, c.inner)}
-        if c.bias:
-            found |= {f"{path}.in.bias": plain(f"{mixer}.in_proj.bias", 2 * c.inner),
-                      f"{path}.out.bias": plain(f"{mixer}.out_proj.bias", c.width)}
-        if c.conv_bias:
-            found[f"{path}.conv.bias"] = plain(f"{mixer}.conv1d.bias", c.inner)
-    found["norm"] = plain("backbone.norm_f.weight", c.width)
-    return found if c.tied else {**found, "lm_head.kernel": kernel("lm_head", c.vocab, c.width)}
+    own = lambda mixer: {"x.kernel": kernel(f"{mixer}.x_proj", c.rank + 2 * c.state, c.inner),
+                         "dt.kernel": kernel(f"{mixer}.dt_proj", c.inner, c.rank),
+                         "dt.bias": plain(f"{mixer}.dt_proj.bias", c.inner),
+                         "A_log": plain(f"{mixer}.A_log", c.inner, c.state), "D": plain(f"{mixer}.D", c.inner)}
+    return stacked(c, 2 * c.inner, c.inner, own)
 
 
 def read_mamba(c: Mapping[str, Any]) -> MambaConfig:

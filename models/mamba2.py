@@ -24,11 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, LinearRecurrent, Window, causal
-from decodax.core.types import Model, Out
+from decodax.cache import Cache, LinearRecurrent, Window
 from decodax.models.names import WeightSource
-from decodax.models.packed import embedded, head, multiply
-from decodax.models.t5 import nested
+from decodax.models.packed import multiply
+from decodax.models.state_space import StateSpace, biased, first_steps, norm, plain, stacked
 from decodax.models.transformer import Weights
 
 
@@ -84,7 +83,7 @@ class Mamba2Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba2(Model):
+class Mamba2(StateSpace):
     """A Mamba-2, compared by value and static under jit.
 
     Attributes:
@@ -103,61 +102,17 @@ class Mamba2(Model):
             states=tuple(jnp.zeros((batch, c.heads, c.state, c.head_dim), jnp.float32) for _ in range(c.layers)),
             length=jnp.zeros(batch, jnp.int32), size=capacity)
 
-    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
-        c, dtype = self.config, jnp.dtype(self.dtype)
-        x = embedded(params["embed"], window.tokens, dtype)
-        if window.embeddings is not None and window.embedded is not None:
-            x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
-        x, entries, layers = x.astype(jnp.float32 if c.wide else dtype), [], []
-        for i in range(c.layers):
-            p = params["layers"][str(i)]
-            y, entry = self.mixer(p, i, norm(x, p["norm"], c.eps).astype(dtype), window, cache)
-            x = x + y
-            entries.append(entry)
-            layers.append(x)
-        last = lambda x: norm(x, params["norm"], c.eps).astype(dtype)
-
-        def logits(hidden: Array) -> Array:
-            return multiply(hidden, head(params["embed"]) if c.tied else params["lm_head"]["kernel"], jnp.float32)
-
-        return Out(hidden=last(x), entries=tuple(entries), head=logits, layers=tuple(layers), norm=last)
-
     def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        """What a layer with weights `p` adds to the stream, `f[B, W, D]` from the normed one, and its entry."""
         return mixed(self.config, p, layer, x, window, cache)
 
-    def forward(self, params: Weights, tokens: Array) -> Array:
-        """Logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
-        B = tokens.shape[0]
-        window = causal(tokens, jnp.zeros(B, jnp.int32)).replace(certain=True)
-        return self.apply(params, window, self.init_cache(B, 0)).logits()
+    def sources(self) -> dict[str, WeightSource]:
+        return sources(self.config)
 
-    def embeddings(self, params: Weights, tokens: Array) -> Array:
-        return embedded(params["embed"], tokens, jnp.dtype(self.dtype))
-
-    def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
-        return nested({path: jax.ShapeDtypeStruct(shape_of(path, source), dtype)
-                       for path, source in sources(self.config).items()})
-
-    def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms and `D` one,
-        `A` from -1 to -`H`, and steps from 0.001 to 0.1 that grow by a constant factor from head to head."""
-        c, found = self.config, {}
-        where = sources(c)
-        for (path, source), each in zip(where.items(), jax.random.split(key, len(where)), strict=True):
-            shape, name = shape_of(path, source), path.rsplit(".", 1)[-1]
-            if name == "A_log":
-                made = jnp.log(jnp.arange(1, c.heads + 1, dtype=jnp.float32))
-            elif name == "dt_bias":
-                dt = jnp.geomspace(1e-3, 0.1, c.heads)
-                made = dt + jnp.log(-jnp.expm1(-dt))
-            elif len(shape) == 1:
-                made = (jnp.zeros if name.endswith("bias") else jnp.ones)(shape)
-            else:
-                made = jax.random.normal(each, shape) * (1.0 if path == "embed" else shape[0] ** -0.5)
-            found[path] = made.astype(dtype)
-        return nested(found)
+    def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
+        """`A` from -1 to -`H`, and steps from 0.001 to 0.1 that grow by a constant factor from head to head."""
+        if name == "A_log":
+            return jnp.log(jnp.arange(1, self.config.heads + 1, dtype=jnp.float32))
+        return first_steps(self.config.heads) if name == "dt_bias" else None
 
 
 Change = Callable[[Array], Array]
@@ -221,45 +176,13 @@ def gated(c: Mamba2Config, scale: Array, y: Array, z: Array) -> Array:
     return norm(each, jnp.ones((), jnp.float32), c.eps).reshape(y.shape) * scale.astype(jnp.float32)
 
 
-def biased(y: Array, p: Weights) -> Array:
-    """With the bias of a projection that has one."""
-    return y + p["bias"].astype(y.dtype) if "bias" in p else y
-
-
-def norm(x: Array, scale: Array, eps: float) -> Array:
-    """The root mean square norm `f32[..., D]`."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale.astype(jnp.float32)
-
-
 def sources(c: Mamba2Config, present: Collection[str] = ()) -> dict[str, WeightSource]:
     """Every weight by its dotted path: its shape, and its tensor in a file that has the tensors `present`."""
     table = "embedding" if "backbone.embedding.weight" in present else "embeddings"     # state-spaces/mamba's name
-    kernel = lambda tensor, out, into: WeightSource((f"{tensor}.weight",), True, None, (out, into))
-    plain = lambda tensor, *shape: WeightSource((tensor,), False, None, shape)
-    found = {"embed": plain(f"backbone.{table}.weight", c.vocab, c.width)}
-    for i in range(c.layers):
-        path, layer = f"layers.{i}", f"backbone.layers.{i}"
-        mixer, into = f"{layer}.mixer", c.inner + c.channels + c.heads
-        found |= {f"{path}.norm": plain(f"{layer}.norm.weight", c.width),
-                  f"{path}.in.kernel": kernel(f"{mixer}.in_proj", into, c.width),
-                  f"{path}.conv.taps": WeightSource((f"{mixer}.conv1d.weight",), True, None, (c.channels, 1, c.conv)),
-                  f"{path}.A_log": plain(f"{mixer}.A_log", c.heads), f"{path}.D": plain(f"{mixer}.D", c.heads),
-                  f"{path}.dt_bias": plain(f"{mixer}.dt_bias", c.heads),
-                  f"{path}.gated_norm": plain(f"{mixer}.norm.weight", c.inner),
-                  f"{path}.out.kernel": kernel(f"{mixer}.out_proj", c.width, c.inner)}
-        if c.bias:
-            found |= {f"{path}.in.bias": plain(f"{mixer}.in_proj.bias", into),
-                      f"{path}.out.bias": plain(f"{mixer}.out_proj.bias", c.width)}
-        if c.conv_bias:
-            found[f"{path}.conv.bias"] = plain(f"{mixer}.conv1d.bias", c.channels)
-    found["norm"] = plain("backbone.norm_f.weight", c.width)
-    return found if c.tied else {**found, "lm_head.kernel": kernel("lm_head", c.vocab, c.width)}
-
-
-def shape_of(path: str, source: WeightSource) -> tuple[int, ...]:
-    """The shape of a weight here."""
-    return source.full[::-1] if source.transpose else source.full
+    own = lambda mixer: {"A_log": plain(f"{mixer}.A_log", c.heads), "D": plain(f"{mixer}.D", c.heads),
+                         "dt_bias": plain(f"{mixer}.dt_bias", c.heads),
+                         "gated_norm": plain(f"{mixer}.norm.weight", c.inner)}
+    return stacked(c, c.inner + c.channels + c.heads, c.channels, own, table)
 
 
 def is_mamba2(c: Mapping[str, Any]) -> bool:

@@ -27,14 +27,15 @@ from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import WITH_IMAGES, read_config, text_part
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
-from decodax.models.formats.quamba2 import QuantizedMamba2
+from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
 from decodax.models.mamba import Mamba, MambaConfig, read_mamba
 from decodax.models.mamba import sources as mamba_sources
-from decodax.models.mamba2 import Mamba2, Mamba2Config, entries_of, read_mamba2, shape_of
+from decodax.models.mamba2 import Mamba2, Mamba2Config, entries_of, read_mamba2
 from decodax.models.mamba2 import sources as mamba2_sources
 from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
 from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
+from decodax.models.state_space import shape_of
 from decodax.models.t5 import IGNORED as T5_IGNORED
 from decodax.models.t5 import T5, nested, read_t5
 from decodax.models.t5 import sources as t5_sources
@@ -169,7 +170,7 @@ def load_mamba(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     here = SingleDeviceSharding(jax.local_devices()[0])
     packs = lambda path: packing is not None and packing.packs(path) and (
         path.endswith(".kernel") or (path == "embed" and config.tied))
-    loaded = {path: _load(files, source, shape_of(path, source), name, here, packing if packs(path) else None,
+    loaded = {path: _load(files, source, shape_of(source), name, here, packing if packs(path) else None,
                           path == "embed") for path, source in where.items()}
     return (Mamba if first else Mamba2)(config, dtype=name), nested(loaded)
 

@@ -9,8 +9,9 @@ import jax
 
 from decodax.models.formats.format import Format, ModelFormat, kernels
 from decodax.models.formats.glvq import GLVQ, Lattice
+from decodax.models.formats.integers import Integers, Rotated, Static
 from decodax.models.formats.qserve import W4A8, Nibbles, QServe
-from decodax.models.formats.quamba2 import Integers, Quamba2, Rotated, Static
+from decodax.models.formats.quamba2 import Quamba2
 from decodax.models.formats.rsparse import RankSparse, RSparse
 from decodax.models.formats.scaled import Float8, Floats, Int4, Int8, Scaled
 from decodax.models.formats.squeezellm import DenseSparse, Lookup, SqueezeLLM

@@ -27,7 +27,8 @@ import pytest
 import decodax as dx
 from decodax.cache import causal
 from decodax.models import Mamba2, Mamba2Config, Transformer, llama
-from decodax.models.formats import Quamba2, quamba2
+from decodax.models.formats import Quamba2, quamba2, quamba2_scales, rounded_mamba2
+from decodax.models.formats.integers import codes_of, quarter, rotate, rotation
 from decodax.models.mamba2 import divided, mixed
 from decodax.models.names import flatten
 from decodax.models.t5 import nested
@@ -57,7 +58,7 @@ def test_clusters_scales_and_codes_of_activations_are_theirs() -> None:
     G, H, P, N = 2, 12, 8, 4
     profile = np.abs(given(G, 3, P, seed=1)) + 0.1
     mean = np.abs(profile[:, np.arange(H) % 3] * (1 + 0.05 * given(G, H, P, seed=2))).astype(np.float32)
-    order, clusters = quamba2.arranged(mean, 3, 4)
+    order, clusters = quamba2_scales.arranged(mean, 3, 4)
     place, number = order.reshape(-1), clusters.reshape(-1)
     assert sorted(sorted(place[number == i].tolist()) for i in range(number.max() + 1)) == EXPECTED["sets"]
     assert (np.diff(np.take_along_axis(mean.reshape(G * H, P)[place.reshape(-1, P)[:, 0] // P],
@@ -70,12 +71,12 @@ def test_clusters_scales_and_codes_of_activations_are_theirs() -> None:
             "state": np.abs(state).reshape(3, -1, N).max(0)[place].reshape(G * H, P, N).swapaxes(1, 2),
             **dict.fromkeys(("in", "out", "z", "x", "B", "C", "dt"), np.float32(1))}
     shape = Mamba2Config(vocab=8, width=8, layers=1, heads=G * H, head_dim=P, groups=G, state=N)
-    found = quamba2.scales_of(shape, seen, clusters)
+    found = quamba2_scales.scales_of(shape, seen, clusters)
     back = np.argsort(place)
     conv, own = found["conv"][:G * H * P][back], found["state"].swapaxes(1, 2).reshape(-1, N)[back]
     assert (digest(conv), digest(own)) == (EXPECTED["x_scales"], EXPECTED["state_scales"])
     assert found["conv"][G * H * P:G * H * P + G * N:N].tolist() == EXPECTED["B_scales"]
-    codes = [np.asarray(quamba2.codes_of(jnp.asarray(a), jnp.asarray(s))).astype(np.int8)
+    codes = [np.asarray(codes_of(jnp.asarray(a), jnp.asarray(s))).astype(np.int8)
              for a, s in ((x.reshape(60, -1), conv), (state.reshape(3, -1, N), own))]
     assert list(map(digest, codes)) == [EXPECTED["x_codes"], EXPECTED["state_codes"]]
 
@@ -87,7 +88,7 @@ def test_codes_and_scales_of_weights_are_theirs() -> None:
     np.testing.assert_array_equal(packed.scales, np.float32(EXPECTED["w8_scale"]))
     for inputs, inner, name in ((256, True, "w4a8"), (64, True, "w4a8_one"), (256, False, "w4a16"),
                                 (64, False, "w4a16_one")):
-        codes, scales, steps = quamba2.quarter(w[:, :inputs], inner)
+        codes, scales, steps = quarter(w[:, :inputs], inner)
         found = [digest(codes.astype(np.int8))]
         found += [] if steps is None else [digest(steps.reshape(-1) if inputs == 64 else steps)]
         found += [digest(scales.reshape(-1))] if inner else []
@@ -117,12 +118,12 @@ def test_the_recurrence_is_theirs() -> None:
          "dt_bias": jnp.asarray(r.standard_normal(G * H).astype(np.float16), jnp.float32),
          "grid": {"into": jnp.asarray(grid), "state": jnp.asarray(ss)}}
     many = nodes(24)
-    model = quamba2.QuantizedMamba2(c)
+    model = rounded_mamba2.QuantizedMamba2(c)
 
     def run(into: Any, dt: Any, certain: bool, cache: Any) -> tuple[np.ndarray, Any]:
         T = into.shape[1]
         window = causal(jnp.zeros((rows, T), jnp.int32), jnp.zeros(rows, jnp.int32)).replace(certain=certain)
-        y, entry = quamba2.scanned(c, p, 0, into, dt, lambda taps: divided(c, taps[:, :, -1]), window, cache)
+        y, entry = rounded_mamba2.scanned(c, p, 0, into, dt, lambda taps: divided(c, taps[:, :, -1]), window, cache)
         return np.asarray(y).mean(-1), cache.commit([entry], window.positions).states[0]["state"]
 
     y, state = run(*few, False, model.init_cache(rows, 8))
@@ -132,7 +133,7 @@ def test_the_recurrence_is_theirs() -> None:
     y, state = run(*many, True, cache.for_prompt())
     np.testing.assert_allclose(y, EXPECTED["scan"]["y"], atol=0.02)             # their products are of float16
     assert state.dtype == jnp.float32
-    near = np.asarray(quamba2.codes_of(state, p["grid"]["state"])).sum((2, 3))
+    near = np.asarray(codes_of(state, p["grid"]["state"])).sum((2, 3))
     np.testing.assert_allclose(near, EXPECTED["scan"]["state"], atol=10)         # of 512 codes
 
 
@@ -178,7 +179,7 @@ class Turned(Mamba2):
     """A model with rotated inputs of its output projections."""
 
     def mixer(self, p: Any, layer: int, x: Any, window: Any, cache: Any) -> tuple[Any, Any]:
-        return mixed(self.config, p, layer, x, window, cache, out=quamba2.rotate)
+        return mixed(self.config, p, layer, x, window, cache, out=rotate)
 
 
 def test_rotated_and_rearranged_it_is_the_same_network() -> None:
@@ -190,7 +191,7 @@ def test_rotated_and_rearranged_it_is_the_same_network() -> None:
     plain = nested({path: jnp.asarray(x, jnp.float32) for path, x in leaves.items()})
     turned = quamba2.fused(c, leaves)
     for i in range(c.layers):
-        order, _ = quamba2.arranged(rng.random((c.groups, 4, c.head_dim)), 2, 4)
+        order, _ = quamba2_scales.arranged(rng.random((c.groups, 4, c.head_dim)), 2, 4)
         turned |= quamba2.reordered(c, turned, i, order)
     own = nested({path: jnp.asarray(x, jnp.float32) for path, x in turned.items()})
     np.testing.assert_allclose(forward(Turned(c), own, np.array(TEXTS)), forward(Mamba2(c), plain, np.array(TEXTS)),
@@ -200,9 +201,9 @@ def test_rotated_and_rearranged_it_is_the_same_network() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 8, 12, 24, 40])
 def test_rotations_are_orthogonal_matrices(n: int) -> None:
-    matrix, x = quamba2.rotation(n), given(3, n, seed=n)
+    matrix, x = rotation(n), given(3, n, seed=n)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(n), atol=1e-12)
-    np.testing.assert_allclose(quamba2.rotate(jnp.asarray(x)), x @ matrix, atol=1e-5)
+    np.testing.assert_allclose(rotate(jnp.asarray(x)), x @ matrix, atol=1e-5)
 
 
 def test_more_bits_and_more_clusters_lose_less() -> None:

@@ -1,0 +1,208 @@
+"""Kernels of 8-bit integers whose rows are quantised with scales that are known beforehand, and rotations in front of
+them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.axes import platform
+from decodax.models.formats.qserve import EXACT, hadamard
+from decodax.models.packed import Packed, dot
+from decodax.struct import struct
+
+GROUP = 128
+"""Inputs of an output that share a scale of 4-bit weights."""
+
+
+@struct
+class Integers(Packed):
+    """A kernel of 8-bit integers. Its products are of rows of integers from -128 to 127, and exact.
+
+    Attributes:
+        codes: `i8[N, K]`, the integers; or `u8[N, K // 2]`, 4-bit codes from -8 to 7 plus 8, of the first half of the
+            inputs in the low bits and of the second half in the high bits.
+        steps: `f16[N, groups]`: an integer is its code times the step of its group, rounded; None: the code.
+    """
+
+    codes: Array
+    steps: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        N, K = self.codes.shape
+        return N, K * (2 if self.codes.dtype == jnp.uint8 else 1)
+
+    def values(self, dtype: Any) -> Array:
+        if self.codes.dtype != jnp.uint8:
+            return self.codes.astype(dtype)
+        codes = jnp.concatenate([self.codes & 15, self.codes >> 4], -1).astype(jnp.int32).astype(jnp.float32) - 8
+        if self.steps is None:
+            return codes.astype(dtype)
+        N, K = self.shape
+        each = codes.reshape(N, self.steps.shape[-1], -1) * self.steps.astype(jnp.float32)[..., None]
+        return jnp.clip(jnp.round(each), -128, 127).reshape(N, K).astype(dtype)
+
+    def product(self, x: Array, dtype: Any) -> Array:
+        """`[R, N]` from `f[R, K]`; `dtype` may be int32."""
+        if platform() != "cpu":
+            return dot(x.astype(jnp.int8), self.values(jnp.int8), jnp.int32).astype(dtype)
+        kernel, parts = self.values(jnp.float32), []        # XLA has no fast products of integers there
+        for start in range(0, x.shape[1], EXACT):
+            parts.append(dot(x[:, start:start + EXACT].astype(jnp.float32), kernel[:, start:start + EXACT],
+                             jnp.float32))
+        return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)
+
+
+@struct
+class Static(Packed):
+    """A kernel of integers whose rows, and whose products where they go on in 8 bits, are quantised with scales that
+    are known beforehand.
+
+    Attributes:
+        kernel: the integers. scales: `f32[N, 1]`, of an output's.
+        step: `f32[1, 1]`, of the rows. outs: `f32[N, 1]`, of the products; None: they stay as they are.
+    """
+
+    kernel: Integers
+    scales: Array
+    step: Array
+    outs: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+    def values(self, dtype: Any) -> Array:
+        return (self.kernel.values(jnp.float32) * self.scales).astype(dtype)
+
+    def product(self, x: Array, dtype: Any) -> Array:
+        return self._scaled(x, dtype, self.kernel.product)
+
+    def times(self, x: Array, dtype: Any) -> Array:
+        return self._scaled(x, dtype, self.kernel.times)
+
+    def rows(self, which: Array, dtype: Any) -> Array:
+        return self.values(dtype)[which]
+
+    def _scaled(self, x: Array, dtype: Any, multiply: Callable[[Array, Any], Array]) -> Array:
+        found = multiply(codes_of(x.astype(jnp.float32), self.step), jnp.int32).astype(jnp.float32)
+        if self.outs is None:
+            return (found * (self.scales * self.step)[:, 0]).astype(dtype)
+        codes = jnp.clip(jnp.round(found * (self.scales / self.outs * self.step)[:, 0]), -128, 127)
+        return (codes * self.outs[:, 0]).astype(dtype)
+
+
+@struct
+class Rotated(Packed):
+    """A kernel whose inputs are rotated before they are multiplied, see `rotate`."""
+
+    kernel: Packed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+    def values(self, dtype: Any) -> Array:
+        back = jnp.asarray(rotation(self.shape[-1]).T, jnp.float32)
+        return (self.kernel.values(jnp.float32) @ back).astype(dtype)
+
+    def product(self, x: Array, dtype: Any) -> Array:
+        return self.kernel.product(rotate(x), dtype)
+
+    def times(self, x: Array, dtype: Any) -> Array:
+        return self.kernel.times(rotate(x), dtype)
+
+
+def rotate(x: Array) -> Array:
+    """`x @ rotation(K)` of rows `f[..., K]`, in float32, without the matrix.
+
+    >>> rotate(jnp.array([[1.0, 3.0]])).round(3).tolist()
+    [[2.828000068664551, -1.4140000343322754]]
+    """
+    K = x.shape[-1]
+    core, many = _core(K)
+    y = x.astype(jnp.float32).reshape(-1, many, len(core)) @ jnp.asarray(core, jnp.float32)
+    width = many
+    while width > 1:
+        y = y.reshape(len(y), -1, 2, width // 2, len(core))
+        y = jnp.stack([y[:, :, 0] + y[:, :, 1], y[:, :, 0] - y[:, :, 1]], 2)
+        width //= 2
+    return (y.reshape(x.shape) / jnp.float32(K ** 0.5)).astype(x.dtype)
+
+
+def rotation(n: int) -> np.ndarray:
+    """An orthogonal matrix `f64[n, n]`: Sylvester's Hadamard matrix, as far as `n` is a power of 2, times the smallest
+    one of what is left (`hadamard`).
+
+    Raises:
+        ValueError: there is none here.
+    """
+    core, many = _core(n)
+    while many > 1:
+        core, many = np.kron([[1, 1], [1, -1]], core), many // 2
+    return core / n ** 0.5
+
+
+@functools.lru_cache(maxsize=16)
+def _core(n: int) -> tuple[np.ndarray, int]:
+    """The smallest Hadamard matrix of which doubling makes one of `n`, and the power of 2 between them."""
+    size = n
+    while size % 2 == 0:
+        try:
+            hadamard(size // 2)
+        except ValueError:
+            break
+        size //= 2
+    return np.round(hadamard(size) * size ** 0.5), n // size
+
+
+def codes_of(x: Array, scale: Array) -> Array:
+    """The 8-bit integers, as floats, of numbers with a scale: the nearest ones, from -128 to 127."""
+    return jnp.clip(jnp.round(x / scale), -128, 127)
+
+
+def quarter(w: np.ndarray, inner: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """4-bit weights `f16[N, K]`: codes from -8 to 7, a scale of each output `f32[N, 1]`, and steps `f16[N, groups]`.
+
+    Up to 128 inputs an output has one scale, and codes from -7 to 7.
+
+    Args:
+        inner: as W4A8 has it: codes times steps, rounded, are 8-bit integers, which the output's scale belongs to. Else
+            as W4A16: codes times steps are the weights, and the scales 1.
+    """
+    w = w.astype(np.float16)
+    N, K = w.shape
+    one = np.ones((N, 1), np.float32)
+    if K <= GROUP:
+        scales = np.abs(w).max(-1, keepdims=True) / np.float16(7)
+        codes = np.clip(_rounded(w, scales), -7, 7)
+        return (codes, scales.astype(np.float32), None) if inner else (codes, one, scales)
+    size = math.gcd(GROUP, K)
+    groups = w.reshape(N, K // size, size)
+    found = (np.abs(groups).max(-1).astype(np.float32) * np.float32(2 / 15)).astype(np.float16)
+    codes = np.clip(_rounded(groups, found[..., None]) + 8, 0, 15) - 8
+    if not inner:
+        return codes.reshape(N, K), one, found
+    whole = (codes.astype(np.float16) * found[..., None]).reshape(N, K)
+    scales = (np.abs(whole).max(-1, keepdims=True) / np.float16(127)).astype(np.float32)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        fused = np.nan_to_num((found / scales).astype(np.float16), posinf=0)
+    return codes.reshape(N, K), scales, fused
+
+
+def _rounded(w: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.nan_to_num(np.round(w / scales), posinf=0, neginf=0).astype(np.int32)
+
+
+def nibbles(codes: np.ndarray, offset: int) -> Array:
+    low, high = np.split((codes + offset).astype(np.uint8) & 15, 2, -1)
+    return jnp.asarray(low | (high << 4))

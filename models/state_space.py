@@ -1,0 +1,154 @@
+"""What models of state-space layers have in common: the residual stream, norms, embedding and head.
+
+A layer adds to the stream what its mixer makes of the normed one. The mixer is the model's own.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache import Cache, Window, causal
+from decodax.core.types import Model, Out
+from decodax.models.names import WeightSource
+from decodax.models.packed import embedded, head, multiply
+from decodax.models.t5 import nested
+from decodax.models.transformer import Weights
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpace(Model):
+    """A model of state-space layers: derive a frozen dataclass from this.
+
+    Attributes:
+        config: its shape and options, of which `layers`, `eps`, `tied` and `wide` are read here.
+        dtype: of activations, as a name.
+    """
+
+    config: Any
+    dtype: str = "float32"
+
+    @abc.abstractmethod
+    def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
+        """What a layer with weights `p` adds to the stream, `f[B, W, D]` from the normed one, and its entry."""
+
+    @abc.abstractmethod
+    def sources(self) -> dict[str, WeightSource]:
+        """Every weight by its dotted path."""
+
+    @abc.abstractmethod
+    def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
+        """The weights of a layer, by their name in it, that training begins with, where `init_params` would take
+        others; None elsewhere."""
+
+    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
+        c, dtype = self.config, jnp.dtype(self.dtype)
+        x = embedded(params["embed"], window.tokens, dtype)
+        if window.embeddings is not None and window.embedded is not None:
+            x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
+        x, entries, layers = x.astype(jnp.float32 if c.wide else dtype), [], []
+        for i in range(c.layers):
+            p = params["layers"][str(i)]
+            y, entry = self.mixer(p, i, norm(x, p["norm"], c.eps).astype(dtype), window, cache)
+            x = x + y
+            entries.append(entry)
+            layers.append(x)
+        last = lambda x: norm(x, params["norm"], c.eps).astype(dtype)
+
+        def logits(hidden: Array) -> Array:
+            return multiply(hidden, head(params["embed"]) if c.tied else params["lm_head"]["kernel"], jnp.float32)
+
+        return Out(hidden=last(x), entries=tuple(entries), head=logits, layers=tuple(layers), norm=last)
+
+    def forward(self, params: Weights, tokens: Array) -> Array:
+        """Logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
+        B = tokens.shape[0]
+        window = causal(tokens, jnp.zeros(B, jnp.int32)).replace(certain=True)
+        return self.apply(params, window, self.init_cache(B, 0)).logits()
+
+    def embeddings(self, params: Weights, tokens: Array) -> Array:
+        return embedded(params["embed"], tokens, jnp.dtype(self.dtype))
+
+    def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+        """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
+        return nested({path: jax.ShapeDtypeStruct(shape_of(source), dtype)
+                       for path, source in self.sources().items()})
+
+    def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
+        """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms and `D` one,
+        biases zero, and what `first` gives."""
+        found, where = {}, self.sources()
+        for (path, source), each in zip(where.items(), jax.random.split(key, len(where)), strict=True):
+            shape, name = shape_of(source), path.split(".", 2)[-1]
+            made = self.first(name, shape)
+            if made is None and len(shape) == 1:
+                made = (jnp.zeros if name.endswith("bias") else jnp.ones)(shape)
+            elif made is None:
+                made = jax.random.normal(each, shape) * (1.0 if path == "embed" else shape[0] ** -0.5)
+            found[path] = made.astype(dtype)
+        return nested(found)
+
+
+def first_steps(count: int) -> Array:
+    """`f32[count]`: biases of time steps from 0.001 to 0.1, behind a softplus."""
+    dt = jnp.geomspace(1e-3, 0.1, count)
+    return dt + jnp.log(-jnp.expm1(-dt))
+
+
+def biased(y: Array, p: Weights) -> Array:
+    """With the bias of a projection that has one."""
+    return y + p["bias"].astype(y.dtype) if "bias" in p else y
+
+
+def norm(x: Array, scale: Array, eps: float) -> Array:
+    """The root mean square norm `f32[..., D]`."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale.astype(jnp.float32)
+
+
+def shape_of(source: WeightSource) -> tuple[int, ...]:
+    """The shape of a weight here."""
+    return source.full[::-1] if source.transpose else source.full
+
+
+def kernel(tensor: str, out: int, into: int) -> WeightSource:
+    """That of a projection's weights."""
+    return WeightSource((f"{tensor}.weight",), True, None, (out, into))
+
+
+def plain(tensor: str, *shape: int) -> WeightSource:
+    """That of a tensor which is taken as it is."""
+    return WeightSource((tensor,), False, None, shape)
+
+
+def stacked(c: Any, into: int, channels: int, own: Callable[[str], dict[str, WeightSource]],
+            table: str = "embeddings") -> dict[str, WeightSource]:
+    """Every weight of a model by its dotted path.
+
+    Args:
+        into: outputs of a layer's first projection. channels: what its convolution goes over.
+        own: what a mixer has between convolution and last projection, by the mixer's name in the file.
+        table: the embedding's name there.
+    """
+    found = {"embed": plain(f"backbone.{table}.weight", c.vocab, c.width)}
+    for i in range(c.layers):
+        path, layer = f"layers.{i}", f"backbone.layers.{i}"
+        mixer = f"{layer}.mixer"
+        found |= {f"{path}.norm": plain(f"{layer}.norm.weight", c.width),
+                  f"{path}.in.kernel": kernel(f"{mixer}.in_proj", into, c.width),
+                  f"{path}.conv.taps": WeightSource((f"{mixer}.conv1d.weight",), True, None, (channels, 1, c.conv)),
+                  **{f"{path}.{name}": source for name, source in own(mixer).items()},
+                  f"{path}.out.kernel": kernel(f"{mixer}.out_proj", c.width, c.inner)}
+        if c.bias:
+            found |= {f"{path}.in.bias": plain(f"{mixer}.in_proj.bias", into),
+                      f"{path}.out.bias": plain(f"{mixer}.out_proj.bias", c.width)}
+        if c.conv_bias:
+            found[f"{path}.conv.bias"] = plain(f"{mixer}.conv1d.bias", channels)
+    found["norm"] = plain("backbone.norm_f.weight", c.width)
+    return found if c.tied else {**found, "lm_head.kernel": kernel("lm_head", c.vocab, c.width)}
