@@ -187,6 +187,26 @@ class Cache(Struct, abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no scratch, so its model cannot draft")
 
 
+class Sized(Cache):
+    """A cache that declares two fields for what every cache is asked for.
+
+    Attributes:
+        size: static; the most positions of a text, its capacity. given: its inputs.
+    """
+
+    if TYPE_CHECKING:
+        size: int
+        given: PyTree
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
+
+
 @dataclasses.dataclass(frozen=True)
 class ReadPrompt:
     """What a prompt was read with, for `Cache.settled`, or a text so far, for `Cache.renewed`.

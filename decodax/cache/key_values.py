@@ -61,6 +61,10 @@ class KeyValues(Cache):
         return self.kv[layer][..., self.widths[layer]:]
 
     @property
+    def capacity(self) -> int:
+        return self.kv[0].shape[2] if self.kv else 0
+
+    @property
     def inputs(self) -> PyTree:
         return self.given
 

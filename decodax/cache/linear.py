@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree
+from decodax.cache.base import Draftable, Entries, Feature, PyTree, Sized
 from decodax.cache.scratch import Scratch
 from decodax.struct import Struct, static, struct
 
@@ -283,7 +283,7 @@ def _blocks(x: Array) -> Array:
 
 
 @struct
-class LinearStates(Cache):
+class LinearStates(Sized):
     """The state of each layer of linear attention after the verified text. An entry is a pair of a key and a value.
 
     Attributes:
@@ -301,14 +301,6 @@ class LinearStates(Cache):
     given: PyTree
     rules: tuple[LinearRule, ...] = static()
     size: int = static()
-
-    @property
-    def capacity(self) -> int:
-        return self.size
-
-    @property
-    def inputs(self) -> PyTree:
-        return self.given
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *,       # type: ignore[override]
                linear: LinearTerms) -> tuple[Array, PyTree]:

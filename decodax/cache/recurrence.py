@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree
+from decodax.cache.base import Draftable, Entries, Feature, PyTree, Sized
 from decodax.cache.window import Window, take
 from decodax.struct import Struct, static, struct
 
@@ -50,7 +50,7 @@ class Factors(Struct):
 
 
 @struct
-class LinearRecurrent(Cache):
+class LinearRecurrent(Sized):
     """The state of each linear recurrence after the verified text.
 
     Attributes:
@@ -68,14 +68,6 @@ class LinearRecurrent(Cache):
     length: Array
     size: int = static()
     given: PyTree = None
-
-    @property
-    def capacity(self) -> int:
-        return self.size
-
-    @property
-    def inputs(self) -> PyTree:
-        return self.given
 
     def before(self, layer: int, x: Array, window: Window) -> Array:
         """The convolution's inputs at the nodes' `R` ancestors, `f[B, W, R, C]`, the farthest first; `x`, `f[B, W, C]`,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree
+from decodax.cache.base import Draftable, Entries, Feature, PyTree, Sized
 from decodax.cache.window import Window, take
 from decodax.struct import static, struct
 
@@ -28,7 +28,7 @@ Along = Callable[[PyTree, PyTree, Array], tuple[PyTree, PyTree]]
 
 
 @struct
-class Recurrent(Cache):
+class Recurrent(Sized):
     """The state of each recurrent layer after the verified text.
 
     Attributes:
@@ -44,14 +44,6 @@ class Recurrent(Cache):
     length: Array
     size: int = static()
     given: PyTree = None
-
-    @property
-    def capacity(self) -> int:
-        return self.size
-
-    @property
-    def inputs(self) -> PyTree:
-        return self.given
 
     def walk(self, layer: int, step: Step, x: PyTree, window: Window, along: Along | None = None
              ) -> tuple[PyTree, PyTree]:

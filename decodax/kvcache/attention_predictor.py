@@ -128,10 +128,6 @@ class Expecting(KeyValues):
 
     supports = frozenset({"trees"})
 
-    @property
-    def capacity(self) -> int:
-        return self.kv[0].shape[2] if self.kv else 0
-
     def horizon(self) -> Array | None:
         return self.kind.every - (self.length - self.since) if any(x is not None for x in self.chosen) else None
 

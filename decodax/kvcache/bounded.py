@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Cache, CacheConfig, Dense, KVLayer, ReadPrompt, Scratch, Wrapper, dense
-from decodax.cache.base import Draftable, Entries, PyTree
+from decodax.cache.base import Draftable, Entries, PyTree, Sized
 from decodax.cache.dense import write
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
@@ -117,7 +117,7 @@ def decoded(pool: Pool, numbers: int, dtype: Any) -> Array:
 
 
 @struct
-class BoundedCodes(Cache):
+class BoundedCodes(Sized):
     """A prompt in pools, and what follows it.
 
     Attributes:
@@ -135,14 +135,6 @@ class BoundedCodes(Cache):
     kind: Bounded = static()
 
     supports = frozenset({"trees"})
-
-    @property
-    def capacity(self) -> int:
-        return self.size
-
-    @property
-    def inputs(self) -> PyTree:
-        return self.given
 
     def room(self, running: Array) -> Array | None:
         return self.rest[0].shape[2] + self.began - self.length if self.rest else None

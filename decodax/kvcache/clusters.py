@@ -117,10 +117,6 @@ class Clustering(KeyValues):
 
     supports = frozenset({"trees"})
 
-    @property
-    def capacity(self) -> int:
-        return self.kv[0].shape[2] if self.kv else 0
-
     def horizon(self) -> Array | None:
         return self.kind.every - (self.length - self.done) if self.kv else None
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Cache, CacheConfig, Dense, KVLayer, ReadPrompt, Scratch, Wrapper, dense
-from decodax.cache.base import Draftable, Entries, PyTree
+from decodax.cache.base import Draftable, Entries, PyTree, Sized
 from decodax.cache.dense import write
 from decodax.kvcache.codecs import Codec, HierarchicalAffine, Span
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
@@ -28,7 +28,7 @@ BLOCK = 512
 
 
 @struct
-class Coded(Cache):
+class Coded(Sized):
     """Codes of the tokens before the latest ones, and those.
 
     Attributes:
@@ -52,14 +52,6 @@ class Coded(Cache):
     kind: Coding = static()
 
     supports = frozenset({"trees"})
-
-    @property
-    def capacity(self) -> int:
-        return self.size
-
-    @property
-    def inputs(self) -> PyTree:
-        return self.given
 
     @property
     def slots(self) -> int:

@@ -122,7 +122,9 @@ def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
     window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(certain=True)
     out = model.apply(params, window, cache)
     cache = cache.commit(out.entries, jnp.where(live, window.positions, -1))
-    assert isinstance(cache, Evicting)
+    if not isinstance(cache, Evicting):
+        raise ValueError("lm: some of its layers have linear attention; takes a model whose layers all have keys and "
+                         "values")
     return cache
 
 

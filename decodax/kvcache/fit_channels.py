@@ -13,18 +13,19 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import causal
-from decodax.cache.base import Cache, Entries, PyTree
+from decodax.cache.base import PyTree
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.fit import Probe
 from decodax.kvcache.lean import sparsified
+from decodax.kvcache.listening import Passing
 from decodax.kvcache.shapes import layers_of
 from decodax.struct import static, struct
 
 
 @struct
-class Scaled(Cache):
+class Scaled(Passing):
     """A cache that holds nothing: attention within a window, in which the queries of an answer see keys between the
     first tokens and their latest ones with their channels scaled.
 
@@ -39,12 +40,8 @@ class Scaled(Cache):
     sinks: int = static()
     recent: int = static()
 
-    @property
-    def capacity(self) -> int:
-        return 0
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               **options: Any) -> tuple[Array, PyTree]:
+    def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+              **options: Any) -> tuple[Array, PyTree]:
         if any(x is not None for x in options.values()):
             raise ValueError("lm: got a model with sliding windows, a soft cap or a bias of its scores, takes one "
                              "without")
@@ -57,9 +54,6 @@ class Scaled(Cache):
         scores = jnp.where(window.visible()[:, None, None], jnp.where(whole, plain, scaled), -1e30)
         out = jnp.einsum("bgrws,bsge->bwgre", jax.nn.softmax(scores), v)
         return out.reshape(B, W, H, -1), ()
-
-    def commit(self, entries: Entries, slots: Array) -> Scaled:
-        return self
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

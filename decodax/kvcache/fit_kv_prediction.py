@@ -19,20 +19,20 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import causal
-from decodax.cache.base import Cache, Entries, PyTree
+from decodax.cache.base import PyTree
 from decodax.cache.key_values import KVLayer
 from decodax.core.types import Model
 from decodax.kvcache.fit_codecs import observed
 from decodax.kvcache.fit_predicted import ridge
 from decodax.kvcache.kv_prediction import KVMaps, both_layers, placed
-from decodax.kvcache.listening import Listening
+from decodax.kvcache.listening import Listening, Passing
 from decodax.kvcache.query_scores import turned
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 from decodax.struct import struct
 
 
 @struct
-class InPlace(Cache):
+class InPlace(Passing):
     """A cache that holds nothing: attention within a window, to given keys and values in place of its own.
 
     Attributes:
@@ -41,19 +41,11 @@ class InPlace(Cache):
 
     kv: tuple[tuple[Array, Array], ...]
 
-    @property
-    def capacity(self) -> int:
-        return 0
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+    def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
+              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
         keys, values = (given.astype(own.dtype) for given, own in zip(self.kv[layer], (k, v), strict=True))
         return window_attention(q, keys, values, window.visible(), window.positions, scale=scale, sliding=sliding,
                                 softcap=softcap, bias=bias), ()
-
-    def commit(self, entries: Entries, slots: Array) -> InPlace:
-        return self
 
 
 def auxiliary_layers(count: int, auxiliary: int) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache import causal
-from decodax.cache.base import Cache, Entries, PyTree
+from decodax.cache.base import PyTree
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.kvcache.less import LayerKernels, LessKernels, with_ones
+from decodax.kvcache.listening import Passing
 from decodax.kvcache.shapes import layers_of
 from decodax.pallas_kernels.window_attention import Bias, window_attention_lse
 from decodax.progress import bar
@@ -42,19 +43,14 @@ class Lesson(Struct):
 
 
 @struct
-class Lessons(Cache):
+class Lessons(Passing):
     """A cache that holds nothing: full attention within a window, whose entries are `Lesson`s."""
 
     sinks: int = static()
     recent: int = static()
 
-    @property
-    def capacity(self) -> int:
-        return 0
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+    def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
+              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
         if sliding is not None or softcap is not None or bias is not None:
             raise ValueError("lm: got a model with sliding windows, a soft cap or a bias of its scores, takes one "
                              "without")
@@ -63,9 +59,6 @@ class Lessons(Cache):
         kept = (at < self.sinks)[:, None] | (at[:, None] >= (at - self.recent)[:, :, None])
         near, lse = window_attention_lse(q, k, v, mask & kept, at, scale=scale)
         return out, Lesson(*(x.astype(jnp.float32) for x in (q, k, v, out, near, lse)))
-
-    def commit(self, entries: Entries, slots: Array) -> Lessons:
-        return self
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -33,8 +33,8 @@ from decodax.struct import struct
 class HearingQueries(Listening):
     """Its entries are pairs of a key `f[B, W, G, d]` and a query `f[B, W, H, d]`."""
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        out, _ = super().attend(layer, q, k, v, window, **options)
+    def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        out, _ = super().heard(layer, q, k, v, window, **options)
         return out, (k, q)
 
 

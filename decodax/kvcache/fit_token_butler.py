@@ -17,9 +17,10 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import causal
-from decodax.cache.base import Cache, Entries, PyTree
+from decodax.cache.base import PyTree
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel
+from decodax.kvcache.listening import Passing
 from decodax.kvcache.shapes import layers_of
 from decodax.kvcache.token_butler import Butler, layered
 from decodax.pallas_kernels.window_attention import Bias, window_attention
@@ -28,22 +29,14 @@ from decodax.struct import struct
 
 
 @struct
-class Scored(Cache):
+class Scored(Passing):
     """A cache that holds nothing: attention within a window, whose entries are queries `f[B, W, H, d]`, multiplied with
     the scale of the scores, and keys `f[B, W, G, d]`."""
 
-    @property
-    def capacity(self) -> int:
-        return 0
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+    def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
+              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
         return window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
                                 softcap=softcap, bias=bias), (q * scale, k)
-
-    def commit(self, entries: Entries, slots: Array) -> Scored:
-        return self
 
 
 def first_butler(lm: Any, reduce: int = 8, inner: int = 512, width: int = 16, seed: int = 0) -> Butler:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache import Cache, CacheConfig, Dense, KVLayer, ReadPrompt, Scratch, Wrapper, dense
-from decodax.cache.base import Draftable, Entries, PyTree
+from decodax.cache.base import Draftable, Entries, PyTree, Sized
 from decodax.cache.dense import write
 from decodax.kvcache.codecs import pack, unpack
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
@@ -98,7 +98,7 @@ def restored(own: Grade, event: Array, bits: int, dtype: Any) -> Array:
 
 
 @struct
-class Graded(Cache):
+class Graded(Sized):
     """Salient tokens, others, and the latest ones whole.
 
     Attributes:
@@ -118,14 +118,6 @@ class Graded(Cache):
     kind: Grading = static()
 
     supports = frozenset({"trees"})
-
-    @property
-    def capacity(self) -> int:
-        return self.size
-
-    @property
-    def inputs(self) -> PyTree:
-        return self.given
 
     @property
     def coded(self) -> Array:

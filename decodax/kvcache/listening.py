@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import abc
+from typing import Any, Self
 
 from jax import Array
 
@@ -11,8 +12,30 @@ from decodax.pallas_kernels.window_attention import Bias, window_attention
 from decodax.struct import struct
 
 
+class Passing(Cache):
+    """What caches have in common that hold nothing, of models whose layers all have keys and values."""
+
+    @property
+    def capacity(self) -> int:
+        return 0
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        if options.pop("linear", None) is not None:
+            raise ValueError("lm: some of its layers have linear attention; takes a model whose layers all have keys "
+                             "and values")
+        return self.heard(layer, q, k, v, window, **options)
+
+    @abc.abstractmethod
+    def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
+              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
+        """As `Cache.attend`."""
+
+    def commit(self, entries: Entries, slots: Array) -> Self:
+        return self
+
+
 @struct
-class Listening(Cache):
+class Listening(Passing):
     """Its entries are pairs of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
@@ -22,20 +45,9 @@ class Listening(Cache):
 
     added: tuple[tuple[Array, Array], ...] = ()
 
-    @property
-    def capacity(self) -> int:
-        return 0
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float = 1.0,
-               sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None, linear: Any = None) -> tuple[Array, PyTree]:
-        if linear is not None:
-            raise ValueError("lm: some of its layers have linear attention; takes a model whose layers all have keys "
-                             "and values")
+    def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
+              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
         if self.added:
             k, v = k + self.added[layer][0], v + self.added[layer][1]
         return window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
                                 softcap=softcap, bias=bias), (k, v)
-
-    def commit(self, entries: Entries, slots: Array) -> Listening:
-        return self

@@ -128,10 +128,6 @@ class Probed(KeyValues):
 
     supports = frozenset({"trees"})
 
-    @property
-    def capacity(self) -> int:
-        return self.kv[0].shape[2] if self.kv else 0
-
     def for_prompt(self) -> Cache:
         return Unread(length=jnp.zeros_like(self.length), into=self) if self.kv else self
 

@@ -83,10 +83,6 @@ class FindingByCodes(KeyValues):
 
     supports = frozenset({"trees"})
 
-    @property
-    def capacity(self) -> int:
-        return self.kv[0].shape[2] if self.kv else 0
-
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:

@@ -47,10 +47,6 @@ class Recycling(KeyValues):
     supports = frozenset({"trees"})
 
     @property
-    def capacity(self) -> int:
-        return self.kv[0].shape[2] if self.kv else 0
-
-    @property
     def now(self) -> Array:
         """`bool[B]`: rows whose newest token reads everything."""
         return self.length >= self.due

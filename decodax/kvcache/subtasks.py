@@ -93,10 +93,6 @@ class Subtasks(KeyValues):
     supports = frozenset({"trees"})
 
     @property
-    def capacity(self) -> int:
-        return self.kv[0].shape[2] if self.kv else 0
-
-    @property
     def removed(self) -> Array:
         """`i32[B]`: how many tokens were dropped."""
         return self.dropped.sum(1, dtype=jnp.int32)

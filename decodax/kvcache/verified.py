@@ -64,10 +64,6 @@ class PartlyRead(KeyValues):
 
     supports = frozenset({"trees"})
 
-    @property
-    def capacity(self) -> int:
-        return self.kv[0].shape[2] if self.kv else 0
-
     def horizon(self) -> Array | None:
         # a token that chooses opens a round, before which the blocks are chosen
         return jnp.maximum(self.due - self.length, 1) if self.kind.parts(self.capacity) else None
