@@ -107,6 +107,25 @@ def test_a_tree_of_32_moves_little_more(shape: str, mesh: str) -> None:
         bounds(r, 1.50)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(("shape", "mesh", "temporaries"), [
+    ("1b", "1x8", 0.08), ("8b", "1x8", 0.05), ("1b", "2x4", 0.05), ("8b", "2x4", 0.05)])
+def test_so_it_does_on_several_v6e(shape: str, mesh: str, temporaries: float) -> None:
+    options = ("--shape", shape, "--mesh", mesh, "--policy", "greedy", "--window", "--tree", "32", "--dumped")
+    for r in report(V6E, *options):
+        bounds(r, 1.50, temporaries)
+
+
+@pytest.mark.wide
+def test_what_the_compiler_writes_itself_is_the_same_program() -> None:
+    options = ("--shape", "1b", "--layers", "1", "--mesh", "1x8", "--policy", "greedy", "--window", "--tree", "32")
+    printed, dumped = (report(V5E, *options, *more)[0] for more in ((), ("--dumped",)))
+    assert printed.pop("cycles") > 0 and dumped.pop("cycles") is None
+    for r in (printed, dumped):
+        del r["compile_seconds"]
+    assert printed == dumped
+
+
 @pytest.mark.wide
 def test_a_round_is_few_operations() -> None:
     one, many = few(V5E)

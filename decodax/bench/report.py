@@ -199,6 +199,11 @@ def traffic(program: Program, trips: Callable[[Instruction], int],
     Args:
         trips: how often a `while` instruction runs its body.
         counted: which arrays count.
+
+    >>> lines = ("ENTRY %main (x: f32[2]) -> f32[2] {", "  %x = f32[2]{0} parameter(0)",
+    ...          "  %s = ((), (), (f32[2]{0}, s32[4]{0:S(8)})) custom-call-start()", "  ROOT %c = f32[2]{0} copy(%x)")
+    >>> traffic(parse("\\n".join((*lines, "}"))), lambda loop: 1)
+    24
     """
     return total(program, trips, lambda computation, x: _moved(program, computation, x, counted))
 

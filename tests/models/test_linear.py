@@ -22,7 +22,16 @@ from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
-from decodax.kvcache import fit_codebooks, fit_kv_heads, kv
+from decodax.kvcache import (
+    Probe,
+    fit_channels,
+    fit_codebooks,
+    fit_heads,
+    fit_kv_heads,
+    fit_layers,
+    fit_less,
+    kv,
+)
 from decodax.models import (
     DecoderConfig,
     Embeddings,
@@ -363,9 +372,12 @@ def test_what_a_state_cannot_do_is_refused_by_name(tmp_path: Any) -> None:
         tokens(name, cache="laq:budget=40")
     with pytest.raises(ValueError, match=r"^layers: some have linear attention, so they cannot run one by one"):
         lm(name).model.pieces(lm(name).params)
-    for fit in (functools.partial(fit_kv_heads, kv_heads=1), fit_codebooks):
+    probes, texts = [Probe([*range(1, 9)], 2, 4)], [[*range(1, 41)]] * 2
+    for fit, data in ((functools.partial(fit_kv_heads, kv_heads=1), PROMPTS), (fit_codebooks, PROMPTS),
+                      (fit_heads, probes), (fit_layers, texts), (fit_channels, probes),
+                      (functools.partial(fit_less, sinks=1, recent=4), texts)):
         with pytest.raises(ValueError, match=r"some of its layers have linear attention"):
-            fit(lm(name), PROMPTS)
+            fit(lm(name), data)
     with pytest.raises(ValueError, match=r"^config: as a llama configuration it describes another model"):
         save_model(tmp_path, lm(name).model, lm(name).params)
 
