@@ -21,6 +21,11 @@ third where a cache divides them (`decodax.kvcache.context`), and whole experts 
 T = TypeVar("T")
 
 
+def on_host(x: Any) -> bool:
+    """Whether an array, or one that is traced, lies in the host's memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
 def constrain(tree: T, specs: Any) -> T:
     """Lays arrays out by `specs`, a pytree of `PartitionSpec`s."""
     mesh, free = jax.sharding.get_abstract_mesh(), free_axes()
@@ -29,7 +34,7 @@ def constrain(tree: T, specs: Any) -> T:
 
     def one(x: Array, spec: PartitionSpec) -> Array:
         fits = (n if n in free and x.shape[i] % free[n] == 0 else None for i, n in enumerate(spec))
-        kind = "pinned_host" if jax.typeof(x).memory_space == jax.memory.Space.Host else None
+        kind = "pinned_host" if on_host(x) else None
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fits), memory_kind=kind))
 
     return jax.tree.map(one, tree, specs)

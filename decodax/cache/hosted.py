@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +21,12 @@ from jax import Array, lax, memory
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from decodax.axes import DATA, MODEL, shardwise
+from decodax.axes import DATA, MODEL, on_host, shardwise
 
 PAGES, ROWS = P(DATA, MODEL), P(DATA)
 
 AT_ONCE = 8
 """Pages that are under way together, and those of a head that move together where rows do."""
-
-
-def on_host(x: Any) -> bool:
-    """Whether an array, or one that is traced, lies in the host's memory."""
-    return getattr(jax.typeof(x), "memory_space", None) == memory.Space.Host
 
 
 def to_host(x: Array) -> Array:
