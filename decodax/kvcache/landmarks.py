@@ -6,7 +6,8 @@ prompt is cut into chunks. Those whose keys lie furthest from their mean, the ou
 the last ones and all tokens that follow. Each query reads these, and the chunks whose mean keys, the landmarks, it
 attends to most: their keys are made anew and rotated to their positions, their values are fetched.
 
-The authors keep values in the host's memory. Here they stay beside the rest, so what a layer holds less is its keys.
+The authors keep values in the host's memory. So does `offload`, chunk by chunk; otherwise they stay beside the rest,
+and what a layer holds less is its keys.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax import Array, lax
 
 from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import Dense, dense, write
+from decodax.cache.hosted import PAGES, empty_pages, fetch, to_host
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.cache.wrapper import Wrapper
 from decodax.kvcache.query_scores import turned
@@ -36,7 +38,8 @@ class Shadow(Struct):
 
     Attributes:
         codes: `f[B, T, R]` and basis: `f[B, G, R, d]`, whose products are the keys before their rotation.
-        values: `f[B, G, T, e]`. landmarks: `f[B, G, C, d]`, mean rotated keys of the chunks.
+        values: `f[B, G, T, e]`, or `f[B, G, C, P, e]` in the host's memory, chunks of `P`.
+        landmarks: `f[B, G, C, d]`, mean rotated keys of the chunks.
         far: `bool[B, G, C]`, which chunks are to be chosen from.
     """
 
@@ -76,6 +79,15 @@ class Shadowed(KeyValues):
     def capacity(self) -> int:
         return self.size
 
+    @property
+    def hosted(self) -> PyTree:
+        return [shadow.values for shadow in self.shadows if shadow is not None] if self.kind.offload else None
+
+    def specs(self) -> PyTree:
+        own = super().specs()
+        shadows = tuple(x.replace(values=PAGES) if x is not None and self.kind.offload else x for x in own.shadows)
+        return own.replace(shadows=shadows)
+
     def room(self, running: Array) -> Array | None:
         slots = [kv.shape[2] for kv, shadow in zip(self.kv, self.shadows, strict=True) if shadow is not None]
         return min(slots) - self._used if slots else None
@@ -102,26 +114,38 @@ class Shadowed(KeyValues):
                                     softcap=softcap, key_positions=window.key_positions, bias=bias)
         if shadow is None:
             return near[0], (k[:, own:], v[:, own:])
-        each = jax.vmap(lambda row: self._read(self.shapes[layer], *row))
         nodes = q.swapaxes(0, 1).astype(jnp.float32) * scale
-        far = lax.map(lambda q: each((shadow, q)), nodes)
+        far = lax.map(lambda q: self._read(self.shapes[layer], shadow, q), nodes)
         out, _ = merge(near, jax.tree.map(lambda x: x.swapaxes(0, 1), far))
         return out, (k[:, own:], v[:, own:])
 
     def _read(self, shape: KVLayer, shadow: Shadow, q: Array) -> tuple[Array, Array]:
-        """Attention of a query `f32[H, d]` to the chunks that it chooses, of one row."""
-        kind, (G, C, d) = self.kind, shadow.landmarks.shape
-        q = q.reshape(G, -1, d)
+        """Attention of a query of each row, `f32[B, H, d]`, to the chunks that it chooses."""
+        P, d = self.kind.chunk, shape.width
+        q = q.reshape(len(q), shape.heads, -1, d)
+        keys, chosen, found = jax.vmap(lambda *row: self._chosen(shape, *row))(shadow.replace(values=None), q)
+        if self.kind.offload:
+            # what was not written on the host may be anything
+            values = jnp.where(found[..., None, None], fetch(shadow.values, jnp.where(found, chosen, 0)), 0)
+            values = values.reshape(*values.shape[:2], -1, values.shape[-1])
+        else:
+            values = jnp.take_along_axis(shadow.values, _tokens(chosen, P)[..., None], 2)
+        some = jnp.concatenate([keys, values.astype(jnp.float32)], -1)
+        return jax.vmap(lambda q, some, seen: attention_to(q, some, seen, d))(q, some, jnp.repeat(found, P, 2))
+
+    def _chosen(self, shape: KVLayer, shadow: Shadow, q: Array) -> tuple[Array, Array, Array]:
+        """Of one row, whose query is `f32[G, r, d]`: the keys `f32[G, n * P, d]` of the chunks `i32[G, n]` that it
+        chooses, and which of these are any, `bool[G, n]`."""
+        kind, C = self.kind, shadow.landmarks.shape[1]
         scores = jnp.einsum("grd,gcd->grc", q, shadow.landmarks.astype(jnp.float32))
         weights = jax.nn.softmax(scores, axis=-1, where=shadow.far[:, None]).max(1)
         found, chosen = lax.top_k(jnp.where(shadow.far, weights, -1), min(kind.budget // kind.chunk, C))
-        at = (chosen[..., None] * kind.chunk + jnp.arange(kind.chunk)).reshape(G, -1)
+        at = _tokens(chosen.astype(jnp.int32), kind.chunk)
         keys = jnp.einsum("gnr,grd->gnd", shadow.codes[at].astype(jnp.float32), shadow.basis.astype(jnp.float32))
         if shape.rope is not None:
             cos, sin = shape.rope.table(at, shape.context)
             keys = rotate(keys[:, :, None], cos, sin, shape.rope.interleaved)[:, :, 0]
-        values = jnp.take_along_axis(shadow.values, at[..., None], 1).astype(jnp.float32)
-        return attention_to(q, jnp.concatenate([keys, values], -1), jnp.repeat(found >= 0, kind.chunk, 1), d)
+        return keys, chosen.astype(jnp.int32), found >= 0
 
     def commit(self, entries: Entries, slots: Array) -> Shadowed:
         if not self.kv:
@@ -130,6 +154,11 @@ class Shadowed(KeyValues):
         kv = tuple(write(held, jnp.concatenate(entry, -1), slots if shadow is None else behind)
                    for held, entry, shadow in zip(self.kv, entries, self.shadows, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+
+def _tokens(chunks: Array, size: int) -> Array:
+    """The positions of the tokens of chunks `i32[..., n]`: `i32[..., n * size]`."""
+    return (chunks[..., None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(*chunks.shape[:-1], -1)
 
 
 @struct
@@ -152,6 +181,11 @@ class WholePrompt(Wrapper):
                 continue
             some, made = lax.map(lambda row, n=slots.shape[2], shape=shape: _shadow(kind, shape, n, *row),
                                  (held, base.length))
+            if kind.offload:
+                C, P = shadow.values.shape[2:4]
+                whole = made.values[:, :, :C * P]
+                whole = whole.reshape(*whole.shape[:2], C, P, whole.shape[-1])
+                made = made.replace(values=lax.dynamic_update_slice(shadow.values, to_host(whole), (0,) * 5))
             kv.append(some)
             shadows.append(made)
         chunks = kind.chunks(base.length)
@@ -192,7 +226,7 @@ class LowRankKeys(CacheConfig):
         budget: tokens of the chunks that a query reads. chunk: tokens of a chunk. rank: of the keys.
         outliers: chunks of each head that are kept as they are. local: whole chunks at the end of the prompt that are.
         new: how many tokens there will be behind the prompt at most (`fit`); None: not known. name: what errors call
-            it.
+            it. offload: whether values lie in the host's memory.
     """
 
     budget: int
@@ -202,6 +236,7 @@ class LowRankKeys(CacheConfig):
     local: int = 4
     new: int | None = None
     name: str = "shadowkv"
+    offload: bool = False
 
     def __post_init__(self) -> None:
         for name in ("budget", "chunk", "rank"):
@@ -230,9 +265,11 @@ class LowRankKeys(CacheConfig):
         for shape in shapes:
             whole, (G, d) = shape.sliding is not None, (shape.heads, shape.width)
             kv.append(empty_kv([shape], batch, size if whole else slots, dtype)[0])
-            R, C = min(self.rank, G * d), size // self.chunk
+            R, C, e = min(self.rank, G * d), size // self.chunk, shape.both - d
+            values = lambda G=G, C=C, e=e: empty_pages(batch, G, C, self.chunk, e, dtype=dtype) if self.offload \
+                else zeros(G, size, e)
             shadows.append(None if whole else Shadow(
-                codes=zeros(size, R), basis=zeros(G, R, d), values=zeros(G, size, shape.both - d),
+                codes=zeros(size, R), basis=zeros(G, R, d), values=values(),
                 landmarks=zeros(G, C, d), far=zeros(G, C, dtype=bool)))
         none = jnp.zeros(batch, jnp.int32)
         return Shadowed(kv=tuple(kv), shadows=tuple(shadows), kept=none, began=none, length=none, given=inputs,

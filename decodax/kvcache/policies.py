@@ -262,8 +262,9 @@ def _quest(budget: int = 1024, page: int = 16, recent: int = 64, skip: tuple[int
 
 @cache_policy("shadowkv", "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
               "Sun et al. 2024", "keys of low rank; each query reads the chunks whose mean keys it attends to")
-def _shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int = 48, local: int = 4) -> CacheConfig:
-    return LowRankKeys(budget, chunk, rank, outliers, local)
+def _shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int = 48, local: int = 4,
+              offload: bool = False) -> CacheConfig:
+    return LowRankKeys(budget, chunk, rank, outliers, local, offload=offload)
 
 
 @cache_policy("recycled-attention", "Recycled Attention: Efficient inference for long-context language models",

@@ -49,6 +49,17 @@ def test_so_they_are_with_any_algorithm(algorithm: Any) -> None:
     assert equal(run("quest", algorithm, offload=True), run("quest", algorithm))
 
 
+@pytest.mark.wide(but=("drafts",))
+@pytest.mark.parametrize("algorithm", [BOTH, None, TREE], ids=["drafts", "plain", "tree"])
+def test_values_of_shadowkv_may_lie_there_too(algorithm: Any) -> None:
+    rows = (0, 1, 2, 0, 1, 2) if algorithm is BOTH else (0, 1, 2)
+    assert equal(run("shadowkv", algorithm, rows, offload=True), run("shadowkv", algorithm, rows))
+    job = Job.begin(Request.read(SMALL, PROMPTS, cache=dx.kv("shadowkv", **OPTIONS["shadowkv"], offload=True),
+                                 max_new_tokens=4))
+    values = [x.sharding.memory_kind for x in jax.tree.leaves(job.state.cache.hosted)]
+    assert values == ["pinned_host"] and job.state.cache.shadows[0].values.shape[3:] == (4, 4)
+
+
 @pytest.mark.wide
 def test_a_row_does_not_depend_on_its_batch_mates_or_on_chunks() -> None:
     alone, all_of_them = run("quest", rows=(1,), chunk=7, offload=True), run("quest", offload=True)
