@@ -83,6 +83,9 @@ def kv(name: str, **given: Any) -> CacheConfig:
     if unknown := sorted(given.keys() - found.options.keys()):
         raise ValueError(f"kv: {name!r} takes no option {unknown[0]!r}; takes "
                          f"{', '.join(f'{k}={v!r}' for k, v in found.options.items())}")
+    for option, value in given.items():
+        if isinstance(found.options[option], bool) and not isinstance(value, bool):
+            raise ValueError(f"{option}: got {value!r}, takes True or False")
     return found.make(**given)
 
 
