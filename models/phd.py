@@ -144,6 +144,9 @@ class Phd(Model):
         the others, which takes a cache that `init_cache` made: what looks at a cache of first copies alone, to choose
         among them, leaves nothing for others."""
         K, W, local = self.copies.count, window.width, isinstance(cache, Local | LocalScratch)
+        if K > 1 and not isinstance(cache, Cache | Draftable):      # what stands in a cache's place knows of no copies
+            raise ValueError("cache: this kind reads a prompt in a way of its own; takes a model that reads each token "
+                             "once")
         if K == 1 or (window.certain and not local):
             return self.inner.apply(params, window, cache)
         often = lambda x: jnp.tile(x, (1, K, *[1] * (x.ndim - 2)))
