@@ -144,7 +144,7 @@ class Butler(Struct):
 
 
 @struct
-class Served(Wrapper):
+class Marking(Wrapper):
     """A cache, or one with nodes beside it, to which each layer's queries and keys go with what the predictor made of
     the window's tokens: for one call of the model.
 
@@ -180,7 +180,7 @@ class Butlered(Readout):
         x, _ = self.base.walk(own, window, cache)
         attend = lambda q, k, v, **options: cache.attend(self.base.depth, q, k, v, window, **options)
         queries, keys, entry = butler(x, window.positions, attend)
-        out = self.base.apply(own, window, Served(base=cache, queries=queries, keys=keys))
+        out = self.base.apply(own, window, Marking(base=cache, queries=queries, keys=keys))
         return dataclasses.replace(out, entries=(*out.entries, entry))
 
     def embeddings(self, params: Any, tokens: Array) -> Array:

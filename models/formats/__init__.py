@@ -9,7 +9,7 @@ import jax
 
 from decodax.models.formats.format import Format, ModelFormat, kernels
 from decodax.models.formats.glvq import GLVQ, Lattice
-from decodax.models.formats.integers import Integers, Rotated, Static
+from decodax.models.formats.integers import InputsRotated, Integers, Static
 from decodax.models.formats.qserve import W4A8, Nibbles, QServe
 from decodax.models.formats.quamba2 import Quamba2
 from decodax.models.formats.rsparse import RankSparse, RSparse
@@ -30,7 +30,7 @@ MODEL_FORMATS: dict[str, ModelFormat] = {"quamba2": Quamba2()}
 """By the names that `decodax.quantize` takes, those that change a whole model."""
 
 KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
-    Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, Rotated)}
+    Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, InputsRotated)}
 """What `decodax.save` writes and `decodax.load` reads of packed kernels, by the names in files."""
 
 

@@ -101,7 +101,7 @@ class Static(Packed):
 
 
 @struct
-class Rotated(Packed):
+class InputsRotated(Packed):
     """A kernel whose inputs are rotated before they are multiplied, see `rotate`."""
 
     kernel: Packed

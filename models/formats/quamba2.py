@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.models.formats.format import ModelFormat
-from decodax.models.formats.integers import Integers, Rotated, Static, nibbles, quarter, rotation
+from decodax.models.formats.integers import InputsRotated, Integers, Static, nibbles, quarter, rotation
 from decodax.models.formats.quamba2_scales import arranged, scale_of, scales_of, watched
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
 from decodax.models.formats.scaled import Scaled
@@ -125,7 +125,7 @@ class Quamba2(ModelFormat):
                 made[path] = self._kernel(leaf.T, own.get("in"), _sections(c), own.get("outs"))
             elif name == "out.kernel":
                 # rows are rotated, and the weights were
-                made[path] = Rotated(kernel=self._kernel(leaf.T, own.get("out")))
+                made[path] = InputsRotated(kernel=self._kernel(leaf.T, own.get("out")))
             elif self.data and name in ("conv.taps", "conv.bias"):
                 parts = np.split(leaf, np.cumsum([c.inner, c.groups * c.state]), -1)
                 made[path] = float32(np.concatenate([_eight(part) for part in parts], -1))
