@@ -33,7 +33,7 @@ from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.types import Params
-from decodax.io.checkpoint import load_model
+from decodax.io.load import load
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.policy import build
@@ -79,8 +79,8 @@ class Bench:
         self.reference.generation_config.eos_token_id = None
         with tempfile.TemporaryDirectory() as folder:
             self.reference.save_pretrained(folder)
-            self.model, weights = load_model(folder, dtype="float32")
-        self.params = Params(weights)
+            lm = load(folder)
+        self.model, self.params = lm.model, Params(lm.params)
 
     def prompts(self, batch: int) -> np.ndarray:
         return np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (batch, PROMPT)).astype(np.int32)

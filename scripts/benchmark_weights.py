@@ -34,10 +34,11 @@ from decodax.autoregressive import Autoregressive
 from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.types import Params
+from decodax.io.huge_pages import moved
 from decodax.io.load import LM
 from decodax.io.quantize import quantize
 from decodax.models.config import llama
-from decodax.models.formats import FORMATS, pack
+from decodax.models.formats import FORMATS
 from decodax.models.transformer import Transformer
 from decodax.policy import build
 from decodax.policy.draw import first_argmax
@@ -180,10 +181,8 @@ def peer(path: Path, new: int, threads: int, found: dict[str, Any]) -> Callable[
 
 def packed(weights: Any, name: str) -> Any:
     """The weights in a format; one that goes by data sees a few random ids, on which its speed does not depend."""
-    if FORMATS[name].statistic is None:
-        return pack(weights, name)
     lm = LM(model=MODEL, params=weights, vocab_size=MODEL.config.vocab)
-    return quantize(lm, name, prompts(4).tolist(), length=PROMPT).params
+    return quantize(lm, name, None if FORMATS[name].statistic is None else prompts(4).tolist(), length=PROMPT).params
 
 
 def main() -> None:
@@ -195,7 +194,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128, help="new tokens a run (default: 128)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp (default: all)")
     args = parser.parse_args()
-    weights = MODEL.init_params(jax.random.key(0))
+    weights = moved(MODEL.init_params(jax.random.key(0)))       # as `decodax.load` does
     params = {"arrays": Params(weights), **{name: Params(packed(weights, name)) for name in args.formats}}
     size = lambda p: sum(x.nbytes for x in jax.tree.leaves(p.target)) / 1e6
     has_peer = all(importlib.util.find_spec(name) for name in ("xllamacpp", "gguf"))

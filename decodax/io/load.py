@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 import decodax.models
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
+from decodax.io import huge_pages
 from decodax.io.checkpoint import dtype_name, load_diffusion, load_mamba, load_model, load_t5
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.packed import ENTRY
@@ -255,7 +256,10 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     else:
         # last, for it takes longest
         model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)
-    lm = LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
+    leaves, tree = jax.tree.flatten(params)
+    del params      # each array's old memory is free once it is copied
+    huge_pages.move(leaves)
+    lm = LM(model=model, params=tree.unflatten(leaves), vocab_size=model.config.vocab, tokenizer=tokenizer,
             generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
     packed = weights is not None or ENTRY in read_json(path / "config.json")
     return lm if adapter is None else lm.with_adapter(adapter, merge=not packed)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.io import huge_pages
 from decodax.io.checkpoint import save_mamba2, save_model
 from decodax.io.files import read_json
 from decodax.io.load import LM
@@ -68,12 +69,13 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
         rows = _tokens(lm, weights, data, length, sequences) if own.data else None
         with bar(progress, "packing", 1) as report:
             model, params = own.convert(lm.model, lm.params, rows, report)
-        return dataclasses.replace(lm, model=model, params=params)
+        return dataclasses.replace(lm, model=model, params=huge_pages.moved(params))
     assert isinstance(lm.model, Transformer)
     chosen = [path for path in kernels(lm.params) if own.packs(path)]
     places = None if lm.mesh is None else flatten(lm.model.shardings(lm.mesh))
     pack = jax.jit(own.pack) if own.statistic is None else own.pack
     tokens = None if own.statistic is None else _tokens(lm, weights, data, length, sequences)
+    packed: dict[str, Any] = {}
     with contextlib.nullcontext() if lm.mesh is None else jax.set_mesh(lm.mesh), \
             bar(progress, "packing", len(chosen)) as report:
         for group in _groups(leaves, chosen, own, memory):
@@ -84,8 +86,9 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
                 seen = observe(lm.model, lm.params, tokens, own.statistic, group, lm.diffusion, shown)
             for path in group:
                 made = pack(kernel_of(path, leaves[path]), *([] if tokens is None else [seen.pop(path)]))
-                leaves[path] = made if places is None else place_packed(made, path == "embed", places[path])
+                packed[path] = made if places is None else place_packed(made, path == "embed", places[path])
         report(len(chosen))
+    leaves |= huge_pages.moved(packed)
     params = jax.tree.unflatten(jax.tree.structure(lm.params), leaves.values())
     return dataclasses.replace(lm, params=params)
 

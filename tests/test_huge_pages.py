@@ -1,0 +1,63 @@
+"""Weights lie in huge pages of memory after loading, on CPU, and nothing else changes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.io.huge_pages import PAGE, move, moved
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux gives them")
+
+
+def trees() -> dict[str, Any]:
+    r = np.random.default_rng(0)
+    return {"large": jnp.asarray(r.standard_normal((1000, 600)), jnp.float32), "odd": jnp.arange(7),
+            "half": jnp.asarray(r.standard_normal((300, 500)), jnp.bfloat16), "codes": jnp.ones((40, 40), jnp.int8),
+            "four": jnp.asarray(r.integers(-7, 8, (33, 16)), jnp.int4), "none": jnp.zeros((0, 3)), "number": 3}
+
+
+def asked(*arrays: Any) -> list[bool]:
+    """Whether the system was asked for huge pages where each array lies."""
+    found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$", Path("/proc/self/smaps").read_text(), re.M | re.S)
+    return [any(int(a, 16) <= x.unsafe_buffer_pointer() < int(b, 16) and " hg" in flags for a, b, flags in found)
+            for x in arrays]
+
+
+def test_arrays_are_the_same_in_huge_pages_side_by_side() -> None:
+    old = trees()
+    new = moved(old)
+    for name, x in old.items():
+        assert new[name] is x if name in ("none", "number") else new[name].dtype == x.dtype
+        assert np.array_equal(np.asarray(new[name]), np.asarray(x))
+    held = [new[name] for name in ("large", "odd", "half", "codes")]
+    assert all(asked(*held)) and not any(asked(*(old[name] for name in ("large", "odd", "half", "codes"))))
+    assert np.ptp([x.unsafe_buffer_pointer() for x in held]) < 2 * PAGE     # one block, of a whole page and a half
+
+
+def test_small_models_stay_where_they_are() -> None:
+    small = [jnp.ones((16, 16))]
+    before = small[0]
+    move(small)
+    assert small[0] is before
+
+
+def test_training_may_donate_them() -> None:
+    held = moved({"w": jnp.ones((1024, 1024))})
+    out = jax.jit(lambda p: {"w": p["w"] + 1}, donate_argnums=0)(held)
+    assert held["w"].is_deleted() and out["w"][0, 0] == 2
+
+
+@pytest.mark.parametrize("how", ["load", "load packed", "quantize"])
+def test_loading_and_packing_move_weights(how: str) -> None:
+    lm = dx.load("pycode", weights="int8" if how == "load packed" else None)
+    lm = dx.quantize(lm, "int8") if how == "quantize" else lm
+    assert all(asked(*(x for x in jax.tree.leaves(lm.params) if x.size)))
