@@ -27,7 +27,8 @@ def trees() -> dict[str, Any]:
 
 def asked(*arrays: Any) -> list[bool]:
     """Whether the system was asked for huge pages where each array lies."""
-    found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$", Path("/proc/self/smaps").read_text(), re.M | re.S)
+    maps = Path("/proc/self/smaps").read_text()
+    found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$", maps, re.M | re.S)
     return [any(int(a, 16) <= x.unsafe_buffer_pointer() < int(b, 16) and " hg" in flags for a, b, flags in found)
             for x in arrays]
 
