@@ -133,24 +133,18 @@ EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
 
-class FirstRows:
+@dataclasses.dataclass(frozen=True)
+class FirstRows(dx.Speculative):
     """Drafts for the first three rows alone, so that one program decodes with drafts and without."""
 
-    def propose(self, params: Any, policy: Any, s: Any, state: Any, drawn: Any) -> tuple[Any, Any]:
-        p, state = super().propose(params, policy, s, state, drawn)         # type: ignore[misc]
-        return p.replace(live=p.live & (jnp.arange(s.batch) < 3)[:, None]), state
+    def propose(self, params: Any, policy: Any, s: Any) -> tuple[Any, Any]:
+        window, (state, tree) = super().propose(params, policy, s)
+        kept = (jnp.arange(s.batch) < 3)[:, None] | (jnp.arange(window.width) == 0)
+        return window.replace(live=window.live & kept), (state, dataclasses.replace(tree, live=tree.live & kept))
 
 
-class FirstLookups(FirstRows, PromptLookup):
-    pass
-
-
-class FirstGuesses(FirstRows, DraftModel):
-    pass
-
-
-BOTH = dx.Speculative(FirstLookups(length=4))
-TREES = dx.Speculative(FirstGuesses(GUESSES), shape=Fixed.balanced(2, 2, 1))
+BOTH = FirstRows(PromptLookup(length=4))
+TREES = FirstRows(DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))
 
 
 def test_every_policy_of_the_table_is_here() -> None:
