@@ -227,7 +227,8 @@ class PromptToRetrieve(Wrapper):
         into = kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
         sinks = jnp.minimum(base.length, kind.sinks)
         number = jnp.maximum((base.length - sinks) // kind.per, 1)
-        most, made = kind.clusters(base.capacity), []
+        most = kind.clusters(base.capacity)
+        made: list[RetrievedLayer | None] = []
         for held, kv, d in zip(into.retrieved, base.kv, base.widths, strict=True):
             if held is None:
                 made.append(None)

@@ -184,9 +184,9 @@ def test_each_token_reads_what_the_rule_reads(kind: AtBoundaries, width: int) ->
 
 def test_what_these_rows_show() -> None:
     """Choices that are used again, segments that are read when they have left the buffer, and heads that differ."""
-    own = wanted(KIND)[0][0]
-    assert 4 < len(own.turns) < 20 < len(wanted(KIND)[2][0].turns) < 28
-    far = [i for at, read in enumerate(own.read, own.start) for i in read[0] if own.start <= i < at - KIND.buffer]
+    own, short = wanted(KIND)[0][0], wanted(KIND)[1][0]
+    assert 4 < len(own.turns) < 15 < len(wanted(KIND)[2][0].turns) < 28
+    far = [i for at, read in enumerate(short.read, 23) for i in read[0] + read[1] if 23 <= i < at - KIND.buffer]
     assert far and any(one != other for one, other in own.read)
     assert all(len(read) <= 2 + 9 + 5 for each in own.read for read in each)
     unturned = wanted(dataclasses.replace(KIND, tau=-2.0, buffer=4))[0][0]
