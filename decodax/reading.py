@@ -154,8 +154,15 @@ class Reader:
         stack = lambda layer: np.stack([np.pad(one.kv[layer], ((0, 0), (0, longest - len(one)), (0, 0)))
                                         for one in prefixes])
         kv = tuple(stack(layer) for layer in range(len(prefixes[0].kv)))
+        reuse = None
+        if any(one.reuse is not None for one in prefixes):
+            attention, change = (np.zeros((len(prefixes), longest), np.float32) for _ in range(2))
+            for i, one in enumerate(prefixes):
+                if one.reuse is not None:
+                    attention[i, :len(one)], change[i, :len(one)] = one.reuse.attention, one.reuse.change
+            reuse = attention, change
         return drivers.take_over(self.algorithm, self.model, self.params, s.cache, s.tokens, kv,
-                                 np.array([len(one) for one in prefixes], np.int32))
+                                 np.array([len(one) for one in prefixes], np.int32), reuse)
 
     def _read_texts(self, texts: list[tuple[int, ...]]) -> tuple[Cache, int]:
         """The cache with a text in each row, and how many forwards that took; texts that are the same are read once."""

@@ -163,6 +163,11 @@ class Cache(Struct, abc.ABC):
         raise ValueError(f"context: got keys and values that were computed before; {type(self).__name__} has to see "
                          "the text read, so it takes the text")
 
+    def reusing(self, attention: Array, change: Array) -> Self:
+        """What `take_over` gave, with what is known of tokens that were computed in another text, `f32[B, T]`
+        (`decodax.kvcache.prefix.Reuse`): for a cache that computes some of them anew."""
+        return self
+
     @property
     def reads(self) -> int | None:
         """How many of the model's first layers run for a prompt (`Window.certain`) that is read into it; None: all. The

@@ -126,15 +126,18 @@ _take_rows, _take_rows_shared = jax.jit(_taken), jax.jit(_taken, donate_argnums=
 
 
 def take_over(alg: Algorithm, model: Model, params: Params, cache: Cache, tokens: Array, kv: Sequence[Any],
-              length: Any) -> Cache:
+              length: Any, reuse: tuple[Any, Any] | None = None) -> Cache:
     """The empty cache of a state, settled on the keys and values of the first `length` (`i32[B]`) tokens, which were
-    computed before: `f[B, G, T, d + e]` of each layer."""
-    return _take_over(alg.through(model), params.target, cache, tokens, tuple(kv), length)
+    computed before: `f[B, G, T, d + e]` of each layer. `reuse`: see `Cache.reusing`."""
+    return _take_over(alg.through(model), params.target, cache, tokens, tuple(kv), length, reuse)
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
-def _take_over(model: Model, weights: Any, cache: Cache, tokens: Array, kv: tuple[Array, ...], length: Array) -> Cache:
+def _take_over(model: Model, weights: Any, cache: Cache, tokens: Array, kv: tuple[Array, ...], length: Array,
+               reuse: tuple[Array, Array] | None) -> Cache:
     whole = cache.for_prompt().take_over(kv, length)
+    if reuse is not None:
+        whole = whole.reusing(*reuse)
     return auto_region(lambda cache, weights, tokens: cache.settled(ReadPrompt(model, weights, tokens)), whole, weights,
                        tokens)
 

@@ -35,6 +35,7 @@ from decodax.kvcache.less import LessKernels
 from decodax.kvcache.predicted import Predictors
 from decodax.kvcache.prefix import Prefix, blended, edited, matched, read_prefix
 from decodax.kvcache.query_aware import KeyBooks
+from decodax.kvcache.repairing import HighDeviation
 from decodax.kvcache.scores import TokenScore
 from decodax.kvcache.selection import Selection
 from decodax.kvcache.shrunk import KVFeatures
@@ -42,9 +43,9 @@ from decodax.kvcache.table import POLICIES, CachePolicy, cache_policy, find, kv,
 from decodax.kvcache.token_butler import Butler
 
 __all__ = ["POLICIES", "AttentionNet", "Butler", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction",
-           "HeldLayer", "KVFeatures", "KVMaps", "KeyBooks", "LessKernels", "Predictors", "Prefix", "Probe", "Selection",
-           "TokenScore", "attention_similarity", "blended", "cache_policy", "echo_groups", "edited", "find",
-           "fit_attention_predictor", "fit_channels", "fit_codebooks", "fit_echo_att", "fit_features", "fit_heads",
-           "fit_key_books", "fit_kv_heads", "fit_kv_prediction", "fit_layers", "fit_less", "fit_order",
+           "HeldLayer", "HighDeviation", "KVFeatures", "KVMaps", "KeyBooks", "LessKernels", "Predictors", "Prefix",
+           "Probe", "Selection", "TokenScore", "attention_similarity", "blended", "cache_policy", "echo_groups",
+           "edited", "find", "fit_attention_predictor", "fit_channels", "fit_codebooks", "fit_echo_att", "fit_features",
+           "fit_heads", "fit_key_books", "fit_kv_heads", "fit_kv_prediction", "fit_layers", "fit_less", "fit_order",
            "fit_predictors", "fit_token_butler", "kv", "load_prefix", "matched", "mean_kv_heads", "read", "read_prefix",
            "save_prefix"]

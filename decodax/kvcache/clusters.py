@@ -202,16 +202,27 @@ class Clustering(KeyValues):
 
 def taken(clusters: Clusters, q: Array, count: int) -> Array:
     """`i32[G, r, count]`: the positions of what queries `f32[G, r, d]` of a row take; -1: there are no more."""
-    worth = jnp.where(clusters.sizes[:, None] > 0, jnp.einsum("grd,gcd->grc", q, clusters.centroids), -jnp.inf)
-    _, best = lax.top_k(worth, worth.shape[-1])
+    place = places_of(clusters.sizes, clusters.starts, jnp.einsum("grd,gcd->grc", q, clusters.centroids), count)
+    at = jax.vmap(lambda order, place: order[jnp.clip(place, 0, len(order) - 1)])(clusters.order, place)
+    return jnp.where(place >= 0, at, -1)
+
+
+def places_of(sizes: Array, starts: Array, worth: Array, count: int, cut: bool = True) -> Array:
+    """`i32[G, r, count]`: the places of the tokens of the clusters that are worth most, which have sizes and first
+    places `i32[G, C]` and are worth `f32[G, r, C]`; -1: there are no more.
+
+    Args:
+        cut: whether of the first cluster that is too large for what is left its earliest tokens are taken; else there
+            are no more.
+    """
+    _, best = lax.top_k(jnp.where(sizes[:, None] > 0, worth, -jnp.inf), worth.shape[-1])
     in_order = lambda x: jax.vmap(lambda own, best: own[best])(x, best)
-    sizes, starts = in_order(clusters.sizes), in_order(clusters.starts)
+    sizes, starts = in_order(sizes), in_order(starts)
     ends, slot = jnp.cumsum(sizes, -1), jnp.arange(count, dtype=jnp.int32)
+    last = ends[..., -1:] if cut else jnp.where(ends <= count, ends, 0).max(-1, keepdims=True)
     which = jax.vmap(jax.vmap(lambda ends: jnp.searchsorted(ends, slot, side="right")))(ends)
     own = lambda x: jnp.take_along_axis(x, jnp.minimum(which, x.shape[-1] - 1), -1)
-    place = own(starts) + slot - (own(ends) - own(sizes))
-    at = jax.vmap(lambda order, place: order[jnp.clip(place, 0, len(order) - 1)])(clusters.order, place)
-    return jnp.where(slot < ends[..., -1:], at, -1)
+    return jnp.where(slot < last, own(starts) + slot - (own(ends) - own(sizes)), -1)
 
 
 @struct

@@ -6,9 +6,10 @@
   Itself When You Edit the Code", He et al., 2024).
 - `blended` puts texts together that were read apart, and computes a few of their tokens anew (CacheBlend: "CacheBlend:
   Fast Large Language Model Serving for RAG with Cached Knowledge Fusion", Yao et al., 2024). `matched` cuts a new text
-  into what an old one has of it and what is new, so that the same serves a text that is like another one, as the first
-  stage of KVShare does ("KVShare: An LLM Service System with Efficient and Effective Multi-Tenant KV Cache Reuse", Yang
-  et al., 2025).
+  into what an old one has of it and what is new, so that the same serves a text that is like another one. With
+  `score="kvshare"` tokens are chosen as the first stage of KVShare chooses them ("KVShare: An LLM Service System with
+  Efficient and Effective Multi-Tenant KV Cache Reuse", Yang et al., 2025), and the result holds what its second stage
+  goes on with (`decodax.kvcache.repairing`).
 
 A key that was rotated to position `a` is rotated to `b` by `b - a` more, since rotations add up.
 """
@@ -19,7 +20,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +35,27 @@ from decodax.kvcache.listening import Listening
 from decodax.kvcache.query_scores import moved
 from decodax.kvcache.shapes import layers_of
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
-from decodax.pallas_kernels.window_attention import window_attention
+from decodax.pallas_kernels.window_attention import slot_weights, window_attention_lse
 
 STEP = 64
 """Texts are padded to multiples of so many tokens, so that there are few programs."""
+
+
+Score = Literal["cacheblend", "kvshare"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reuse:
+    """What is known of the tokens of a text that were computed in another one, in the layer where both were compared.
+
+    Attributes:
+        attention: `f32[T]`, the weights that each token received from all queries of the text, in the mean over heads.
+        change: `f32[T]`, how far its value lies from the one that was reused, the sum of the absolute differences; 0:
+            it was not reused, or has been computed anew.
+    """
+
+    attention: np.ndarray
+    change: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,11 +65,14 @@ class Prefix:
     Attributes:
         tokens: ids. kv: `f[G, T, d + e]` of each layer. begin: the position to which the first key is rotated; 0 but
             for a part that was cut out of a longer text.
+        reuse: of a text that `blended` put together by the score of KVShare; a part of it, an edit and a file have
+            none.
     """
 
     tokens: tuple[int, ...]
     kv: tuple[np.ndarray, ...]
     begin: int = 0
+    reuse: Reuse | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -134,17 +155,20 @@ def matched(prefix: Prefix, text: Sequence[int], least: int = 8) -> list[Prefix 
 
 
 def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float = 0.15, check: int = 1,
-            params: Any = None) -> Prefix:
+            params: Any = None, score: Score = "cacheblend") -> Prefix:
     """A text put together from prefixes that were read apart, and from ids that nothing is known of.
 
-    Keys are rotated to their new places. The layers up to `check` are computed for all tokens. There those whose values
-    differ most from the ones that were read, by the squares of the differences, are chosen; they and the new ids alone
-    go through the layers behind, where they attend to all tokens before them. The first prefix is right as it is and
-    keeps its place, but counts among the tokens to choose from, as in the authors' code.
+    Keys are rotated to their new places. The layers up to `check` are computed for all tokens. There those that score
+    highest are chosen; they and the new ids alone go through the layers behind, where they attend to all tokens before
+    them. The first prefix is right as it is and keeps its place, but counts among the tokens to choose from, as in the
+    code of CacheBlend's authors.
 
     Args:
         parts: in order. recompute: the share of the tokens that were read which are computed anew.
-        check: the layer behind which tokens are chosen; the authors' second one.
+        check: the layer behind which tokens are chosen; the second one, as CacheBlend's authors have it.
+        score: what the values of layer `check` say of a token. "cacheblend": the squares of their differences from
+            those that were read. "kvshare": the sum of the absolute differences, times the attention that the token
+            receives there from all queries of the text.
 
     Raises:
         ValueError: no tokens, numbers out of their range, or a model whose positions are not rotary or whose layers
@@ -155,6 +179,8 @@ def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float =
         raise ValueError("lm: got a model whose layers cannot be run one by one")
     if not 0 <= recompute <= 1:
         raise ValueError(f"recompute: got {recompute}, takes a share from 0 to 1")
+    if score not in ("cacheblend", "kvshare"):
+        raise ValueError(f"score: got {score!r}, takes cacheblend or kvshare")
     if not 0 <= check < model.depth:
         raise ValueError(f"check: got {check}, takes one of {model.depth} layers")
     shapes, tokens, known, stored = layers_of(model), [], [], [[] for _ in layers_of(model)]  # type: ignore[var-annotated]
@@ -174,22 +200,24 @@ def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float =
     n, pad = len(tokens), -len(tokens) % STEP
     kv = tuple(np.pad(np.concatenate(x, 1), ((0, 0), (0, pad), (0, 0)))[None] for x in stored)
     count = int(sum(known) * recompute) + n - sum(known)
-    if count == 0:
+    if count == 0 and score == "cacheblend":
         return Prefix(tuple(tokens), tuple(x[0, :, :n] for x in kv))
-    made = _blend(model, check, count, weights, np.pad(np.array(tokens, np.int32), (0, pad))[None],
-                  np.pad(np.array(known), (0, pad), constant_values=True)[None], kv, np.int32(n))
-    return Prefix(tuple(tokens), tuple(np.asarray(x)[0, :, :n] for x in made))
+    made, reuse = _blend(model, check, count, score, weights, np.pad(np.array(tokens, np.int32), (0, pad))[None],
+                         np.pad(np.array(known), (0, pad), constant_values=True)[None], kv, np.int32(n))
+    return Prefix(tuple(tokens), tuple(np.asarray(x)[0, :, :n] for x in made),
+                  reuse=None if reuse is None else Reuse(*(np.asarray(x)[0, :n] for x in reuse)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _blend(model: LayeredModel, check: int, count: int, params: Any, tokens: Array, known: Array,
-           kv: tuple[Array, ...], length: Array) -> tuple[Array, ...]:
-    """Keys and values `f[1, G, N, d + e]` of each layer."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _blend(model: LayeredModel, check: int, count: int, score: Score, params: Any, tokens: Array, known: Array,
+           kv: tuple[Array, ...], length: Array) -> tuple[tuple[Array, ...], tuple[Array, Array] | None]:
+    """Keys and values `f[1, G, N, d + e]` of each layer, and what `Reuse` has, `f32[1, N]`, by the score of KVShare."""
     network, N = model.pieces(params), tokens.shape[1]
     every = jnp.arange(N, dtype=jnp.int32)[None]
     live = every < length
     x = network.embed(causal(tokens, jnp.zeros(1, jnp.int32), live), Listening())
     made: list[Array] = []
+    asked: list[tuple[Array, Array, dict[str, Any]]] = []
 
     def attend(held: Array | None, at: Array, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Any:
         new = jnp.concatenate([k, v], -1)
@@ -198,8 +226,9 @@ def _blend(model: LayeredModel, check: int, count: int, params: Any, tokens: Arr
         whole = both.swapaxes(1, 2)
         seen = (every[:, None] <= at[:, :, None]) & live[:, None]
         seen |= (jnp.arange(N) == 0)[None, None]
-        out = window_attention(q, whole[..., :k.shape[-1]], whole[..., k.shape[-1]:], seen, at, key_positions=every,
-                               **options)
+        out, lse = window_attention_lse(q, whole[..., :k.shape[-1]], whole[..., k.shape[-1]:], seen, at,
+                                        key_positions=every, **options)
+        asked.append((q, lse, options))
         return out, ()
 
     for layer in range(check + 1):
@@ -207,15 +236,35 @@ def _blend(model: LayeredModel, check: int, count: int, params: Any, tokens: Arr
         x = x + change
         x = x + network.mlp(layer, x)
     width = made[check].shape[-1] - _value_width(model, check)
-    apart = jnp.square((made[check] - kv[check])[..., width:].astype(jnp.float32)).sum((1, 3))
-    apart = jnp.where(live, jnp.where(known, apart, jnp.inf), -1)
-    at = jnp.sort(lax.top_k(apart, count)[1], -1).astype(jnp.int32)
+    apart = (made[check] - kv[check])[..., width:].astype(jnp.float32)
+    if score == "kvshare":
+        change = jnp.where(live & known, jnp.abs(apart).sum((1, 3)), 0)
+        attention = _received(*asked[check], every, live, made[check], length)
+        worth = attention * change
+    else:
+        worth = jnp.square(apart).sum((1, 3))
+    worth = jnp.where(live, jnp.where(known, worth, jnp.inf), -1)
+    at = jnp.sort(lax.top_k(worth, count)[1], -1).astype(jnp.int32)
+    reuse = (attention, change.at[:, at[0]].set(0)) if score == "kvshare" else None
+    if count == 0:
+        return (*made, *kv[check + 1:]), reuse
     x = jnp.take_along_axis(x, at[..., None], 1)
     for layer in range(check + 1, model.depth):
         change, _ = network.attention(layer, x, at, functools.partial(attend, kv[layer], at))
         x = x + change
         x = x + network.mlp(layer, x)
-    return tuple(made)
+    return tuple(made), reuse
+
+
+def _received(q: Array, lse: Array, options: dict[str, Any], at: Array, live: Array, kv: Array,
+              length: Array) -> Array:
+    """`f32[1, N]`: the attention that each token receives from those that are `live`, in the mean over heads."""
+    if options.get("bias") is not None or options.get("sinks") is not None:
+        raise ValueError("score: kvshare goes by attention of queries to keys alone; takes a model without a bias or "
+                         "sinks of its attention scores, or score='cacheblend'")
+    some = {name: options[name] for name in ("scale", "sliding", "softcap") if name in options}
+    weights = slot_weights(q, jnp.where(live[..., None], lse, jnp.inf), at, kv, length[None], causal=True, **some)
+    return weights.sum(1) / q.shape[2]
 
 
 def _value_width(model: Model, layer: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from decodax.cache.base import CacheConfig
 from decodax.kvcache.attention_predictor import AttentionNet, Expectation
+from decodax.kvcache.boundaries import AtBoundaries
 from decodax.kvcache.clusters import KeyClusters
 from decodax.kvcache.codec_policies import measured
 from decodax.kvcache.criticality import Critical
@@ -41,6 +42,14 @@ def _attention_predictor(net: AttentionNet | str | None = None, budget: int = 10
 def _clusterkv(budget: int = 1024, per: int = 80, sinks: int = 16, every: int = 320, more: int = 8, loops: int = 20,
                seed: int = 0, skip: tuple[int, ...] = (0, 1)) -> CacheConfig:
     return KeyClusters(budget, per, sinks, every, more, loops, seed, skip)
+
+
+@cache_policy("louiskv", "LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences", "Wu et al. 2025",
+              "everything; where a query is unlike the one before, heads choose clusters of the prompt and segments of "
+              "the answer, which are read until the next such place")
+def _louiskv(budget: int = 1024, tau: float = 0.7, per: int = 16, sinks: int = 4, buffer: int = 64, loops: int = 10,
+             seed: int = 0, cut: bool = True, skip: tuple[int, ...] = ()) -> CacheConfig:
+    return AtBoundaries(budget, tau, per, sinks, buffer, loops, seed, cut, skip)
 
 
 @cache_policy("critiprefill", "CritiPrefill: A Segment-wise Criticality-based Approach for Prefilling Acceleration in "

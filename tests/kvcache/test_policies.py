@@ -114,6 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "aqua-kv": dict(predictors=PREDICTORS, residual=8, sinks=2),
     "leank": dict(channels=CHANNELS, sinks=2, recent=5, every=3),
     "clusterkv": dict(budget=8, per=4, sinks=2, every=6, more=2, skip=()),
+    "louiskv": dict(budget=8, tau=0.1, per=4, sinks=2, buffer=6, loops=3),
     "zipcache": dict(gap=8, probes=0.3), "qaq": dict(error=(0.05, 0.3), norm=10.0, last=3, outliers=0.2, most=3.5),
     "squat": dict(bits=2, group=4, residual=8, channels=2, rank=2), "cq": dict(codebooks=BOOKS, residual=8),
     "rotatekv": dict(order=Constant(np.arange(8, dtype=np.int32)[None, ::-1].repeat(2, 0)), sinks=3, residual=8),
@@ -216,7 +217,7 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "minference": {"vertical": 200}, "kv-prediction": {"auxiliary": DEEP, "maps": ITSELF},
             "quantized-pruning": {"budget": 200, "residual": 200},
-            "shotkv": {"budget": 200, "pool": 200}, "tim": {"depth": 200},
+            "shotkv": {"budget": 200, "pool": 200}, "tim": {"depth": 200}, "louiskv": {"budget": 200, "buffer": 200},
             "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
             **{codec: {"residual": 200} for codec in (
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
