@@ -145,6 +145,7 @@ class FirstRows(dx.Speculative):
 
 
 BOTH = FirstRows(PromptLookup(length=4))
+TREE = dx.Speculative(DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))
 TREES = FirstRows(DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))
 
 
