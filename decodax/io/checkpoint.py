@@ -28,13 +28,16 @@ from decodax.models.families import WITH_IMAGES, read_config, text_part
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
-from decodax.models.mamba import Mamba, MambaConfig, read_mamba
+from decodax.models.mamba import Mamba, read_mamba
 from decodax.models.mamba import sources as mamba_sources
-from decodax.models.mamba2 import Mamba2, Mamba2Config, entries_of, read_mamba2
+from decodax.models.mamba2 import Mamba2, Mamba2Config, entries_of, is_mamba2, read_mamba2
 from decodax.models.mamba2 import sources as mamba2_sources
 from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
 from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
+from decodax.models.rwkv7 import IGNORED as UNUSED
+from decodax.models.rwkv7 import Rwkv7, read_rwkv7
+from decodax.models.rwkv7 import sources as rwkv7_sources
 from decodax.models.state_space import shape_of
 from decodax.models.t5 import IGNORED as T5_IGNORED
 from decodax.models.t5 import T5, nested, read_t5
@@ -146,23 +149,33 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
     return T5(config, dtype=name), nested(loaded)
 
 
-def load_mamba(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
-               weights: str | Format | None = None) -> tuple[Mamba | Mamba2, Weights]:
-    """Loads the directory of a Mamba or a Mamba-2, onto the first device. Arguments and errors as in `load_model`."""
+RECURRENT: dict[str, tuple[Any, Any, Any]] = {
+    "mamba": (Mamba, read_mamba, mamba_sources), "rwkv7": (Rwkv7, read_rwkv7, rwkv7_sources),
+    "mamba2": (Mamba2, read_mamba2, mamba2_sources)}
+"""Networks of recurrent layers alone, by `model_type`: the network, what reads its config.json, and its weights."""
+
+
+def recurrent_type(config: dict[str, Any]) -> str | None:
+    """The entry of `RECURRENT` that a config.json describes."""
+    return "mamba2" if is_mamba2(config) else name if (name := str(config.get("model_type"))) in RECURRENT else None
+
+
+def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
+                   weights: str | Format | None = None) -> tuple[Mamba | Mamba2 | Rwkv7, Weights]:
+    """Loads the directory of one of `RECURRENT`, onto the first device. Arguments and errors as in `load_model`."""
     asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
     root = Path(directory)
     entries = read_json(root / "config.json")
-    config: Any
+    network, read, weights_of = RECURRENT[recurrent_type(entries) or "mamba2"]
     try:
-        config = (read_mamba if entries.get("model_type") == "mamba" else read_mamba2)(checked(entries))
+        config = read(checked(entries))
     except ValueError as e:
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
-    first = isinstance(config, MambaConfig)
-    if packed_files.ENTRY in entries and not first:
+    if packed_files.ENTRY in entries and network is Mamba2:
         return _load_packed_mamba2(root, entries, config, asked, weights)
     files = Files(root)
-    where = (mamba_sources if first else mamba2_sources)(config, files.home)
-    _check(where, files, {"lm_head.weight"} if config.tied else set(), [])
+    where = weights_of(config, files.home)
+    _check(where, files, {"lm_head.weight"} if config.tied else set(), [UNUSED] if network is Rwkv7 else [])
     table = where["embed"].tensors[0]
     if config.tied:
         _check_tied(files, table, "lm_head.weight")
@@ -172,7 +185,7 @@ def load_mamba(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         path.endswith(".kernel") or (path == "embed" and config.tied))
     loaded = {path: _load(files, source, shape_of(source), name, here, packing if packs(path) else None,
                           path == "embed") for path, source in where.items()}
-    return (Mamba if first else Mamba2)(config, dtype=name), nested(loaded)
+    return network(config, dtype=name), nested(loaded)
 
 
 def _load_packed_mamba2(root: Path, entries: dict[str, Any], config: Mamba2Config, dtype: str | None,

@@ -51,7 +51,7 @@ def moved(params: Any) -> Any:
     """The arrays of a tree in huge pages, as `move` copies them."""
     leaves, tree = jax.tree.flatten(params)
     move(leaves)
-    return tree.unflatten(leaves)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _block(size: int) -> np.ndarray:

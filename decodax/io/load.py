@@ -16,7 +16,7 @@ import decodax.models
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
 from decodax.io import huge_pages
-from decodax.io.checkpoint import dtype_name, load_diffusion, load_mamba, load_model, load_t5
+from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_recurrent, load_t5, recurrent_type
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.packed import ENTRY
 from decodax.io.text import Tokenizer
@@ -24,7 +24,6 @@ from decodax.models import Transformer, adapters, dual_chunk, linear_weights, li
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
 from decodax.models.formats import Format
-from decodax.models.mamba2 import is_mamba2
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
 """Where the shipped models lie."""
@@ -245,12 +244,12 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
     model: Any
     config = read_json(path / "config.json")
-    own: Any = {"t5": load_t5, "mamba": load_mamba}.get(str(config.get("model_type")))
-    own = load_mamba if is_mamba2(config) else own
+    recurrent = recurrent_type(config)
+    own: Any = load_recurrent if recurrent else load_t5 if config.get("model_type") == "t5" else None
     if own is not None:
-        kind = "T5" if own is load_t5 else "Mamba-2" if is_mamba2(config) else "Mamba"
+        kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", None: "a T5"}[recurrent]
         if mesh is not None or context is not None:
-            raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}; a {kind} lies on "
+            raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}; {kind} lies on "
                              "one device and has no length to be set for")
         model, params = own(path, dtype=dtype, weights=weights)
     else:
@@ -259,7 +258,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     leaves, tree = jax.tree.flatten(params)
     del params      # each array's old memory is free once it is copied
     huge_pages.move(leaves)
-    lm = LM(model=model, params=tree.unflatten(leaves), vocab_size=model.config.vocab, tokenizer=tokenizer,
+    lm = LM(model=model, params=jax.tree.unflatten(tree, leaves), vocab_size=model.config.vocab, tokenizer=tokenizer,
             generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
     packed = weights is not None or ENTRY in read_json(path / "config.json")
     return lm if adapter is None else lm.with_adapter(adapter, merge=not packed)

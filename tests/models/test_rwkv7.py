@@ -1,0 +1,127 @@
+"""RWKV-7 against numbers of the authors' code; drafts in chains and trees."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import decodax as dx
+from decodax.cache import causal
+from decodax.io.files import CheckpointError
+from decodax.models import Rwkv7, Rwkv7Config
+from decodax.models.rwkv7 import describe_rwkv7
+from tests.models.test_mamba2 import POLICY
+
+WANT = json.loads((Path(__file__).parent / "rwkv7.json").read_text())
+WIDTH, HEAD, LAYERS, VOCABULARY, INNER = 32, 8, 3, 40, 96
+RANKS = {"w": 6, "a": 5, "v": 4, "g": 7}
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [1, 5], [7, 7, 7, 7], [30]]
+
+
+def tensors() -> dict[str, np.ndarray]:
+    """Those of a tiny published file."""
+    r, found = np.random.default_rng(7), dict[str, np.ndarray]()
+    normal = lambda *shape, scale=0.5: (r.standard_normal(shape) * scale).astype(np.float32)
+    row = lambda: r.random((1, 1, WIDTH)).astype(np.float32)
+
+    def norm(name: str) -> None:
+        found[f"{name}.weight"], found[f"{name}.bias"] = 1 + normal(WIDTH, scale=.2), normal(WIDTH, scale=.2)
+
+    found["emb.weight"] = normal(VOCABULARY, WIDTH, scale=1)
+    for i in range(LAYERS):
+        block, own = f"blocks.{i}", f"blocks.{i}.att"
+        for name in ("ln0", "ln1", "ln2")[i > 0:]:
+            norm(f"{block}.{name}")
+        found |= {f"{own}.x_{name}": row() for name in "rwkvag"}
+        for name in "wav":
+            found |= {f"{own}.{name}0": normal(1, 1, WIDTH), f"{own}.{name}1": normal(WIDTH, RANKS[name]),
+                      f"{own}.{name}2": normal(RANKS[name], WIDTH)}
+        found |= {f"{own}.g1": normal(WIDTH, RANKS["g"]), f"{own}.g2": normal(RANKS["g"], WIDTH)}
+        found |= {f"{own}.k_k": 1 + normal(1, 1, WIDTH, scale=.2), f"{own}.k_a": 1 + normal(1, 1, WIDTH, scale=.2),
+                  f"{own}.r_k": normal(WIDTH // HEAD, HEAD)}
+        found |= {f"{own}.{name}.weight": normal(WIDTH, WIDTH, scale=.25)
+                  for name in ("receptance", "key", "value", "output")}
+        norm(f"{own}.ln_x")
+        found |= {f"{block}.ffn.x_k": row(), f"{block}.ffn.key.weight": normal(INNER, WIDTH, scale=.25),
+                  f"{block}.ffn.value.weight": normal(WIDTH, INNER, scale=.2)}
+    norm("ln_out")
+    return {**found, "head.weight": normal(VOCABULARY, WIDTH, scale=.4)}
+
+
+def write(directory: Path, found: dict[str, np.ndarray]) -> Path:
+    save_file(found, directory / "model.safetensors")
+    shapes = {name: value.shape for name, value in found.items()}
+    (directory / "config.json").write_text(json.dumps(describe_rwkv7(shapes)))
+    return directory
+
+
+@functools.cache
+def loaded() -> Any:
+    return dx.load(write(Path(tempfile.mkdtemp()), tensors()))
+
+
+def test_logits_and_greedy_tokens_are_those_of_the_authors_code() -> None:
+    lm, text = loaded(), np.array([WANT["ids"]], np.int32)
+    assert isinstance(lm.model, Rwkv7)
+    apply = jax.jit(lambda params, window, cache: lm.model.apply(params, window, cache).logits())
+    window = causal(jnp.asarray(text), jnp.zeros(1, jnp.int32))
+    for found in (jax.jit(lm.model.forward)(lm.params, text)[0],                        # as a prompt, and as drafts
+                  apply(lm.params, window, lm.model.init_cache(1, 32))[0]):
+        np.testing.assert_allclose(found[-1], WANT["last"], atol=1e-4)
+        np.testing.assert_allclose(np.abs(found).sum(-1), WANT["sums"], atol=1e-3)
+        assert found.argmax(-1).tolist() == WANT["best"]
+    out = dx.generate(lm, [WANT["ids"][:11], [1, 2]], max_new_tokens=len(WANT["greedy"]), chunk=4)
+    assert out.tokens[0].tolist() == WANT["greedy"]
+
+
+def test_drafts_leave_the_tokens_as_they_are() -> None:
+    lm = loaded()
+    run = lambda **options: dx.generate(lm, PROMPTS, max_new_tokens=9, **POLICY, **options)
+    plain = run().tokens.tolist()
+    alone = dx.generate(lm, PROMPTS[2:3], max_new_tokens=9, temperature=1.0, top_p=0.95, seed=[7], request_ids=[2])
+    assert alone.tokens.tolist() == plain[2:3]
+    assert run(algorithm=dx.Speculative(dx.drafts.PromptLookup(length=4)), chunk=3).tokens.tolist() == plain
+    out = run(algorithm=dx.Speculative(dx.drafts.DraftModel(lm), shape=dx.shapes.Fixed.balanced(2, 2)))
+    assert out.tokens.tolist() == plain and out.stats.rounds.tolist() == [3] * len(PROMPTS)
+
+
+@pytest.mark.wide
+def test_a_published_file_is_converted(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from scripts.convert_rwkv import convert
+
+    torch.save({name: torch.tensor(value) for name, value in tensors().items()}, tmp_path / "tiny.pth")
+    convert(tmp_path / "tiny.pth", tmp_path / "made")
+    found = dx.load(tmp_path / "made", weights="int8")
+    assert np.isfinite(found.model.forward(found.params, np.array([[1, 2, 3]]))).all()
+    same = dx.load(tmp_path / "made").params
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (same, loaded().params))))
+    with pytest.raises(ValueError, match=r"directory: .* exists"):
+        convert(tmp_path / "tiny.pth", tmp_path / "made")
+    torch.save({"wte": torch.zeros(2, 2)}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match="checkpoint: no RWKV-7"):
+        convert(tmp_path / "other.pth", tmp_path / "another")
+
+
+def test_fresh_weights_and_refusals(tmp_path: Path) -> None:
+    net = Rwkv7(Rwkv7Config(vocab=16, width=8, layers=2, head_dim=4, decay=2, rate=2, value=2, gate=2))
+    assert jnp.isfinite(net.forward(net.init_params(jax.random.key(0)), jnp.array([[1, 2, 3]]))).all()
+    for wrong, message in (({"layers": 0}, "layers: got 0, takes 1 or more"), ({"head_dim": 3}, "width: got 8, takes")):
+        with pytest.raises(ValueError, match=message):
+            Rwkv7Config(**{**dict(vocab=16, width=8, layers=1, head_dim=4), **wrong})
+    with pytest.raises(ValueError, match=r"cache: got .*, but Rwkv7 has a cache of its own"):
+        dx.generate(loaded(), PROMPTS, cache="knorm", max_new_tokens=2)
+    write(tmp_path, {name: value for name, value in tensors().items() if not name.endswith("1.att.w1")})
+    with pytest.raises(CheckpointError, match=r"lacks tensor blocks\.1\.att\.w1"):
+        dx.load(tmp_path)
+    with pytest.raises(ValueError, match=r"mesh: got one for .*; an RWKV-7 lies on"):
+        dx.load(write(Path(tempfile.mkdtemp()), tensors()), mesh=jax.make_mesh((1, 8), ("data", "model")))
