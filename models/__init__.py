@@ -1,5 +1,5 @@
 """Networks: decoder-only transformers in flax.nnx, and the `Model`s that wrap them for decoding; T5, Mamba, Mamba-2,
-RWKV-7."""
+RWKV-7, RWKV-X."""
 
 from decodax.models.arc_encoder import ArcEncoder
 from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, cla, diffqkv, echo_att, llama, yoco
@@ -12,10 +12,11 @@ from decodax.models.mamba2 import Mamba2, Mamba2Config
 from decodax.models.phd import Phd, phd
 from decodax.models.rope import Chunks, Rope
 from decodax.models.rwkv7 import Rwkv7, Rwkv7Config
+from decodax.models.rwkv_x import RwkvX, RwkvXConfig
 from decodax.models.t5 import T5, T5Config
 from decodax.models.transformer import AdapterRows, Embeddings, EncoderText, Transformer
 
 __all__ = ["T5", "AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings",
            "EncoderText", "Experts", "Layer", "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Phd",
-           "Rope", "Rwkv7", "Rwkv7Config", "T5Config", "Transformer", "cla", "diffqkv", "dual_chunk", "echo_att", "jrt",
-           "linear", "linear_weights", "linearized", "llama", "phd", "yoco"]
+           "Rope", "Rwkv7", "Rwkv7Config", "RwkvX", "RwkvXConfig", "T5Config", "Transformer", "cla", "diffqkv",
+           "dual_chunk", "echo_att", "jrt", "linear", "linear_weights", "linearized", "llama", "phd", "yoco"]

@@ -106,26 +106,39 @@ class Rwkv7(Model):
                          length=jnp.zeros(batch, jnp.int32), size=capacity)
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
-        c, dtype = self.config, jnp.dtype(self.dtype)
-        x = embedded(params["embed"], window.tokens, dtype)
+        x, first, entries, layers = self.read(params, window), None, [], []
+        for i in range(self.config.layers):
+            x, first, own = self.block(params["layers"][str(i)], 3 * i, x, first, window, cache)
+            entries += own
+            layers.append(x)
+        return self.scored(params, x, entries, layers)
+
+    def read(self, params: Weights, window: Window) -> Array:
+        """The stream `f[B, W, D]` that the first layer reads."""
+        x = embedded(params["embed"], window.tokens, jnp.dtype(self.dtype))
         if window.embeddings is not None and window.embedded is not None:
             x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
-        x, entries, layers = layer_norm(x, params["first_norm"]), [], []
-        first: Array | None = None
-        for i in range(c.layers):
-            p = params["layers"][str(i)]
-            y, own, value = self.mix_time(p["time"], i, layer_norm(x, p["time_norm"]), first, window, cache)
-            first = value if first is None else first
-            x = x + y
-            y, after = self.mix_channels(p["channels"], 3 * i + 2, layer_norm(x, p["channel_norm"]), window, cache)
-            x = x + y
-            entries += [*own, after]
-            layers.append(x)
+        return layer_norm(x, params["first_norm"])
+
+    def block(self, p: Weights, place: int, x: Array, first: Array | None, window: Window,
+              cache: Any) -> tuple[Array, Array, list[Any]]:
+        """A layer: the stream behind it, the first layer's values, and the entries at its three places in the cache.
+
+        Args:
+            place: the first of them. first: the first layer's values; None: this is that layer.
+        """
+        y, own, value = self.mix_time(p["time"], place, layer_norm(x, p["time_norm"]), first, window, cache)
+        x = x + y
+        y, after = self.mix_channels(p["channels"], place + 2, layer_norm(x, p["channel_norm"]), window, cache)
+        return x + y, value if first is None else first, [*own, after]
+
+    def scored(self, params: Weights, x: Array, entries: list[Any], layers: list[Array]) -> Out:
+        """What comes of the stream behind the last layer."""
         last = lambda x: layer_norm(x, params["norm"])
         return Out(hidden=last(x), entries=tuple(entries), layers=tuple(layers), norm=last,
                    head=lambda hidden: multiply(hidden, params["lm_head"]["kernel"], jnp.float32))
 
-    def mix_time(self, p: Weights, layer: int, x: Array, first: Array | None, window: Window,
+    def mix_time(self, p: Weights, place: int, x: Array, first: Array | None, window: Window,
                  cache: Any) -> tuple[Array, tuple[Any, Any], Array]:
         """Time mixing of the normed stream `f[B, W, D]`: what it adds, its two entries, and its own values.
 
@@ -133,7 +146,7 @@ class Rwkv7(Model):
             first: the values of the first layer; None: this is it.
         """
         c, wide = self.config, lambda a: a.astype(jnp.float32)
-        before, shifted = earlier(3 * layer, x, window, cache)
+        before, shifted = earlier(place, x, window, cache)
         of = {name: x + (before - x) * p["mix"][name].astype(x.dtype) for name in MIXES}
         low = lambda name, x, act=lambda x: x: multiply(act(multiply(x, p[name]["down"]["kernel"])),
                                                         p[name]["up"]["kernel"])
@@ -158,7 +171,7 @@ class Rwkv7(Model):
                      + node["v"][..., None] * node["k"][:, :, None])
             return state, jnp.einsum("bhvk,bhk->bhv", state, node["r"])
 
-        y, states = cache.walk(3 * layer + 1, step, inputs, window)
+        y, states = cache.walk(place + 1, step, inputs, window)
         y = y - y.mean(-1, keepdims=True)
         y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 64 * EPS)
         y = y.reshape(*x.shape) * wide(p["head_norm"]["scale"]) + wide(p["head_norm"]["bias"])
@@ -178,18 +191,22 @@ class Rwkv7(Model):
         window = causal(tokens, jnp.zeros(B, jnp.int32)).replace(certain=True)
         return self.apply(params, window, self.init_cache(B, 0)).logits()
 
+    def sources(self) -> dict[str, WeightSource]:
+        """Every weight by its dotted path."""
+        return sources(self.config)
+
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         return embedded(params["embed"], tokens, jnp.dtype(self.dtype))
 
     def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
         return nested({path: jax.ShapeDtypeStruct(shape_of(source), dtype)
-                       for path, source in sources(self.config).items()})
+                       for path, source in self.sources().items()})
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms one, biases
         zero, shares a half, and decays from slow to fast over the channels."""
-        found, where = {}, sources(self.config)
+        found, where = {}, self.sources()
         for (path, source), each in zip(where.items(), jax.random.split(key, len(where)), strict=True):
             shape = shape_of(source)
             if path.endswith("kernel") or path == "embed":
@@ -255,7 +272,7 @@ def sources(c: Rwkv7Config, present: Collection[str] = ()) -> dict[str, WeightSo
     return {**found, **normed("norm", "ln_out"), "lm_head.kernel": kernel("head", c.vocab, D)}
 
 
-IGNORED = re.compile(r"^blocks\.0\.att\.v[012]$")
+IGNORED = re.compile(r"^(rwkv\.)?blocks\.0\.att\.v[012]$")
 """Tensors of published files that the network does not use."""
 
 

@@ -1,4 +1,4 @@
-"""A published RWKV-7 (`.pth`) as a directory for `decodax.load`.
+"""A published RWKV-7 or RWKV-X (`.pth`) as a directory for `decodax.load`.
 
     python scripts/convert_rwkv.py RWKV-x070-World-0.1B-v2.8-20241210-ctx4096.pth rwkv7-0.1b
     python -c "import decodax as dx; print(dx.generate(dx.load('rwkv7-0.1b'), [[33155, 37576]]).tokens)"
@@ -17,16 +17,18 @@ import torch
 from safetensors.torch import save_file
 
 from decodax.models.rwkv7 import IGNORED, describe_rwkv7
+from decodax.models.rwkv_x import describe_rwkv_x
 
 
 def convert(checkpoint: Path, directory: Path) -> None:
     """Writes config.json and model.safetensors.
 
     Raises:
-        ValueError: the file is no RWKV-7, or the directory exists.
+        ValueError: the file is neither, or the directory exists.
     """
     state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    config = describe_rwkv7({name: tuple(value.shape) for name, value in state.items()})
+    describe = describe_rwkv_x if any(name.startswith("moba.") for name in state) else describe_rwkv7
+    config = describe({name: tuple(value.shape) for name, value in state.items()})
     if directory.exists():
         raise ValueError(f"directory: {directory} exists")
     directory.mkdir(parents=True)

@@ -38,6 +38,8 @@ from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
 from decodax.models.rwkv7 import IGNORED as UNUSED
 from decodax.models.rwkv7 import Rwkv7, read_rwkv7
 from decodax.models.rwkv7 import sources as rwkv7_sources
+from decodax.models.rwkv_x import RwkvX, read_rwkv_x
+from decodax.models.rwkv_x import sources as rwkv_x_sources
 from decodax.models.state_space import shape_of
 from decodax.models.t5 import IGNORED as T5_IGNORED
 from decodax.models.t5 import T5, nested, read_t5
@@ -151,6 +153,7 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
 
 RECURRENT: dict[str, tuple[Any, Any, Any]] = {
     "mamba": (Mamba, read_mamba, mamba_sources), "rwkv7": (Rwkv7, read_rwkv7, rwkv7_sources),
+    "rwkv_x": (RwkvX, read_rwkv_x, rwkv_x_sources),
     "mamba2": (Mamba2, read_mamba2, mamba2_sources)}
 """Networks of recurrent layers alone, by `model_type`: the network, what reads its config.json, and its weights."""
 
@@ -175,7 +178,7 @@ def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLik
         return _load_packed_mamba2(root, entries, config, asked, weights)
     files = Files(root)
     where = weights_of(config, files.home)
-    _check(where, files, {"lm_head.weight"} if config.tied else set(), [UNUSED] if network is Rwkv7 else [])
+    _check(where, files, {"lm_head.weight"} if config.tied else set(), [UNUSED] if issubclass(network, Rwkv7) else [])
     table = where["embed"].tensors[0]
     if config.tied:
         _check_tied(files, table, "lm_head.weight")

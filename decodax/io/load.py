@@ -247,7 +247,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     recurrent = recurrent_type(config)
     own: Any = load_recurrent if recurrent else load_t5 if config.get("model_type") == "t5" else None
     if own is not None:
-        kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", None: "a T5"}[recurrent]
+        kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X",
+                None: "a T5"}[recurrent]
         if mesh is not None or context is not None:
             raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}; {kind} lies on "
                              "one device and has no length to be set for")

@@ -27,7 +27,7 @@ RANKS = {"w": 6, "a": 5, "v": 4, "g": 7}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [1, 5], [7, 7, 7, 7], [30]]
 
 
-def tensors() -> dict[str, np.ndarray]:
+def tensors(layers: int = LAYERS) -> dict[str, np.ndarray]:
     """Those of a tiny published file."""
     r, found = np.random.default_rng(7), dict[str, np.ndarray]()
     normal = lambda *shape, scale=0.5: (r.standard_normal(shape) * scale).astype(np.float32)
@@ -37,7 +37,7 @@ def tensors() -> dict[str, np.ndarray]:
         found[f"{name}.weight"], found[f"{name}.bias"] = 1 + normal(WIDTH, scale=.2), normal(WIDTH, scale=.2)
 
     found["emb.weight"] = normal(VOCABULARY, WIDTH, scale=1)
-    for i in range(LAYERS):
+    for i in range(layers):
         block, own = f"blocks.{i}", f"blocks.{i}.att"
         for name in ("ln0", "ln1", "ln2")[i > 0:]:
             norm(f"{block}.{name}")

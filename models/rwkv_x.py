@@ -1,0 +1,392 @@
+"""RWKV-X ("RWKV-X: A Linear Complexity Hybrid Language Model", Hou et al., 2025): RWKV-7 with sparse attention in some
+layers.
+
+Behind each `L / M` layers of RWKV-7 stands a block of attention, without rotations, and channel mixing. Keys and values
+are stored in chunks of `C` tokens. A token attends to the chunk that it stands in, as far as that goes, and to the
+`top` of the complete ones before it whose mean keys have the largest product with its query, the products of all heads
+added up. So one token costs the same however long the text is, and in texts of `top` chunks attention is full.
+
+When the store of a block holds more than `limit` tokens, the newest token's queries cut it down to `keep`: the latest
+`recent` ones stay, and of those before them each head keeps those that its query attends to most, in that order; chunks
+are counted anew in what stays. That is once in `limit - keep` tokens, in a forward of its own for that token.
+
+Loaded is what `scripts/convert_rwkv.py` writes of a published `.pth` file: its tensors under their own names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import Cache, KeyValues, Recurrent, Window, Wrapper, causal, empty_kv, take
+from decodax.cache.base import Draftable, Entries, Feature, PyTree, ReadPrompt
+from decodax.cache.dense import write
+from decodax.core.types import Out
+from decodax.models.names import WeightSource
+from decodax.models.packed import multiply
+from decodax.models.rwkv7 import Rwkv7, Rwkv7Config, describe_rwkv7, layer_norm, read_rwkv7
+from decodax.models.rwkv7 import sources as rwkv7_sources
+from decodax.models.state_space import kernel, plain
+from decodax.models.transformer import Weights
+from decodax.pallas_kernels.window_attention import merge, window_attention, window_attention_lse
+from decodax.struct import static, struct
+
+
+@dataclasses.dataclass(frozen=True)
+class RwkvXConfig(Rwkv7Config):
+    """The shape of an RWKV-X.
+
+    Attributes:
+        sparse: blocks of attention `M`, of which `L` is a multiple; one stands behind all layers.
+        chunk: tokens of a chunk, `C`. top: chunks that a token attends to beside its own.
+        limit: tokens of a store beyond which it is cut down; None: never. keep: to how many. recent: of them the
+            latest, which stay.
+    """
+
+    sparse: int = 1
+    chunk: int = 2048
+    top: int = 3
+    limit: int | None = 20000
+    keep: int = 16000
+    recent: int = 2000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("sparse", "chunk", "top"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        if self.layers % self.sparse:
+            raise ValueError(f"sparse: got {self.sparse} blocks of attention, takes a divisor of the {self.layers} "
+                             "layers")
+        if self.limit is not None and not 0 < self.recent < self.keep < self.limit:
+            raise ValueError(f"limit, keep, recent: got {self.limit}, {self.keep} and {self.recent}, takes each below "
+                             "the one before")
+
+
+@struct
+class Store(KeyValues):
+    """Keys and values in chunks, in the order in which they came or were kept.
+
+    Attributes:
+        kv, given, widths: see `KeyValues`.
+        sums: a tuple of one `f32[B, H, S / C, d]` a block, of the keys of each chunk.
+        count: `i32[B]`, how many there are. length: `i32[B]`, tokens that were read. size: static; the capacity.
+        kind: static. reading: static; whether a prompt is read, which is cut down behind its end.
+    """
+
+    supports = frozenset({"trees"})
+
+    kv: tuple[Array, ...]
+    sums: tuple[Array, ...]
+    count: Array
+    length: Array
+    given: PyTree
+    size: int = static()
+    widths: tuple[int, ...] = static()
+    kind: RwkvXConfig = static()
+    reading: bool = static(default=False)
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    def for_prompt(self) -> Store:
+        return self.replace(reading=True)
+
+    def settled(self, prompt: ReadPrompt) -> Store:
+        return self.replace(reading=False)
+
+    def horizon(self) -> Array | None:
+        # a chunk may be attended to from the token on that follows its last one, and a store is cut down before that
+        room = self.kind.chunk - self.count % self.kind.chunk
+        return room if self.limit is None else jnp.minimum(room, jnp.maximum(self.limit + 1 - self.count, 1))
+
+    @property
+    def limit(self) -> int | None:
+        """The limit that holds now, where texts can be longer than that."""
+        limit = None if self.reading else self.kind.limit
+        return limit if limit is not None and self.size > limit else None
+
+    def stale(self) -> Array | None:
+        return None if self.limit is None else self.count > self.limit
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,   # type: ignore[override]
+               **options: Any) -> tuple[Array, PyTree]:
+        q = q.astype(jnp.float32) * scale
+        out = (self._prompt if window.certain else self._drafts)(layer, q, k, v, window)
+        return out.astype(v.dtype), (k, v)
+
+    def _prompt(self, layer: int, q: Array, k: Array, v: Array, window: Window) -> Array:
+        """Of a chain that will all be committed, which may fill chunks itself."""
+        C, kv, d = self.kind.chunk, self.kv[layer], q.shape[-1]
+        slot = self.count[:, None] + window.positions - self.length[:, None]
+        chunks = -(-(kv.shape[2] + k.shape[1]) // C)
+        sums = jnp.pad(self.sums[layer], ((0, 0), (0, 0), (0, chunks - self.sums[layer].shape[2]), (0, 0)))
+        sums = added(sums, k, jnp.where(window.live, slot // C, chunks))
+        own = slot // C
+        chosen = self._best(q, sums, own) | (jnp.arange(chunks) == own[..., None])              # [B, W, chunks]
+        held, near_shape = jnp.arange(kv.shape[2], dtype=jnp.int32), (*own.shape, own.shape[1])
+        seen = jnp.take(chosen, held // C, axis=-1) & (held < self.count[:, None])[:, None]
+        near = window.visible() & jnp.take_along_axis(chosen, jnp.broadcast_to(own[:, None], near_shape), -1)
+        old = kv.swapaxes(1, 2)
+        keys, values = (jnp.concatenate([x, new], 1) for x, new in ((old[..., :d], k), (old[..., d:], v)))
+        at = jnp.concatenate([jnp.broadcast_to(held, (len(q), len(held))), slot], 1)
+        return window_attention(q, keys, values, jnp.concatenate([seen, near], -1), slot, scale=1.0, key_positions=at)
+
+    def _drafts(self, layer: int, q: Array, k: Array, v: Array, window: Window) -> Array:
+        """Of nodes in the chunk that is being filled; what those behind it see is never committed."""
+        C, kv, d = self.kind.chunk, self.kv[layer], q.shape[-1]
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, scale=1.0,
+                                    key_positions=window.key_positions)
+        own = jnp.broadcast_to((self.count // C)[:, None], q.shape[:2])
+        top = min(self.kind.top, self.sums[layer].shape[2])
+        found, chosen = lax.top_k(self._worth(q, self.sums[layer], own), top)
+        # the chunk that is being filled, and the best ones
+        places = jnp.concatenate([own[..., None], jnp.where(found > -jnp.inf, chosen, -1)], -1).astype(jnp.int32)
+
+        def one(node: tuple[Array, Array]) -> tuple[Array, Array]:
+            q, places = node            # of one query in each row
+            slot = (places[..., None] * C + jnp.arange(C, dtype=jnp.int32)).reshape(len(q), -1)
+            seen = (slot >= 0) & (slot < self.count[:, None])
+            some = jax.vmap(lambda kv, at: kv[:, at])(kv, jnp.clip(slot, 0, kv.shape[2] - 1)).swapaxes(1, 2)
+            # the first key is seen by a query that sees none, and then weighs nothing
+            out, lse = window_attention_lse(q[:, None], some[..., :d], some[..., d:], _some(seen)[:, None],
+                                            slot[:, :1], scale=1.0, key_positions=slot)
+            return out[:, 0], jnp.where(seen.any(1)[:, None], lse[:, 0], -1e30)
+
+        out, lse = lax.map(one, (q.swapaxes(0, 1), places.swapaxes(0, 1)))
+        return merge(near, (out.swapaxes(0, 1), lse.swapaxes(0, 1)))[0]
+
+    def _worth(self, q: Array, sums: Array, own: Array) -> Array:
+        """`f32[B, W, N]`: the product of a query with the mean keys of chunks before its own, `-inf` at others."""
+        worth = jnp.einsum("bwhd,bhnd->bwn", q, sums / self.kind.chunk)
+        return jnp.where(jnp.arange(sums.shape[2]) < own[..., None], worth, -jnp.inf)
+
+    def _best(self, q: Array, sums: Array, own: Array) -> Array:
+        """`bool[B, W, N]`: the chunks that a query attends to beside its own."""
+        worth = self._worth(q, sums, own)
+        found, at = lax.top_k(worth, min(self.kind.top, sums.shape[2]))
+        hit = (at[..., None] == jnp.arange(sums.shape[2])) & (found > -jnp.inf)[..., None]
+        return hit.any(-2)
+
+    def commit(self, entries: Entries, slots: Array) -> Store:
+        if not self.kv:
+            return self
+        put = jnp.where(slots >= 0, slots - self.length[:, None] + self.count[:, None], -1)
+        kv = tuple(write(held, jnp.concatenate(entry, -1), put) for held, entry in zip(self.kv, entries, strict=True))
+        sums = tuple(added(held, k, jnp.where(put >= 0, put // self.kind.chunk, held.shape[2]))
+                     for held, (k, _) in zip(self.sums, entries, strict=True))
+        length = jnp.maximum(self.length, slots.max(1) + 1)
+        return self.replace(kv=kv, sums=sums, count=self.count + length - self.length, length=length)
+
+    def cut(self, chosen: Entries, rows: Array) -> Store:
+        """Cut down to `chosen`, `i32[B, 1, H, keep]` of each block, in `rows`."""
+        kv, sums = [], []
+        for held, total, (at,) in zip(self.kv, self.sums, chosen, strict=True):
+            kept, made = self._kept(held, at[:, 0])
+            kept = jnp.where(rows[:, None, None, None], kept, held[:, :, :kept.shape[2]])
+            kv.append(lax.dynamic_update_slice_in_dim(held, kept, 0, 2))
+            sums.append(jnp.where(rows[:, None, None, None], made, total))
+        return self.replace(kv=tuple(kv), sums=tuple(sums), count=jnp.where(rows, self.kind.keep, self.count))
+
+    def _kept(self, kv: Array, at: Array) -> tuple[Array, Array]:
+        """Keys and values at `i32[B, H, keep]`, and the sums of their chunks as in `sums`."""
+        C, d = self.kind.chunk, kv.shape[-1] // 2
+        kept = jnp.take_along_axis(kv, at[..., None], 2)
+        chunks = -(-self.size // C)
+        keys = jnp.pad(kept[..., :d].astype(jnp.float32), ((0, 0), (0, 0), (0, chunks * C - kept.shape[2]), (0, 0)))
+        return kept, keys.reshape(*keys.shape[:2], chunks, C, d).sum(3)
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        raise ValueError("draft: an RWKV-X has no scratch for trees that grow level by level, so it drafts for no "
+                         "other model")
+
+
+@struct
+class Cutting(Wrapper):
+    """A store that is cut down as the newest token reads it, whose entries say what is kept."""
+
+    base: Store
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,   # type: ignore[override]
+               **options: Any) -> tuple[Array, PyTree]:
+        store = self.base
+        kind, kv, d = store.kind, store.kv[layer], q.shape[-1]
+        old = (store.count - kind.recent)[:, None, None]
+        scores = jnp.einsum("bhd,bhsd->bhs", q[:, 0].astype(jnp.float32) * scale, kv[..., :d].astype(jnp.float32))
+        scores = jnp.where(jnp.arange(kv.shape[2]) < old, scores, -jnp.inf)
+        best = lax.top_k(scores, kind.keep - kind.recent)[1].astype(jnp.int32)      # a softmax has the same order
+        late = jnp.broadcast_to(jnp.maximum(old, 0) + jnp.arange(kind.recent, dtype=jnp.int32), (
+            *best.shape[:2], kind.recent))
+        at = jnp.concatenate([best, late], -1)
+        kept, sums = store._kept(kv, at)
+        own = store.replace(kv=(kept,), sums=(sums,), count=jnp.full_like(store.count, kind.keep))
+        out, _ = own.attend(0, q, k, v, window, scale=scale)
+        return out, (at[:, None],)
+
+
+@struct
+class HybridStates(Wrapper):
+    """Recurrent states beside stores of keys and values.
+
+    Attributes:
+        base: the stores. states: the rest. where: static; for each place whether it is a store, and its number.
+    """
+
+    base: Any
+    states: Recurrent
+    where: tuple[tuple[bool, int], ...] = static()
+
+    @property
+    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
+        return self.base.supports
+
+    def walk(self, place: int, *args: Any) -> tuple[PyTree, PyTree]:
+        """As `Recurrent.walk`."""
+        return self.states.walk(self.where[place][1], *args)
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        return self.base.attend(self.where[layer][1], q, k, v, window, **options)    # type: ignore[no-any-return]
+
+    def _part(self, entries: Entries, stores: bool) -> list[PyTree]:
+        return [entry for entry, (store, _) in zip(entries, self.where, strict=True) if store == stores]
+
+    def commit(self, entries: Entries, slots: Array) -> HybridStates:
+        return self.replace(base=self.base.commit(self._part(entries, True), slots),
+                            states=self.states.commit(self._part(entries, False), slots))
+
+    def select(self, rows: Array) -> HybridStates:
+        return self.replace(base=self.base.select(rows), states=self.states.select(rows))
+
+    def renewed(self, text: ReadPrompt, rows: Array) -> HybridStates:
+        newest = take(text.tokens, self.length[:, None])
+        held = self.replace(base=Cutting(base=self.base))
+        out = text.model.apply(text.params, causal(newest, self.length), held)
+        return self.replace(base=self.base.cut(self._part(out.entries, True), rows))
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return self.base.scratch(entries, room)     # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class RwkvX(Rwkv7):
+    """An RWKV-X, compared by value and static under jit.
+
+    Attributes:
+        config: its shape. dtype: of activations, as a name. States are float32.
+    """
+
+    config: RwkvXConfig
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        self.no_inputs(inputs)
+        c = self.config
+        last = lambda: jnp.zeros((batch, c.width), self.dtype)
+        state = lambda: jnp.zeros((batch, c.heads, c.head_dim, c.head_dim), jnp.float32)
+        states, where = [], list[tuple[bool, int]]()
+        for i in range(c.layers):
+            where += [(False, len(states) + j) for j in range(3)]
+            states += [last(), state(), last()]
+            if (i + 1) % (c.layers // c.sparse) == 0:
+                where += [(True, i // (c.layers // c.sparse)), (False, len(states))]
+                states.append(last())
+        shapes, length = [(c.heads, c.head_dim)] * c.sparse, jnp.zeros(batch, jnp.int32)
+        chunks = -(-capacity // c.chunk)
+        store = Store(kv=empty_kv(shapes, batch, capacity, self.dtype), count=length, length=length + 0, given=None,
+                      sums=tuple(jnp.zeros((batch, c.heads, chunks, c.head_dim), jnp.float32) for _ in shapes),
+                      size=capacity, widths=(c.head_dim,) * c.sparse, kind=c)
+        return HybridStates(base=store, states=Recurrent(states=tuple(states), length=length + 0, size=capacity),
+                            where=tuple(where))
+
+    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
+        c = self.config
+        x, first, entries, layers = self.read(params, window), None, [], []
+        for i in range(c.layers):
+            x, first, own = self.block(params["layers"][str(i)], len(entries), x, first, window, cache)
+            entries += own
+            if (i + 1) % (c.layers // c.sparse) == 0:
+                x, own = self.sparse_block(params["sparse"][str(i // (c.layers // c.sparse))], len(entries), x, window,
+                                           cache)
+                entries += own
+            layers.append(x)
+        return self.scored(params, x, entries, layers)
+
+    def sparse_block(self, p: Weights, place: int, x: Array, window: Window, cache: Any) -> tuple[Array, list[Any]]:
+        """A block of attention: the stream behind it, and the entries at its two places in the cache."""
+        c, y = self.config, layer_norm(x, p["attn_norm"])
+        shape = *y.shape[:2], c.heads, c.head_dim
+        q, k, v = (multiply(y, p[name]["kernel"]).reshape(shape) for name in ("q", "k", "v"))
+        out, own = cache.attend(place, q, k, v, window, scale=1 / math.sqrt(c.head_dim))
+        x = x + multiply(out.reshape(x.shape).astype(x.dtype), p["o"]["kernel"])
+        y, after = self.mix_channels(p["channels"], place + 1, layer_norm(x, p["channel_norm"]), window, cache)
+        return x + y, [own, after]
+
+    def sources(self) -> dict[str, WeightSource]:
+        return sources(self.config)
+
+
+def _some(seen: Array) -> Array:
+    """`bool[B, n]` with the first one in rows that have none."""
+    return seen | (~seen.any(1, keepdims=True) & (jnp.arange(seen.shape[1]) == 0))
+
+
+def added(sums: Array, keys: Array, chunk: Array) -> Array:
+    """`sums`, `f32[B, H, N, d]`, and the keys `f[B, W, H, d]` of tokens in chunks `i32[B, W]`; `N`: in none."""
+    return jax.vmap(lambda s, k, at: s.at[:, at].add(k.swapaxes(0, 1).astype(s.dtype), mode="drop"))(sums, keys, chunk)
+
+
+def sources(c: RwkvXConfig, present: Collection[str] = ()) -> dict[str, WeightSource]:
+    """Every weight by its dotted path: its shape, and its tensor in a file."""
+    D = c.width
+    normed = lambda path, tensor: {f"{path}.scale": plain(f"{tensor}.weight", D),
+                                   f"{path}.bias": plain(f"{tensor}.bias", D)}
+    found = {path: dataclasses.replace(source, tensors=tuple(f"rwkv.{tensor}" for tensor in source.tensors))
+             for path, source in rwkv7_sources(c).items()}
+    for i in range(c.sparse):
+        path, block = f"sparse.{i}", f"moba.{i}"
+        found |= {**normed(f"{path}.attn_norm", f"{block}.ln1"), **normed(f"{path}.channel_norm", f"{block}.ln2"),
+                  **{f"{path}.{name}.kernel": kernel(f"{block}.att.{module}", D, D) for name, module in (
+                      ("q", "receptance"), ("k", "key"), ("v", "value"), ("o", "output"))},
+                  f"{path}.channels.mix": WeightSource((f"{block}.ffn.x_k",), False, None, (1, 1, D)),
+                  f"{path}.channels.k.kernel": kernel(f"{block}.ffn.key", c.inner, D),
+                  f"{path}.channels.v.kernel": kernel(f"{block}.ffn.value", D, c.inner)}
+    return found
+
+
+def read_rwkv_x(c: Mapping[str, Any]) -> RwkvXConfig:
+    """The RWKV-X that a `config.json` describes.
+
+    Raises:
+        ValueError: an entry is missing or out of its range.
+    """
+    rwkv = dataclasses.asdict(read_rwkv7(c))
+    own = {name: c[key] for name, key in ENTRIES.items() if key in c}
+    if "sparse" not in own:
+        raise ValueError(f"config.json of an rwkv_x model lacks '{ENTRIES['sparse']}'")
+    return RwkvXConfig(**{**rwkv, **own, "limit": own.get("limit", 20000) or None})
+
+
+ENTRIES = {"sparse": "n_moba_layer", "chunk": "moba_chunk_size", "top": "moba_topk", "limit": "max_kv_cache_size",
+           "keep": "min_kv_cache_size", "recent": "kv_cache_window_size"}
+"""What a configuration has beside RWKV-7's, and the authors' names for it, under which config.json has it."""
+
+
+def describe_rwkv_x(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The `config.json` of a published file, by its tensors' shapes; chunks and stores as the authors' code has them.
+
+    Raises:
+        ValueError: it is no RWKV-X.
+    """
+    blocks = {name.split(".")[1] for name in shapes if name.startswith("moba.")}
+    if not blocks:
+        raise ValueError("checkpoint: no RWKV-X, for it has no blocks of attention")
+    rwkv = describe_rwkv7({name.removeprefix("rwkv."): shape for name, shape in shapes.items()})
+    default = {field.name: field.default for field in dataclasses.fields(RwkvXConfig)}
+    return {**rwkv, "model_type": "rwkv_x", **{key: default[name] for name, key in ENTRIES.items()},
+            "n_moba_layer": len(blocks)}
