@@ -116,7 +116,7 @@ class Store(KeyValues):
     def stale(self) -> Array | None:
         return None if self.limit is None else self.count > self.limit
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,   # type: ignore[override]
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                **options: Any) -> tuple[Array, PyTree]:
         q = q.astype(jnp.float32) * scale
         out = (self._prompt if window.certain else self._drafts)(layer, q, k, v, window)
@@ -252,7 +252,7 @@ class HybridStates(Wrapper):
         return self.states.walk(self.where[place][1], *args)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        return self.base.attend(self.where[layer][1], q, k, v, window, **options)    # type: ignore[no-any-return]
+        return self.base.attend(self.where[layer][1], q, k, v, window, **options)
 
     def _part(self, entries: Entries, stores: bool) -> list[PyTree]:
         return [entry for entry, (store, _) in zip(entries, self.where, strict=True) if store == stores]
@@ -271,7 +271,7 @@ class HybridStates(Wrapper):
         return self.replace(base=self.base.cut(self._part(out.entries, True), rows))
 
     def scratch(self, entries: Entries, room: int) -> Draftable:
-        return self.base.scratch(entries, room)     # type: ignore[no-any-return]
+        return self.base.scratch(entries, room)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +289,7 @@ class RwkvX(Rwkv7):
         c = self.config
         last = lambda: jnp.zeros((batch, c.width), self.dtype)
         state = lambda: jnp.zeros((batch, c.heads, c.head_dim, c.head_dim), jnp.float32)
-        states, where = [], list[tuple[bool, int]]()
+        states, where = list[Array](), list[tuple[bool, int]]()
         for i in range(c.layers):
             where += [(False, len(states) + j) for j in range(3)]
             states += [last(), state(), last()]
@@ -305,8 +305,8 @@ class RwkvX(Rwkv7):
                             where=tuple(where))
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
-        c = self.config
-        x, first, entries, layers = self.read(params, window), None, [], []
+        c, entries, layers = self.config, list[Any](), list[Array]()
+        x, first = self.read(params, window), None
         for i in range(c.layers):
             x, first, own = self.block(params["layers"][str(i)], len(entries), x, first, window, cache)
             entries += own

@@ -228,7 +228,13 @@ class ReadPrompt:
 
 class CacheConfig(abc.ABC):
     """A kind of cache with options of its own: derive a frozen dataclass from this. It is compared by value, and static
-    under jit. Any function of the same arguments is a kind, too."""
+    under jit. Any function of the same arguments is a kind, too.
+
+    Attributes:
+        alone: whether it cannot stand beside another one (`decodax.cache.views`), for what it keeps is not by layers.
+    """
+
+    alone: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,

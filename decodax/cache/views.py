@@ -22,8 +22,8 @@ from decodax.struct import struct
 
 @struct
 class Viewed(Wrapper):
-    """`base`, which the model answers from, and `small`, which drafts read. Both take in what is committed; what
-    `small` asks of a layer beyond keys and values goes along with them."""
+    """`base`, which the model answers from, and `small`, which drafts read. Both take in what is committed: an entry is
+    a pair of theirs."""
 
     base: Any
     small: Any
@@ -45,13 +45,13 @@ class Viewed(Wrapper):
         return self.small
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        out, _ = self.base.attend(layer, q, k, v, window, **options)
-        _, entry = self.small.attend(layer, q, k, v, window, **options)     # nobody reads its output: not computed
-        return out, entry
+        out, entry = self.base.attend(layer, q, k, v, window, **options)
+        _, other = self.small.attend(layer, q, k, v, window, **options)     # nobody reads its output: not computed
+        return out, (entry, other)
 
     def commit(self, entries: Entries, slots: Array) -> Viewed:
-        return self.replace(base=self.base.commit([entry[:2] for entry in entries], slots),
-                            small=self.small.commit(entries, slots))
+        base, small = zip(*entries, strict=True)
+        return self.replace(base=self.base.commit(base, slots), small=self.small.commit(small, slots))
 
     def select(self, rows: Array) -> Viewed:
         return self.replace(base=self.base.select(rows), small=self.small.select(rows))
@@ -63,7 +63,7 @@ class Viewed(Wrapper):
         return self.replace(base=self.base.settled(prompt), small=self.small.settled(prompt))
 
     def scratch(self, entries: Entries, room: int) -> Draftable:
-        return self.small.scratch(entries, room)
+        return self.small.scratch([entry for _, entry in entries], room)
 
     def room(self, running: Array) -> Array | None:
         return _least(self.base.room(running), self.small.room(running))
@@ -103,6 +103,9 @@ class WithView(CacheConfig):
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
+        if isinstance(self.base, CacheConfig) and self.base.alone:
+            raise ValueError(f"cache: got {type(self.base).__name__}, which stands beside no other cache, and drafts "
+                             "read one of their own; takes another policy, or a draft model")
         make = lambda kind: kind(layers, batch, capacity, dtype, inputs)
         return Viewed(base=make(self.base), small=make(self.small))
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -332,6 +332,7 @@ class ProbeQueries(CacheConfig):
     least: int = 32
     room: int = 64
     name: str = "act-qkv"
+    alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("budget", "recent", "block", "window", "representatives", "samples", "least"):

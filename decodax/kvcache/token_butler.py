@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -274,6 +274,7 @@ class Foretelling(CacheConfig):
     sinks: int
     layer: KVLayer
     width: int
+    alone: ClassVar[bool] = True
 
     def table(self, size: int) -> np.ndarray:
         """`i32[size + 1]`: how many tokens are read of a text of each length."""

@@ -201,6 +201,14 @@ def test_so_do_trees(name: str) -> None:
     drafts_give_the_tokens_of_no_drafts(name, TREES)
 
 
+@pytest.mark.wide(but=("recycled-attention",))
+@pytest.mark.parametrize("name", ["recycled-attention", "h2o", "sentence-kv", "louiskv", "gear"])
+def test_so_do_drafts_on_another_cache(name: str) -> None:
+    """What a policy asks of an entry beyond keys and values goes along beside the cache that drafts read."""
+    drafted = run(name, dx.system("magicdec", SMALL, budget=14))
+    assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", OPTIONS)
 def test_drafts_give_the_tokens_of_another_program_with_the_same_cache(name: str) -> None:
@@ -329,6 +337,13 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
             (r"^policy 'x': effect: got 'none'", lambda: cache_policy("x", effect="none"))):      # type: ignore[arg-type]
         with pytest.raises(ValueError, match=expected):
             wrong()
+
+
+@pytest.mark.parametrize("name", ["act-qkv", "token-butler"])
+def test_what_stands_beside_no_other_cache_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^cache: got \w+, which stands beside no other cache, and drafts read one"):
+        dx.generate(DEEP, PROMPTS, cache=kv(name, **OPTIONS[name]), algorithm=dx.system("magicdec", DEEP, budget=14),
+                    max_new_tokens=2)
 
 
 def run_with(cache: str) -> Any:
