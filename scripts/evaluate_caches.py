@@ -28,6 +28,8 @@ from typing import Any
 
 MODES = ("aware", "agnostic")
 REMOVED = (0.25, 0.5, 0.8)
+BETWEEN = ("clusterkv", "attention-predictor", "subgen", "tim")
+"""Policies whose `every` is not the tokens between two evictions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ def sized(policy: str, removed: float, length: int, heads: Any = None,
 
     entry = find(policy.partition(":")[0])
     given = options(policy, entry.options)
-    if "every" in entry.options:
+    if "every" in entry.options and entry.name not in BETWEEN:
         given.setdefault("every", None)
     left = 1 - removed
     if entry.name == "streaming-llm":
@@ -113,6 +115,7 @@ def held(cache: Any) -> float:
     import numpy as np
 
     from decodax.cache import Wrapper
+    from decodax.kvcache.bounded import BoundedCodes
     from decodax.kvcache.coded import Coded
     from decodax.kvcache.evicting import Evicting
     from decodax.kvcache.graded import Graded
@@ -141,6 +144,10 @@ def held(cache: Any) -> float:
         after = kept + np.asarray(cache.length, float) - before
         return float(size(cache.shadows) * before.sum() / cache.size
                      + sum(kv.nbytes / kv.shape[2] for kv in cache.kv) * after.sum()) / rows
+    if isinstance(cache, BoundedCodes):
+        rows, before = cache.length.shape[0], np.asarray(cache.began, float).sum()
+        after = np.asarray(cache.length, float).sum() - before
+        return (size(cache.pools) * before / cache.size + size(cache.rest) * after / cache.rest[0].shape[2]) / rows
     if isinstance(cache, MergedLayers):
         before, rows = np.asarray(cache.prompt_length, float).sum(), cache.length.shape[0]
         after = np.asarray(cache.length, float).sum() - before
@@ -152,10 +159,36 @@ def held(cache: Any) -> float:
     return size((cache.kv, beside)) * used
 
 
+def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
+          left_out: list[str] | None) -> list[tuple[str, float | None, Any]]:
+    """Each policy at each size, as a kind of cache; a dense one first. Arguments as in `run`."""
+    import recall
+
+    from decodax.kvcache import fit_layers
+
+    heads = importance(lm, length) if any(policy.startswith("headkv") for policy in policies) else None
+    others = [[recall.ID[word] for word in problem.prompt.split()] for problem in
+              recall.problems("needle", 8, length, seed=1000)]
+    cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
+    for policy in policies:
+        for share in removed:
+            try:
+                kind = sized(policy, share, length, heads, lambda left: fit_layers(lm, others, left))
+                if kind is None:
+                    cases.append((policy, None, measured(policy, lm, others)))
+                    break
+                cases.append((policy, share, kind))
+            except ValueError as error:
+                if left_out is None:
+                    raise
+                left_out.append(f"{policy} with {share:.0%} removed: {error}")
+    return cases
+
+
 def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED, modes: Sequence[str] = MODES,
         tasks: Sequence[str] | None = None, problems: int = 20, length: int = 1024, seeds: Sequence[int] = (0, 1, 2),
         report: Callable[[int, int, str], None] | None = None, known: Sequence[Measured] = (),
-        save: Callable[[list[Measured]], None] | None = None) -> list[Measured]:
+        save: Callable[[list[Measured]], None] | None = None, left_out: list[str] | None = None) -> list[Measured]:
     """Asks every policy every question, and a dense cache too.
 
     Args:
@@ -163,6 +196,7 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
         removed: shares of the text that go. problems: of each task and seed. length: words of the texts.
         report: told before each run: runs done, runs in all, what runs now.
         known: what was measured before, which is not measured again. save: given all there is after each run.
+        left_out: a list that is given why a policy or one of its sizes cannot be had here; None: that is an error.
 
     Raises:
         ValueError: an unknown policy or task.
@@ -170,21 +204,10 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
     import recall
 
     from decodax.job import Job
-    from decodax.kvcache import fit_layers
     from decodax.request import Request
 
     tasks = list(recall.ANSWERED if tasks is None else tasks)
-    heads = importance(lm, length) if any(policy.startswith("headkv") for policy in policies) else None
-    others = [[recall.ID[word] for word in problem.prompt.split()] for problem in
-              recall.problems("needle", 8, length, seed=1000)]
-    cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
-    for policy in policies:
-        kinds = [(share, sized(policy, share, length, heads, lambda left: fit_layers(lm, others, left)))
-                 for share in removed]
-        if kinds[0][1] is None:
-            cases.append((policy, None, measured(policy, lm, others)))
-        else:
-            cases += [(policy, share, kind) for share, kind in kinds]
+    cases = sizes(lm, policies, removed, length, left_out)
     out: list[Measured] = []
     before = {(row.policy, row.removed, row.mode, row.seed, row.task): row for row in known}
     done, total = 0, len(cases) * len(modes) * len(seeds)
@@ -343,6 +366,7 @@ def main(argv: list[str]) -> int:
                    f"cores; JAX {jax.__version__}")
         command = shlex.join(["python", "scripts/evaluate.py", "--caches", *argv])
         known = _known(args.json, setting)
+        left_out: list[str] | None = None if args.policies else []      # what was asked for by name is not left out
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=None)
 
@@ -352,11 +376,13 @@ def main(argv: list[str]) -> int:
                     print(f"{done}/{total} {what}", file=sys.stderr, flush=True)
 
             rows = run(lm, policies, removed=args.removed, modes=args.mode, tasks=args.task, problems=args.problems,
-                       length=args.length, seeds=args.seeds, report=report, known=known,
+                       length=args.length, seeds=args.seeds, report=report, known=known, left_out=left_out,
                        save=lambda rows: _write(args.json, rows, setting, command))
     except (ValueError, FileNotFoundError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
+    for line in dict.fromkeys(left_out or []):
+        print(f"left out: {line}", file=sys.stderr)
     return _show(args, rows, setting, command)
 
 

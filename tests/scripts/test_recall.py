@@ -134,3 +134,15 @@ def test_the_best_have_most_right_answers() -> None:
             (("a", 0.2), ("b", 0.9), ("c", 0.4), ("d", 0.6)) for seed in (0, 1)]
     assert evaluate_caches.best(rows, "aware", 0.5) == ["b", "d", "c"]
     assert evaluate_caches.means(rows)["b", 0.5, "aware"] == (0.9, 0.0, 0.5)
+
+
+def test_what_cannot_be_had_at_a_size_is_left_out_or_an_error() -> None:
+    lm = dx.load("recall")
+    left_out: list[str] = []
+    found = evaluate_caches.sizes(lm, ["knorm", "a2ats", "clusterkv", "kvcrush"], (0.25, 0.8), 1024, left_out)
+    assert [case[:2] for case in found] == [("dense", None), ("knorm", 0.25), ("knorm", 0.8), ("clusterkv", 0.25),
+                                            ("clusterkv", 0.8), ("kvcrush", 0.25)]
+    assert [line.partition(": ")[0] for line in left_out] == ["a2ats with 25% removed", "a2ats with 80% removed",
+                                                              "kvcrush with 80% removed"]
+    with pytest.raises(ValueError, match=r"^books: got none"):
+        evaluate_caches.sizes(lm, ["a2ats"], (0.5,), 1024, None)
