@@ -1,6 +1,6 @@
 """What cache policies lose: right answers on long texts against the bytes that are kept.
 
-    python scripts/evaluate.py --caches                                     # every policy, at 25, 50 and 80% removed
+    python scripts/evaluate.py --caches                     # every policy that needs nothing measured first
     python scripts/evaluate.py --caches snapkv knorm:skip=() --length 2048 --plot caches.png
 
     python scripts/evaluate.py --caches --drafts                            # drafts on smaller caches: what is accepted
