@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from decodax.cache import Window, take
+from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.pallas_kernels.vocabulary import by_nodes, top_k
@@ -53,6 +54,10 @@ def template(nodes: int, ranks: tuple[float, ...] = RANKS, depth: int = 6) -> Fi
     return Fixed(tuple(paths))
 
 
+LANES = 128
+"""Numbers of a line of the array that holds the matrix: those that a TPU has side by side."""
+
+
 SMALL_TREE = template(15)
 """For hardware on which a wide window costs: a CPU, or a large batch."""
 
@@ -66,7 +71,8 @@ class TokenRecycling(Draft):
         k: successors kept for each token; at least as many as the template has ranks.
         rows: rows of the matrix. With at least the vocabulary's size it is the paper's; with fewer, tokens of one
             remainder share a row, in which the latest stays.
-        warm: the matrix of an earlier generation, one row of its `state.algo[0]`: `i32[(1 + k) * rows]`.
+        warm: the matrix of an earlier generation, `i32[(1 + k) * rows]`: so many first numbers of one text's in its
+            `state.algo[0]`, line by line.
 
     Raises:
         ValueError: `k` smaller than the template's ranks, or less than one row.
@@ -83,9 +89,13 @@ class TokenRecycling(Draft):
             raise ValueError(f"k: got {self.k}, takes at least {ranks}, the ranks in the tree")
         if self.rows < 1:
             raise ValueError(f"rows: got {self.rows}, takes at least 1")
-        size = (1 + self.k) * self.rows
-        if self.warm is not None and self.warm.shape != (size,):
-            raise ValueError(f"warm: got an array of shape {self.warm.shape}, takes {(size,)}")
+        if self.warm is not None and self.warm.shape != (self.size,):
+            raise ValueError(f"warm: got an array of shape {self.warm.shape}, takes {(self.size,)}")
+
+    @property
+    def size(self) -> int:
+        """Numbers of the matrix."""
+        return (1 + self.k) * self.rows
 
     @property
     def form(self) -> Fixed:
@@ -107,16 +117,16 @@ class TokenRecycling(Draft):
         return self
 
     def init(self, params: Params, s: State) -> Any:
-        """The matrix, `i32[B, (1 + k) * rows]`: first whose successors each row holds, -1 where it holds none; then the
-        likeliest successor in each row, then the second in each, and so on.
+        """The matrix, `i32[B, n, 128]`, line by line: first whose successors each row holds, -1 where it holds none;
+        then the likeliest successor in each row, then the second in each, and so on.
 
-        It is flat because a TPU writes single entries of `[B, n]` in place. Every other shape that was tried
-        (`[B, rows, 1 + k]`, `[B, 1 + k, rows]`, successors by themselves) it laid out anew for the scatter, on some
-        mesh, with up to 128 MiB of padding around each call.
+        It lies so because a TPU then writes single entries in place: lines of 128 are memory as it is. Other shapes
+        that were tried (`[B, rows, 1 + k]`, `[B, 1 + k, rows]`, successors by themselves, and `[B, (1 + k) * rows]` on
+        v6e) it laid out anew for the scatter, on some mesh, with up to 128 MiB of padding around each call.
         """
-        size = (1 + self.k) * self.rows
-        held = jnp.full(size, -1, jnp.int32) if params.draft is None else jnp.asarray(params.draft, jnp.int32)
-        return jnp.broadcast_to(held, (s.batch, size)) + 0
+        held = jnp.full(self.size, -1, jnp.int32) if params.draft is None else jnp.asarray(params.draft, jnp.int32)
+        lines = jnp.pad(held, (0, -self.size % LANES)).reshape(-1, LANES)
+        return jnp.broadcast_to(lines, (s.batch, *lines.shape)) + 0
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         order, parents = self.tree.order, self.tree.parents
@@ -126,7 +136,7 @@ class TokenRecycling(Draft):
             above = tokens[:, parents[level]]
             ranks = jnp.asarray([1 + order[i][-1] for i in level], jnp.int32)
             row = above % self.rows
-            held, child = take(state, row), take(state, ranks * self.rows + row)
+            held, child = _at(state, row), _at(state, ranks * self.rows + row)
             # an empty node is -1, and so is everything below it: no row is held by -1 with a successor
             tokens = jnp.concatenate([tokens, jnp.where((held == above) & (above >= 0), child, -1)], 1)
         drafts = tokens[:, 1:]
@@ -139,6 +149,11 @@ class TokenRecycling(Draft):
         slot = jnp.where(later, self.rows, slot)                                 # a scatter's order is not defined
         new = jnp.concatenate([window.tokens[..., None], likely], -1)
         places = jnp.where(slot[..., None] < self.rows, slot[..., None] + self.rows * jnp.arange(1 + self.k),
-                           state.shape[1])
-        put = lambda matrix, at, x: matrix.at[at.ravel()].set(x.ravel(), mode="drop")
+                           state[0].size)
+        put = lambda matrix, at, x: matrix.at[at.ravel() // LANES, at.ravel() % LANES].set(x.ravel(), mode="drop")
         return jax.vmap(put)(state, places, new)
+
+
+def _at(matrix: Array, entry: Array) -> Array:
+    """Entries `i32[B, W]` of the matrix `i32[B, n, 128]`."""
+    return jax.vmap(lambda matrix, entry: matrix[entry // LANES, entry % LANES])(matrix, entry)
