@@ -27,12 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache, Recurrent, Window, causal, take
-from decodax.core.types import Model, Out
+from decodax.cache import Cache, Recurrent, Window, take
+from decodax.core.types import Out
 from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, multiply
-from decodax.models.state_space import kernel, plain, shape_of
-from decodax.models.t5 import nested
+from decodax.models.state_space import RecurrentNetwork, kernel, plain
 from decodax.models.transformer import Weights
 
 DECAY = -math.exp(-0.5)
@@ -87,7 +86,7 @@ class Rwkv7Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rwkv7(Model):
+class Rwkv7(RecurrentNetwork):
     """An RWKV-7, compared by value and static under jit.
 
     Attributes:
@@ -185,40 +184,18 @@ class Rwkv7(Model):
         k = multiply(x + (before - x) * p["mix"].astype(x.dtype), p["k"]["kernel"])
         return multiply(jnp.square(jax.nn.relu(k)), p["v"]["kernel"]), shifted
 
-    def forward(self, params: Weights, tokens: Array) -> Array:
-        """Logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
-        B = tokens.shape[0]
-        window = causal(tokens, jnp.zeros(B, jnp.int32)).replace(certain=True)
-        return self.apply(params, window, self.init_cache(B, 0)).logits()
-
     def sources(self) -> dict[str, WeightSource]:
-        """Every weight by its dotted path."""
         return sources(self.config)
 
-    def embeddings(self, params: Weights, tokens: Array) -> Array:
-        return embedded(params["embed"], tokens, jnp.dtype(self.dtype))
-
-    def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
-        return nested({path: jax.ShapeDtypeStruct(shape_of(source), dtype)
-                       for path, source in self.sources().items()})
-
-    def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms one, biases
-        zero, shares a half, and decays from slow to fast over the channels."""
-        found, where = {}, self.sources()
-        for (path, source), each in zip(where.items(), jax.random.split(key, len(where)), strict=True):
-            shape = shape_of(source)
-            if path.endswith("kernel") or path == "embed":
-                made = jax.random.normal(each, shape) * (1.0 if path == "embed" else shape[0] ** -0.5)
-            elif path.endswith("decay.bias"):
-                made = jnp.linspace(-6.0, 1.0, shape[-1]).reshape(shape)
-            elif ".mix" in path or path.endswith("now"):
-                made = jnp.full(shape, 0.5)
-            else:
-                made = (jnp.zeros if path.endswith("bias") else jnp.ones)(shape)
-            found[path] = made.astype(dtype)
-        return nested(found)
+    def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
+        """Decays from slow to fast over the channels, shares of a half, and no biases."""
+        if name.endswith("decay.bias"):
+            return jnp.linspace(-6.0, 1.0, shape[-1]).reshape(shape)
+        if ".mix" in name or name.endswith("now"):
+            return jnp.full(shape, 0.5)
+        if name.endswith(("taken", "kept")):
+            return jnp.ones(shape)
+        return jnp.zeros(shape) if name.endswith("bias") else None
 
 
 def earlier(place: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:

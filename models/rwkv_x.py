@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache, KeyValues, Recurrent, Window, Wrapper, causal, empty_kv, take
-from decodax.cache.base import Draftable, Entries, Feature, PyTree, ReadPrompt
+from decodax.cache import Cache, KeyValues, PerLayer, Recurrent, Window, Wrapper, causal, empty_kv, take
+from decodax.cache.base import Draftable, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import write
 from decodax.core.types import Out
 from decodax.models.names import WeightSource
@@ -76,7 +76,7 @@ class Store(KeyValues):
     Attributes:
         kv, given, widths: see `KeyValues`.
         sums: a tuple of one `f32[B, H, S / C, d]` a block, of the keys of each chunk.
-        count: `i32[B]`, how many there are. length: `i32[B]`, tokens that were read. size: static; the capacity.
+        count: `i32[B]`, how many there are. length: `i32[B]`, tokens that were read.
         kind: static. reading: static; whether a prompt is read, which is cut down behind its end.
     """
 
@@ -87,14 +87,9 @@ class Store(KeyValues):
     count: Array
     length: Array
     given: PyTree
-    size: int = static()
     widths: tuple[int, ...] = static()
     kind: RwkvXConfig = static()
     reading: bool = static(default=False)
-
-    @property
-    def capacity(self) -> int:
-        return self.size
 
     def for_prompt(self) -> Store:
         return self.replace(reading=True)
@@ -111,7 +106,7 @@ class Store(KeyValues):
     def limit(self) -> int | None:
         """The limit that holds now, where texts can be longer than that."""
         limit = None if self.reading else self.kind.limit
-        return limit if limit is not None and self.size > limit else None
+        return limit if limit is not None and self.capacity > limit else None
 
     def stale(self) -> Array | None:
         return None if self.limit is None else self.count > self.limit
@@ -152,7 +147,8 @@ class Store(KeyValues):
 
         def one(node: tuple[Array, Array]) -> tuple[Array, Array]:
             q, places = node            # of one query in each row
-            slot = (places[..., None] * C + jnp.arange(C, dtype=jnp.int32)).reshape(len(q), -1)
+            within = jnp.arange(min(C, kv.shape[2]), dtype=jnp.int32)
+            slot = (places[..., None] * C + within).reshape(len(q), -1)
             seen = (slot >= 0) & (slot < self.count[:, None])
             some = jax.vmap(lambda kv, at: kv[:, at])(kv, jnp.clip(slot, 0, kv.shape[2] - 1)).swapaxes(1, 2)
             # the first key is seen by a query that sees none, and then weighs nothing
@@ -197,9 +193,8 @@ class Store(KeyValues):
 
     def _kept(self, kv: Array, at: Array) -> tuple[Array, Array]:
         """Keys and values at `i32[B, H, keep]`, and the sums of their chunks as in `sums`."""
-        C, d = self.kind.chunk, kv.shape[-1] // 2
+        C, d, chunks = self.kind.chunk, kv.shape[-1] // 2, self.sums[0].shape[2]
         kept = jnp.take_along_axis(kv, at[..., None], 2)
-        chunks = -(-self.size // C)
         keys = jnp.pad(kept[..., :d].astype(jnp.float32), ((0, 0), (0, 0), (0, chunks * C - kept.shape[2]), (0, 0)))
         return kept, keys.reshape(*keys.shape[:2], chunks, C, d).sum(3)
 
@@ -232,43 +227,18 @@ class Cutting(Wrapper):
 
 
 @struct
-class HybridStates(Wrapper):
-    """Recurrent states beside stores of keys and values.
-
-    Attributes:
-        base: the stores. states: the rest. where: static; for each place whether it is a store, and its number.
-    """
-
-    base: Any
-    states: Recurrent
-    where: tuple[tuple[bool, int], ...] = static()
-
-    @property
-    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
-        return self.base.supports
+class HybridStates(PerLayer):
+    """Stores of keys and values, `base`, beside recurrent states, `linear`."""
 
     def walk(self, place: int, *args: Any) -> tuple[PyTree, PyTree]:
         """As `Recurrent.walk`."""
-        return self.states.walk(self.where[place][1], *args)
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        return self.base.attend(self.where[layer][1], q, k, v, window, **options)
-
-    def _part(self, entries: Entries, stores: bool) -> list[PyTree]:
-        return [entry for entry, (store, _) in zip(entries, self.where, strict=True) if store == stores]
-
-    def commit(self, entries: Entries, slots: Array) -> HybridStates:
-        return self.replace(base=self.base.commit(self._part(entries, True), slots),
-                            states=self.states.commit(self._part(entries, False), slots))
-
-    def select(self, rows: Array) -> HybridStates:
-        return self.replace(base=self.base.select(rows), states=self.states.select(rows))
+        return self.linear.walk(self.where[place][1], *args)
 
     def renewed(self, text: ReadPrompt, rows: Array) -> HybridStates:
         newest = take(text.tokens, self.length[:, None])
         held = self.replace(base=Cutting(base=self.base))
         out = text.model.apply(text.params, causal(newest, self.length), held)
-        return self.replace(base=self.base.cut(self._part(out.entries, True), rows))
+        return self.replace(base=self.base.cut(self.part(out.entries, False), rows))
 
     def scratch(self, entries: Entries, room: int) -> Draftable:
         return self.base.scratch(entries, room)
@@ -291,17 +261,17 @@ class RwkvX(Rwkv7):
         state = lambda: jnp.zeros((batch, c.heads, c.head_dim, c.head_dim), jnp.float32)
         states, where = list[Array](), list[tuple[bool, int]]()
         for i in range(c.layers):
-            where += [(False, len(states) + j) for j in range(3)]
+            where += [(True, len(states) + j) for j in range(3)]
             states += [last(), state(), last()]
             if (i + 1) % (c.layers // c.sparse) == 0:
-                where += [(True, i // (c.layers // c.sparse)), (False, len(states))]
+                where += [(False, i // (c.layers // c.sparse)), (True, len(states))]
                 states.append(last())
         shapes, length = [(c.heads, c.head_dim)] * c.sparse, jnp.zeros(batch, jnp.int32)
         chunks = -(-capacity // c.chunk)
         store = Store(kv=empty_kv(shapes, batch, capacity, self.dtype), count=length, length=length + 0, given=None,
                       sums=tuple(jnp.zeros((batch, c.heads, chunks, c.head_dim), jnp.float32) for _ in shapes),
-                      size=capacity, widths=(c.head_dim,) * c.sparse, kind=c)
-        return HybridStates(base=store, states=Recurrent(states=tuple(states), length=length + 0, size=capacity),
+                      widths=(c.head_dim,) * c.sparse, kind=c)
+        return HybridStates(base=store, linear=Recurrent(states=tuple(states), length=length + 0, size=capacity),
                             where=tuple(where))
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
@@ -369,7 +339,9 @@ def read_rwkv_x(c: Mapping[str, Any]) -> RwkvXConfig:
     own = {name: c[key] for name, key in ENTRIES.items() if key in c}
     if "sparse" not in own:
         raise ValueError(f"config.json of an rwkv_x model lacks '{ENTRIES['sparse']}'")
-    return RwkvXConfig(**{**rwkv, **own, "limit": own.get("limit", 20000) or None})
+    if own.get("limit") == 0:       # as their code says that a store is never cut down
+        own["limit"] = None
+    return RwkvXConfig(**{**rwkv, **own})
 
 
 ENTRIES = {"sparse": "n_moba_layer", "chunk": "moba_chunk_size", "top": "moba_topk", "limit": "max_kv_cache_size",

@@ -1,6 +1,7 @@
-"""What models of state-space layers have in common: the residual stream, norms, embedding and head.
+"""What recurrent networks have in common, and what models of state-space layers have beside that: the residual stream,
+norms, embedding and head.
 
-A layer adds to the stream what its mixer makes of the normed one. The mixer is the model's own.
+A state-space layer adds to the stream what its mixer makes of the normed one. The mixer is the model's own.
 """
 
 from __future__ import annotations
@@ -23,20 +24,15 @@ from decodax.models.transformer import Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class StateSpace(Model):
-    """A model of state-space layers: derive a frozen dataclass from this.
+class RecurrentNetwork(Model):
+    """A network with recurrent states: derive a frozen dataclass from this.
 
     Attributes:
-        config: its shape and options, of which `layers`, `eps`, `tied` and `wide` are read here.
-        dtype: of activations, as a name.
+        config: its shape and options. dtype: of activations, as a name.
     """
 
     config: Any
     dtype: str = "float32"
-
-    @abc.abstractmethod
-    def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        """What a layer with weights `p` adds to the stream, `f[B, W, D]` from the normed one, and its entry."""
 
     @abc.abstractmethod
     def sources(self) -> dict[str, WeightSource]:
@@ -46,25 +42,6 @@ class StateSpace(Model):
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
         """The weights of a layer, by their name in it, that training begins with, where `init_params` would take
         others; None elsewhere."""
-
-    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
-        c, dtype = self.config, jnp.dtype(self.dtype)
-        x = embedded(params["embed"], window.tokens, dtype)
-        if window.embeddings is not None and window.embedded is not None:
-            x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
-        x, entries, layers = x.astype(jnp.float32 if c.wide else dtype), [], []
-        for i in range(c.layers):
-            p = params["layers"][str(i)]
-            y, entry = self.mixer(p, i, norm(x, p["norm"], c.eps).astype(dtype), window, cache)
-            x = x + y
-            entries.append(entry)
-            layers.append(x)
-        last = lambda x: norm(x, params["norm"], c.eps).astype(dtype)
-
-        def logits(hidden: Array) -> Array:
-            return multiply(hidden, head(params["embed"]) if c.tied else params["lm_head"]["kernel"], jnp.float32)
-
-        return Out(hidden=last(x), entries=tuple(entries), head=logits, layers=tuple(layers), norm=last)
 
     def forward(self, params: Weights, tokens: Array) -> Array:
         """Logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
@@ -93,6 +70,39 @@ class StateSpace(Model):
                 made = jax.random.normal(each, shape) * (1.0 if path == "embed" else shape[0] ** -0.5)
             found[path] = made.astype(dtype)
         return nested(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpace(RecurrentNetwork):
+    """A model of state-space layers: derive a frozen dataclass from this.
+
+    Attributes:
+        config: its shape and options, of which `layers`, `eps`, `tied` and `wide` are read here.
+        dtype: of activations, as a name.
+    """
+
+    @abc.abstractmethod
+    def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
+        """What a layer with weights `p` adds to the stream, `f[B, W, D]` from the normed one, and its entry."""
+
+    def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
+        c, dtype = self.config, jnp.dtype(self.dtype)
+        x = embedded(params["embed"], window.tokens, dtype)
+        if window.embeddings is not None and window.embedded is not None:
+            x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
+        x, entries, layers = x.astype(jnp.float32 if c.wide else dtype), [], []
+        for i in range(c.layers):
+            p = params["layers"][str(i)]
+            y, entry = self.mixer(p, i, norm(x, p["norm"], c.eps).astype(dtype), window, cache)
+            x = x + y
+            entries.append(entry)
+            layers.append(x)
+        last = lambda x: norm(x, params["norm"], c.eps).astype(dtype)
+
+        def logits(hidden: Array) -> Array:
+            return multiply(hidden, head(params["embed"]) if c.tied else params["lm_head"]["kernel"], jnp.float32)
+
+        return Out(hidden=last(x), entries=tuple(entries), head=logits, layers=tuple(layers), norm=last)
 
 
 def first_steps(count: int) -> Array:

@@ -109,56 +109,6 @@ def importance(lm: Any, length: int, count: int = 16) -> Any:
     return fit_heads(lm, probes)
 
 
-def held(cache: Any) -> float:
-    """Bytes of what a cache holds, without the room that is left in its arrays."""
-    import jax
-    import numpy as np
-
-    from decodax.cache import Wrapper
-    from decodax.kvcache.bounded import BoundedCodes
-    from decodax.kvcache.coded import Coded
-    from decodax.kvcache.evicting import Evicting
-    from decodax.kvcache.graded import Graded
-    from decodax.kvcache.landmarks import Shadowed
-    from decodax.kvcache.merging import MergedLayers
-    from decodax.kvcache.retrieval import Retrieving
-
-    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    if isinstance(cache, Evicting):         # a key, a value and a position for each token of each head
-        return sum(float(np.sum(count)) * (kv.shape[-1] * kv.dtype.itemsize + 4)
-                   for kv, count in zip(cache.kv, cache.count, strict=True))
-    if isinstance(cache, Coded):
-        rows = cache.length.shape[0]
-        each = size(cache.codes) / rows / cache.slots, size(cache.rest) / rows / cache.rest[0].shape[2]
-        whole = np.asarray(cache.whole, float)
-        return float((each[0] * (np.asarray(cache.held) - whole) + each[1] * whole).sum())
-    if isinstance(cache, Graded):
-        rows, coded = cache.length.shape[0], np.asarray(cache.coded, float)
-        room = sum(grade.keys.shape[2] for grade in cache.grades[0])
-        each = size(cache.grades) / rows / room, size(cache.rest) / rows / cache.rest[0].shape[2]
-        return float((each[0] * coded + each[1] * (np.asarray(cache.length) - coded)).sum())
-    if isinstance(cache, Wrapper):
-        return held(cache.base)
-    if isinstance(cache, Shadowed):
-        rows, before, kept = cache.length.shape[0], np.asarray(cache.began, float), np.asarray(cache.kept, float)
-        after = kept + np.asarray(cache.length, float) - before
-        return float(size(cache.shadows) * before.sum() / cache.size
-                     + sum(kv.nbytes / kv.shape[2] for kv in cache.kv) * after.sum()) / rows
-    if isinstance(cache, BoundedCodes):
-        rows, before = cache.length.shape[0], np.asarray(cache.began, float).sum()
-        after = np.asarray(cache.length, float).sum() - before
-        return (size(cache.pools) * before / cache.size + size(cache.rest) * after / cache.rest[0].shape[2]) / rows
-    if isinstance(cache, MergedLayers):
-        before, rows = np.asarray(cache.prompt_length, float).sum(), cache.length.shape[0]
-        after = np.asarray(cache.length, float).sum() - before
-        return (size((cache.prompt, cache.pairs)) * before / cache.size
-                + size(cache.kv) * after / cache.kv[0].shape[2]) / rows
-    slots = cache.kv[0].shape[2]
-    used = np.minimum(np.asarray(cache.length, float), slots).sum() / cache.length.shape[0] / slots
-    beside = cache.digests if isinstance(cache, Retrieving) else ()
-    return size((cache.kv, beside)) * used
-
-
 def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
           left_out: list[str] | None) -> list[tuple[str, float | None, Any]]:
     """Each policy at each size, as a kind of cache; a dense one first. Arguments as in `run`."""
@@ -202,6 +152,7 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
         ValueError: an unknown policy or task.
     """
     import recall
+    from cache_bytes import held
 
     from decodax.job import Job
     from decodax.request import Request

@@ -1,4 +1,5 @@
-"""A cache whose layers are of two kinds: keys and values under any policy, and states of linear attention."""
+"""A cache whose layers are of two kinds: keys and values under any policy, and states of linear attention or of another
+recurrence."""
 
 from __future__ import annotations
 
@@ -8,22 +9,21 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.base import Cache, Entries, Feature, PyTree, ReadPrompt
-from decodax.cache.linear import LinearStates
 from decodax.cache.wrapper import Wrapper
 from decodax.struct import static, struct
 
 
 @struct
 class PerLayer(Wrapper):
-    """`base`, which holds the layers with keys and values, and `linear`, which holds the others. Both take in what is
-    committed, and rows go through both alike.
+    """`base`, which holds the layers with keys and values, and `linear`, which holds the others: `LinearStates`, or
+    `Recurrent` where the model asks for its walk. Both take in what is committed, and rows go through both alike.
 
     Attributes:
         where: static; for each layer whether it lies in `linear`, and its number there or in `base`.
     """
 
     base: Any
-    linear: LinearStates
+    linear: Any
     where: tuple[tuple[bool, int], ...] = static()
 
     @property
@@ -48,8 +48,12 @@ class PerLayer(Wrapper):
         return self.base.attend(own, q, k, v, window, **options)
 
     def commit(self, entries: Entries, slots: Array) -> PerLayer:
-        part = lambda which: [entry for entry, (linear, _) in zip(entries, self.where, strict=True) if linear == which]
-        return self.replace(base=self.base.commit(part(False), slots), linear=self.linear.commit(part(True), slots))
+        return self.replace(base=self.base.commit(self.part(entries, False), slots),
+                            linear=self.linear.commit(self.part(entries, True), slots))
+
+    def part(self, entries: Entries, linear: bool) -> list[PyTree]:
+        """Those of the layers that lie in `linear`, or of the others."""
+        return [entry for entry, (own, _) in zip(entries, self.where, strict=True) if own == linear]
 
     def select(self, rows: Array) -> PerLayer:
         return self.replace(base=self.base.select(rows), linear=self.linear.select(rows))

@@ -155,7 +155,7 @@ RECURRENT: dict[str, tuple[Any, Any, Any]] = {
     "mamba": (Mamba, read_mamba, mamba_sources), "rwkv7": (Rwkv7, read_rwkv7, rwkv7_sources),
     "rwkv_x": (RwkvX, read_rwkv_x, rwkv_x_sources),
     "mamba2": (Mamba2, read_mamba2, mamba2_sources)}
-"""Networks of recurrent layers alone, by `model_type`: the network, what reads its config.json, and its weights."""
+"""Networks with recurrent states, by `model_type`: the network, what reads its config.json, and its weights."""
 
 
 def recurrent_type(config: dict[str, Any]) -> str | None:

@@ -31,14 +31,17 @@ def move(leaves: list[Any]) -> None:
     Arrays that do not lie on one CPU device stay as they are, and all of them where the system has no such pages, or
     where all of them together would not fill one.
     """
+    if not sys.platform.startswith("linux"):
+        return
     here = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and x.size
             and [device.platform for device in x.devices()] == ["cpu"]]
     left = sum(np.asarray(leaves[i]).nbytes for i in here)
-    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE") or left < PAGE:
+    if left < PAGE:
         return
     block, at = np.empty(0, np.uint8), 0
     for i in here:
-        old, size = np.asarray(leaves[i]), np.asarray(leaves[i]).nbytes
+        old = np.asarray(leaves[i])
+        size = old.nbytes
         if size > len(block) - at:
             block, at = _block(max(min(left, BLOCK), size)), 0
         new = block[at:at + size].view(old.dtype).reshape(old.shape)

@@ -209,10 +209,11 @@ def test_so_do_drafts_on_another_cache(name: str) -> None:
     assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", OPTIONS)
-def test_drafts_give_the_tokens_of_another_program_with_the_same_cache(name: str) -> None:
-    drafted = run(name, LOOKUP)
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "algorithm"), often(
+    [("h2o", LOOKUP), ("gear", LOOKUP), ("adakv", TREE)], [(name, alg) for name in OPTIONS for alg in (LOOKUP, TREE)]))
+def test_drafts_give_the_tokens_of_another_program_with_the_same_cache(name: str, algorithm: Any) -> None:
+    drafted = run(name, algorithm)
     assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
 
 
