@@ -28,6 +28,7 @@ from decodax.kvcache.query_scores import Accumulated, Capacity, Critical, Expect
 from decodax.kvcache.reconstruction import Reconstruction, Words
 from decodax.kvcache.recycling import Recycled
 from decodax.kvcache.retrieval import KeyBounds, Retrieval
+from decodax.kvcache.retrospective import Retrospection
 from decodax.kvcache.ring import Mode, RingChoice
 from decodax.kvcache.selection import AcrossLayers, AdaptiveHeads, Budget, Chunks, NearestTop, Pyramid, Top, TwoStages
 from decodax.kvcache.shared import Sharing
@@ -258,6 +259,14 @@ def _minicache(start: int | None = None, towards: float = 0.6, retained: float =
 def _quest(budget: int = 1024, page: int = 16, recent: int = 64, skip: tuple[int, ...] = (0, 1), offload: bool = False
            ) -> CacheConfig:
     return (OffloadedRetrieval if offload else Retrieval)(KeyBounds(), budget, page, recent, skip, "quest")
+
+
+@cache_policy("retro-attention", "Retrospective Sparse Attention for Efficient Long-Context Generation",
+              "Choi et al. 2025", "everything; each query reads the pages whose keys may attract it, and the tokens "
+              "before it read them, too, so that what they have become is computed anew")
+def _retro_attention(budget: int = 1024, window: int = 2, page: int = 16, recent: int = 64,
+                     skip: tuple[int, ...] = (0, 1)) -> CacheConfig:
+    return Retrospection(KeyBounds(), budget, page, recent, skip, "retro-attention", window)
 
 
 @cache_policy("shadowkv", "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",

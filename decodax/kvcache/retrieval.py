@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -112,34 +112,45 @@ class Choosing(Cache):
     def _read(self, layer: int, q: Array, at: Array) -> tuple[Array, Array]:
         """Attention of queries `f32[B, W, H, d]` at positions `i32[B, W]` to the pages they choose and the latest
         tokens."""
-        kind, shape, digests = self.kind, self.shapes[layer], self.digests[layer]
-        G, P = shape.heads, kind.page
-        pages = min(kind.pages, digests.shape[2])
-        near = min(kind.recent + P, self.capacity)
+        shape, P = self.shapes[layer], self.kind.page
+
+        def one(q: Array, at: Array) -> tuple[Array, Array]:
+            chosen, found = self._choose(layer, q, at)
+            latest, late = self._always(layer, at, self.length)
+            some = jnp.concatenate([self._pages(layer, chosen, found), latest], 2)
+            seen = jnp.concatenate([jnp.repeat(found, P, 2), late], 2)
+            attend = jax.vmap(lambda q, some, seen: attention_to(q, some, seen, shape.width))
+            return attend(q.reshape(len(q), shape.heads, -1, shape.width), some.astype(jnp.float32), seen)
+
+        return each_node(one, q, at)
+
+    def _start(self, at: Array) -> Array:
+        """For queries at positions `i32[...]`, in pages: where what is read in any case begins."""
+        return jnp.maximum(at - self.kind.recent, 0) // self.kind.page
+
+    def _choose(self, layer: int, q: Array, at: Array) -> tuple[Array, Array]:
+        """The pages `i32[B, G, n]` that a query in each row chooses, `f32[B, H, d]` at `i32[B]`, and which of them are
+        any, `bool[B, G, n]`."""
+        digests, shape, score = self.digests[layer], self.shapes[layer], self.kind.score
+        pages = min(self.kind.pages, digests.shape[2])
 
         def choose(q: Array, digests: Array, start: Array) -> tuple[Array, Array]:
             free = jnp.arange(digests.shape[1]) < start
-            worth = jnp.where(free, kind.score(q.reshape(G, -1, shape.width), digests).max(1), -jnp.inf)
+            worth = jnp.where(free, score(q.reshape(shape.heads, -1, shape.width), digests).max(1), -jnp.inf)
             found, chosen = lax.top_k(worth, pages)                 # [G, pages]
             return chosen.astype(jnp.int32), found > -jnp.inf
 
-        def one(node: tuple[Array, Array]) -> tuple[Array, Array]:
-            q, at = node            # of one query in each row
-            start = jnp.maximum(at - kind.recent, 0) // P           # in pages: where what is read in any case begins
-            chosen, found = jax.vmap(choose)(q, digests, start)
-            first = jnp.minimum(start * P, self.capacity - near)
-            late = first[:, None] + jnp.arange(near, dtype=jnp.int32)
-            late = (late >= start[:, None] * P) & (late < self.length[:, None])
-            some = jnp.concatenate([self._pages(layer, chosen, found), self._latest(layer, first, near)], 2)
-            seen = jnp.concatenate([jnp.repeat(found, P, 2),
-                                    jnp.broadcast_to(late[:, None], (len(q), G, near))], 2)
-            attend = jax.vmap(lambda q, some, seen: attention_to(q, some, seen, shape.width))
-            return attend(q.reshape(len(q), G, -1, shape.width), some.astype(jnp.float32), seen)
+        return jax.vmap(choose)(q, digests, self._start(at))
 
-        nodes = q.swapaxes(0, 1), at.T
-        out, lse = lax.map(one, nodes) if at.shape[1] > 1 else jax.tree.map(
-            lambda x: x[None], one(jax.tree.map(lambda x: x[0], nodes)))
-        return out.swapaxes(0, 1), lse.swapaxes(0, 1)
+    def _always(self, layer: int, at: Array, length: Array) -> tuple[Array, Array]:
+        """What a query in each row, at `i32[B]`, reads in any case of the first `length` (`i32[B]`) tokens: `f[B, G, n,
+        d + e]`, and which of them it sees, `bool[B, G, n]`."""
+        start, near = self._start(at) * self.kind.page, min(self.kind.recent + self.kind.page, self.capacity)
+        first = jnp.minimum(start, self.capacity - near)
+        late = first[:, None] + jnp.arange(near, dtype=jnp.int32)
+        late = (late >= start[:, None]) & (late < length[:, None])
+        latest = self._latest(layer, first, near)
+        return latest, jnp.broadcast_to(late[:, None], latest.shape[:3])
 
     def _grown(self, slots: Array) -> tuple[Array, Array]:
         """The length `i32[B]` with tokens at `slots` (`i32[B, W]`), and which pages they may have filled, `i32[B, n]`;
@@ -182,7 +193,7 @@ class Retrieving(Choosing, KeyValues):
     def _latest(self, layer: int, first: Array, count: int) -> Array:
         return jax.vmap(lambda kv, first: lax.dynamic_slice_in_dim(kv, first, count, 1))(self.kv[layer], first)
 
-    def commit(self, entries: Entries, slots: Array) -> Retrieving:
+    def commit(self, entries: Entries, slots: Array) -> Self:
         if not self.kv:
             return self
         P, B = self.kind.page, slots.shape[0]
@@ -195,6 +206,15 @@ class Retrieving(Choosing, KeyValues):
             kv.append(new)
             digests.append(self._digested(layer, pages, keys.reshape(*keys.shape[:2], -1, P, d)))
         return self.replace(kv=tuple(kv), digests=tuple(digests), length=length)
+
+
+def each_node(one: Callable[..., Any], *nodes: Any) -> Any:
+    """What a function gives for one node of each row after the other, arrays `[B, ...]` of arrays `[B, ...]`, for all
+    nodes of a window: arrays `[B, W, ...]` of arrays `[B, W, ...]`."""
+    moved = jax.tree.map(lambda x: x.swapaxes(0, 1), nodes)
+    if jax.tree.leaves(moved)[0].shape[0] == 1:
+        return jax.tree.map(lambda x: x[:, None], one(*jax.tree.map(lambda x: x[0], moved)))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1), lax.map(lambda node: one(*node), moved))
 
 
 def attention_to(q: Array, kv: Array, seen: Array, width: int) -> tuple[Array, Array]:

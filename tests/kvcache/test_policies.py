@@ -53,7 +53,7 @@ def network(layers: int) -> LM:
 SMALL, DEEP = network(1), network(2)
 MODEL, PARAMS = SMALL.model, SMALL.params
 DEEPER = ("pyramidkv", "knorm", "headkv", "minicache", "prefixkv", "fastkv", "promptdistill", "critiprefill",
-          "act-qkv", "minference", "hyper-attention", "aqua-kv", "kv-prediction", "token-butler")
+          "act-qkv", "minference", "hyper-attention", "aqua-kv", "kv-prediction", "token-butler", "retro-attention")
 """What tells layers apart."""
 # one ends in the middle of what the rules look at, and one is shorter than any budget
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
@@ -103,6 +103,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastkv": dict(budget=0.3, passed=0.5, window=4), "promptdistill": dict(budget=13),
     "shadowkv": dict(budget=8, chunk=4, rank=5, outliers=1, local=1),
     "quest": dict(budget=6, page=2, recent=12, skip=()),
+    "retro-attention": dict(budget=6, window=3, page=2, recent=12, skip=()),
     "speckv": dict(draft=GUESSES, budget=14, tokens=4, window=4),
     "specpc": dict(draft=GUESSES, budget=14, tokens=3, window=4, kernel=4, neighbours=3, first=0),
     "critiprefill": dict(budget=4, segment=4, block=2, dense=8, skip=0),
