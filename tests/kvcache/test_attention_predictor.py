@@ -131,7 +131,7 @@ def test_what_cannot_be_had_is_refused() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["attention-predictor", "token-butler"])
+@pytest.mark.parametrize("name", ["attention-predictor", "token-butler", "retro-attention"])
 def test_no_round_copies_keys_and_values(name: str) -> None:
     lm = kv(name, **OPTIONS[name]).put_on(DEEP)
     params, chain = Params(lm.params, None), build(8, vocab_size=16, temperature=0.8)
