@@ -1,6 +1,6 @@
 """What cache policies lose: right answers on long texts against the bytes that are kept.
 
-    python scripts/evaluate.py --caches                     # every policy that needs nothing measured first
+    python scripts/evaluate.py --caches                     # every policy that needs no training or other model
     python scripts/evaluate.py --caches snapkv knorm:skip=() --length 2048 --plot caches.png
 
     python scripts/evaluate.py --caches --drafts                            # drafts on smaller caches: what is accepted
@@ -8,9 +8,9 @@
 The questions are those of `scripts/recall.py`, which the shipped `recall` answers. A policy sees the question when it
 chooses (aware), or chooses from the text alone, as where several questions are asked of one text (agnostic: `context=`
 of `decodax.generate`). Its budget is a share of the text, or what of it each query reads; codecs have a size of their
-own. Evictions choose once, behind the text. What HeadKV and PrefixKV need to know of heads and layers is measured on
-other texts. Bytes are those of what is held behind the question, codes, steps and positions included, over a dense
-cache's.
+own. Evictions choose once, behind the text. What policies need to know of heads, layers, channels or keys is measured
+on other texts, but for what takes long training. Bytes are those of what is held behind the question, codes, steps and
+positions included, over a dense cache's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from typing import Any
 
 MODES = ("aware", "agnostic")
 REMOVED = (0.25, 0.5, 0.8)
-BETWEEN = ("clusterkv", "attention-predictor", "subgen", "tim")
+BETWEEN = ("clusterkv", "attention-predictor", "subgen", "tim", "leank")
 """Policies whose `every` is not the tokens between two evictions."""
+SIZED_BY = {"streaming-llm": "recent", "less": "recent", "freqkv": "size", "quick-prefill": "keep"}
+"""The option that says how much of a text is kept, where it is not `budget`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +53,12 @@ class Measured:
     kept: float
 
 
-def sized(policy: str, removed: float, length: int, heads: Any = None,
-          layers: Callable[[float], Any] | None = None) -> Any:
+def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
     """A policy that removes a share of texts of so many tokens; None: its size is its own.
 
     Args:
-        heads: the importance of each head, for policies that go by it. layers: gives what each layer keeps where all
-            keep a share together, for policies that have measured it.
+        measured: what was measured for it, by option (`fitted`). Of `layers` a function, which gives what each layer
+            keeps where all keep a share together.
 
     Raises:
         ValueError: as `decodax.kv`.
@@ -66,66 +67,84 @@ def sized(policy: str, removed: float, length: int, heads: Any = None,
     from decodax.registry import options
 
     entry = find(policy.partition(":")[0])
-    given = options(policy, entry.options)
+    given = {**measured, **options(policy, entry.options)}
     if "every" in entry.options and entry.name not in BETWEEN:
         given.setdefault("every", None)
     left = 1 - removed
-    if entry.name == "streaming-llm":
-        return kv(entry.name, **{"recent": int(left * length) - given.get("sinks", 4), **given})
-    if entry.name == "prefixkv" and layers is not None:
-        return kv(entry.name, **{"layers": layers(left), **given})
+    if entry.name in SIZED_BY:
+        sinks = given.get("sinks", 4) if SIZED_BY[entry.name] == "recent" else 0
+        own = left if SIZED_BY[entry.name] == "keep" else int(left * length) - sinks
+        return kv(entry.name, **{SIZED_BY[entry.name]: own, **given})
+    if callable(given.get("layers")):
+        return kv(entry.name, **{**given, "layers": given["layers"](left)})
     if "budget" not in entry.options:
         return None
-    if "heads" in entry.options:
-        given.setdefault("heads", heads)
     if "ask" in entry.options:      # the model has no words for it, but repeats what it is shown
         given = {"ask": (), "go_on": (), "answer": (), **given}
     return kv(entry.name, **{"budget": int(left * length), **given})
 
 
-def measured(policy: str, lm: Any, texts: Sequence[Sequence[int]]) -> Any:
-    """A policy whose size is its own, with what it measures on texts that are not asked about later."""
-    from decodax.kvcache import fit_codebooks, fit_features, fit_order
-    from decodax.kvcache.table import find, kv
+def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequence[Any]) -> dict[str, Any]:
+    """What a policy takes that is measured, by option, from texts that are not asked about later and answers that stand
+    in them (`needles`). What takes long training is not."""
+    from decodax.kvcache import (
+        fit_channels,
+        fit_codebooks,
+        fit_features,
+        fit_heads,
+        fit_key_books,
+        fit_layers,
+        fit_order,
+        fit_predictors,
+    )
+    from decodax.kvcache.table import find
     from decodax.registry import options
 
-    fits = {"codebooks": fit_codebooks, "features": fit_features, "order": fit_order}
     entry = find(policy.partition(":")[0])
-    found = {name: fit(lm, texts) for name, fit in fits.items() if name in entry.options}
-    return kv(entry.name, **found, **options(policy, entry.options)) if found else policy
+    given = {**entry.options, **options(policy, entry.options)}
+    fits: dict[str, Callable[[], Any]] = {
+        "codebooks": lambda: fit_codebooks(lm, texts), "features": lambda: fit_features(lm, texts),
+        "order": lambda: fit_order(lm, texts, given["heads"]), "predictors": lambda: fit_predictors(lm, texts),
+        "books": lambda: fit_key_books(lm, texts, count=1024), "heads": lambda: fit_heads(lm, probes),
+        "layers": lambda: lambda left: fit_layers(lm, texts, left),
+        "channels": lambda: fit_channels(lm, probes, align=8, steps=(400, 40), sinks=given["sinks"],
+                                         recent=given["recent"])}
+    left_open = (name for name in fits if name in entry.options and given[name] in (None, ()))
+    return {name: fits[name]() for name in left_open}
 
 
-def importance(lm: Any, length: int, count: int = 16) -> Any:
-    """That of each head for finding a value, on texts that are not asked about later."""
+def needles(length: int, count: int = 16) -> list[Any]:
+    """Texts with a question each, and where its answer stands in them."""
     import recall
 
-    from decodax.kvcache import Probe, fit_heads
+    from decodax.kvcache import Probe
 
     probes = []
     for problem in recall.problems("needle", count, length, seed=1000):
         words = problem.context.split()
         start = words.index(problem.question.split()[1]) + 1
         probes.append(Probe([recall.ID[word] for word in problem.prompt.split()], start, start + 4))
-    return fit_heads(lm, probes)
+    return probes
 
 
 def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
           left_out: list[str] | None) -> list[tuple[str, float | None, Any]]:
     """Each policy at each size, as a kind of cache; a dense one first. Arguments as in `run`."""
-    import recall
+    from decodax.kvcache.table import find, kv
+    from decodax.registry import options
 
-    from decodax.kvcache import fit_layers
-
-    heads = importance(lm, length) if any(policy.startswith("headkv") for policy in policies) else None
-    others = [[recall.ID[word] for word in problem.prompt.split()] for problem in
-              recall.problems("needle", 8, length, seed=1000)]
+    probes = needles(length)
+    texts = [probe.tokens for probe in probes[:8]]
     cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
     for policy in policies:
+        entry = find(policy.partition(":")[0])
+        found: dict[str, Any] | None = None
         for share in removed:
             try:
-                kind = sized(policy, share, length, heads, lambda left: fit_layers(lm, others, left))
+                found = fitted(policy, lm, texts, probes) if found is None else found
+                kind = sized(policy, share, length, **found)
                 if kind is None:
-                    cases.append((policy, None, measured(policy, lm, others)))
+                    cases.append((policy, None, kv(entry.name, **{**found, **options(policy, entry.options)})))
                     break
                 cases.append((policy, share, kind))
             except ValueError as error:

@@ -1,14 +1,14 @@
 """What KV Prediction saves and loses, on the shipped `pycode` with `pycode-draft` as the auxiliary model.
 
     python scripts/evaluate_kv_prediction.py                    # maps of least squares, and trained in 300 steps
-    python scripts/evaluate_kv_prediction.py --steps 0 4000
+    python scripts/evaluate_kv_prediction.py --steps 0 4000 --together 4000
 
 Maps are measured on files of the standard library that the models were trained on. Files that were held out are cut
 into prompts and true continuations, of which it prints what a token costs, in nats, by teacher forcing: for the model
 with all of the prompt, for each kind of maps, for the auxiliary model alone, and for the model with the prompt's newest
-token alone. A second auxiliary model is the first half of `pycode` itself, from which the layers of that half are
-predicted without an error. The time to the first token is that of `decodax.generate` with one prompt and one new token;
-all take turns in one process.
+token alone. With `--together` the auxiliary model is trained with its maps. A second auxiliary model is the first half
+of `pycode` itself, from which the layers of that half are predicted without an error. The time to the first token is
+that of `decodax.generate` with one prompt and one new token; all take turns in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import pycode_data as data
 import decodax as dx
 from decodax.cache import causal
 from decodax.cache.base import ReadPrompt
-from decodax.kvcache import fit_kv_prediction
+from decodax.kvcache import fit_kv_prediction, train_kv_prediction
 
 
 def pieces(documents: list[data.Document], lm: Any, size: int, count: int, each: int = 4) -> list[list[int]]:
@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--fit", type=int, default=128, metavar="N", help="texts to fit on (default: 128)")
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 300], metavar="N",
                         help="of training, for each kind of maps (default: 0 300)")
+    parser.add_argument("--together", type=int, nargs="*", default=[300], metavar="N",
+                        help="steps of training the auxiliary model with its maps (default: 300)")
     parser.add_argument("--rate", type=float, default=2e-3, metavar="X", help="of training (default: 2e-3)")
     parser.add_argument("--texts", type=int, default=64, metavar="N", help="held-out texts (default: 64)")
     parser.add_argument("--prompt", type=int, default=384, metavar="N", help="tokens of their prompts (default: 384)")
@@ -101,6 +103,13 @@ def main() -> None:
         kinds[name] = dx.kv("kv-prediction", auxiliary=auxiliary, maps=maps)
         both = kinds[name].put_on(lm)
         found[name] = mean(lambda x, both=both: forced(both.model, both.params, x, args.prompt))
+    for steps in args.together:
+        begin, name = time.perf_counter(), f"{small.name} trained, {steps} steps"
+        maps, trained = jax.block_until_ready(train_kv_prediction(lm, small, fitted, steps=steps, rate=args.rate))
+        print(f"{name}: in {time.perf_counter() - begin:.1f} s")
+        both = dx.kv("kv-prediction", auxiliary=trained, maps=maps).put_on(lm)
+        found[name] = mean(lambda x, both=both: forced(both.model, both.params, x, args.prompt))
+        found[f"{name}, alone"] = mean(lambda x, lm=trained: whole(lm.model, lm.params, x, args.prompt))
     found["pycode-draft alone"] = mean(lambda x: whole(small.model, small.params, x, args.prompt))
     found["pycode, no prompt"] = mean(lambda x: whole(lm.model, lm.params, x[:, args.prompt - 1:], 1))
 

@@ -24,7 +24,7 @@ from decodax.kvcache.fit_attention_predictor import fit_attention_predictor
 from decodax.kvcache.fit_channels import fit_channels
 from decodax.kvcache.fit_codecs import fit_codebooks, fit_features, fit_order
 from decodax.kvcache.fit_echo_att import attention_similarity, echo_groups, fit_echo_att
-from decodax.kvcache.fit_kv_prediction import fit_kv_prediction
+from decodax.kvcache.fit_kv_prediction import fit_kv_prediction, train_kv_prediction
 from decodax.kvcache.fit_less import fit_less
 from decodax.kvcache.fit_predicted import fit_predictors
 from decodax.kvcache.fit_query_aware import fit_key_books
@@ -48,4 +48,4 @@ __all__ = ["POLICIES", "AttentionNet", "Butler", "CachePolicy", "Codebooks", "Co
            "edited", "find", "fit_attention_predictor", "fit_channels", "fit_codebooks", "fit_echo_att", "fit_features",
            "fit_heads", "fit_key_books", "fit_kv_heads", "fit_kv_prediction", "fit_layers", "fit_less", "fit_order",
            "fit_predictors", "fit_token_butler", "kv", "load_prefix", "matched", "mean_kv_heads", "read", "read_prefix",
-           "save_prefix"]
+           "save_prefix", "train_kv_prediction"]

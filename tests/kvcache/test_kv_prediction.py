@@ -14,7 +14,7 @@ import decodax as dx
 from decodax.cache import causal
 from decodax.io.load import LM
 from decodax.job import Job
-from decodax.kvcache import KVMaps, fit_kv_prediction, kv
+from decodax.kvcache import KVMaps, fit_kv_prediction, kv, train_kv_prediction
 from decodax.kvcache.fit_kv_prediction import auxiliary_layers, losses
 from decodax.kvcache.listening import Listening
 from decodax.kvcache.shapes import layers_of
@@ -75,17 +75,17 @@ def test_each_layer_reads_the_layer_that_it_reads_in_the_paper() -> None:
 
 
 def test_a_model_that_predicts_itself_loses_nothing() -> None:
-    """The maps that are measured of it are those that leave all as it is, and both losses say so."""
+    """The maps that are measured of it are those that leave all as it is, and all losses say so."""
     made = fit_kv_prediction(DEEP, DEEP, TEXTS, damping=1e-9)
     assert made.layers == (0, 1)
     for found, wanted in zip(made.keys + made.values, ITSELF.keys + ITSELF.values, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-3)
     of = tuple(layers_of(DEEP.model))
     tokens = np.asarray([TEXTS[0] + [0, 0, 0, 0]], np.int32)
-    error, loss = losses(DEEP.model, DEEP.model, of, of, (DEEP.params, DEEP.params), ITSELF, jnp.asarray(tokens),
+    error, loss, own = losses(DEEP.model, DEEP.model, of, of, (DEEP.params, DEEP.params), ITSELF, jnp.asarray(tokens),
                          jnp.int32(60))
     assert error < 1e-4
-    np.testing.assert_allclose(loss, -dx.score(DEEP, [TEXTS[0]]).mean[0], rtol=1e-4)
+    np.testing.assert_allclose((loss, own), (-dx.score(DEEP, [TEXTS[0]]).mean[0],) * 2, rtol=1e-4)
 
 
 @pytest.mark.wide
@@ -97,7 +97,24 @@ def test_training_lowers_the_losses() -> None:
         each = [losses(DEEP.model, other().model, of, to, (DEEP.params, other().params), made,
                        jnp.asarray([text], jnp.int32), jnp.int32(60)) for text in TEXTS]
         found.append(np.asarray(each).mean(0))
-    assert found[1].sum() < 0.97 * found[0].sum() and (found[1] < found[0]).all()
+    assert found[1][:2].sum() < 0.97 * found[0][:2].sum() and (found[1][:2] < found[0][:2]).all()
+    assert found[1][2] == found[0][2]       # the auxiliary model stays as it is
+
+
+@pytest.mark.wide
+def test_an_auxiliary_model_is_trained_with_its_maps() -> None:
+    """By all three losses, which are less than with maps that are trained as long alone; the other model stays."""
+    before, shapes = [np.array(x) for x in jax.tree.leaves(DEEP.params)], tuple(layers_of(DEEP.model))
+    alone = fit_kv_prediction(DEEP, other(), TEXTS, steps=60, rate=1e-2), other()
+    both = train_kv_prediction(DEEP, other(), TEXTS, steps=60, rate=1e-2)
+    found = [np.mean([losses(DEEP.model, lm.model, tuple(layers_of(lm.model)), shapes, (DEEP.params, lm.params), maps,
+                             jnp.asarray([text], jnp.int32), jnp.int32(60)) for text in TEXTS], 0)
+             for maps, lm in (alone, both)]
+    assert (found[1] < found[0]).all()
+    for was, x in zip(before, jax.tree.leaves(DEEP.params), strict=True):
+        np.testing.assert_array_equal(was, x)
+    out = dx.generate(DEEP, PROMPTS, max_new_tokens=2, cache=kv("kv-prediction", auxiliary=both[1], maps=both[0]))
+    assert out.lengths.tolist() == [2] * 3
 
 
 @pytest.mark.wide
@@ -130,6 +147,10 @@ def test_what_cannot_be_predicted_is_refused() -> None:
             (r"^layers: got \(0, 1\), takes for each of 2 layers one of the 1", lambda: fit_kv_prediction(
                 DEEP, GUESSES, TEXTS, layers=(0, 1))),
             (r"^steps: got -1", lambda: fit_kv_prediction(DEEP, GUESSES, TEXTS, steps=-1)),
+            (r"^steps: got 0, takes 1 or more", lambda: train_kv_prediction(DEEP, GUESSES, TEXTS, steps=0)),
+            (r"^auxiliary: got weights that are no floating point numbers", lambda: train_kv_prediction(
+                DEEP, dataclasses.replace(GUESSES, params=jax.tree.map(lambda x: x.astype(jnp.int8), GUESSES.params)),
+                TEXTS)),
             (r"^texts: got none", lambda: fit_kv_prediction(DEEP, GUESSES, []))):
         with pytest.raises(ValueError, match=message):
             wrong()

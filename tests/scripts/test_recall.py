@@ -139,10 +139,11 @@ def test_the_best_have_most_right_answers() -> None:
 def test_what_cannot_be_had_at_a_size_is_left_out_or_an_error() -> None:
     lm = dx.load("recall")
     left_out: list[str] = []
-    found = evaluate_caches.sizes(lm, ["knorm", "a2ats", "clusterkv", "kvcrush"], (0.25, 0.8), 1024, left_out)
+    found = evaluate_caches.sizes(lm, ["knorm", "token-butler", "clusterkv", "kvcrush"], (0.25, 0.8), 1024, left_out)
     assert [case[:2] for case in found] == [("dense", None), ("knorm", 0.25), ("knorm", 0.8), ("clusterkv", 0.25),
                                             ("clusterkv", 0.8), ("kvcrush", 0.25)]
-    assert [line.partition(": ")[0] for line in left_out] == ["a2ats with 25% removed", "a2ats with 80% removed",
+    assert [line.partition(": ")[0] for line in left_out] == ["token-butler with 25% removed",
+                                                              "token-butler with 80% removed",
                                                               "kvcrush with 80% removed"]
-    with pytest.raises(ValueError, match=r"^books: got none"):
-        evaluate_caches.sizes(lm, ["a2ats"], (0.5,), 1024, None)
+    with pytest.raises(ValueError, match=r"^butler: got none"):
+        evaluate_caches.sizes(lm, ["token-butler"], (0.5,), 1024, None)
