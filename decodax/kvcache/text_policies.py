@@ -13,6 +13,10 @@ from decodax.kvcache.sentences import SentenceRetrieval
 from decodax.kvcache.shots import ShotAttention, Shots
 from decodax.kvcache.subtasks import SubtaskPruning
 from decodax.kvcache.table import cache_policy
+from decodax.kvcache.vision import ImageAttention, ImageShares
+
+EVERYTHING = 1 << 30
+"""A budget in tokens that no text has."""
 
 
 @cache_policy("sentence-kv", "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching",
@@ -36,3 +40,18 @@ def _shotkv(budget: Budget = 2048, pool: int = 512, every: int = 32, window: int
               "computed anew")
 def _tim(open: Any = (), close: Any = (), depth: int = 2, every: int = 16) -> CacheConfig:
     return SubtaskPruning(read_marks(open, "open"), read_marks(close, "close"), depth, every)
+
+
+@cache_policy("plphp", "PLPHP: Per-Layer Per-Head Vision Token Pruning for Efficient Large Vision-Language Models",
+              "Meng et al. 2025", "all text, and of the image tokens of a prompt those that the newest token attends "
+              "to, more in layers that attend to them more")
+def _plphp(image: tuple[int, int] | None = None, rate: float | None = None, change: float | None = None,
+           attentive: float | None = None, indifferent: float | None = None, budget: Budget | None = None,
+           skip: tuple[int, ...] = ()) -> CacheConfig:
+    if image is None or len(image) != 2 or not 0 <= image[0] <= image[1]:
+        raise ValueError(f"image: got {image!r}, takes the first and the last id of the model's image tokens")
+    if rate is None or change is None or attentive is None or indifferent is None:
+        raise ValueError(f"rate, change, attentive, indifferent: got {rate}, {change}, {attentive} and {indifferent}; "
+                         "the numbers of the paper are those of its models, so plphp takes all four")
+    shares = ImageShares(ImageAttention(image), rate, change, attentive, indifferent)
+    return Eviction(shares, EVERYTHING if budget is None else budget, None, skip, name="plphp")

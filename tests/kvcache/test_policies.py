@@ -126,10 +126,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sentence-kv": dict(ends=(3, 7, 12), budget=18, factor=1.5, sinks=1, recent=12, window=4),
     "shotkv": dict(budget=14, pool=6, every=4, window=3, separator=(3, (7, 1))),
     "act-qkv": dict(budget=21, sinks=2, recent=13, block=2, window=8, representatives=2, samples=3, least=1, room=11),
+    "plphp": dict(image=(3, 9), rate=0.4, change=0.3, attentive=0.5, indifferent=0.4),
     "a2ats": dict(books=KEY_BOOKS, budget=0.2, sinks=2, recent=11),
     "tim": dict(open=0, close=8, depth=1, every=5)}
 AT_ONCE = {"zipcache", "qaq", "minicache", "kv-prediction", "observed-attention", "lagkv", "cur", "capkv", "kvzip",
-           "adaptive-expected-attention", "prefixkv", "token-butler"}
+           "adaptive-expected-attention", "prefixkv", "token-butler", "plphp"}
 """What rounds from the first token on, or drops a share of any prompt; the others keep 8 tokens as they are."""
 EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
@@ -230,6 +231,7 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
             "quantized-pruning": {"budget": 200, "residual": 200},
             "shotkv": {"budget": 200, "pool": 200}, "tim": {"depth": 200}, "louiskv": {"budget": 200, "buffer": 200},
             "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
+            "plphp": {"rate": 1.0, "change": 0.0},
             **{codec: {"residual": 200} for codec in (
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
         name, {"budget": 200})
