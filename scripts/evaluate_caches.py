@@ -109,6 +109,8 @@ def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequenc
         "layers": lambda: lambda left: fit_layers(lm, texts, left),
         "channels": lambda: fit_channels(lm, probes, align=8, steps=(400, 40), sinks=given["sinks"],
                                          recent=given["recent"])}
+    if "budget" not in entry.options:       # these are other heads than those of HeadKV
+        del fits["heads"]
     left_open = (name for name in fits if name in entry.options and given[name] in (None, ()))
     return {name: fits[name]() for name in left_open}
 

@@ -1,5 +1,5 @@
-"""What `a2ats` and `act-qkv` lose of held-out text: nats a token with a dense cache, with what they read of it, and
-with as many of the first and the latest tokens.
+"""What `a2ats`, `act-qkv`, `quest` and `retro-attention` lose of held-out text: nats a token with a dense cache, with
+what they read of it, and with as many of the first and the latest tokens.
 
     python scripts/measure_reading.py
 
@@ -10,7 +10,6 @@ the shipped `pycode`: 128 tokens behind 384 that are read as a prompt, one at a 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import time
 from typing import Any
@@ -67,10 +66,13 @@ def main() -> None:
                   budget=some)
     kinds = {"dense": None, f"sink-window:budget={some}": kv("sink-window", budget=some, sinks=given.sinks),
              "a2ats": kv("a2ats", books=books, **own), "act-qkv": kv("act-qkv", **blocks)}
+    pages = dict(budget=some - given.recent, page=4, recent=given.recent, skip=())
+    kinds |= {"quest": kv("quest", **pages)} | {
+        f"retro-attention:window={n}": kv("retro-attention", window=n, **pages) for n in (2, 4, 8)}
     dense: np.ndarray | None = None
     for name, kind in kinds.items():
-        scored = lm if kind is None else dataclasses.replace(lm, model=lm.model.with_cache(kind).fit(given.size))
-        found = np.array(forced(scored.model, scored.params, jnp.array(new, jnp.int32), given.prompt))
+        scored = lm if kind is None else kind.put_on(lm)
+        found = np.array(forced(scored.model.fit(given.size), scored.params, jnp.array(new, jnp.int32), given.prompt))
         dense = found if dense is None else dense
         lost = found - dense
         print(f"{name:30} {found.mean():.4f} nats a token, {lost.mean():.4f} ± {lost.std() / len(lost) ** 0.5:.4f} "
