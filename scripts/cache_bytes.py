@@ -12,9 +12,10 @@ from decodax.kvcache.bounded import BoundedCodes
 from decodax.kvcache.coded import Coded
 from decodax.kvcache.evicting import Evicting
 from decodax.kvcache.graded import Graded
+from decodax.kvcache.grouped import Grouped
 from decodax.kvcache.landmarks import Shadowed
 from decodax.kvcache.merging import MergedLayers
-from decodax.kvcache.retrieval import Retrieving
+from decodax.kvcache.sublinear import Sublinear
 
 
 def held(cache: Any) -> float:
@@ -49,7 +50,8 @@ def held(cache: Any) -> float:
         after = np.asarray(cache.length, float).sum() - before
         return (size((cache.prompt, cache.pairs)) * before / cache.size
                 + size(cache.kv) * after / cache.kv[0].shape[2]) / rows
-    slots = cache.kv[0].shape[2]
-    used = np.minimum(np.asarray(cache.length, float), slots).sum() / cache.length.shape[0] / slots
-    beside = cache.digests if isinstance(cache, Retrieving) else ()
-    return size((cache.kv, beside)) * used
+    slots, tokens = cache.kv[0].shape[2], np.asarray(cache.count if isinstance(cache, Grouped) else cache.length, float)
+    used = np.minimum(tokens, slots).mean() / slots
+    # what lies beside keys and values grows with the text as they do, but for sketches of a size of their own
+    beside = size((cache.sketches,)) if isinstance(cache, Sublinear) else (size(cache) - size(cache.kv)) * used
+    return size(cache.kv) * used + beside

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import decodax as dx
 from decodax.kvcache import kv
-from tests.kvcache.test_policies import LOOKUP, MODEL, OPTIONS, PROMPTS, SMALL
+from tests.kvcache.test_policies import DEEP, DEEPER, LOOKUP, MODEL, OPTIONS, PROMPTS, SMALL
 from tests.matrix import often
 
 pytestmark = pytest.mark.mesh
@@ -20,10 +20,11 @@ pytestmark = pytest.mark.mesh
 @pytest.mark.parametrize("name", often(["adakv"], OPTIONS))
 def test_a_mesh_gives_the_tokens_of_one_device(name: str, kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
-    spread = dataclasses.replace(SMALL, params=jax.device_put(SMALL.params, MODEL.shardings(mesh)), mesh=mesh)
+    lm = DEEP if name in DEEPER else SMALL
+    spread = dataclasses.replace(lm, params=jax.device_put(lm.params, lm.model.shardings(mesh)), mesh=mesh)
     prompts = [*PROMPTS, PROMPTS[0][:30]]
     out, alone = (dx.generate(lm, prompts, cache=kv(name, **OPTIONS[name]), max_new_tokens=16, algorithm=LOOKUP)
-                  for lm in (spread, SMALL))
+                  for lm in (spread, lm))
     assert out.tokens.tolist() == alone.tokens.tolist()
 
 
