@@ -6,12 +6,13 @@ ancestors, a diffusion canvas is bidirectional. `W` is the only shape a method c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from decodax.struct import Struct, static, struct
 
@@ -150,3 +151,12 @@ def parents(window: Window) -> Array:
 def take(x: Array, index: Array) -> Array:
     """`x[b, index[b, ...]]` for each row `b`: the gather along the window (or any second) axis."""
     return jax.vmap(lambda row, i: row[i])(x, index)
+
+
+def each_node(one: Callable[..., Any], *nodes: Any) -> Any:
+    """What a function gives for one node of each row after the other, arrays `[B, ...]` of arrays `[B, ...]`, for all
+    nodes of a window: arrays `[B, W, ...]` of arrays `[B, W, ...]`."""
+    moved = jax.tree.map(lambda x: x.swapaxes(0, 1), nodes)
+    if jax.tree.leaves(moved)[0].shape[0] == 1:
+        return jax.tree.map(lambda x: x[:, None], one(*jax.tree.map(lambda x: x[0], moved)))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1), lax.map(lambda node: one(*node), moved))

@@ -29,7 +29,7 @@ from jax import Array, lax
 from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import Dense, dense, write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
-from decodax.cache.window import take
+from decodax.cache.window import each_node, take
 from decodax.cache.wrapper import Wrapper
 from decodax.kvcache.clusters import Clusters, clustered, drawn, places_of
 from decodax.kvcache.retrieval import attention_to
@@ -128,16 +128,14 @@ class BoundaryRetrieval(KeyValues):
         each = jax.vmap(lambda kv, starts, newest, length, prompt, q, at, reads: self._read(
             layer, (kv, starts, newest, length, prompt), q, at, reads))
         rows = self.kv[layer], held.starts, held.newest, self.length, self.prompt
-        far = lax.map(lambda node: each(*rows, *node), jax.tree.map(lambda x: x.swapaxes(0, 1),
-                                                                    (f32 * scale, at, reads)))
-        out = merge(near, jax.tree.map(lambda x: x.swapaxes(0, 1), far))[0]
+        out = merge(near, each_node(functools.partial(each, *rows), f32 * scale, at, reads))[0]
         return out, (*entry, f32, boundary, chosen)
 
     def _chosen(self, held: RetrievedLayer, q: Array, at: Array) -> Array:
         """`i32[B, W, G, n]`: what queries `f32[B, W, H, d]` at positions `i32[B, W]` choose."""
         each = jax.vmap(lambda own, q, at: chosen(own, q, at, held.chosen.shape[-1], self.kind))
-        nodes = lax.map(lambda node: each(held, *node), (q.swapaxes(0, 1), at.T))
-        return nodes.swapaxes(0, 1)
+        found: Array = each_node(functools.partial(each, held), q, at)
+        return found
 
     def _read(self, layer: int, row: tuple[Array, ...], q: Array, at: Array, reads: Array) -> tuple[Array, Array]:
         """Attention of a query `f32[H, d]` at `at` (`i32[]`) of one row to the sinks, to what is `reads` (`i32[G, n]`)

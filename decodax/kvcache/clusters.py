@@ -14,6 +14,7 @@ and no memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax import Array, lax
 from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import Dense, dense, write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.window import each_node
 from decodax.cache.wrapper import Wrapper
 from decodax.kvcache.retrieval import attention_to
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
@@ -141,8 +143,8 @@ class Clustering(KeyValues):
         some, at = self._always(layer)
         near = window_attention_lse(*given, some, slot_positions=at, **options)
         each = jax.vmap(lambda kv, clusters, q: self._read(layer, kv, clusters, q))
-        far = lax.map(lambda q: each(self.kv[layer], clusters, q), q.swapaxes(0, 1).astype(jnp.float32) * scale)
-        return merge(near, jax.tree.map(lambda x: x.swapaxes(0, 1), far))[0], entry
+        far = each_node(functools.partial(each, self.kv[layer], clusters), q.astype(jnp.float32) * scale)
+        return merge(near, far)[0], entry
 
     def _always(self, layer: int) -> tuple[Array, Array]:
         """The first tokens and the latest, `f[B, G, n, d + e]`, and their positions, `i32[B, 1, n]`; -1: none."""

@@ -13,6 +13,7 @@ and what a layer holds less is its keys.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import Dense, dense, write
 from decodax.cache.hosted import PAGES, empty_pages, fetch, to_host
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.window import each_node
 from decodax.cache.wrapper import Wrapper
 from decodax.kvcache.query_scores import turned
 from decodax.kvcache.retrieval import attention_to
@@ -114,9 +116,8 @@ class Shadowed(KeyValues):
                                     softcap=softcap, key_positions=window.key_positions, bias=bias)
         if shadow is None:
             return near[0], (k[:, own:], v[:, own:])
-        nodes = q.swapaxes(0, 1).astype(jnp.float32) * scale
-        far = lax.map(lambda q: self._read(self.shapes[layer], shadow, q), nodes)
-        out, _ = merge(near, jax.tree.map(lambda x: x.swapaxes(0, 1), far))
+        read = functools.partial(self._read, self.shapes[layer], shadow)
+        out, _ = merge(near, each_node(read, q.astype(jnp.float32) * scale))
         return out, (k[:, own:], v[:, own:])
 
     def _read(self, shape: KVLayer, shadow: Shadow, q: Array) -> tuple[Array, Array]:

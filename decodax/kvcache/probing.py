@@ -19,6 +19,7 @@ are `room` behind, so that a round with that many nodes sees what plain decoding
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from jax import Array, lax
 from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
-from decodax.cache.window import causal
+from decodax.cache.window import causal, each_node
 from decodax.kvcache.query_scores import turned
 from decodax.kvcache.retrieval import attention_to
 from decodax.kvcache.turning import rotated
@@ -172,10 +173,10 @@ class Probed(KeyValues):
         at, asked = window.positions, q.astype(jnp.float32)
         far = kind.at_one_distance(shape, asked, at)
         each = jax.vmap(lambda *row: self._read(layer, *row))
-        over = lambda node: each(self.kv[layer], blocks, self.densities, self.sampled, self.length, *node)
-        out, lse, found = lax.map(over, ((scale * asked).swapaxes(0, 1), far.swapaxes(0, 1), at.T))
-        out, lse = merge(near, (out.swapaxes(0, 1), lse.swapaxes(0, 1)))
-        return out, (k_own, v_own, scale * asked, lse, found.T)
+        read = functools.partial(each, self.kv[layer], blocks, self.densities, self.sampled, self.length)
+        *far, found = each_node(read, scale * asked, far, at)
+        out, lse = merge(near, tuple(far))
+        return out, (k_own, v_own, scale * asked, lse, found)
 
     def _read(self, layer: int, kv: Array, blocks: Array, densities: Array, sampled: Array, length: Array, q: Array,
               far: Array, at: Array) -> tuple[Array, Array, Array]:

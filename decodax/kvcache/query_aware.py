@@ -18,6 +18,7 @@ them a round has committed. Prompts are read whole.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from jax import Array, lax
 from decodax.cache.base import Cache, CacheConfig, Entries, PyTree
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.window import each_node
 from decodax.kvcache.constant import Constant
 from decodax.kvcache.coupled import nearest
 from decodax.kvcache.query_scores import turned
@@ -102,10 +104,8 @@ class FindingByCodes(KeyValues):
         at = window.positions
         far = rotated(shape, turned(shape, q.astype(jnp.float32), -at), jnp.full_like(at, kind.distance))
         each = jax.vmap(lambda kv, codes, length, q, far, at: self._read(layer, kv, codes, length, q, far, at))
-        over = lambda node: each(self.kv[layer], self.codes[layer], self.length, *node)
-        nodes = (q.astype(jnp.float32) * scale).swapaxes(0, 1), far.swapaxes(0, 1), at.T
-        out, lse = lax.map(over, nodes)
-        return merge(near, (out.swapaxes(0, 1), lse.swapaxes(0, 1)))[0], entry
+        read = functools.partial(each, self.kv[layer], self.codes[layer], self.length)
+        return merge(near, each_node(read, q.astype(jnp.float32) * scale, far, at))[0], entry
 
     def _read(self, layer: int, kv: Array, codes: Array, length: Array, q: Array, far: Array,
               at: Array) -> tuple[Array, Array]:

@@ -25,7 +25,7 @@ from jax import Array, lax
 from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import Dense, write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
-from decodax.cache.window import Window
+from decodax.cache.window import Window, each_node
 from decodax.cache.wrapper import Wrapper
 from decodax.pallas_kernels.window_attention import Bias, slot_weights, window_attention, window_attention_lse
 from decodax.struct import static, struct
@@ -92,9 +92,10 @@ class Repairing(KeyValues):
     def _weights(self, layer: int, q: Array, lse: Array, at: Array, scale: float, sliding: int | None,
                  softcap: float | None) -> Array:
         """`f32[B, W, S]`: what each node gives to each token, in the mean over heads."""
-        one = lambda node: slot_weights(node[0][:, None], node[1][:, None], node[2][:, None], self.kv[layer],
-                                        self.length, scale=scale, sliding=sliding, softcap=softcap).sum(1) / q.shape[2]
-        return lax.map(one, (q.swapaxes(0, 1), lse.swapaxes(0, 1), at.T)).swapaxes(0, 1)
+        one = lambda q, lse, at: slot_weights(q[:, None], lse[:, None], at[:, None], self.kv[layer], self.length,
+                                              scale=scale, sliding=sliding, softcap=softcap).sum(1) / q.shape[1]
+        weights: Array = each_node(one, q, lse, at)
+        return weights
 
     def commit(self, entries: Entries, slots: Array) -> Repairing:
         if not self.kv:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -23,6 +23,7 @@ from decodax.cache.base import Cache, CacheConfig, Draftable, Entries, PyTree
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.cache.scratch import Scratch
+from decodax.cache.window import each_node
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention, window_attention_lse
 from decodax.struct import static, struct
 
@@ -206,15 +207,6 @@ class Retrieving(Choosing, KeyValues):
             kv.append(new)
             digests.append(self._digested(layer, pages, keys.reshape(*keys.shape[:2], -1, P, d)))
         return self.replace(kv=tuple(kv), digests=tuple(digests), length=length)
-
-
-def each_node(one: Callable[..., Any], *nodes: Any) -> Any:
-    """What a function gives for one node of each row after the other, arrays `[B, ...]` of arrays `[B, ...]`, for all
-    nodes of a window: arrays `[B, W, ...]` of arrays `[B, W, ...]`."""
-    moved = jax.tree.map(lambda x: x.swapaxes(0, 1), nodes)
-    if jax.tree.leaves(moved)[0].shape[0] == 1:
-        return jax.tree.map(lambda x: x[:, None], one(*jax.tree.map(lambda x: x[0], moved)))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1), lax.map(lambda node: one(*node), moved))
 
 
 def attention_to(q: Array, kv: Array, seen: Array, width: int) -> tuple[Array, Array]:

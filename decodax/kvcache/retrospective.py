@@ -26,9 +26,9 @@ from jax import Array
 from decodax.cache import Cache, Window
 from decodax.cache.base import Draftable, Entries, PyTree
 from decodax.cache.key_values import empty_kv, key_widths
-from decodax.cache.window import take
+from decodax.cache.window import each_node, take
 from decodax.core.types import LayeredModel, Out
-from decodax.kvcache.retrieval import Retrieval, Retrieving, attention_to, each_node
+from decodax.kvcache.retrieval import Retrieval, Retrieving, attention_to
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 from decodax.readout.base import Readout
 from decodax.struct import Struct, static, struct

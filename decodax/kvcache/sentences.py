@@ -16,6 +16,7 @@ reads what plain decoding would read. A query that has no more than `budget` tok
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.cache.window import each_node
 from decodax.cache.wrapper import Wrapper
 from decodax.kvcache.evicting import Evicting, Eviction
 from decodax.kvcache.query_scores import WindowAttention
@@ -113,9 +115,8 @@ class Sentences(Wrapper):
                                     key_positions=window.key_positions)
         node = q.astype(f32) * scale, mean / written[..., None, None], open_mean, closed, place
         each = jax.vmap(self._read, in_axes=(0, 0, 0, 0))
-        far = lax.map(lambda node: each(self.base.kv[layer], self.base.count[layer][:, 0], held, node),
-                      jax.tree.map(lambda x: x.swapaxes(0, 1), node))
-        out = merge(near, jax.tree.map(lambda x: x.swapaxes(0, 1), far))[0]
+        read = functools.partial(each, self.base.kv[layer], self.base.count[layer][:, 0], held)
+        out = merge(near, each_node(read, node))[0]
         everything = lax.cond(full.any(), whole, lambda: jnp.zeros_like(out))
         return jnp.where(full[:, :, None, None], everything, out), entry
 

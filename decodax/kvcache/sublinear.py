@@ -15,6 +15,7 @@ as there is room for, a key joins the nearest one, however far.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jax import Array, lax
 from decodax.cache.base import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.cache.dense import Dense, dense, write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.window import each_node
 from decodax.cache.wrapper import Wrapper
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention_lse
 from decodax.struct import Struct, static, struct
@@ -156,18 +158,17 @@ class Sublinear(KeyValues):
         near, lse = window_attention_lse(q, k, v, window.visible(), window.positions, kv, slot_positions=at[:, None],
                                          scale=scale, key_positions=window.key_positions)
 
-        def one(row: Any) -> Array:
-            sketch, q, near, lse = row      # of one node
+        def one(sketch: Any, q: Array, near: Array, lse: Array) -> Array:       # of one node
             values, total, top = estimated(sketch, q.reshape(G, -1, d), d)
             most = jnp.maximum(top, lse.reshape(top.shape))
             far, close = jnp.exp(top - most), jnp.exp(lse.reshape(top.shape) - most)
             values = values * far[..., None] + close[..., None] * near.reshape(values.shape)
             return (values / jnp.maximum(total * far + close, 1e-30)[..., None]).reshape(near.shape)
 
-        f32 = lambda x: x.swapaxes(0, 1).astype(jnp.float32)
-        out = lax.map(lambda node: jax.vmap(one)((sketch, *node)), (f32(q) * scale, f32(near), f32(lse)))
+        f32 = lambda x: x.astype(jnp.float32)
+        out = each_node(functools.partial(jax.vmap(one), sketch), f32(q) * scale, f32(near), f32(lse))
         own = k.shape[1] - q.shape[1]
-        return out.swapaxes(0, 1).astype(near.dtype), (k[:, own:], v[:, own:])
+        return out.astype(near.dtype), (k[:, own:], v[:, own:])
 
     def commit(self, entries: Entries, slots: Array) -> Sublinear:
         if not self.kv:

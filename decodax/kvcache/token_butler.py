@@ -14,6 +14,7 @@ alone, and a node of a draft tree chooses among what is committed and its own an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ from jax import Array, lax
 from decodax.cache.base import Cache, CacheConfig, Entries, PyTree
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
-from decodax.cache.window import Window
+from decodax.cache.window import Window, each_node
 from decodax.cache.wrapper import Wrapper
 from decodax.core.packing import Packing
 from decodax.core.types import LayeredModel, Out
@@ -226,8 +227,8 @@ class Foretold(KeyValues):
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         each = jax.vmap(lambda row, node: self._read(d, row, node))
         row = self.kv[layer], marks, self.length, k, v, window.key_positions
-        nodes = tuple(x.swapaxes(0, 1) for x in (q.at[..., :d].multiply(scale), seen, window.positions))
-        return lax.map(lambda node: each(row, node), nodes).swapaxes(0, 1).astype(v.dtype), entry
+        nodes = q.at[..., :d].multiply(scale), seen, window.positions
+        return each_node(functools.partial(each, row), nodes).astype(v.dtype), entry
 
     def _read(self, d: int, row: tuple[Array, ...], node: tuple[Array, ...]) -> Array:
         """Attention `f32[H, e]` of one query `f[H, d + m]` of one row to the tokens that its heads take."""
