@@ -88,7 +88,6 @@ def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequenc
     """What a policy takes that is measured, by option, from texts that are not asked about later and answers that stand
     in them (`needles`). What takes long training is not."""
     from decodax.kvcache import (
-        fit_attention_predictor,
         fit_channels,
         fit_codebooks,
         fit_features,
@@ -108,7 +107,6 @@ def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequenc
         "order": lambda: fit_order(lm, texts, given["heads"]), "predictors": lambda: fit_predictors(lm, texts),
         "books": lambda: fit_key_books(lm, texts, count=1024), "heads": lambda: fit_heads(lm, probes),
         "layers": lambda: lambda left: fit_layers(lm, texts, left), "draft": lambda: lm,     # no draft is better
-        "net": lambda: fit_attention_predictor(lm, [probe.tokens for probe in probes], steps=300),
         "channels": lambda: fit_channels(lm, probes, align=8, steps=(400, 40), sinks=given["sinks"],
                                          recent=given["recent"])}
     if "budget" not in entry.options:       # these are other heads than those of HeadKV
