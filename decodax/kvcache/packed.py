@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.axes import platform
+from decodax.cache.window import take
 from decodax.pallas_kernels.window_attention.reference import MASKED
 
 SEGMENT = 32
 """Slots of a segment. A head leaves half of one empty on the average."""
-STEP = 4096
-"""Slots, of all rows together, that are attended to at a time on CPU, since XLA copies what it takes out of keys and
-values (8 rows, 4 heads of 64, 512 tokens in each: 1.2 ms a layer in a loop, 1.5 to 3.3 all at once; a dense cache
-0.9 to 1.3)."""
+STEP = 2048
+"""Slots, of all rows together, that are attended to at a time on CPU, where what is taken out of keys and values is
+copied, and the copy should stay near (8 rows, 12 heads of 64, 576 tokens in each, 12 layers: 83 ms, with twice as many
+97 ms, with eight times as many 107 ms; a dense cache 120 ms)."""
 
 
 def segments_of(total: int, heads: int, later: int, size: int) -> int:
@@ -78,15 +79,20 @@ def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale:
     """
     (B, W, H, d), G, e = q.shape, starts.shape[1], kv.shape[3] - q.shape[3]
     N, C = kv.shape[1:3]
-    owner = (starts[:, None] <= jnp.arange(N)[:, None]).sum(-1) - 1
+    # a head's room for tokens to come lies behind what it has, before the next head: on CPU it is passed over
+    steps = platform() == "cpu"
+    used = seen.any(-1)
+    order = jnp.argsort(~used, axis=1, stable=True) if steps else jnp.broadcast_to(jnp.arange(N), (B, N))
+    owner = (starts[:, None] <= order[:, :, None]).sum(-1) - 1
     by_head = q.reshape(B, W, G, H // G, d).transpose(0, 2, 1, 3, 4).reshape(B, G, -1, d)
     asked = jnp.take_along_axis(by_head, owner[:, :, None, None], 1)              # [B, N, W r, d]
-    block = min(max(STEP // (B * C), 1), N) if platform() == "cpu" else N
+    block = min(max(STEP // (B * C), 1), N) if steps else N
 
     def visit(i: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
         at = jnp.minimum(i * block, N - block)
         own = lambda x: lax.dynamic_slice_in_dim(x, at, block, 1)
-        some, there = own(kv), own(seen)[:, :, None]
+        pick = (lambda x: take(x, own(order))) if steps else own
+        some, there = pick(kv), pick(seen)[:, :, None]
         scores = jnp.einsum("bnqd,bncd->bnqc", own(asked), some[..., :d], preferred_element_type=jnp.float32) * scale
         scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(there, scores, MASKED)
@@ -98,8 +104,8 @@ def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale:
 
     # each segment by itself, then those of a head together
     none = jnp.zeros((B, N, by_head.shape[2]), jnp.float32)
-    empty = none, none, jnp.zeros((*none.shape, e), jnp.float32)
-    top, total, out = lax.fori_loop(0, -(-N // block), visit, empty)
+    empty = none + MASKED, none, jnp.zeros((*none.shape, e), jnp.float32)
+    top, total, out = lax.fori_loop(0, -(-used.sum(1).max() // block) if steps else 1, visit, empty)
     mine = (owner[:, :, None] == jnp.arange(G)).astype(jnp.float32)                # [B, N, G]
     high = jnp.where(mine[..., None] > 0, top[:, :, None], MASKED).max(1)          # [B, G, W r]
     shrink = jnp.exp(top - jnp.take_along_axis(high, owner[:, :, None], 1))
