@@ -82,7 +82,7 @@ def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale:
     # a head's room for tokens to come lies behind what it has, before the next head: on CPU it is passed over
     steps = platform() == "cpu"
     used = seen.any(-1)
-    order = jnp.argsort(~used, axis=1, stable=True) if steps else jnp.broadcast_to(jnp.arange(N), (B, N))
+    order = jnp.argsort(~used, axis=1, stable=True) if steps else jnp.arange(N)[None]
     owner = (starts[:, None] <= order[:, :, None]).sum(-1) - 1
     by_head = q.reshape(B, W, G, H // G, d).transpose(0, 2, 1, 3, 4).reshape(B, G, -1, d)
     asked = jnp.take_along_axis(by_head, owner[:, :, None, None], 1)              # [B, N, W r, d]
