@@ -214,7 +214,7 @@ def _run(delta: np.ndarray, out: np.ndarray, tokens: Sequence[bytes]
     reach = np.searchsorted(-length[order], -np.arange(length.max(initial=0)))
 
     final, hit = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), bool)
-    first = np.where(length > 0, data[np.minimum(offset, len(data) - 1)], -1)
+    first = np.where(length > 0, data[np.minimum(offset, len(data) - 1)].astype(np.int32), -1)
     by_first = np.argsort(first, kind="stable")
     bounds = np.searchsorted(first[by_first], np.arange(257))
     before, byte = np.nonzero(delta != delta[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -195,16 +196,21 @@ def _check(implementation: str | None, cache: Array | None, scales: Array | None
 
 
 def choose(cache: Array | None) -> Implementation | None:
-    """The implementation for a cache `f[B, G, S, D]`, or its pages: "xla", or None for the TPU's kernel wherever the
-    program is lowered for a TPU.
+    """The implementation for a cache `f[B, G, S, D]`, or its pages: "xla", or None for the kernel of the accelerator
+    wherever the program is lowered for it.
 
-    That wants slots in blocks of 128, and to know the mesh: the compiler cannot divide it over devices by itself. The
-    kernel for GPUs has not been timed on one, so "triton" has to be asked for.
+    A kernel wants to know the mesh: the compiler cannot divide it over devices by itself. That for TPUs wants slots in
+    blocks of 128, that for GPUs a JAX that has Triton.
     """
-    if platform() != "tpu" or cache is None:
+    where = platform()
+    if where == "cpu" or cache is None or (jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1):
         return "xla"
-    alone = jax.sharding.get_abstract_mesh().empty
-    return "xla" if cache.shape[2] % 128 or (alone and jax.device_count() > 1) else None
+    return None if (_has_triton() if where == "gpu" else cache.shape[2] % 128 == 0) else "xla"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 # traced and lowered once for all layers of a kind
@@ -345,9 +351,9 @@ def _read(name: str, implementation: Implementation | None, given: tuple[Array |
     if implementation == "xla":
         return walk(*given)
     # imports what the others do without
-    module = importlib.import_module("decodax.pallas_kernels.window_attention."
-                                     + ("gpu" if implementation == "triton" else "tpu"))
+    kind = "gpu" if implementation == "triton" or (implementation is None and platform() == "gpu") else "tpu"
+    module = importlib.import_module(f"decodax.pallas_kernels.window_attention.{kind}")
     kernel: Callable[..., Any] = functools.partial(getattr(module, name), **options)
     if implementation is None:
-        return lax.platform_dependent(*given, tpu=kernel, default=walk)
+        return lax.platform_dependent(*given, **{"cuda" if kind == "gpu" else kind: kernel}, default=walk)
     return kernel(*given, interpret=platform() == "cpu")

@@ -4,8 +4,7 @@ A program is a row, one of its heads of keys and values, a tile of that head's q
 slots. Decoding has few rows, so the slots are shared out until every multiprocessor has work (Dao et al., 2023,
 "Flash-Decoding"), and the shares are merged by their softmax sums. A program ends at what is live.
 
-It is written for Hopper and has been run in the interpreter and lowered for CUDA, not yet on a device, so nothing
-chooses it by itself.
+Sizes were chosen on a Hopper GPU (`docs/tpu.md`, "On GPUs").
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ BLOCK = 64
 TILE = 64
 """Queries of a head that a program takes at most: what a group of warps multiplies at once on Hopper."""
 
-CORES = 132
-"""Multiprocessors of an H100 or H200."""
+CORES = 2 * 132
+"""Programs that an H100 or H200 runs at once: two on each multiprocessor, so that one reads while the other waits."""
 
 MOST_SHARES = 128
 
 
 def shares_of(programs: int, steps: int, cores: int = CORES) -> int:
-    """Shares of a row's slots: the fewest of those that keep nearly as many multiprocessors busy as any number does.
+    """Shares of a row's slots: the fewest of those that keep the GPU nearly as busy as any number does.
 
     Args:
-        programs: those of one share. steps: blocks of slots there are to share.
+        programs: those of one share. steps: blocks of slots there are to share. cores: programs that run at once.
 
-    >>> shares_of(8, 32), shares_of(64, 32), shares_of(128, 256), shares_of(1, 2)
-    (14, 2, 1, 2)
+    >>> shares_of(8, 128), shares_of(64, 32), shares_of(256, 256), shares_of(1, 2)
+    (29, 4, 1, 2)
     """
     def busy(shares: int) -> float:
         waves = programs * shares / cores
@@ -84,7 +83,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         # with what fills up tiles
         out_shape=[jax.ShapeDtypeStruct((B, G, n, tiles * tile, _power(e)), jnp.float32),
                    jax.ShapeDtypeStruct((B, G, n, tiles * tile), jnp.float32)],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=2 if tile <= 32 else 4, num_stages=3),
         cost_estimate=pl.CostEstimate(flops=4 * B * G * R * S * cache.shape[3], transcendentals=B * G * R * S,
                                       bytes_accessed=B * G * S * cache.shape[3] * cache.dtype.itemsize),
     )(*arrays)
@@ -128,6 +127,13 @@ def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def _both(rows: Array, col: Array, width: int) -> Array:
+    """Which entries of some rows there are. Triton reads 16 bytes at a time where it sees that neighbours lie side by
+    side and are all read, which a comparison of columns or a select among them hides."""
+    all_of_them = jnp.broadcast_to(rows[:, None], (len(rows), len(col)))
+    return all_of_them if len(col) == width else all_of_them & (col < width)[None, :]
+
+
 def _load(ref: Any, *index: Any, mask: Array) -> Array:
     return plgpu.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
@@ -151,8 +157,8 @@ class _Row:
         row = start + jnp.arange(tile)
         there = row < self.rows
         col = jnp.arange(_power(self.d))
-        q = _load(self.given["q"], self.b, self.g, jnp.where(there, row, 0)[:, None],
-                  jnp.where(col < self.d, col, 0)[None, :], mask=there[:, None] & (col < self.d)[None, :])
+        q = _load(self.given["q"], self.b, self.g, jnp.where(there, row, 0)[:, None], col[None, :],
+                  mask=_both(there, col, self.d))
         return row, there, q, _load(self.given["positions"], self.b, jnp.where(there, row, 0), mask=there)
 
     def slots(self, start: Array) -> tuple[Array, Array, Array, Array]:
@@ -168,8 +174,8 @@ class _Row:
     def part(self, row: Array, place: Array, live: Array, begin: int, width: int) -> Array:
         """Keys or values `[block, power of two]` of a block, zeros where there are none."""
         col = jnp.arange(_power(width))
-        return _load(self.given["cache"], row[:, None], self.g, place[:, None],
-                     jnp.where(col < width, begin + col, 0)[None, :], mask=live[:, None] & (col < width)[None, :])
+        return _load(self.given["cache"], row[:, None], self.g, place[:, None], (begin + col)[None, :],
+                     mask=_both(live, col, width))
 
     def factor(self, which: int, row: Array, place: Array, live: Array) -> Array:
         """Of keys (0) or values (1), `f32[block]`."""
@@ -245,6 +251,6 @@ def _weigh(*refs: Any, names: tuple[str, ...], heads: int, rows: int, tile: int,
         s, seen, _ = here.scores(q, positions, start, **options)
         return total + jnp.where(seen & there[:, None], jnp.exp(s - sums[:, None]), 0).sum(0)
 
-    tiles = jnp.where(start < here.length, -(-rows // tile), 0)
+    tiles = (start < here.length).astype(jnp.int32) * -(-rows // tile)      # a select of two numbers is not lowered
     total = lax.fori_loop(0, tiles, step, jnp.zeros(block, jnp.float32))
     weights[here.b, here.g, pl.ds(start, block)] = total

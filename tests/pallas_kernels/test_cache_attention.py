@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from decodax.pallas_kernels.window_attention import (
     gpu,
@@ -26,6 +27,9 @@ from tests.pallas_kernels.caches import FORMS, HELD, LENGTHS, B, G, R, S, arrays
 IMPLEMENTATIONS = {"xla": reference.cache_attention,
                    "mosaic_tpu": functools.partial(tpu.cache_attention, block=128, interpret=True),
                    "triton": functools.partial(gpu.cache_attention, interpret=True)}
+HOPPER = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"))
+"""A GPU that is not there."""
+
 FEW = ["xla", "mosaic_tpu"]
 """By default, where what differs is not the kernel."""
 WEIGHTS = {"xla": reference.slot_weights,
@@ -244,8 +248,24 @@ def test_the_kernel_for_gpus_is_lowered_for_cuda(form: str, width: int, rows: in
 
         return jax.lax.fori_loop(0, 2, lambda _, q: body(q), q)
 
-    text = jax.jit(both).trace(q, cache, *where, held, scales, table).lower(lowering_platforms=("cuda",)).as_text()
+    with use_abstract_mesh(HOPPER):
+        text = jax.jit(both).trace(q, cache, *where, held, scales, table).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("xla.gpu.triton") == 2
+
+
+def test_a_program_for_gpus_takes_their_kernel_and_can_be_lowered_for_a_cpu() -> None:
+    """With a capacity that no kernel for TPUs takes."""
+    given = arrays(64, 64, "all")
+    q, own, cache = given[0][:, 0, :, None], np.ones((B, R, 1, 64), np.float32), given[1][:, :1, :100]
+
+    def attend(*arrays: Any) -> Array:
+        return window_attention_lse(*arrays, scale=0.3)[0]
+
+    arguments = (q, own, own, np.tril(np.ones((1, R, R), bool)), given[3], cache, np.minimum(LENGTHS, 100))
+    with use_abstract_mesh(HOPPER):
+        traced = jax.jit(attend).trace(*arguments)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") == 1
+        assert "xla.gpu.triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
 @pytest.mark.wide
