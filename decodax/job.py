@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 
 from decodax.cache import Cache
 from decodax.core import drivers
+from decodax.core.mesh import on_mesh
 from decodax.core.start import init_state
 from decodax.core.state import State, Status
 from decodax.core.types import Algorithm, Params
@@ -230,8 +230,3 @@ def collect(request: Request, s: State, status: np.ndarray, findings: dict[str, 
 def _rounded(request: Request) -> int | None:
     """How many most likely tokens the programs record: a power of two, of which the result takes what was asked."""
     return request.logprobs and min(power(request.logprobs), request.lm.vocab_size)
-
-
-def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """The context in which arrays are laid out on `mesh`."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)

@@ -7,7 +7,6 @@ lengths: one for each power of two up to the chunk, and one for longer texts.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -22,7 +21,7 @@ from jax import Array, lax
 
 from decodax.axes import constrain
 from decodax.cache import Cache, causal
-from decodax.core.mesh import auto_region, heads
+from decodax.core.mesh import auto_region, heads, on_mesh
 from decodax.core.types import Model, Out
 from decodax.io.load import LM
 from decodax.io.spans import Span, Text, spans
@@ -153,8 +152,7 @@ def score(lm: LM, texts: Text | Iterable[Text], *, top_logprobs: int | None = No
     rows = -(-rows // replicas) * replicas
     slots = max(_power(max(len(s.ids) for _, s in pieces)), LONG)
     done: dict[int, list[np.ndarray]] = {}      # by piece
-    with contextlib.nullcontext() if lm.mesh is None else jax.set_mesh(lm.mesh), \
-            bar(progress, "scoring", len(pieces)) as report:
+    with on_mesh(lm.mesh), bar(progress, "scoring", len(pieces)) as report:
         for width, several, batch in _batches([s for _, s in pieces], rows, int(chunk)):
             figures = _scored(lm, [pieces[i][1] for i in batch], rows, width, slots if several else 0, top)
             done |= {i: _row(*pieces[i], [x[row] for x in figures]) for row, i in enumerate(batch)}

@@ -135,11 +135,14 @@ def take_over(alg: Algorithm, model: Model, params: Params, cache: Cache, tokens
 @functools.partial(jax.jit, static_argnums=(0,))
 def _take_over(model: Model, weights: Any, cache: Cache, tokens: Array, kv: tuple[Array, ...], length: Array,
                reuse: tuple[Array, Array] | None) -> Cache:
-    whole = cache.for_prompt().take_over(kv, length)
-    if reuse is not None:
-        whole = whole.reusing(*reuse)
-    return auto_region(lambda cache, weights, tokens: cache.settled(ReadPrompt(model, weights, tokens)), whole, weights,
-                       tokens)
+    def settled(cache: Cache, weights: Any, tokens: Array, kv: tuple[Array, ...], length: Array,
+                reuse: tuple[Array, Array] | None) -> Cache:
+        whole = cache.for_prompt().take_over(kv, length)
+        if reuse is not None:
+            whole = whole.reusing(*reuse)
+        return whole.settled(ReadPrompt(model, weights, tokens))
+
+    return auto_region(settled, cache, weights, tokens, kv, length, reuse)
 
 
 def extend(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:

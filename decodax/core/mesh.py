@@ -7,16 +7,22 @@ results get the shardings that the state came with.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.axes import DATA, MODEL
 from decodax.cache import Cache
 
 T = TypeVar("T")
+
+
+def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """The context in which arrays are laid out on `mesh`."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def rows(tree: T) -> T:

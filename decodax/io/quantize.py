@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.core.mesh import on_mesh
 from decodax.io import huge_pages
 from decodax.io.checkpoint import save_mamba2, save_model
 from decodax.io.files import read_json
@@ -76,8 +76,7 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
     pack = jax.jit(own.pack) if own.statistic is None else own.pack
     tokens = None if own.statistic is None else _tokens(lm, weights, data, length, sequences)
     packed: dict[str, Any] = {}
-    with contextlib.nullcontext() if lm.mesh is None else jax.set_mesh(lm.mesh), \
-            bar(progress, "packing", len(chosen)) as report:
+    with on_mesh(lm.mesh), bar(progress, "packing", len(chosen)) as report:
         for group in _groups(leaves, chosen, own, memory):
             seen: dict[str, Any] = {}
             if tokens is not None and own.statistic is not None:

@@ -20,8 +20,9 @@ import numpy as np
 
 from decodax.axes import DATA
 from decodax.core import drivers
+from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
-from decodax.job import BatchShape, collect, host_rows, on_mesh
+from decodax.job import BatchShape, collect, host_rows
 from decodax.jobs.piggyback import Piggyback
 from decodax.memory import afford, by_row, grows, power
 from decodax.policy import Policy

@@ -19,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jax import Array, lax
 from decodax.cache import causal, dense
 from decodax.cache.key_values import KVLayer
 from decodax.core.loaded import network_of
+from decodax.core.mesh import auto_region, on_mesh
 from decodax.core.types import LayeredModel, Model
 from decodax.kvcache.listening import Listening
 from decodax.kvcache.query_scores import moved
@@ -42,6 +43,8 @@ STEP = 64
 
 
 Score = Literal["cacheblend", "kvshare"]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,6 +98,17 @@ class Prefix:
         return Prefix(self.tokens[start:stop], tuple(x[:, start:stop] for x in self.kv), self.begin + start)
 
 
+def _where_it_lies(fn: Callable[P, T]) -> Callable[P, T]:
+    """A function of a loaded model, in the context of the model's mesh."""
+    @functools.wraps(fn)
+    def on_its_mesh(*args: P.args, **options: P.kwargs) -> T:
+        with on_mesh(getattr(args[0] if args else options["lm"], "mesh", None)):
+            return fn(*args, **options)
+
+    return on_its_mesh
+
+
+@_where_it_lies
 def read_prefix(lm: Any, text: Sequence[int], params: Any = None) -> Prefix:
     """Reads a text.
 
@@ -111,6 +125,7 @@ def read_prefix(lm: Any, text: Sequence[int], params: Any = None) -> Prefix:
     return Prefix(tuple(map(int, text)), kv)
 
 
+@_where_it_lies
 def edited(lm: Any, prefix: Prefix, start: int, stop: int, new: Sequence[int], params: Any = None) -> Prefix:
     """The prefix with tokens `start` to `stop` replaced by others: these alone are computed, from what stands before
     them; keys behind are rotated to their new places. What stands behind does not see the change, so that the result
@@ -154,6 +169,7 @@ def matched(prefix: Prefix, text: Sequence[int], least: int = 8) -> list[Prefix 
     return parts
 
 
+@_where_it_lies
 def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float = 0.15, check: int = 1,
             params: Any = None, score: Score = "cacheblend") -> Prefix:
     """A text put together from prefixes that were read apart, and from ids that nothing is known of.
@@ -209,8 +225,12 @@ def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float =
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _blend(model: LayeredModel, check: int, count: int, score: Score, params: Any, tokens: Array, known: Array,
-           kv: tuple[Array, ...], length: Array) -> tuple[tuple[Array, ...], tuple[Array, Array] | None]:
+def _blend(model: LayeredModel, check: int, count: int, score: Score, *arrays: Any) -> Any:
+    return auto_region(functools.partial(_blending, model, check, count, score), *arrays)
+
+
+def _blending(model: LayeredModel, check: int, count: int, score: Score, params: Any, tokens: Array, known: Array,
+              kv: tuple[Array, ...], length: Array) -> tuple[tuple[Array, ...], tuple[Array, Array] | None]:
     """Keys and values `f[1, G, N, d + e]` of each layer, and what `Reuse` has, `f32[1, N]`, by the score of KVShare."""
     network, N = model.pieces(params), tokens.shape[1]
     every = jnp.arange(N, dtype=jnp.int32)[None]
@@ -319,9 +339,12 @@ def _read(model: Model, shapes: Sequence[KVLayer], params: Any, kv: Sequence[np.
 @functools.partial(jax.jit, static_argnums=(0,))
 def _extended(model: Model, params: Any, kv: tuple[Array, ...], tokens: Array, start: Array,
               stop: Array) -> tuple[Array, ...]:
-    cache = model.init_cache(1, kv[0].shape[2], params=params)
-    cache = cache.take_over(kv, start[None])
-    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    window = causal(tokens, start[None], positions < stop).replace(certain=True)
-    out = model.apply(params, window, cache)
-    return cache.commit(out.entries, jnp.where(window.live, positions, -1)).kv      # type: ignore[attr-defined]
+    def read(params: Any, kv: tuple[Array, ...], tokens: Array, start: Array, stop: Array) -> tuple[Array, ...]:
+        cache = model.init_cache(1, kv[0].shape[2], params=params)
+        cache = cache.take_over(kv, start[None])
+        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        window = causal(tokens, start[None], positions < stop).replace(certain=True)
+        out = model.apply(params, window, cache)
+        return cache.commit(out.entries, jnp.where(window.live, positions, -1)).kv      # type: ignore[attr-defined]
+
+    return auto_region(read, params, kv, tokens, start, stop)

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.axes import constrain
 from decodax.cache import Cache, Feature
-from decodax.core.mesh import auto_region, heads
+from decodax.core.mesh import auto_region, heads, on_mesh
 from decodax.core.round import run
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Params
@@ -247,7 +247,7 @@ def _on(s: State) -> contextlib.AbstractContextManager[Any]:
     """The context of a side's programs: its mesh, if it has one."""
     where: Any = s.length.sharding
     mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+    return on_mesh(mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), keep_unused=True)

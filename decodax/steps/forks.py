@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.core import drivers
+from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
 from decodax.core.stops import first_match, stop_strings
-from decodax.job import Job, collect, host_rows, on_mesh
+from decodax.job import Job, collect, host_rows
 from decodax.request import Request
 from decodax.result import Result
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.cache import causal
+from decodax.core.mesh import on_mesh
 from decodax.io.load import LM
-from decodax.job import on_mesh
 from decodax.memory import power
 from decodax.methods import model
 
