@@ -17,19 +17,19 @@ from decodax.axes import platform
 from decodax.cache.window import take
 from decodax.pallas_kernels.window_attention.reference import MASKED
 
-SEGMENT = 32
-"""Slots of a segment. A head leaves half of one empty on the average."""
-STEP = 2048
+SEGMENT = 64
+"""Slots of a segment. A head leaves half of one empty on the average; with half as many a round of `adakv` behind 512
+tokens takes 4% longer on CPU (125M shape, 8 rows), since each segment is a product of its own."""
+STEP = 4096
 """Slots, of all rows together, that are attended to at a time on CPU, where what is taken out of keys and values is
-copied, and the copy should stay near (8 rows, 12 heads of 64, 576 tokens in each, 12 layers: 83 ms, with twice as many
-97 ms, with eight times as many 107 ms; a dense cache 120 ms)."""
+copied, and the copy should stay near."""
 
 
 def segments_of(total: int, heads: int, later: int, size: int) -> int:
     """How many segments hold `total` tokens of so many heads, and `later` more of each; a head has at most `size`.
 
     >>> segments_of(2 * 100, 2, 20, 4096), segments_of(2 * 100, 2, 20, 64)
-    (9, 4)
+    (5, 2)
     """
     return min((total + heads * (later + SEGMENT - 1)) // SEGMENT, heads * -(-size // SEGMENT))
 
@@ -81,18 +81,23 @@ def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale:
     N, C = kv.shape[1:3]
     # a head's room for tokens to come lies behind what it has, before the next head: on CPU it is passed over
     steps = platform() == "cpu"
-    used = seen.any(-1)
-    order = jnp.argsort(~used, axis=1, stable=True) if steps else jnp.arange(N)[None]
-    owner = (starts[:, None] <= order[:, :, None]).sum(-1) - 1
+    place = jnp.arange(N, dtype=jnp.int32)
+    owner, trips = (starts[:, None] <= place[:, None]).sum(-1) - 1, 1
+    block = min(max(STEP // (B * C), 1), N) if steps else N
+    if steps:
+        each = ((owner[:, :, None] == jnp.arange(G)) & seen.any(-1)[:, :, None]).sum(1)       # [B, G]
+        behind = each.cumsum(1)
+        held, owner = behind[:, -1:], jnp.minimum((behind[:, None] <= place[:, None]).sum(-1), G - 1)
+        first = jnp.take_along_axis(starts - behind + each, owner, 1)
+        order, trips = jnp.minimum(first + place, N - 1), -(-held.max() // block)
     by_head = q.reshape(B, W, G, H // G, d).transpose(0, 2, 1, 3, 4).reshape(B, G, -1, d)
     asked = jnp.take_along_axis(by_head, owner[:, :, None, None], 1)              # [B, N, W r, d]
-    block = min(max(STEP // (B * C), 1), N) if steps else N
 
     def visit(i: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
         at = jnp.minimum(i * block, N - block)
         own = lambda x: lax.dynamic_slice_in_dim(x, at, block, 1)
-        pick = (lambda x: take(x, own(order))) if steps else own
-        some, there = pick(kv), pick(seen)[:, :, None]
+        some, there = (take(x, own(order)) if steps else x for x in (kv, seen))
+        there = (there & (own(place[None]) < held)[:, :, None] if steps else there)[:, :, None]
         scores = jnp.einsum("bnqd,bncd->bnqc", own(asked), some[..., :d], preferred_element_type=jnp.float32) * scale
         scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(there, scores, MASKED)
@@ -105,7 +110,7 @@ def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale:
     # each segment by itself, then those of a head together
     none = jnp.zeros((B, N, by_head.shape[2]), jnp.float32)
     empty = none + MASKED, none, jnp.zeros((*none.shape, e), jnp.float32)
-    top, total, out = lax.fori_loop(0, -(-used.sum(1).max() // block) if steps else 1, visit, empty)
+    top, total, out = lax.fori_loop(0, trips, visit, empty)
     mine = (owner[:, :, None] == jnp.arange(G)).astype(jnp.float32)                # [B, N, G]
     high = jnp.where(mine[..., None] > 0, top[:, :, None], MASKED).max(1)          # [B, G, W r]
     shrink = jnp.exp(top - jnp.take_along_axis(high, owner[:, :, None], 1))
