@@ -82,7 +82,8 @@ def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale:
     # a head's room for tokens to come lies behind what it has, before the next head: on CPU it is passed over
     steps = platform() == "cpu"
     place = jnp.arange(N, dtype=jnp.int32)
-    owner, trips = (starts[:, None] <= place[:, None]).sum(-1) - 1, 1
+    owner = (starts[:, None] <= place[:, None]).sum(-1) - 1
+    trips: Array | int = 1
     block = min(max(STEP // (B * C), 1), N) if steps else N
     if steps:
         each = ((owner[:, :, None] == jnp.arange(G)) & seen.any(-1)[:, :, None]).sum(1)       # [B, G]
