@@ -200,7 +200,7 @@ def choose(cache: Array | None) -> Implementation | None:
     wherever the program is lowered for it.
 
     A kernel wants to know the mesh: the compiler cannot divide it over devices by itself. That for TPUs wants slots in
-    blocks of 128, that for GPUs a JAX that has Triton.
+    blocks of 128, that for GPUs a JAX that has Triton, and a chip that Triton multiplies bfloat16 on.
     """
     where = platform()
     if where == "cpu" or cache is None or (jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1):
@@ -210,7 +210,9 @@ def choose(cache: Array | None) -> Implementation | None:
 
 @functools.cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    capability = str(getattr(jax.devices()[0], "compute_capability", "9.0"))      # of AMD "gfx942"
+    there = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    return there and capability[0].isdigit() and float(capability) >= 8
 
 
 # traced and lowered once for all layers of a kind

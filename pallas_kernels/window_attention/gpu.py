@@ -32,6 +32,10 @@ CORES = 2 * 132
 
 MOST_SHARES = 128
 
+SHARED = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}
+"""KiB of shared memory that a program may take, by compute capability; 99 on others from 8.0 on (NVIDIA, "CUDA C++
+Programming Guide", technical specifications)."""
+
 
 def shares_of(programs: int, steps: int, cores: int = CORES) -> int:
     """Shares of a row's slots: the fewest of those that keep the GPU nearly as busy as any number does.
@@ -53,6 +57,26 @@ def shares_of(programs: int, steps: int, cores: int = CORES) -> int:
     return next(shares for shares in possible if busy(shares) >= 0.85 * best)
 
 
+def depth_of(block: int, slot: int, most: int, room: int) -> tuple[int, int]:
+    """Slots of a step and steps that are on their way at once, so that they fit into `room` bytes of shared memory.
+
+    Args:
+        block: slots, at most. slot: bytes of one that are read. most: steps, at most.
+
+    >>> depth_of(64, 512, 3, 227 << 10), depth_of(64, 1024, 3, 163 << 10), depth_of(64, 2048, 3, 99 << 10)
+    ((64, 3), (64, 2), (32, 1))
+    """
+    room -= 16 << 10        # for queries and what lies between operations
+    while block > 16 and block * slot > room:
+        block //= 2
+    return block, max(1, min(most, room // (block * slot)))
+
+
+def _room() -> int:
+    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    return SHARED.get(capability, 99) << 10
+
+
 def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None, block: int = BLOCK,
@@ -68,6 +92,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     e, page = value_width, cache.shape[2]
     S = page * (1 if table is None else table.shape[1])
     tile = _power(min(R, TILE))
+    block, stages = depth_of(block, cache.shape[3] * cache.dtype.itemsize, 3, _room())
     tiles, steps = -(-R // tile), -(-S // block)
     n = shares or shares_of(B * G * tiles, steps)
     # what a sliding layer no longer sees is left out from the front
@@ -83,7 +108,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         # with what fills up tiles
         out_shape=[jax.ShapeDtypeStruct((B, G, n, tiles * tile, _power(e)), jnp.float32),
                    jax.ShapeDtypeStruct((B, G, n, tiles * tile), jnp.float32)],
-        compiler_params=plgpu.CompilerParams(num_warps=2 if tile <= 32 else 4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=2 if tile <= 32 else 4, num_stages=stages),
         cost_estimate=pl.CostEstimate(flops=4 * B * G * R * S * cache.shape[3], transcendentals=B * G * R * S,
                                       bytes_accessed=B * G * S * cache.shape[3] * cache.dtype.itemsize),
     )(*arrays)
@@ -104,6 +129,7 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
     page = cache.shape[2]
     S = page * (1 if table is None else table.shape[1])
     tile = _power(min(R, TILE))
+    block, stages = depth_of(block, q.shape[3] * cache.dtype.itemsize, 2, _room())
     q = q if scales is not None else q.astype(cache.dtype)
     names, arrays = _given(q=q, cache=cache, length=length, positions=positions, held=held, scales=scales, table=table,
                            lse=lse)
@@ -112,7 +138,7 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
     return pl.pallas_call(
         kernel, grid=(B * G, -(-S // block)), interpret=interpret, name="slot_weights",
         out_shape=jax.ShapeDtypeStruct((B, G, -(-S // block) * block), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=stages),
     )(*arrays)[:, :, :S]
 
 
