@@ -83,6 +83,13 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def compute_capability() -> float:
+    """That of the NVIDIA GPU that JAX has found, such as 9.0; 0 of an AMD GPU. Without a GPU, where programs for one can
+    only be lowered, that of Hopper."""
+    found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
+    return float(found) if found[0].isdigit() else 0.0      # AMD: "gfx942"
+
+
 def free_axes() -> dict[str, int]:
     """The axes of the context's mesh that the compiler lays out, and their sizes."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jax.sharding import Mesh
+
 from decodax.core.types import Model
 
 PyTree = Any
@@ -15,6 +17,7 @@ class Loaded:
     Attributes:
         model: the network. params: its weights. vocab_size: ids that it reads. name: what it was loaded as.
         diffusion: how it fills masks; None for an autoregressive model. directory: where its files lie, or None.
+        mesh: where its weights lie, or None.
     """
 
     if TYPE_CHECKING:
@@ -36,6 +39,9 @@ class Loaded:
 
         @property
         def directory(self) -> Any: ...
+
+        @property
+        def mesh(self) -> Mesh | None: ...
 
 
 def network_of(given: Any) -> tuple[Model, PyTree]:

@@ -79,7 +79,8 @@ def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale:
     """
     (B, W, H, d), G, e = q.shape, starts.shape[1], kv.shape[3] - q.shape[3]
     N, C = kv.shape[1:3]
-    # a head's room for tokens to come lies behind what it has, before the next head: on CPU it is passed over
+    # a head's tokens lie in front of its room for those to come. On CPU the segments that hold some are gathered, head
+    # after head, and the rest is left out
     steps = platform() == "cpu"
     place = jnp.arange(N, dtype=jnp.int32)
     owner = (starts[:, None] <= place[:, None]).sum(-1) - 1

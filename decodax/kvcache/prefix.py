@@ -20,7 +20,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax import Array, lax
 
 from decodax.cache import causal, dense
 from decodax.cache.key_values import KVLayer
-from decodax.core.loaded import network_of
+from decodax.core.loaded import Loaded, network_of
 from decodax.core.mesh import auto_region, on_mesh
 from decodax.core.types import LayeredModel, Model
 from decodax.kvcache.listening import Listening
@@ -98,17 +98,17 @@ class Prefix:
         return Prefix(self.tokens[start:stop], tuple(x[:, start:stop] for x in self.kv), self.begin + start)
 
 
-def _where_it_lies(fn: Callable[P, T]) -> Callable[P, T]:
+def _on_its_mesh(fn: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """A function of a loaded model, in the context of the model's mesh."""
     @functools.wraps(fn)
-    def on_its_mesh(*args: P.args, **options: P.kwargs) -> T:
-        with on_mesh(getattr(args[0] if args else options["lm"], "mesh", None)):
-            return fn(*args, **options)
+    def there(lm: Any, *args: P.args, **options: P.kwargs) -> T:
+        with on_mesh(lm.mesh if isinstance(lm, Loaded) else None):
+            return fn(lm, *args, **options)
 
-    return on_its_mesh
+    return there
 
 
-@_where_it_lies
+@_on_its_mesh
 def read_prefix(lm: Any, text: Sequence[int], params: Any = None) -> Prefix:
     """Reads a text.
 
@@ -125,7 +125,7 @@ def read_prefix(lm: Any, text: Sequence[int], params: Any = None) -> Prefix:
     return Prefix(tuple(map(int, text)), kv)
 
 
-@_where_it_lies
+@_on_its_mesh
 def edited(lm: Any, prefix: Prefix, start: int, stop: int, new: Sequence[int], params: Any = None) -> Prefix:
     """The prefix with tokens `start` to `stop` replaced by others: these alone are computed, from what stands before
     them; keys behind are rotated to their new places. What stands behind does not see the change, so that the result
@@ -169,7 +169,7 @@ def matched(prefix: Prefix, text: Sequence[int], least: int = 8) -> list[Prefix 
     return parts
 
 
-@_where_it_lies
+@_on_its_mesh
 def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float = 0.15, check: int = 1,
             params: Any = None, score: Score = "cacheblend") -> Prefix:
     """A text put together from prefixes that were read apart, and from ids that nothing is known of.

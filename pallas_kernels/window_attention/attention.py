@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from decodax.axes import DATA, MODEL, platform, shardwise
+from decodax.axes import DATA, MODEL, compute_capability, platform, shardwise
 from decodax.pallas_kernels.window_attention import reference
 from decodax.pallas_kernels.window_attention.reference import MASKED
 
@@ -200,19 +200,17 @@ def choose(cache: Array | None) -> Implementation | None:
     wherever the program is lowered for it.
 
     A kernel wants to know the mesh: the compiler cannot divide it over devices by itself. That for TPUs wants slots in
-    blocks of 128, that for GPUs a JAX that has Triton, and a chip that Triton multiplies bfloat16 on.
+    blocks of 128, that for GPUs a JAX that has Triton and a chip from Ampere on, which multiplies bfloat16.
     """
     where = platform()
     if where == "cpu" or cache is None or (jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1):
         return "xla"
-    return None if (_has_triton() if where == "gpu" else cache.shape[2] % 128 == 0) else "xla"
+    return None if (_runs_triton() if where == "gpu" else cache.shape[2] % 128 == 0) else "xla"
 
 
 @functools.cache
-def _has_triton() -> bool:
-    capability = str(getattr(jax.devices()[0], "compute_capability", "9.0"))      # of AMD "gfx942"
-    there = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-    return there and capability[0].isdigit() and float(capability) >= 8
+def _runs_triton() -> bool:
+    return compute_capability() >= 8 and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 # traced and lowered once for all layers of a kind

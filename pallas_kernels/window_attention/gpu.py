@@ -4,7 +4,7 @@ A program is a row, one of its heads of keys and values, a tile of that head's q
 slots. Decoding has few rows, so the slots are shared out until every multiprocessor has work (Dao et al., 2023,
 "Flash-Decoding"), and the shares are merged by their softmax sums. A program ends at what is live.
 
-Sizes were chosen on a Hopper GPU (`docs/tpu.md`, "On GPUs").
+Sizes were chosen by timing on an H200 (`docs/gpu.md`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from decodax.axes import compute_capability
+
 MASKED = -1e30
 
 BLOCK = 64
@@ -32,7 +34,7 @@ CORES = 2 * 132
 
 MOST_SHARES = 128
 
-SHARED = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}
+SHARED = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227, 11.0: 227}
 """KiB of shared memory that a program may take, by compute capability; 99 on others from 8.0 on (NVIDIA, "CUDA C++
 Programming Guide", technical specifications)."""
 
@@ -57,24 +59,23 @@ def shares_of(programs: int, steps: int, cores: int = CORES) -> int:
     return next(shares for shares in possible if busy(shares) >= 0.85 * best)
 
 
-def depth_of(block: int, slot: int, most: int, room: int) -> tuple[int, int]:
-    """Slots of a step and steps that are on their way at once, so that they fit into `room` bytes of shared memory.
+def depth_of(block: int, slot: int, most: int, shared: int) -> tuple[int, int]:
+    """How many slots a step reads, and how many steps are read ahead of their use, so that they fit into shared memory.
 
     Args:
-        block: slots, at most. slot: bytes of one that are read. most: steps, at most.
+        block: slots, at most. slot: bytes of one that are read. most: steps, at most. shared: KiB.
 
-    >>> depth_of(64, 512, 3, 227 << 10), depth_of(64, 1024, 3, 163 << 10), depth_of(64, 2048, 3, 99 << 10)
+    >>> depth_of(64, 512, 3, 227), depth_of(64, 1024, 3, 163), depth_of(64, 2048, 3, 99)
     ((64, 3), (64, 2), (32, 1))
     """
-    room -= 16 << 10        # for queries and what lies between operations
+    room = (shared - 16) << 10      # 16 for queries and what lies between operations
     while block > 16 and block * slot > room:
         block //= 2
     return block, max(1, min(most, room // (block * slot)))
 
 
-def _room() -> int:
-    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
-    return SHARED.get(capability, 99) << 10
+def _shared() -> int:
+    return SHARED.get(compute_capability(), 99)
 
 
 def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
@@ -92,7 +93,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     e, page = value_width, cache.shape[2]
     S = page * (1 if table is None else table.shape[1])
     tile = _power(min(R, TILE))
-    block, stages = depth_of(block, cache.shape[3] * cache.dtype.itemsize, 3, _room())
+    block, stages = depth_of(block, cache.shape[3] * cache.dtype.itemsize, 3, _shared())
     tiles, steps = -(-R // tile), -(-S // block)
     n = shares or shares_of(B * G * tiles, steps)
     # what a sliding layer no longer sees is left out from the front
@@ -129,7 +130,7 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
     page = cache.shape[2]
     S = page * (1 if table is None else table.shape[1])
     tile = _power(min(R, TILE))
-    block, stages = depth_of(block, q.shape[3] * cache.dtype.itemsize, 2, _room())
+    block, stages = depth_of(block, q.shape[3] * cache.dtype.itemsize, 2, _shared())
     q = q if scales is not None else q.astype(cache.dtype)
     names, arrays = _given(q=q, cache=cache, length=length, positions=positions, held=held, scales=scales, table=table,
                            lse=lse)
@@ -154,8 +155,8 @@ def _power(n: int) -> int:
 
 
 def _both(rows: Array, col: Array, width: int) -> Array:
-    """Which entries of some rows there are. Triton reads 16 bytes at a time where it sees that neighbours lie side by
-    side and are all read, which a comparison of columns or a select among them hides."""
+    """Which entries of some rows there are. Columns are compared only where some are missing: Triton reads several
+    entries at once where it can tell that neighbours are all read."""
     all_of_them = jnp.broadcast_to(rows[:, None], (len(rows), len(col)))
     return all_of_them if len(col) == width else all_of_them & (col < width)[None, :]
 

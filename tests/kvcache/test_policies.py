@@ -241,9 +241,11 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
         name, {"budget": 200})
     everything = kv(name, **{**OPTIONS[name], **wide})
-    out = dx.generate(DEEP if name in DEEPER else SMALL, PROMPTS, cache=everything, seed=5,
-                      temperature=[0.0, 0.9, 0.0], max_new_tokens=20, logprobs=0)
+    out, drafted = (dx.generate(DEEP if name in DEEPER else SMALL, PROMPTS, cache=everything, algorithm=algorithm,
+                                seed=5, temperature=[0.0, 0.9, 0.0], max_new_tokens=20, logprobs=0)
+                    for algorithm in (None, LOOKUP))
     want = run(dense(name))
+    assert same(drafted, run(dense(name), LOOKUP))
     if name in IN_PARTS:
         assert same(out, want, atol=2e-6)
     else:

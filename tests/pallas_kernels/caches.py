@@ -76,3 +76,20 @@ def stored(cache: Any, width: int, form: str, length: Any = LENGTHS) -> tuple[An
         table = np.where(np.arange(pages) * page < length[:, None], order.reshape(rows, pages), -1)
         cache, given = pool(cache, 2), {k: pool(x, 3) for k, x in given.items()} | dict(table=table.astype(np.int32))
     return cache, given, exact
+
+
+def agrees_with_float64(attend: Any, weigh: Any, form: str, widths: tuple[int, int], sliding: int | None, held: str,
+                        causal: bool = False) -> None:
+    """`cache_attention` and `slot_weights` of an implementation, over a cache in some form."""
+    q, cache, *where = arrays(*widths, held)
+    kept, given, meant = stored(cache, widths[0], form)
+    options = dict(scale=0.3, value_width=widths[1], sliding=sliding, softcap=5.0 if sliding else None)
+    out, lse = attend(q, kept, *where, **given, **options)
+    want, sums = exact(q, meant, *where, **options)
+    np.testing.assert_allclose(out, want, atol=3e-5)
+    np.testing.assert_allclose(np.where(sums > -1e29, lse, 0), np.where(sums > -1e29, sums, 0), atol=2e-5)
+    assert (np.asarray(lse)[sums < -1e29] < -1e29).all()
+    options.pop("value_width")
+    options["causal"] = causal
+    got = weigh(q, np.where(sums > -1e29, sums, 0).astype(np.float32), kept, *where, **given, **options)
+    np.testing.assert_allclose(got, exact_weights(q, sums, meant, *where, **options), rtol=1e-4, atol=1e-6)

@@ -22,14 +22,26 @@ from decodax.pallas_kernels.window_attention import (
     window_attention_lse,
 )
 from tests.matrix import often, pairs
-from tests.pallas_kernels.caches import FORMS, HELD, LENGTHS, B, G, R, S, arrays, exact, exact_weights, stored
+from tests.pallas_kernels.caches import (
+    FORMS,
+    HELD,
+    LENGTHS,
+    B,
+    G,
+    R,
+    S,
+    agrees_with_float64,
+    arrays,
+    exact,
+    exact_weights,
+    stored,
+)
 
+HOPPER = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"))
+"""A GPU that is not there."""
 IMPLEMENTATIONS = {"xla": reference.cache_attention,
                    "mosaic_tpu": functools.partial(tpu.cache_attention, block=128, interpret=True),
                    "triton": functools.partial(gpu.cache_attention, interpret=True)}
-HOPPER = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"))
-"""A GPU that is not there."""
-
 FEW = ["xla", "mosaic_tpu"]
 """By default, where what differs is not the kernel."""
 WEIGHTS = {"xla": reference.slot_weights,
@@ -68,17 +80,7 @@ def test_attention_to_a_cache_is_that_of_float64(implementation: str, widths: tu
     itertools.product(FORMS, ((64, 64), (96, 96), (128, 128), (256, 128)), (None, 70), HELD)))
 def test_each_form_of_a_cache_is_attended_to_as_in_float64(implementation: str, form: str, widths: tuple[int, int],
                                                            sliding: int | None, held: str) -> None:
-    q, cache, *where = arrays(*widths, held)
-    kept, given, meant = stored(cache, widths[0], form)
-    options = dict(scale=0.3, value_width=widths[1], sliding=sliding, softcap=5.0 if sliding else None)
-    out, lse = IMPLEMENTATIONS[implementation](q, kept, *where, **given, **options)
-    want, sums = exact(q, meant, *where, **options)
-    np.testing.assert_allclose(out, want, atol=3e-5)
-    np.testing.assert_allclose(np.where(sums > -1e29, lse, 0), np.where(sums > -1e29, sums, 0), atol=2e-5)
-    assert (np.asarray(lse)[sums < -1e29] < -1e29).all()
-    options.pop("value_width")
-    got = WEIGHTS[implementation](q, np.where(sums > -1e29, sums, 0), kept, *where, **given, **options)
-    np.testing.assert_allclose(got, exact_weights(q, sums, meant, *where, **options), rtol=1e-4, atol=1e-6)
+    agrees_with_float64(IMPLEMENTATIONS[implementation], WEIGHTS[implementation], form, widths, sliding, held)
 
 
 @pytest.mark.parametrize("implementation", WEIGHTS)
