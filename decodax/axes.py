@@ -84,8 +84,8 @@ def platform() -> str:
 
 
 def compute_capability() -> float:
-    """That of the NVIDIA GPU that JAX has found, such as 9.0; 0 of an AMD GPU. Without a GPU, where programs for one can
-    only be lowered, that of Hopper."""
+    """That of the NVIDIA GPU that JAX has found, such as 9.0; 0 of an AMD GPU. Without a GPU, where programs for one
+    can only be lowered, that of Hopper."""
     found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
     return float(found) if found[0].isdigit() else 0.0      # AMD: "gfx942"
 
