@@ -25,9 +25,23 @@ suitable() {
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
 }
 
+# The newest suitable Python: $PYTHON if set, else python3.13 down to python3.11 on the PATH and among pyenv's versions
+# (pyenv's own shims fail for versions that are installed but not switched on), else whatever python3 is.
 find_python() {
-    local python
-    for python in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
+    local version python
+    if [ -n "${PYTHON:-}" ]; then
+        set -- "$PYTHON"
+    else
+        set --
+        for version in 3.13 3.12 3.11; do
+            set -- "$@" "python$version"
+            while IFS= read -r python; do
+                set -- "$@" "$python"
+            done < <(ls -d "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python 2>/dev/null | sort -rV)
+        done
+        set -- "$@" python3 python
+    fi
+    for python in "$@"; do
         if suitable "$python"; then
             echo "$python"
             return
