@@ -7,11 +7,14 @@
 #     bash scripts/test.sh PYTEST ARGUMENTS     the tests that pytest selects
 #
 # Tests that need a GPU run by `pytest -m gpu` alone. The environment is apart from .venv because it holds libtpu, which
-# makes JAX look for a TPU at every start.
+# makes JAX look for a TPU at every start. $VENV names another one, $PYTHON another interpreter than the newest suitable:
+#
+#     PYTHON=python3.11 VENV=.venv-test-3.11 bash scripts/test.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
-install .venv-test test
+venv=${VENV:-.venv-test}
+install "$venv" test
 
 export JAX_PLATFORMS=cpu
 
@@ -44,10 +47,10 @@ fi
 # every check runs, so that one failure does not hide another; mypy beside the tests of meshes, whose processes wait for
 # each other's devices
 failed=()
-.venv-test/bin/ruff check . || failed+=(ruff)
-.venv-test/bin/pytest -n "${TEST_WORKERS:-2}" --dist loadgroup "$@" || failed+=(pytest)
-MYPY=.venv-test/bin/mypy bash scripts/typecheck.sh & types=$!
-[ -z "$mesh" ] || timeout "$limit" .venv-test/bin/pytest -n "${TEST_WORKERS:-2}" --dist loadgroup -m "$mesh" \
+"$venv/bin/ruff" check . || failed+=(ruff)
+"$venv/bin/pytest" -n "${TEST_WORKERS:-2}" --dist loadgroup "$@" || failed+=(pytest)
+MYPY=$venv/bin/mypy bash scripts/typecheck.sh & types=$!
+[ -z "$mesh" ] || timeout "$limit" "$venv/bin/pytest" -n "${TEST_WORKERS:-2}" --dist loadgroup -m "$mesh" \
     "${mesh_files[@]}" || failed+=("pytest -m mesh")
 wait "$types" || failed+=(mypy)
 if [ ${#failed[@]} -gt 0 ]; then

@@ -1,10 +1,11 @@
 # Sourced by the other scripts: a virtual environment with decodax installed from this directory.
 
 # install VENV EXTRAS: makes the environment if need be and installs decodax with these extras ("" for none), unless
-# that was done for this pyproject.toml before. $PYTHON names the interpreter to use; default: the first suitable one.
+# that was done for this pyproject.toml before. $PYTHON names the interpreter to use; default: the newest suitable one.
+# An environment that is there is kept, unless $PYTHON asks for another version.
 install() {
     local venv=$1 extras=$2 python want stamp=$1/.installed
-    if ! suitable "$venv/bin/python"; then
+    if ! suitable "$venv/bin/python" || { [ -n "${PYTHON:-}" ] && ! same_version "$venv/bin/python" "$PYTHON"; }; then
         python=$(find_python)
         echo "making $venv with $("$python" --version)" >&2
         if ! "$python" -m venv --clear "$venv" >&2; then
@@ -23,6 +24,12 @@ install() {
 # suitable PYTHON: whether it runs and is a version that decodax supports.
 suitable() {
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+# same_version PYTHON PYTHON: whether both are, say, 3.12; where the second cannot be run, find_python says so.
+same_version() {
+    local version='import sys; print(sys.version_info[:2])'
+    [ "$("$1" -c "$version")" = "$("$2" -c "$version" 2>/dev/null)" ]
 }
 
 # The newest suitable Python: $PYTHON if set, else python3.13 down to python3.11 on the PATH and among pyenv's versions

@@ -113,7 +113,7 @@ class AStar(Explorer):
                 break
             forks.fork(parents)
             score = scored(self.reward, forks, asked, forks.extend(active), np.take_along_axis(score, parents, 1))
-            for p, i in zip(*np.nonzero(active), strict=True):
+            for p, i in np.argwhere(active).tolist():
                 paths[p][i] = (*paths[p][i], float(score[p, i]))
                 f[p, i] = self.cost(paths[p][i]) + 1 - score[p, i]
         # of texts that have ended the best; where none has, the best of the others

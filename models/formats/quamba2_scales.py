@@ -33,8 +33,8 @@ def arranged(mean: np.ndarray, heads: int, channels: int) -> tuple[np.ndarray, n
     G, H, P = mean.shape
     order = np.arange(mean.size).reshape(mean.shape)
     by_size = np.argsort(mean, -1, kind="stable")
-    order, size = np.take_along_axis(order, by_size, -1), np.take_along_axis(mean, by_size, -1).astype(np.float32)
-    size = size / np.maximum(np.linalg.norm(size, axis=-1, keepdims=True), np.finfo(np.float32).tiny)
+    order, sizes = np.take_along_axis(order, by_size, -1), np.take_along_axis(mean, by_size, -1).astype(np.float32)
+    size: np.ndarray = sizes / np.maximum(np.linalg.norm(sizes, axis=-1, keepdims=True), np.finfo(np.float32).tiny)
     found, count = np.zeros(mean.shape, np.int64), 0
     for g in range(G):
         label = ward(size[g], min(heads, H))
