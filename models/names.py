@@ -104,6 +104,21 @@ IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 """What a model that also sees images has beside its language model."""
 
 
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
+                      "_forward_module"})
+"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints and Lightning leave in a state that was saved
+while they were around the model."""
+
+
+def unwrapped(tensor: str) -> str:
+    """A tensor's name without those of wrappers.
+
+    >>> unwrapped("_orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    return ".".join(part for part in tensor.split(".") if part not in WRAPPERS)
+
+
 def sources(family: str, config: DecoderConfig, shapes: Weights,
             present: Collection[str] = ()) -> dict[str, WeightSource]:
     """Where each weight comes from, by its dotted path in `shapes` (`Transformer.abstract_params`).
