@@ -18,8 +18,8 @@ from typing import Any
 
 TRAINING = frozenset({
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-    "lora_dropout", "runtime_config", "megatron_core", "qalora_group_size", "ensure_weight_tying", "eva_config", "corda_config",
-    "lora_ga_config", "loftq_config", "fan_in_fan_out", "bias"})
+    "lora_dropout", "runtime_config", "megatron_core", "qalora_group_size", "ensure_weight_tying", "eva_config",
+    "corda_config", "lora_ga_config", "loftq_config", "fan_in_fan_out", "bias"})
 """Entries about training, or about where an adapter comes from.
 
 The groups of QA-LoRA, the configurations of initialisations and the tying of embeddings act only beside entries that

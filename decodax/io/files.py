@@ -101,7 +101,6 @@ def adapter(root: Path) -> str:
             f"Load it onto that:\n    decodax.load(\"path/to/model\", adapter={str(root)!r})")
 
 
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
@@ -117,3 +116,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: got {type(value).__name__}, takes a JSON object")
     return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} without the file.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
+    return read_json(path) if path.is_file() else {}

@@ -233,6 +233,19 @@ def test_special_ids_are_those_of_config_json_where_nothing_else_has_them(direct
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, "bos_token_id": None}))
     lm = dx.load(directory)
     assert (lm.eos, lm.bos) == ([7], 1)
+    for none in (-1, [-1], [-1, -7]):
+        edited(directory, eos_token_id=none, bos_token_id=-1, pad_token_id=-2)
+        (directory / "generation_config.json").write_text(json.dumps({
+            "eos_token_id": none, "forced_eos_token_id": none, "forced_bos_token_id": -1, "suppress_tokens": [-1],
+            "decoder_start_token_id": -1}))
+        lm = dx.load(directory)
+        assert (lm.eos, lm.bos, lm.pad) == ([], None, 0)
+        out = dx.generate(lm, [[5, 6], [7]], max_new_tokens=[2, 4])
+        assert out.lengths.tolist() == [2, 4] and out.tokens.min() == 0
+    for key in ("pad_token_id", "eos_token_id"):
+        (directory / "generation_config.json").write_text(json.dumps({key: 97}))
+        with pytest.raises(ValueError, match=rf"generation config.*: {key}: got .*97, takes .*ids? below"):
+            dx.generate(dx.load(directory), [[5]], max_new_tokens=1)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1.5}))
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id: got 1\.5, takes a token id"):
         dx.load(directory)
