@@ -295,3 +295,37 @@ def test_negative_ids_mean_none(none: object, tmp_path: Path) -> None:
     assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.bos_id) == (ends, None, None)
     (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "<|endoftext|>"}')
     assert Tokenizer.from_dir(tmp_path).pad_id == end
+
+
+READS = {
+    "m.thinking": "{% for m in messages %}{{ m.role }}:{% if m.thinking %}<{{ m.thinking }}>{% endif %}{{ m.content }};"
+                  "{% endfor %}",
+    "m['reasoning']": "{% for m in messages %}{{ m.role }}:{% if 'reasoning' in m %}<{{ m['reasoning'] }}>{% endif %}"
+                      "{{ m.content }};{% endfor %}",
+    "m.get": "{% for m in messages %}{{ m.role }}:{% if m.get('reasoning_content', '') %}"
+             "<{{ m.get('reasoning_content') }}>{% endif %}{{ m.content }};{% endfor %}",
+    "a namespace": "{% set ns = namespace(thinking='') %}{% for m in messages %}{% set ns.thinking = "
+                   "m.reasoning_content if m.reasoning_content is defined else '' %}{{ m.role }}:{% if ns.thinking %}"
+                   "<{{ ns.thinking }}>{% endif %}{{ m.content }};{% endfor %}",
+    "parts": "{% for m in messages %}{{ m.role }}:{% if m.content is not string %}{% for part in m.content %}"
+             "{{ part.thinking }}{% endfor %}{% else %}{% if m.reasoning %}<{{ m.reasoning }}>{% endif %}"
+             "{{ m.content }}{% endif %};{% endfor %}"}
+
+
+@pytest.mark.parametrize("template", READS.values(), ids=READS)
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_reaches_the_template_by_the_name_that_it_reads(name: str, template: str) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "why"}]
+    assert render_chat(template, messages) == "user:a;assistant:<why>b;"
+    messages[1] |= {"reasoning": "one", "reasoning_content": "one", "thinking": "one"}
+    assert render_chat(template, messages) == "user:a;assistant:<one>b;"
+    del messages[1][name]
+    assert render_chat(template, messages) == "user:a;assistant:<one>b;"
+
+
+def test_reasoning_is_given_once_and_only_to_templates_that_read_it() -> None:
+    both = "{% for m in messages %}{{ m.reasoning_content }}{{ m.reasoning }}{{ thinking }}{% endfor %}"
+    assert render_chat(both, [{"role": "assistant", "content": "", "thinking": "why"}], thinking="!") == "why!"
+    assert render_chat(both, [{"role": "assistant", "content": "", "reasoning": "why"}], thinking="!") == "why!"
+    every = "{% for m in messages %}{{ m.keys() | list }}{{ 'thinking' }}{% endfor %}"
+    assert render_chat(every, [{"role": "assistant", "reasoning": "why"}]) == "['role', 'reasoning']thinking"

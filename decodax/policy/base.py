@@ -108,8 +108,8 @@ class Transform(Struct):
         return state
 
 
-LEAST_OF_SCORES = 1e-30
-"""Below it a log-probability over the temperature is beyond float32."""
+SCORES = (1e-30, 1e30)
+"""The temperatures of scores; beyond, a log-probability over one is no float32."""
 
 
 @struct
@@ -147,7 +147,7 @@ class ScoreTemperature(WarmTemperature):
     """Divides log-probabilities that are scores of texts: nothing is subtracted, so that texts can be compared."""
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
-        return logits / jnp.maximum(self.temperature, LEAST_OF_SCORES)
+        return logits / jnp.clip(self.temperature, *SCORES)
 
 
 class Decoding(Protocol):

@@ -298,7 +298,6 @@ class BeamSearch(Algorithm):
                          algo=algo.replace(finished=best))
 
 
-
 @dataclasses.dataclass(frozen=True)
 class BeamReader:
     """The observer of a search with drafts: what of them reads prompts."""

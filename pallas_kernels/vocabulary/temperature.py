@@ -12,7 +12,9 @@ FAR = 4096.0
 sums and differences of logits mean something."""
 
 LEAST = float(jnp.finfo(jnp.float32).tiny)
-"""Temperatures below count as this one: a smaller float32 is 0 on some chips."""
+MOST = 1 / LEAST
+"""Temperatures beyond count as these. On many chips a smaller float32 is 0, and so is one over a larger one, by which
+-inf would become a NaN."""
 
 
 def cooled(logits: Array, temperature: Array) -> Array:
@@ -29,7 +31,7 @@ def cooled(logits: Array, temperature: Array) -> Array:
     >>> cooled(jnp.array([1.0, 2.0, 2.0]), jnp.float32(1e-38)).tolist()
     [-inf, 0.0, 0.0]
     """
-    t = jnp.maximum(temperature, LEAST)[..., None]
+    t = jnp.clip(temperature, LEAST, MOST)[..., None]
     plain = logits / t
     top = logits.max(-1, keepdims=True)
     far = jnp.isfinite(top) & (jnp.abs(top) > FAR * t)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from decodax.pallas_kernels.vocabulary.noise import exponential
-from decodax.pallas_kernels.vocabulary.temperature import FAR, LEAST
+from decodax.pallas_kernels.vocabulary.temperature import FAR, LEAST, MOST
 from decodax.pallas_kernels.vocabulary.threshold import of_order
 
 ROWS, LANES = 8, 128
@@ -79,7 +79,7 @@ def _kernel(logits: Any, address: Any, numbers: Any, token: Any, first: Any, sca
     given = {name: lanes(numbers[:, i:i + 1]) for i, name in enumerate(names)}
     words = lanes(address[:, :1]), lanes(address[:, 1:])
     cold = given["temperature"] == 0
-    temperature = jnp.where(cold, 1, jnp.maximum(given["temperature"], LEAST))
+    temperature = jnp.where(cold, 1, jnp.clip(given["temperature"], LEAST, MOST))
 
     def over(step: Callable[[Any, Any], Any], start: Any, count: int = chunks) -> Any:
         """`step(at, carry)` for each chunk."""
