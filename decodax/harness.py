@@ -156,11 +156,32 @@ class HarnessLM(TemplateLM):
             add_special_tokens = not begun and self.add_bos_token is not False
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of a context that is not empty, and those of its continuation that are scored.
+
+        As the harness has it, spaces at the end of the context belong to the continuation, and the continuation's
+        tokens are those by which the whole text has more than the context. Where it has none more, since what the
+        continuation begins with is merged into the context's last tokens, those from the first that differs are scored.
+        """
+        own = context.rstrip()
+        context, continuation = own, context[len(own):] + continuation
+        whole, before = self.tok_encode(context + continuation), self.tok_encode(context)
+        begun = len(before)
+        if len(whole) <= begun:
+            begun = next((i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), len(whole))
+            before = whole[:begun]
+        # a tokenizer may drop a continuation at the end of a text, as some do spaces
+        scored = whole[begun:] or self.tok_encode(continuation, add_special_tokens=False)
+        return before or [self.prefix_token_id], scored
+
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False,
                               **kwargs: Any) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether greedy decoding would write it."""
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)      # of a continuation without tokens
-        asked = [i for i in self._longest_first([len(c) + len(e) for _, c, e in requests]) if requests[i][2]]
+        for asking, _, end in requests:
+            if not end:
+                raise ValueError(f"loglikelihood: got a continuation without a token to score ({asking!r})")
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        asked = self._longest_first([len(c) + len(e) for _, c, e in requests])
         with bar(self.progress and not disable_tqdm, "log-likelihoods", len(requests)) as report:
             for some in self._pieces(asked):
                 pairs = []
@@ -175,7 +196,7 @@ class HarnessLM(TemplateLM):
                     found[i] = (total, greedy)
                     if requests[i][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
-                report(len(requests) - len(asked) + asked.index(some[-1]) + 1)
+                report(asked.index(some[-1]) + 1)
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

@@ -125,8 +125,9 @@ class Request:
         if not all(map(is_whole, lm.eos)):
             raise ValueError(f"{said.origin}: eos_token_id: got {shown(lm.generation_config.get('eos_token_id'))}, "
                              "takes a token id or a list of them")
-        if not is_whole(lm.pad):
-            raise ValueError(f"{said.origin}: pad_token_id: got {shown(lm.pad)}, takes a token id")
+        if not (is_whole(lm.pad) and 0 <= lm.pad < lm.vocab_size):
+            raise ValueError(f"{said.origin} (generation_config.json or config.json): pad_token_id: got "
+                             f"{shown(lm.pad)}, takes a token id below the vocabulary's size, {lm.vocab_size}")
         ids = prompts if behind is not None else read_prompts(lm, prompts)
         count = len(ids)
         settle = prefixes = None

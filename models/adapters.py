@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from jax import Array
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from decodax.models.adapter_config import checked
 from decodax.models.config import DecoderConfig
-from decodax.models.names import FAMILY_NAMES, LLAMA, Names, flatten
+from decodax.models.names import FAMILY_NAMES, IMAGES, LLAMA, Names, flatten, unwrapped
 from decodax.models.packed import Adapted, Packed
 from decodax.models.transformer import Transformer, Weights
 
@@ -39,12 +41,11 @@ Adapter = dict[str, Any]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+STEM = "base_model.model."
+"""What peft puts before a module's own name in the names of tensors."""
+
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 """Projections that can be adapted."""
-
-UNREAD = {"use_dora": "DoRA", "modules_to_save": "whole modules", "lora_bias": "biases", "layer_replication":
-          "replicated layers", "trainable_token_indices": "trained tokens"}
-"""Entries of an `adapter_config.json` that say more than is read."""
 
 
 def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] = ("q", "v"),
@@ -126,11 +127,15 @@ def read(directory: str | os.PathLike[str], model: Transformer, family: str = "l
          dtype: jax.typing.DTypeLike = jnp.float32) -> Adapter:
     """An adapter in the layout of peft: `adapter_config.json` and `adapter_model.safetensors`.
 
+    `decodax.models.adapter_config` lists the entries that are honoured. Keys of patterns that match no tensor's module
+    have no effect, as in peft, and are warned of.
+
     Args:
         family: the `model_type` of the model's `config.json`, by which tensors are named.
 
     Raises:
-        ValueError: a file is missing or broken, it is no LoRA, or it does not fit the model; names the tensor.
+        ValueError: a file is missing or broken, it is no plain LoRA, its entries and its tensors contradict each other,
+            or it does not fit the model; names the entry or the tensor.
     """
     root = Path(directory)
     try:
@@ -138,25 +143,27 @@ def read(directory: str | os.PathLike[str], model: Transformer, family: str = "l
         tensors = load_file(root / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{root}: takes the directory of an adapter with {CONFIG} and {WEIGHTS} ({error})") from None
-    if not isinstance(entries, Mapping) or entries.get("peft_type") != "LORA":
-        raise ValueError(f"{root / CONFIG}: peft_type: takes 'LORA'")
-    for name, what in UNREAD.items():
-        if entries.get(name):
-            raise ValueError(f"{root / CONFIG}: {name}: got {entries[name]!r}; {what} beside low ranks are not read")
-    rank_of, alpha_of = entries.get("rank_pattern") or {}, entries.get("alpha_pattern") or {}
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"{root / CONFIG}: got {type(entries).__name__}, takes a JSON object")
+    try:
+        config = checked(entries)
+    except ValueError as error:
+        raise ValueError(f"{root / CONFIG}: {error}") from None
     names = FAMILY_NAMES.get(family, Names(LLAMA))
     paths = {f"{names.layers}.{i}.{module}": path for path, (i, module) in _modules(model.config, names).items()}
     fused = {names.layer[member] for group in names.fused for member in group}
     made: Adapter = {}
+    adapted: dict[str, str] = {}
     shapes = flatten(model.abstract_params())
     for tensor in sorted(tensors):
         found = re.fullmatch(
-            rf"(?:.*?\.)?({re.escape(names.layers)}\.\d+\..+?)\.lora_(A|B)(?:\.default)?\.weight", tensor)
-        if found is None:
-            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} is no lora_A or lora_B of a layer")
-        if found[2] == "B":
+            rf"((?:.*?\.)?)({re.escape(names.layers)}\.\d+\..+?)\.lora_(A|B)(?:\.default)?\.weight", unwrapped(tensor))
+        if found is None or IMAGES.search(found[1].removeprefix(STEM)):
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} is no lora_A or lora_B of a layer of the language "
+                             "model")
+        if found[3] == "B":
             continue
-        module = found[1]
+        module = found[2]
         if module.split(".", 2)[2] in fused:
             raise ValueError(f"{root / WEIGHTS}: tensor {tensor} adapts projections that are fused in the file; "
                              "takes adapters of single ones")
@@ -169,12 +176,22 @@ def read(directory: str | os.PathLike[str], model: Transformer, family: str = "l
         if (a.shape[0], b.shape[1]) != wanted or a.shape[1] != b.shape[0]:
             raise ValueError(f"{root / WEIGHTS}: tensor {tensor} makes {a.shape} and {b.shape} of a kernel "
                              f"{wanted}")
-        rank = _pattern(rank_of, module, entries.get("r", a.shape[1]))
-        alpha = _pattern(alpha_of, module, entries.get("lora_alpha", rank))
-        scale = alpha / (math.sqrt(rank) if entries.get("use_rslora") else rank)
-        _put(made, f"{path}.kernel", {"a": jnp.asarray(a, dtype), "b": jnp.asarray(b * scale, dtype)})
+        whole = f"{found[1].removeprefix(STEM)}{module}"
+        if not config.adapts(whole):
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} adapts a module that {CONFIG} does not choose "
+                             "(target_modules, exclude_modules, layers_to_transform)")
+        if a.shape[1] != config.rank(whole):
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} has rank {a.shape[1]}, r and rank_pattern of {CONFIG} "
+                             f"say {config.rank(whole)}")
+        if path in adapted:
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} adapts a projection that another one adapts already")
+        adapted[path] = whole
+        _put(made, f"{path}.kernel", {"a": jnp.asarray(a, dtype), "b": jnp.asarray(b * config.scale(whole), dtype)})
     if not made:
         raise ValueError(f"{root / WEIGHTS}: holds no tensor")
+    if idle := config.unmatched(adapted.values()):
+        warnings.warn(f"{root / CONFIG}: {', '.join(idle)}: matches no module of the adapter, and has no effect",
+                      stacklevel=2)
     return made
 
 
@@ -185,7 +202,7 @@ def save(directory: str | os.PathLike[str], adapter: Adapter, model: Transformer
     modules, tensors, rank = _modules(model.config, names), {}, 1
     for path, low in _lows(adapter).items():
         index, module = modules[path.removesuffix(".kernel")]
-        stem = f"base_model.model.{names.stem}{names.layers}.{index}.{module}"
+        stem = f"{STEM}{names.stem}{names.layers}.{index}.{module}"
         tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(np.asarray(low["a"], np.float32).T)
         tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(np.asarray(low["b"], np.float32).T)
         rank = low["a"].shape[1]
@@ -200,11 +217,6 @@ def save(directory: str | os.PathLike[str], adapter: Adapter, model: Transformer
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank,
         "lora_dropout": 0.0, "bias": "none", "target_modules": targets, "rank_pattern": other,
         "alpha_pattern": other, "fan_in_fan_out": not names.transposed, "inference_mode": True}, indent=2) + "\n")
-
-
-def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """What peft's patterns say of a module: their keys are ends of its name."""
-    return next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), default)
 
 
 def _modules(config: DecoderConfig, names: Names) -> dict[str, tuple[int, str]]:

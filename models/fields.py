@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from decodax.core.ids import named
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -45,8 +47,8 @@ WIDTH = _whole(1, 1 << 20)
 ENTRIES = _whole(1, 1 << 24)
 POSITIONS = _whole(1, (1 << 31) - 1)
 INDEX = _whole(0, (1 << 31) - 1)
-ID = _whole(-1, (1 << 31) - 1)         # -1 is what some files have for none
-IDS = Kind("a token id or a list of them", lambda x: all(ID.fits(y) for y in x) if isinstance(x, list) else ID.fits(x))
+IDS = Kind("a token id or a list of them",
+           lambda x: all(INDEX.fits(y) for y in x) if isinstance(x, list) else INDEX.fits(x))
 LAYER_TYPES = Kind("a list of 'full_attention' and 'sliding_attention'",
                    lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention") for y in x))
 
@@ -90,7 +92,8 @@ NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attentio
 
 
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
-    """The entries of a `config.json`. A null says the same as a missing entry, but for those that it switches off.
+    """The entries of a `config.json`. A null says the same as a missing entry, but for those that it switches off, and
+    so does a negative number for a token's id.
 
     Raises:
         ValueError: an entry is of the wrong type or out of its range; the message has its key.
@@ -103,6 +106,7 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in c.items():
+        value = named(value) if key.endswith("_token_id") else value
         if value is None:
             if key in OFF:
                 found[key] = None

@@ -104,6 +104,21 @@ IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 """What a model that also sees images has beside its language model."""
 
 
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
+                      "_forward_module"})
+"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints and Lightning leave in a state that was saved
+while they were around the model."""
+
+
+def unwrapped(tensor: str) -> str:
+    """A tensor's name without those of wrappers.
+
+    >>> unwrapped("_orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    return ".".join(part for part in tensor.split(".") if part not in WRAPPERS)
+
+
 def sources(family: str, config: DecoderConfig, shapes: Weights,
             present: Collection[str] = ()) -> dict[str, WeightSource]:
     """Where each weight comes from, by its dotted path in `shapes` (`Transformer.abstract_params`).
@@ -129,14 +144,27 @@ def layers_in(family: str, present: Collection[str]) -> int:
     return 1 + max((int(index) for index in found if index.isdecimal()), default=-1)
 
 
+def embeddings(family: str) -> list[str]:
+    """What the embedding is called in files of the whole model, of the bare one, and of those that also see images."""
+    names = FAMILY_NAMES.get(family, Names(LLAMA))
+    return [f"{stem}{names.embed}.weight" for stem, _ in _stems(names)]
+
+
+def _stems(names: Names) -> list[tuple[str, str]]:
+    """Where the language model may stand in a file, and its output head."""
+    return [(names.stem, names.head), ("", names.head), (f"{names.stem}language_model.", names.head),
+            (f"language_model.{names.stem}", f"language_model.{names.head}")]
+
+
 def _names(family: str, present: Collection[str]) -> Names:
     """The names in a file that has the tensors `present`: of the bare model, or of one inside a larger model."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
-    places = [(names.stem, names.head), ("", names.head), (f"{names.stem}language_model.", names.head),
-              (f"language_model.{names.stem}", f"language_model.{names.head}")]
+    places = _stems(names)
     found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)
     stem, head = next(found, places[0])
-    return dataclasses.replace(names, stem=stem, head=head)
+    # a bare model and its head side by side in a module
+    beside = f"{stem}{head}.weight" in present and f"{head}.weight" not in present
+    return dataclasses.replace(names, stem=stem, head=f"{stem}{head}" if beside else head)
 
 
 def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> WeightSource:

@@ -81,6 +81,33 @@ def test_log_likelihoods(both):
     assert ours._loglikelihood_tokens([(None, context, written)])[0][1]
 
 
+def test_continuations_that_merge_into_the_context_are_scored(both):
+    """All cuts of a few texts: what is scored is never nothing, and with the context it is the whole text's tokens."""
+    ours, theirs, _ = both
+    merged = []
+    for text in [*texts(12, (2, 5), 9), "fib  ", "def fib(n)"]:
+        for at in range(1, len(text)):
+            context, scored = ours._encode_pair(text[:at], text[at:])
+            begun, rest = theirs._encode_pair(text[:at], text[at:])
+            assert scored
+            if rest and begun:
+                assert (context, scored) == (begun, rest)
+            elif text[:at].strip():
+                merged.append((text[:at], text[at:]))
+                whole = ours.tok_encode(text)
+                assert (context + scored)[-len(whole):] == whole
+    assert len(merged) > 5
+    asked = [*merged, (merged[0][0], " otherwise")]
+    scores = [total for total, _ in ours.loglikelihood(requests("loglikelihood", asked), disable_tqdm=True)]
+    assert max(scores) < 0
+    for (context, end), total in zip(merged[:3], scores, strict=False):
+        head, tail = ours._encode_pair(context, end)
+        logits = theirs.model(torch.tensor([head + tail])).logits[0, len(head) - 1:-1].log_softmax(-1)
+        np.testing.assert_allclose(total, logits.gather(1, torch.tensor(tail)[:, None]).sum().item(), atol=1e-4)
+    with pytest.raises(ValueError, match="a continuation without a token"):
+        ours.loglikelihood(requests("loglikelihood", [("def", "")]), disable_tqdm=True)
+
+
 def test_rolling_log_likelihoods(both):
     ours, theirs, _ = both
     empty = [""] if len(ours.tok_encode("")) else []       # theirs divides by the number of windows

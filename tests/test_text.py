@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 
 from decodax.io.chat import ChatTemplateError, render_chat
 from decodax.io.text import Tokenizer
@@ -218,3 +220,112 @@ def test_a_chat_without_a_template_is_refused() -> None:
 def test_a_template_that_fails_or_leaves_the_sandbox_is_an_error(template: str, message: str) -> None:
     with pytest.raises(ChatTemplateError, match=message):
         render_chat(template, CHAT)
+
+
+ADDED = {"content": "<|end|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False,
+         "special": True}
+WORDS = "fib <|end|> n<|end|>\n<tool>n <img>  Né w<img>x"
+ELSEWHERE = {
+    "described": ({"eos_token": "<|end|>", "added_tokens_decoder": {
+        0: ADDED, 1: {**ADDED, "content": "<tool>", "special": False, "lstrip": True},
+        2: {**ADDED, "content": "<img>", "rstrip": True}}}, {}, {}),
+    "described, and not said to be special": ({"eos_token": "<|end|>", "added_tokens_decoder": {
+        0: {**ADDED, "special": False}}}, {}, {"<tool>": 1}),
+    "added_tokens.json": ({"eos_token": "<|end|>"}, {}, {"<tool>": 1, "<|end|>": 0}),
+    "special_tokens_map.json": ({"eos_token": "</s>"}, {"eos_token": {**ADDED, "lstrip": True}}, {"<|end|>": 0}),
+    "named in the map alone": ({}, {"eos_token": {**ADDED, "rstrip": True}, "additional_special_tokens": ["<img>"]},
+                               {}),
+    "named alone": ({"eos_token": {"__type": "AddedToken", **ADDED}, "image_token": "<img>"}, {}, {}),
+    "without a name": ({"eos_token": "<|end|>", "additional_special_tokens": ["<tool>", "<img>"]}, {}, {"<tool>": 0}),
+    "named by the model": ({"eos_token": "<|end|>", "extra_special_tokens": {"tool": "<tool>"}}, {}, {}),
+    "split": ({"eos_token": "<|end|>", "added_tokens_decoder": {0: ADDED, 1: {
+        **ADDED, "content": "<tool>", "special": False}}, "split_special_tokens": True}, {}, {})}
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "unigram"])
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_tokens_of_other_files_are_those_of_transformers(kind: str, place: str, tmp_path: Path) -> None:
+    """The numbers of the tokens stand for the first ids that tokenizer.json leaves free."""
+    backend = KINDS[kind]()
+    free = backend.get_vocab_size(with_added_tokens=True)
+    config, named, added = ELSEWHERE[place]
+    if "added_tokens_decoder" in config:
+        config = {**config, "added_tokens_decoder": {str(free + i): entry for i, entry
+                                                     in config["added_tokens_decoder"].items()}}
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for file, content in (("tokenizer_config.json", config), ("special_tokens_map.json", named),
+                          ("added_tokens.json", {text: free + i for text, i in added.items()})):
+        if content:
+            (tmp_path / file).write_text(json.dumps(content))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = Tokenizer.from_dir(tmp_path)
+    assert ours.eos_ids == (theirs.eos_token_id,)
+    ids = theirs(WORDS)["input_ids"]
+    assert ours.encode(WORDS) == ids
+    assert theirs.eos_token_id in ids or "split" in place
+    assert ours.decode(ids, skip_special_tokens=False) == ours.backend.decode(ids, skip_special_tokens=False)
+    assert ours.decode(ids) == ours.backend.decode(ids)
+    described = lambda backend: {i: repr(token) for i, token in backend.get_added_tokens_decoder().items()}
+    assert described(ours.backend) == described(theirs.backend_tokenizer)
+
+
+def test_tokens_that_cannot_be_added_are_errors_that_name_the_file(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    for config, message in (
+            ({"added_tokens_decoder": {"900": ADDED}}, r"tokenizer_config.json: token '<\|end\|>': has id 900, and"),
+            ({"added_tokens_decoder": {"x": ADDED}}, "tokenizer_config.json: added_tokens_decoder: takes"),
+            ({"added_tokens_decoder": {"900": {"text": "a"}}}, "tokenizer_config.json: added_tokens_decoder: takes"),
+            ({"additional_special_tokens": [3]}, "additional_special_tokens: got"),
+            ({"split_special_tokens": "yes"}, "split_special_tokens: got 'yes'")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("none", [-1, -100, [-1], [-1, -2], None])
+def test_negative_ids_mean_none(none: object, tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    end = backend.token_to_id("<|endoftext|>")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7, "pad_token_id": none, "bos_token_id": none}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [none, -1, 5] if none is not None
+                                                                 and not isinstance(none, list) else none}))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    ends = (5,) if isinstance(none, int) else (7,)
+    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.bos_id) == (ends, None, None)
+    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "<|endoftext|>"}')
+    assert Tokenizer.from_dir(tmp_path).pad_id == end
+
+
+READS = {
+    "m.thinking": "{% for m in messages %}{{ m.role }}:{% if m.thinking %}<{{ m.thinking }}>{% endif %}{{ m.content }};"
+                  "{% endfor %}",
+    "m['reasoning']": "{% for m in messages %}{{ m.role }}:{% if 'reasoning' in m %}<{{ m['reasoning'] }}>{% endif %}"
+                      "{{ m.content }};{% endfor %}",
+    "m.get": "{% for m in messages %}{{ m.role }}:{% if m.get('reasoning_content', '') %}"
+             "<{{ m.get('reasoning_content') }}>{% endif %}{{ m.content }};{% endfor %}",
+    "a namespace": "{% set ns = namespace(thinking='') %}{% for m in messages %}{% set ns.thinking = "
+                   "m.reasoning_content if m.reasoning_content is defined else '' %}{{ m.role }}:{% if ns.thinking %}"
+                   "<{{ ns.thinking }}>{% endif %}{{ m.content }};{% endfor %}",
+    "parts": "{% for m in messages %}{{ m.role }}:{% if m.content is not string %}{% for part in m.content %}"
+             "{{ part.thinking }}{% endfor %}{% else %}{% if m.reasoning %}<{{ m.reasoning }}>{% endif %}"
+             "{{ m.content }}{% endif %};{% endfor %}"}
+
+
+@pytest.mark.parametrize("template", READS.values(), ids=READS)
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_reaches_the_template_by_the_name_that_it_reads(name: str, template: str) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "why"}]
+    assert render_chat(template, messages) == "user:a;assistant:<why>b;"
+    messages[1] |= {"reasoning": "one", "reasoning_content": "one", "thinking": "one"}
+    assert render_chat(template, messages) == "user:a;assistant:<one>b;"
+    del messages[1][name]
+    assert render_chat(template, messages) == "user:a;assistant:<one>b;"
+
+
+def test_reasoning_is_given_once_and_only_to_templates_that_read_it() -> None:
+    both = "{% for m in messages %}{{ m.reasoning_content }}{{ m.reasoning }}{{ thinking }}{% endfor %}"
+    assert render_chat(both, [{"role": "assistant", "content": "", "thinking": "why"}], thinking="!") == "why!"
+    assert render_chat(both, [{"role": "assistant", "content": "", "reasoning": "why"}], thinking="!") == "why!"
+    every = "{% for m in messages %}{{ m.keys() | list }}{{ 'thinking' }}{% endfor %}"
+    assert render_chat(every, [{"role": "assistant", "reasoning": "why"}]) == "['role', 'reasoning']thinking"

@@ -18,6 +18,10 @@ Message = Mapping[str, Any]
 """At least {"role": ..., "content": ...}."""
 
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold the assistant's reasoning, by the names that servers and templates have for it."""
+
+
 class ChatTemplateError(ValueError):
     """The template is broken, refuses the messages, or takes too long or makes too much (`decodax.io.sandbox`)."""
 
@@ -29,7 +33,8 @@ def render_chat(template: str, messages: Sequence[Message], *, add_generation_pr
     Args:
         template: Jinja source. It runs in a sandbox without access to Python's internals or to files, and with limits
             on its time and on what it makes.
-        messages: the conversation so far.
+        messages: the conversation so far. An assistant's reasoning is found under the name that the template reads,
+            whichever of `REASONING` the message has for it.
         add_generation_prompt: end with what opens the assistant's answer.
         tools: JSON schemas of functions that the model may call.
         variables: anything else the template reads (bos_token, enable_thinking, documents, ...).
@@ -48,8 +53,9 @@ def render_chat(template: str, messages: Sequence[Message], *, add_generation_pr
     # as transformers does: a field that is None is as good as absent
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     try:
-        return render(_compiled(template), **{"documents": None, **variables}, messages=messages, tools=tools,
-                      add_generation_prompt=add_generation_prompt)
+        compiled, read = _compiled(template)
+        return render(compiled, **{"documents": None, **variables}, messages=[_named(m, read) for m in messages],
+                      tools=tools, add_generation_prompt=add_generation_prompt)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
     except jinja2.TemplateError as error:
@@ -68,13 +74,43 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
+def _named(message: dict[str, Any], read: Sequence[str]) -> dict[str, Any]:
+    """The message, with its reasoning under the first of the names that the template reads (`read`) if under none."""
+    given = next((message[name] for name in REASONING if name in message), None)
+    if given is None or not read or any(name in message for name in read):
+        return message
+    return {**message, read[0]: given}
+
+
+def _reads(tree: nodes.Template) -> tuple[str, ...]:
+    """Which of `REASONING` a template reads of its messages: `m.name`, `m["name"]`, `m.get("name")`.
+
+    What it reads of a `namespace`, or of the parts of a content, is something else of that name.
+    """
+    text = lambda node: node.value if isinstance(node, nodes.Const) else None
+    of_content = lambda node: any(n.attr == "content" for n in node.find_all(nodes.Getattr)) or any(
+        text(n.arg) == "content" for n in node.find_all(nodes.Getitem))
+    others = {a.target.name for a in tree.find_all(nodes.Assign)
+              if isinstance(a.target, nodes.Name) and isinstance(a.node, nodes.Call)
+              and isinstance(a.node.node, nodes.Name) and a.node.node.name == "namespace"}
+    others |= {loop.target.name for loop in tree.find_all(nodes.For)
+               if isinstance(loop.target, nodes.Name) and of_content(nodes.Output([loop.iter]))}
+    found = [(n.node, n.attr) for n in tree.find_all(nodes.Getattr)]
+    found += [(n.node, text(n.arg)) for n in tree.find_all(nodes.Getitem)]
+    found += [(n.node.node, text(n.args[0])) for n in tree.find_all(nodes.Call)
+              if isinstance(n.node, nodes.Getattr) and n.node.attr == "get" and n.args]
+    names = {name for base, name in found if not (isinstance(base, nodes.Name) and base.name in others)}
+    return tuple(name for name in REASONING if name in names)
+
+
 @functools.lru_cache(maxsize=64)
-def _compiled(template: str) -> jinja2.Template:
+def _compiled(template: str) -> tuple[jinja2.Template, tuple[str, ...]]:
+    """The program, and which of `REASONING` it reads."""
     env = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     env.add_filter("tojson", _to_json)        # jinja's own escapes HTML
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return env.compiled(template)
+    return env.compiled(template), _reads(env.parse(template))
 
 
 def _to_json(x: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,

@@ -32,7 +32,7 @@ from decodax.models.mamba import Mamba, read_mamba
 from decodax.models.mamba import sources as mamba_sources
 from decodax.models.mamba2 import Mamba2, Mamba2Config, entries_of, is_mamba2, read_mamba2
 from decodax.models.mamba2 import sources as mamba2_sources
-from decodax.models.names import IGNORED, IMAGES, WeightSource, flatten, head_tensor, layers_in, sources
+from decodax.models.names import IGNORED, IMAGES, WeightSource, embeddings, flatten, head_tensor, layers_in, sources
 from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
 from decodax.models.rwkv7 import IGNORED as UNUSED
@@ -89,8 +89,14 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     if packed_files.ENTRY in config:
         return _load_packed(root, config, decoder, asked, mesh, context, weights)
     files = Files(root)
+    files.within(embeddings(family))
     # before the network is laid out, which takes long for as many layers as a wrong number may ask for
-    if (stored := layers_in(family, files.home)) < len(decoder.layers):
+    stored = layers_in(family, files.home)
+    if not stored:
+        raise CheckpointError(f"{files.name}: holds {_some(sorted(files.stored.values()))}, and no layer by the name "
+                              f"that model_type {family!r} has for it; takes {', '.join(embeddings(family)[:2])} and "
+                              "layers beside it, with one prefix before all names or none")
+    if stored < len(decoder.layers):
         key = next((key for key in ("n_layer", "n_layers") if key in config), "num_hidden_layers")
         raise CheckpointError(f"{root / 'config.json'}: {key}: got {len(decoder.layers)}, {files.name} holds {stored} "
                               "layers")
@@ -135,6 +141,7 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
     asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
+    files.within(["shared.weight"])
     try:
         config = read_t5(checked(entries), tied="lm_head.weight" not in files.home)
     except ValueError as e:
@@ -177,6 +184,7 @@ def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLik
     if packed_files.ENTRY in entries and network is Mamba2:
         return _load_packed_mamba2(root, entries, config, asked, weights)
     files = Files(root)
+    files.within([weights_of(config, ())["embed"].tensors[0], "backbone.embedding.weight"])     # Mamba-2 has two
     where = weights_of(config, files.home)
     _check(where, files, {"lm_head.weight"} if config.tied else set(), [UNUSED] if issubclass(network, Rwkv7) else [])
     table = where["embed"].tensors[0]
@@ -242,8 +250,11 @@ def _check(where: dict[str, WeightSource], files: Files, spare: set[str], ignore
     """Every tensor is there, of the right shape and kind, and none but `spare` and what is `ignored` is left over."""
     wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
     missing = [tensor for tensor in wanted if tensor not in files.home]
+    left = sorted(tensor for tensor in files.home.keys() - wanted.keys() - spare
+                  if not any(pattern.search(tensor) for pattern in ignored))
     if missing:
-        raise CheckpointError(f"{files.name}: lacks {_some(missing)}, which the configuration asks for")
+        instead = f"; holds {_some([files.stored[name] for name in left])}" if left else ""
+        raise CheckpointError(f"{files.name}: lacks {_some(missing)}, which the configuration asks for{instead}")
     for tensor, shape in wanted.items():
         found = tuple(files.slice(tensor).get_shape())
         if found != shape:
@@ -252,8 +263,6 @@ def _check(where: dict[str, WeightSource], files: Files, spare: set[str], ignore
         if files.slice(tensor).get_dtype() not in DTYPES:
             raise CheckpointError(f"{files.home[tensor]}: tensor {tensor} is {files.slice(tensor).get_dtype()}, "
                                   f"supported are {', '.join(DTYPES)}")
-    left = sorted(tensor for tensor in files.home.keys() - wanted.keys() - spare
-                  if not any(pattern.search(tensor) for pattern in ignored))
     if left:
         raise CheckpointError(f"{files.home[left[0]]}: holds {_some(left)}, which the configuration has no place for")
 

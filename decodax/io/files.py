@@ -7,10 +7,13 @@ named with a recipe that converts it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from decodax.models.names import unwrapped
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -27,10 +30,11 @@ class Files:
 
     Attributes:
         name: the one file, or the index of several.
+        stored: what each tensor is called in its file, by its name without those of wrappers (`unwrapped`).
         home: the file of each tensor.
 
     Raises:
-        CheckpointError: there are none, one is broken, or the index is wrong.
+        CheckpointError: there are none, one is broken, the index is wrong, or two tensors differ in wrappers alone.
     """
 
     def __init__(self, root: Path):
@@ -40,21 +44,44 @@ class Files:
             raise CheckpointError(missing(root))
         promised = {} if self.name == root / ONE else _weight_map(root / INDEX)
         paths = sorted({root / name for name in promised.values()}) or [root / ONE]
-        self.home: dict[str, Path] = {}
+        homes: dict[str, Path] = {}
         self.handles: dict[Path, Any] = {}
         for path in paths:
             try:
                 self.handles[path] = safe_open(path, "np")
             except (SafetensorError, OSError) as e:
                 raise CheckpointError(f"{path}: not a whole safetensors file ({e})") from None
-            self.home |= dict.fromkeys(self.handles[path].keys(), path)
+            homes |= dict.fromkeys(self.handles[path].keys(), path)
         for tensor, name in promised.items():
-            if self.home.get(tensor) != root / name:
+            if homes.get(tensor) != root / name:
                 raise CheckpointError(f"{root / INDEX}: places tensor {tensor} in {name}, which does not hold it")
+        self.stored: dict[str, str] = {}
+        for tensor in homes:
+            if (other := self.stored.setdefault(unwrapped(tensor), tensor)) != tensor:
+                raise CheckpointError(f"{self.name}: holds tensors {other} and {tensor}, which are one without the "
+                                      "names of wrappers")
+        self.home = {name: homes[tensor] for name, tensor in self.stored.items()}
+
+    def within(self, anchors: Sequence[str]) -> None:
+        """Takes off what stands before all names of a model that was an attribute of another module.
+
+        Args:
+            anchors: names that one tensor of each such model has, the likeliest first. Where none is there, and one is
+                there once behind a prefix, that prefix is taken off the names that begin with it.
+        """
+        if any(anchor in self.home for anchor in anchors):
+            return
+        for anchor in anchors:
+            found = [name.removesuffix(anchor) for name in self.home if name.endswith(f".{anchor}")]
+            if len(found) == 1:
+                strip = lambda names, prefix=found[0]: {name.removeprefix(prefix): x for name, x in names.items()}
+                if len(strip(self.home)) == len(self.home):
+                    self.stored, self.home = strip(self.stored), strip(self.home)
+                return
 
     def slice(self, tensor: str) -> Any:
         """The tensor, to be read by indexing."""
-        return self.handles[self.home[tensor]].get_slice(tensor)
+        return self.handles[self.home[tensor]].get_slice(self.stored[tensor])
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -101,7 +128,6 @@ def adapter(root: Path) -> str:
             f"Load it onto that:\n    decodax.load(\"path/to/model\", adapter={str(root)!r})")
 
 
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
@@ -117,3 +143,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: got {type(value).__name__}, takes a JSON object")
     return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} without the file.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
+    return read_json(path) if path.is_file() else {}

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import decodax.models
+from decodax.core.ids import named
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
 from decodax.io import huge_pages
@@ -156,21 +157,26 @@ class LM(Loaded):
     @property
     def eos(self) -> list[int]:
         """Ids that end a sequence, from the generation config or the tokenizer."""
-        ids = self.generation_config.get("eos_token_id")
+        ids = named(self.generation_config.get("eos_token_id"))
         if ids is None:
-            return list(self.tokenizer.eos_ids) if self.tokenizer else []
+            return [i for i in self.tokenizer.eos_ids if i < self.vocab_size] if self.tokenizer else []
         return list(ids) if isinstance(ids, (list, tuple)) else [ids]
 
     @property
     def bos(self) -> int | None:
         """The id an empty prompt begins with."""
-        return self.tokenizer.bos_id if self.tokenizer else self.generation_config.get("bos_token_id")
+        return self._own("bos_token_id", self.tokenizer.bos_id if self.tokenizer else None)
 
     @property
     def pad(self) -> int:
         """The id that fills rows of `Result.tokens` beyond their length."""
-        own = self.tokenizer.pad_id if self.tokenizer else self.generation_config.get("pad_token_id")
-        return own if own is not None else self.eos[0] if self.eos else 0
+        own = self._own("pad_token_id", self.tokenizer.pad_id if self.tokenizer else None)
+        return own if own is not None else next((i for i in self.eos if isinstance(i, int) and i < self.vocab_size), 0)
+
+    def _own(self, key: str, spelt: int | None) -> int | None:
+        """The id that the files name, or that of the tokenizer's token (`spelt`) where the model has one so high."""
+        found = named(self.generation_config.get(key))
+        return found if found is not None else spelt if spelt is not None and spelt < self.vocab_size else None
 
 
 def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
@@ -287,7 +293,7 @@ def _generation_config(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file}: {e}") from None
         rest = given if file.name == "generation_config.json" else {}
         found |= {key: value for key, value in rest.items() if key not in SPECIAL}
-        found |= {key: value for key, value in ids.items() if value != -1}
+        found |= ids
     return found
 
 

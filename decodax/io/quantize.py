@@ -30,7 +30,8 @@ from decodax.models.packed import Packed
 from decodax.models.transformer import Transformer
 from decodax.progress import bar
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+             "chat_template.jinja")
 """Files that `save` copies from where a tokenizer came from."""
 
 

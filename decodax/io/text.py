@@ -16,9 +16,11 @@ from typing import Any
 
 import tokenizers
 
+from decodax.core.ids import named
 from decodax.core.stops import first_match, held, stop_strings
+from decodax.io.added_tokens import add_tokens, special_tokens
 from decodax.io.chat import ChatTemplateError, Message, render_chat
-from decodax.io.files import read_json
+from decodax.io.files import read_object
 from decodax.io.pieces import TokenBytes, byte_of_char, pieces
 
 
@@ -49,8 +51,11 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
-        """Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json, config.json,
-        generation_config.json and chat_template.jinja of a local directory.
+        """Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json, added_tokens.json,
+        config.json, generation_config.json and chat_template.jinja of a local directory.
+
+        Tokens that stand only in other files than tokenizer.json are added, see `decodax.io.added_tokens`. Negative ids
+        mean none.
 
         Raises:
             FileNotFoundError: there is no tokenizer.json.
@@ -69,15 +74,18 @@ class Tokenizer:
             raise ValueError(f"{file}: {error}") from error
 
         config = read_object(path / "tokenizer_config.json")
-        special = _special_tokens(path, config)
+        special = special_tokens(path, config)
+        add_tokens(backend, path, config, special)
         model = read_object(path / "config.json")
         inner = model.get("text_config")
-        ids = {**(inner if isinstance(inner, dict) else {}), **model, **read_object(path / "generation_config.json")}
+        sources = (read_object(path / "generation_config.json"), model, inner if isinstance(inner, dict) else {})
 
         def find(name: str) -> list[int]:
-            found = ids.get(f"{name}_token_id")
+            key = f"{name}_token_id"
+            found = next((ids for source in sources if (ids := named(source.get(key))) is not None), None)
             if found is None:
-                found = backend.token_to_id(special.get(f"{name}_token", ""))
+                token = special.get(f"{name}_token")
+                found = None if token is None else backend.token_to_id(token.content)
             found = [] if found is None else list(found) if isinstance(found, list) else [found]
             if not all(isinstance(i, int) and not isinstance(i, bool) for i in found):
                 raise ValueError(f"{path}: {name}_token_id: got {found} in generation_config.json or config.json, "
@@ -86,7 +94,8 @@ class Tokenizer:
 
         one = lambda name: next(iter(find(name)), None)
         templates = _chat_templates(path, config)
-        return cls(backend, bos_id=one("bos"), eos_ids=find("eos"), pad_id=one("pad"), special_tokens=special,
+        return cls(backend, bos_id=one("bos"), eos_ids=find("eos"), pad_id=one("pad"),
+                   special_tokens={name: token.content for name, token in special.items()},
                    chat_templates={name: source for name, (source, _) in templates.items()},
                    template_files={name: str(file) for name, (_, file) in templates.items()}, directory=path)
 
@@ -135,7 +144,9 @@ class Tokenizer:
     def _drops(self, text: str) -> bool:
         """Whether the tokenizer, which has tokens for `_alphabet` alone, would drop a character of `text`."""
         assert self._alphabet is not None
-        added = sorted({t.content for t in self.backend.get_added_tokens_decoder().values()}, key=len, reverse=True)
+        whole = (t for t in self.backend.get_added_tokens_decoder().values()
+                 if not (t.special and self.backend.encode_special_tokens))
+        added = sorted({t.content for t in whole}, key=len, reverse=True)
         parts = re.split("|".join(map(re.escape, filter(None, added))) or r"\Z", text)
         if self.backend.normalizer is not None:
             parts = [self.backend.normalizer.normalize_str(part) for part in parts]
@@ -257,29 +268,6 @@ class Detokenizer:
         ready = len(self._pending) - keep
         out, self._pending = self._pending[:ready], self._pending[ready:]
         return self._decode.decode(out)
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object, or {} without the file.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
-    return read_json(file) if file.is_file() else {}
-
-
-def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of "bos_token" and others, from tokenizer_config.json and, behind it, special_tokens_map.json."""
-    tokens = {**read_object(path / "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
-    found = {}
-    for name, value in tokens.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):       # add_bos_token and the like are switches
-            found[name] = text
-        elif name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None:
-            raise ValueError(f"{path}: {name}: got {value!r} in tokenizer_config.json or special_tokens_map.json, "
-                             "takes a text")
-    return found
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:

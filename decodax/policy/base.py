@@ -108,9 +108,16 @@ class Transform(Struct):
         return state
 
 
+SCORES = (1e-30, 1e30)
+"""The temperatures of scores; beyond, a log-probability over one is no float32."""
+
+
 @struct
 class Temperature(Transform):
     """Divides logits by `temperature` (`f32[B]`); at 0 only the (first) largest remains: greedy.
+
+    Near 0, where quotients are large, the largest logit is subtracted first: see `cooled`. Equal largest ones stay
+    equally likely at every temperature above 0.
 
     >>> Temperature(jnp.float32(0.5)).logits(None, None, jnp.array([1.0, 2.0])).tolist()
     [2.0, 4.0]
@@ -124,7 +131,7 @@ class Temperature(Transform):
         greedy = self.temperature == 0
         # of logits with a NaN that one is taken, so it stays visible
         best = jnp.where(jnp.arange(logits.shape[-1]) == first_argmax(logits), logits, -jnp.inf)
-        return jnp.where(greedy, best, logits / jnp.where(greedy, 1, self.temperature))
+        return jnp.where(greedy, best, vocabulary.cooled(logits, jnp.where(greedy, 1, self.temperature)))
 
 
 @struct
@@ -132,7 +139,15 @@ class WarmTemperature(Temperature):
     """A temperature above 0 in all rows. It is spared the search for the largest logit."""
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
-        return logits / self.temperature
+        return vocabulary.cooled(logits, self.temperature)
+
+
+@struct
+class ScoreTemperature(WarmTemperature):
+    """Divides log-probabilities that are scores of texts: nothing is subtracted, so that texts can be compared."""
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        return logits / jnp.clip(self.temperature, *SCORES)
 
 
 class Decoding(Protocol):
@@ -254,8 +269,15 @@ class Policy(Struct):
     @property
     def warm(self) -> Policy:
         """The policy with 1 for a temperature of 0, under which greedy rows have probabilities too."""
-        one = lambda t: WarmTemperature(jnp.where(t.temperature == 0, 1, t.temperature)) \
-            if isinstance(t, Temperature) else t
+        return self._heated(WarmTemperature)
+
+    @property
+    def scoring(self) -> Policy:
+        """As `warm`, for log-probabilities that are added up to scores of texts."""
+        return self._heated(ScoreTemperature)
+
+    def _heated(self, kind: type[WarmTemperature]) -> Policy:
+        one = lambda t: kind(jnp.where(t.temperature == 0, 1, t.temperature)) if isinstance(t, Temperature) else t
         return self.replace(transforms=tuple(map(one, self.transforms)))
 
     @property
@@ -335,6 +357,11 @@ class Distribution(Struct):
     def logits(self, nodes: Array | None = None) -> Array:
         """The model's own logits `f32[B, W', V]`, before the policy."""
         return self.head(self.hidden if nodes is None else take(self.hidden, nodes))
+
+    def scores(self, log_p: Array) -> Array:
+        """The chain's output `f32[B, W, V]` for log-probabilities `f32[B, W, V]` in place of the model's logits, with
+        temperature 1 in place of 0: what a token adds to the score of a text."""
+        return self.replace(hidden=log_p, head=_same, policy=self.policy.scoring).processed()
 
     @property
     def stateful(self) -> bool:

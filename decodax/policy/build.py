@@ -324,10 +324,6 @@ def _own(a: _Arguments) -> dict[str, list[Transform]]:
     return {stage: [t for t in chain if t.stage == stage] for stage in get_args(Stage)}
 
 
-LEAST_TEMPERATURE = 1e-30
-"""Below it a logit over the temperature is beyond float32."""
-
-
 def _temperature(a: _Arguments) -> np.ndarray:
     """`f32[B]`, 0 for greedy rows."""
     given, sample = a.given["temperature"], a.given["do_sample"]
@@ -338,9 +334,11 @@ def _temperature(a: _Arguments) -> np.ndarray:
                              "is greedy; give temperature, or do_sample=True for a temperature of 1")
     if given is None:
         a.given["temperature"] = 0.0 if sample is None else 1.0
-    temperature = a.number("temperature", 0, neutral=1)
-    if ((temperature > 0) & (temperature < LEAST_TEMPERATURE)).any():
-        raise wrong("temperature", given, f"0, which is greedy, or a number from {LEAST_TEMPERATURE} on")
+    limits = np.finfo(np.float32)
+    exact = per_row("temperature", a.given["temperature"], a.batch, np.float64, 1, "a number in [0, inf)",
+                    lambda x: (x >= 0) & (x <= limits.max), a.samples)
+    # a smaller one is 0 as a float32, on some chips at least, and it is none
+    temperature = np.where(exact > 0, np.maximum(exact, limits.tiny), 0).astype(np.float32)
     if sample is None:
         return temperature
     drawn = per_row("do_sample", sample, a.batch, np.bool_, True, "True or False", lambda x: (x == 0) | (x == 1),

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from decodax.core.ids import named
 from decodax.policy.arguments import outside, shown
 from decodax.policy.base import Policy
 from decodax.policy.build import SAMPLING, build
@@ -26,6 +27,10 @@ DECODING = frozenset({
     "forced_eos_token_id", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
     "exponential_decay_length_penalty", "watermarking_config", "eos_token_id"})
 """Keys that `build` takes under the same name."""
+
+IDS = frozenset({"eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+                 "begin_suppress_tokens"})
+"""Those that name tokens; a negative number in a file means none."""
 
 DRIVER = frozenset({"stop_strings", "num_return_sequences", "max_time"})
 """Keys that `generate` reads: `stop`, `num_samples` and `max_time`, where the call does not say otherwise. It reads
@@ -101,7 +106,7 @@ def _settings(config: Mapping[str, Any], origin: str, strict: bool) -> dict[str,
     unknown: list[str] = []
     for name, value in config.items():
         if name in DECODING:
-            if value is not None:
+            if (value := named(value) if name in IDS else value) is not None:
                 settings[name] = value
         elif name in NEUTRAL:
             if not _asks_nothing(name, value):

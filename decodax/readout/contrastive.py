@@ -13,6 +13,7 @@ from jax import Array
 from decodax.cache import Cache, Entries, Feature, Window
 from decodax.core.loaded import Loaded
 from decodax.core.types import CacheKind, Model, Out
+from decodax.pallas_kernels.vocabulary import cooled
 from decodax.readout.base import Readout
 from decodax.struct import Struct, struct
 
@@ -121,7 +122,7 @@ class Contrastive(Readout):
             strong = expert.head(hidden[..., :width].astype(expert.hidden.dtype))
             weak = amateur.head(hidden[..., width:].astype(amateur.hidden.dtype))
             if self.beta is None:
-                scores = jax.nn.log_softmax(strong) - jax.nn.log_softmax(weak / self.temperature)
+                scores = jax.nn.log_softmax(strong) - jax.nn.log_softmax(cooled(weak, jnp.float32(self.temperature)))
             else:
                 scores = (1 + self.beta) * strong - self.beta * weak
             likely = strong >= strong.max(-1, keepdims=True) + jnp.log(self.alpha)

@@ -202,7 +202,7 @@ class BeamSearch(Algorithm):
             dist = dist.first(t.size)
         raw = jax.nn.log_softmax(dist.logits(), -1)
         # the policy acts on log-probabilities; at temperature 1 where it is greedy
-        processed = dist.replace(hidden=raw, head=_same).warm.processed()
+        processed = dist.scores(raw)
         if self.renormalize:
             processed = jax.nn.log_softmax(processed, -1)
         step = self.stepper(params, dist.policy, s, processed, t)
@@ -296,10 +296,6 @@ class BeamSearch(Algorithm):
         best = jax.tree.map(lambda x: take(x, order).reshape(s.batch, *x.shape[2:]), both)
         return s.replace(tokens=best.tokens, length=best.length, status=best.status, record=best.record,
                          algo=algo.replace(finished=best))
-
-
-def _same(log_p: Array) -> Array:
-    return log_p
 
 
 @dataclasses.dataclass(frozen=True)

@@ -224,7 +224,7 @@ class BestFirst(Algorithm):
         rows = (which + R * jnp.arange(P, dtype=jnp.int32)[:, None]).reshape(-1)
         policy, raw = dist.policy, jax.nn.log_softmax(dist.logits(), -1)
         # the policy acts on log-probabilities, as in a beam search
-        log_p = dist.replace(hidden=raw, head=_same).warm.processed()[rows, 0]
+        log_p = dist.scores(raw)[rows, 0]
         logits = raw[rows, 0]
         real = q.fresh[rows]
         broken = (jnp.isnan(log_p).any(-1) & real).reshape(P, m).any(1)
@@ -306,7 +306,3 @@ class BestFirst(Algorithm):
         best = jax.tree.map(lambda x: take(by_prompt(x), order).reshape(s.batch, *x.shape[1:]), held)
         return s.replace(tokens=best.tokens, length=best.length, status=best.status, record=best.record,
                          algo=q.replace(finished=best))
-
-
-def _same(log_p: Array) -> Array:
-    return log_p

@@ -14,7 +14,7 @@ from decodax.cache import Cache, Window, causal, take
 from decodax.core.record import record
 from decodax.core.state import State, Status
 from decodax.core.types import DEAD_END, INVALID, Algorithm, Decision, Model, Out, Params
-from decodax.pallas_kernels.vocabulary import top_k
+from decodax.pallas_kernels.vocabulary import cooled, top_k
 from decodax.readout.base import Readout
 from decodax.search.ngrams import NGrams
 from decodax.search.pool import Finished, append
@@ -145,8 +145,8 @@ class Superposed(Algorithm):
         group = lambda x: x.reshape(P, k, *x.shape[1:])
         flat = lambda x: x.reshape(s.batch, *x.shape[2:])
         processed = dist.warm.processed()[:, 0]
-        cold = dist.policy.greedy[:, None]
-        gain = self._gains(params.draft, s, processed / jnp.where(cold, params.draft[2], 1))
+        cold = dist.policy.greedy
+        gain = self._gains(params.draft, s, cooled(processed, jnp.where(cold, params.draft[2], 1)))
         begins = s.length == s.prompt_length
         spare = begins & (jnp.arange(s.batch) % k > 0)
         total = group(jnp.where(spare, -jnp.inf, algo.score)[:, None] + gain)

@@ -202,7 +202,8 @@ def heal(lm: LM | Any, prompts: str | Sequence[str], tokens: int = 1, temperatur
         every = np.concatenate(found.log_probs)
         which = int(every.argmax())
         if temperature > 0:
-            w = np.exp((every - every.max()) / temperature)
+            with np.errstate(over="ignore"):        # of what is far below the largest
+                w = np.exp((every - every.max()) / temperature)
             which = int(np.random.default_rng([seed, p]).choice(len(every), p=w / w.sum()))
         row = int(np.searchsorted(np.cumsum([len(x) for x in found.ends]), which, side="right"))
         end = int(np.concatenate(found.ends)[which])

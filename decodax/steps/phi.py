@@ -47,8 +47,11 @@ def k_means(x: np.ndarray, k: int, rng: np.random.Generator, rounds: int = 100) 
     return label
 
 
-def _soft(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max())
+def _soft(x: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        far = np.maximum((x - x.max()) / temperature, -700.0)
+    # draws without replacement want as many chances above 0 as they take
+    e = np.where(x == -np.inf, 0.0, np.exp(far))
     return e / e.sum()
 
 
@@ -108,7 +111,7 @@ class PhiDecoding(Explorer):
                 keep[p] = mean[p] > mean[p].mean() - self.sigma * mean[p].std()
                 if (lacks := self.beams - int(keep[p].sum())) > 0:
                     rest = np.flatnonzero(~keep[p])
-                    keep[p, forks.rng(p).choice(rest, lacks, False, _soft(mean[p, rest] / self.temperature))] = True
+                    keep[p, forks.rng(p).choice(rest, lacks, False, _soft(mean[p, rest], self.temperature))] = True
             before_p, before_n = forks.log_probs(), forks.lengths.copy()
             cut = forks.texts(keep)
             said = self._since(begun, cut)
@@ -138,10 +141,10 @@ class PhiDecoding(Explorer):
         """Which steps are taken, and whether most foresights say the same."""
         good = np.flatnonzero((gain > 0) & np.array([bool(t.strip()) for t in told]))
         if len(good) < self.beams:
-            return rng.choice(len(gain), self.beams, False, _soft(gain / self.temperature)), False
+            return rng.choice(len(gain), self.beams, False, _soft(gain, self.temperature)), False
         label = k_means(self.vectors([told[i] for i in good.tolist()]), self.clusters, rng)
         sizes = np.bincount(label)
-        weight = (_soft((sizes / len(good))[label]) + _soft(gain[good] / self.temperature)) / 2
+        weight = (_soft((sizes / len(good))[label]) + _soft(gain[good], self.temperature)) / 2
         chosen = good[rng.choice(len(good), self.beams, False, weight)]
         return chosen, bool(sizes.max() / len(good) > self.agreement)
 
@@ -161,11 +164,11 @@ class PhiDecoding(Explorer):
             told = [ended[p][i][len(begun[p][i]):] or ended[p][i] for i in range(self.beams)]
             good = np.flatnonzero((gain > 0) & np.array([bool(t.strip()) for t in told]))
             if not len(good):
-                index[p] = rng.choice(self.beams, p=_soft(-gain / self.temperature))
+                index[p] = rng.choice(self.beams, p=_soft(-gain, self.temperature))
                 continue
             label = k_means(self.vectors([told[i] for i in good]), 2, rng)
             rows = good[label == np.bincount(label).argmax()]
-            index[p] = rng.choice(rows, p=_soft(gain[rows] / self.temperature))
+            index[p] = rng.choice(rows, p=_soft(gain[rows], self.temperature))
         return Ranked(score, index)
 
 

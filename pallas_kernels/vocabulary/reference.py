@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.pallas_kernels.vocabulary.noise import exponentials
+from decodax.pallas_kernels.vocabulary.temperature import cooled
 from decodax.pallas_kernels.vocabulary.threshold import kth_largest, largest_threshold, less, once
 
 
@@ -15,7 +16,7 @@ def draw(logits: Array, address: Array, temperature: Array, k: Array | None = No
     """See `draw` of the package, of rows `f32[R, V]`."""
 
     def row(logits: Array, temperature: Array, k: Array | None, p: Array | None, min_p: Array | None) -> Array:
-        x = once(logits / temperature)
+        x = once(cooled(logits, temperature))
         if k is not None:
             x = once(jnp.where(less(x, kth_largest(x, jnp.where(k > 0, k, x.shape[0]))), -jnp.inf, x))
         top = x.max()

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from decodax.pallas_kernels.vocabulary.noise import exponential
+from decodax.pallas_kernels.vocabulary.temperature import FAR, LEAST, MOST
 from decodax.pallas_kernels.vocabulary.threshold import of_order
 
 ROWS, LANES = 8, 128
@@ -72,13 +73,13 @@ def draw(logits: Array, address: Array, temperature: Array, k: Array | None = No
 def _kernel(logits: Any, address: Any, numbers: Any, token: Any, first: Any, scaled: Any, weights: Any, *,
             names: tuple[str, ...]) -> None:
     rows, V = logits.shape
-    chunks = scaled.shape[1] // CHUNK
+    chunks, begun = scaled.shape[1] // CHUNK, V // CHUNK * CHUNK
     # what a row has one of is spread over the lanes once, and not in each step of each pass
     lanes = lambda value: jnp.broadcast_to(jnp.asarray(value), (rows, LANES))
     given = {name: lanes(numbers[:, i:i + 1]) for i, name in enumerate(names)}
     words = lanes(address[:, :1]), lanes(address[:, 1:])
     cold = given["temperature"] == 0
-    temperature = jnp.where(cold, 1, given["temperature"])
+    temperature = jnp.where(cold, 1, jnp.clip(given["temperature"], LEAST, MOST))
 
     def over(step: Callable[[Any, Any], Any], start: Any, count: int = chunks) -> Any:
         """`step(at, carry)` for each chunk."""
@@ -91,16 +92,22 @@ def _kernel(logits: Any, address: Any, numbers: Any, token: Any, first: Any, sca
         # a NaN counts as +inf: both are errors, and whatever comes of them is dropped in the end
         return jnp.maximum(so_far, _fold(jnp.maximum, [jnp.where(jnp.isnan(x), jnp.inf, x) for x in parts]))
 
+    # as `cooled` has it
+    top = over(lambda at, so_far: largest_of(_parts(logits[:, at]), so_far), lanes(-jnp.inf), V // CHUNK)
+    if begun < V:
+        top = largest_of([logits[:, begun:].max(1, keepdims=True)], top)
+    top = lanes(top.max(1, keepdims=True))
+    shift = jnp.where(jnp.isfinite(top) & (jnp.abs(top) > FAR * temperature), top, 0)
+
     def scale(at: Any, so_far: Array) -> Array:
-        found = [x / temperature for x in _parts(logits[:, at])]
+        found = [(x - shift) / temperature for x in _parts(logits[:, at])]
         scaled[:, at] = jnp.concatenate(found, 1)
         return largest_of(found, so_far)
 
     top = over(scale, lanes(-jnp.inf), V // CHUNK)
-    if V % CHUNK:       # what fills up the last chunk is forbidden
-        begun = V // CHUNK * CHUNK
+    if begun < V:       # what fills up the last chunk is forbidden
         scaled[:, begun:] = jnp.full((rows, CHUNK), -jnp.inf, jnp.float32)
-        scaled[:, begun:V] = logits[:, begun:] / temperature[:, :1]
+        scaled[:, begun:V] = (logits[:, begun:] - shift[:, :1]) / temperature[:, :1]
         top = largest_of(_parts(scaled[:, begun:]), top)
     top = lanes(top.max(1, keepdims=True))
     dead, broken = top == -jnp.inf, top == jnp.inf

@@ -152,3 +152,115 @@ def test_what_does_not_fit_says_so(several, tmp_path, home):
             (lambda: lm.with_params({**lm.params, "embed": lm.params["embed"][:5]}), r"params\['embed'\]: got shape")):
         with pytest.raises(ValueError, match=message):
             run()
+
+
+Q = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+
+
+def written(directory: Path, entries: dict, ranks: tuple[int, int] = (2, 4), stem: str = "base_model.model.",
+            modules: list[str] = Q) -> Path:
+    """An adapter of the queries of both layers, whose products are `[1, 1, ...]` times the rank before scaling."""
+    directory.mkdir(exist_ok=True)
+    tensors = {}
+    for module, rank in zip(modules, ranks, strict=True):
+        tensors[f"{stem}{module}.lora_A.weight"] = np.ones((rank, 32), np.float32)
+        tensors[f"{stem}{module}.lora_B.weight"] = np.ones((32, rank), np.float32)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    plain = {"peft_type": "LORA", "r": 2, "lora_alpha": 8}
+    (directory / "adapter_config.json").write_text(json.dumps({**plain, **entries}))
+    return directory
+
+
+def scales(lm: dx.LM, directory: Path) -> list[float]:
+    layers = dx.adapters.read(directory, lm.model)["layers"]
+    return [float(layers[str(i)]["attn"]["q"]["kernel"]["b"][0, 0]) for i in range(2)]
+
+
+DEEP = {"rank_pattern": {"layers.1.self_attn.q_proj": 4}}
+
+
+@pytest.mark.parametrize(("entries", "wanted"), [
+    ({"rank_pattern": {Q[1]: 4}}, (4, 2)),
+    ({"rank_pattern": {f"^{Q[1]}": 4}}, (4, 2)),
+    ({"rank_pattern": {r".*\.layers\.1\..*(q_proj|v_proj)$": 4}}, (4, 2)),
+    ({"rank_pattern": {"v_proj|layers.1.self_attn.q_proj": 4}}, (4, 2)),
+    ({**DEEP, "alpha_pattern": {"q_proj": 6}}, (3, 1.5)),
+    ({**DEEP, "alpha_pattern": {r"model\.layers\.[1-9]\..*": 2, "q_proj": 6}}, (3, 0.5)),
+    ({**DEEP, "alpha_pattern": {"q_proj": 6, r"model\.layers\.[1-9]\..*": 2}}, (3, 1.5)),     # the first that matches
+    ({**DEEP, "alpha_pattern": {"self_attn": 6, "_proj": 6}}, (4, 2)),                 # no whole part of the name
+    ({**DEEP, "alpha_pattern": {"^layers.1.self_attn.q_proj": 6}}, (4, 2)),
+    ({**DEEP, "use_rslora": True}, (8 / 2 ** 0.5, 4)),
+    ({**DEEP, "lora_alpha": 3}, (1.5, 0.75))], ids=str)
+def test_patterns_of_peft(home, tmp_path, recwarn, entries, wanted):
+    """What peft's rule gives, worked out by hand: keys match from a dot on to the end of the whole name."""
+    lm = dx.load(home)
+    np.testing.assert_allclose(scales(lm, written(tmp_path / "a", entries)), wanted, rtol=1e-6)
+
+
+def test_a_key_of_no_module_is_warned_of(home, tmp_path):
+    with pytest.warns(UserWarning, match="alpha_pattern: mlp.up_proj: matches no module"):
+        assert scales(dx.load(home), written(tmp_path / "a", {**DEEP, "alpha_pattern": {"mlp.up_proj": 1}})) == [4, 2]
+
+
+REFUSED = [
+    {"init_lora_weights": "pissa"}, {"init_lora_weights": "pissa_niter_4"}, {"init_lora_weights": "olora"},
+    {"init_lora_weights": "corda"}, {"init_lora_weights": "loftq"}, {"init_lora_weights": "lora_ga"},
+    {"alora_invocation_tokens": [3]}, {"kasa_config": {}}, {"monteclora_config": {}}, {"use_dora": True},
+    {"lora_bias": True}, {"modules_to_save": ["lm_head"]}, {"layer_replication": [[0, 2]]},
+    {"trainable_token_indices": [1]}, {"target_parameters": ["experts.up"]}, {"use_qalora": True},
+    {"arrow_config": {"top_k": 2}}, {"velora_config": {"num_groups": 2}}, {"megatron_config": {"a": 1}},
+    {"use_bdlora": {"nblocks": 2}}, {"something_new": "yes"}, {"rank_pattern": {"(": 4}}, {"alpha_pattern": [1]},
+    {"r": 0}, {"lora_alpha": None}, {"peft_type": "LOHA"}, {"layers_to_transform": "all"}, {"target_modules": 3}]
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=str)
+def test_entries_that_change_an_adapter_are_refused(home, tmp_path, entry):
+    with pytest.raises(ValueError, match=f"adapter_config.json: {next(iter(entry))}: got"):
+        dx.load(home, adapter=written(tmp_path / "a", {**DEEP, **entry}))
+
+
+def test_entries_that_ask_for_nothing_are_taken(home, tmp_path):
+    """All entries that peft 0.18 writes for a plain adapter, and the neutral values of entries that nobody knows."""
+    none = dict.fromkeys(("alora_invocation_tokens", "arrow_config", "corda_config", "eva_config", "exclude_modules",
+                          "kasa_config", "layer_replication", "layers_pattern", "layers_to_transform",
+                          "megatron_config", "modules_to_save", "revision", "target_parameters",
+                          "trainable_token_indices", "velora_config", "something_new"))
+    entries = {**none, **DEEP, "auto_mapping": {"base_model_class": "LlamaForCausalLM"}, "bias": "none",
+               "base_model_name_or_path": "some/base", "ensure_weight_tying": False, "fan_in_fan_out": False,
+               "inference_mode": True, "init_lora_weights": "gaussian", "loftq_config": {}, "lora_bias": False,
+               "lora_dropout": 0.1, "megatron_core": "megatron.core", "peft_version": "0.18.0", "qalora_group_size": 16,
+               "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "use_dora": False, "use_qalora": False,
+               "use_rslora": False, "enable_lora": None, "use_bdlora": {}, "another_new": []}
+    assert scales(dx.load(home), written(tmp_path / "a", entries)) == [4, 2]
+
+
+@pytest.mark.parametrize(("entries", "said"), [
+    ({"r": 3}, "layers.0.self_attn.q_proj.lora_A.weight has rank 2"),
+    ({}, "layers.1.self_attn.q_proj.lora_A.weight has rank 4"),
+    ({"rank_pattern": {"q_proj": 4}}, "layers.0.self_attn.q_proj.lora_A.weight has rank 2"),
+    ({**DEEP, "target_modules": ["k_proj"]}, "layers.0.self_attn.q_proj.lora_A.weight adapts a module"),
+    ({**DEEP, "target_modules": r".*\.0\..*q_proj"}, "layers.1.self_attn.q_proj.lora_A.weight adapts a module"),
+    ({**DEEP, "target_modules": ["q_proj"], "exclude_modules": ["layers.1.self_attn.q_proj"]}, "layers.1.self"),
+    ({**DEEP, "target_modules": ["q_proj"], "layers_to_transform": [0]}, "layers.1.self_attn.q_proj.lora_A.weight"),
+    ({**DEEP, "target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"}, "layers.0.self")])
+def test_tensors_that_contradict_the_entries_are_named(home, tmp_path, entries, said):
+    with pytest.raises(ValueError, match=said):
+        dx.load(home, adapter=written(tmp_path / "a", entries))
+
+
+@pytest.mark.parametrize("entries", [
+    {"target_modules": "all-linear"}, {"target_modules": r".*\.\d\..*q_proj"}, {"target_modules": Q},
+    {"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1, 0], "exclude_modules": ["k_proj"]}], ids=str)
+def test_entries_that_choose_the_modules_of_the_tensors(home, tmp_path, entries):
+    assert scales(dx.load(home), written(tmp_path / "a", {**DEEP, **entries})) == [4, 2]
+
+
+def test_tensors_of_wrapped_models(home, tmp_path):
+    lm = dx.load(home)
+    assert scales(lm, written(tmp_path / "a", DEEP, stem="base_model.model._orig_mod.")) == [4, 2]
+    assert scales(lm, written(tmp_path / "b", DEEP, stem="base_model.model.language_model.")) == [4, 2]
+    for i, (modules, said) in enumerate(((["model.visual.layers.0.self_attn.q_proj", Q[1]], "of the language model"),
+                                         ([Q[1], f"other.{Q[1]}"], "adapts already"))):
+        with pytest.raises(ValueError, match=said):
+            scales(lm, written(tmp_path / f"c{i}", DEEP, (4, 4), modules=modules))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models as backends
@@ -233,6 +236,19 @@ def test_special_ids_are_those_of_config_json_where_nothing_else_has_them(direct
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, "bos_token_id": None}))
     lm = dx.load(directory)
     assert (lm.eos, lm.bos) == ([7], 1)
+    for none in (-1, [-1], [-1, -7]):
+        edited(directory, eos_token_id=none, bos_token_id=-1, pad_token_id=-2)
+        (directory / "generation_config.json").write_text(json.dumps({
+            "eos_token_id": none, "forced_eos_token_id": none, "forced_bos_token_id": -1, "suppress_tokens": [-1],
+            "decoder_start_token_id": -1}))
+        lm = dx.load(directory)
+        assert (lm.eos, lm.bos, lm.pad) == ([], None, 0)
+        out = dx.generate(lm, [[5, 6], [7]], max_new_tokens=[2, 4])
+        assert out.lengths.tolist() == [2, 4] and out.tokens.min() == 0
+    for key in ("pad_token_id", "eos_token_id"):
+        (directory / "generation_config.json").write_text(json.dumps({key: 97}))
+        with pytest.raises(ValueError, match=rf"generation config.*: {key}: got .*97, takes .*ids? below"):
+            dx.generate(dx.load(directory), [[5]], max_new_tokens=1)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1.5}))
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id: got 1\.5, takes a token id"):
         dx.load(directory)
@@ -264,3 +280,66 @@ def test_a_tokenizer_may_come_from_elsewhere(directory: Path, tmp_path_factory: 
     assert lm.tokenizer is not None
     assert lm.tokenizer.encode("ab") == [0, 1]
     assert dx.load(directory, tokenizer=lm.tokenizer).tokenizer is lm.tokenizer
+
+
+WRAPPERS = {
+    "torch.compile": lambda name: f"_orig_mod.{name}", "ddp": lambda name: f"module.{name}",
+    "both": lambda name: f"module._orig_mod.{name}", "lightning": lambda name: f"net.{name}",
+    "lightning, the same name": lambda name: f"model.{name}", "merged by peft": lambda name: f"base_model.model.{name}",
+    "deepspeed in lightning": lambda name: f"_forward_module.model.{name}",
+    "fsdp": lambda name: f"_fsdp_wrapped_module.{name.replace('.mlp.', '._fsdp_wrapped_module.mlp.')}",
+    "compiled layers": lambda name: re.sub(r"(\d+)\.", r"\1._orig_mod.", name),
+    "activation checkpoints": lambda name: re.sub(r"(\d+)\.", r"\1._checkpoint_wrapped_module.", name),
+    "a compiled body": lambda name: name.replace("model.", "model._orig_mod.", 1)}
+
+
+def renamed(directory: Path, change: Any) -> None:
+    file = directory / "model.safetensors"
+    save_file({change(name): x for name, x in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("bare", [False, True])
+def test_names_of_wrappers_are_taken_off(wrapper: str, bare: bool, directory: Path) -> None:
+    plain = load_model(directory)[1]
+    if bare:
+        renamed(directory, lambda name: name.removeprefix("model."))
+    renamed(directory, WRAPPERS[wrapper])
+    jax.tree.map(np.testing.assert_array_equal, load_model(directory)[1], plain)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "mamba", "mamba2"])
+def test_names_of_wrappers_are_taken_off_in_other_families(kind: str, tmp_path: Path) -> None:
+    """Of models without an output head in the file, too."""
+    small = dict(vocab_size=32, hidden_size=16, n_embd=16, d_model=16, d_ff=16, d_kv=8, num_heads=2, n_layer=1,
+                 n_head=2,
+                 num_layers=1, num_hidden_layers=1, n_positions=16, state_size=8, head_dim=16, expand=2, n_groups=1)
+    if kind == "mamba2":
+        small["num_heads"] = 2
+    config = transformers.AutoConfig.for_model(kind, **small)
+    auto = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(tmp_path)
+    plain = dx.load(tmp_path).params
+    for change in (lambda name: f"module.{name}", lambda name: f"student.{name}"):
+        renamed(tmp_path, change)
+        jax.tree.map(np.testing.assert_array_equal, dx.load(tmp_path).params, plain)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda name: name.replace("layers", "blocks"),
+     r"holds tensors lm_head\.weight, model\.blocks\.0.*no layer by the name .* 'llama' .* takes model\.embed_tokens"),
+    (lambda name: f"x.{name}" if "layers" in name else f"y.{name}", r"holds tensors x\.model\.layers.*and no layer"),
+    (lambda name: f"x{name}".replace("layers", "l"), r"holds tensors xlm_head\.weight, xmodel.*and no layer"),
+    (lambda name: f"x{name}", r"lacks tensor lm_head\.weight.*; holds tensor xlm_head\.weight")])
+def test_other_names_are_told_with_what_is_expected(change: Any, message: str, directory: Path) -> None:
+    renamed(directory, change)
+    with pytest.raises(CheckpointError, match=message):
+        dx.load(directory)
+
+
+def test_two_copies_of_a_tensor_are_refused(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "module.model.norm.weight": tensors["model.norm.weight"] + 1}, file)
+    with pytest.raises(CheckpointError, match=r"module\.model\.norm\.weight.*one without the names of wrappers"):
+        dx.load(directory)

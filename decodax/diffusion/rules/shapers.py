@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.diffusion.policies import Memory, Seen, Shaper, View
+from decodax.pallas_kernels.vocabulary import cooled
 from decodax.struct import Struct, struct
 
 
@@ -41,7 +42,7 @@ class Anneal(Shaper):
 
     def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
         left = jnp.maximum(1 - view.step.astype(jnp.float32) / self.steps, 0)
-        return logits / (self.last + (self.first - self.last) * left)[:, None, None]
+        return cooled(logits, (self.last + (self.first - self.last) * left)[:, None])
 
 
 @struct

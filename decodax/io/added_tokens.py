@@ -1,0 +1,129 @@
+"""Tokens that tokenizer.json lacks and other files of a tokenizer have, added to it as transformers does.
+
+They stand in `added_tokens_decoder` of tokenizer_config.json, with their ids and how they match. Directories without
+that entry, which are older, have special_tokens_map.json and added_tokens.json in its place. A special token that is
+only named ("eos_token": "<|im_end|>") is added as well, after the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from decodax.io.files import read_object
+
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+
+LISTS = ("extra_special_tokens", "additional_special_tokens")
+"""Entries with special tokens that have no name of their own: today's and the former one."""
+
+MATCHING = ("lstrip", "rstrip", "normalized", "single_word")
+
+
+def special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToken]:
+    """The tokens that are named as "bos_token" and the like.
+
+    Args:
+        config: the content of tokenizer_config.json.
+
+    Raises:
+        ValueError: one of them is no token; names the file.
+    """
+    entries = _entries(path, config)
+    inner = entries.get(LISTS[0])
+    found = {}
+    for name, value in {**entries, **(inner if isinstance(inner, dict) else {})}.items():
+        if not name.endswith("_token") and not (isinstance(inner, dict) and name in inner):
+            continue
+        token = _token(value)
+        if token is not None:
+            found[name] = token
+        elif name in ("bos_token", "eos_token", "pad_token", "unk_token"):     # add_bos_token and the like are switches
+            raise ValueError(f"{path}: {name}: got {value!r} in {CONFIG} or {MAP}, takes a text")
+    return found
+
+
+def add_tokens(backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, Any],
+               special: Mapping[str, AddedToken]) -> None:
+    """Adds the tokens of the other files to a tokenizer, and lets tokenizer_config.json say how its tokens match.
+
+    Args:
+        config: the content of tokenizer_config.json. special: what `special_tokens` found.
+
+    Raises:
+        ValueError: a token is described wrongly, or has an id that the tokenizer cannot give it; names the file.
+    """
+    split = config.get("split_special_tokens") or False
+    if not isinstance(split, bool):
+        raise ValueError(f"{path / CONFIG}: split_special_tokens: got {split!r}, takes true or false")
+    backend.encode_special_tokens = split
+    extra = _extra(path, config)
+    described = _described(path, config, {token.content for token in (*special.values(), *extra)})
+    have = backend.get_added_tokens_decoder().values()
+    same, known = {repr(token) for token in have}, {token.content for token in have}
+    for index, token in described:
+        older = "added_tokens_decoder" not in config        # where tokenizer.json says how its tokens match
+        if not token.content or repr(token) in same or (older and token.content in known):
+            continue
+        new = backend.token_to_id(token.content) is None
+        backend.add_tokens([token])
+        known.add(token.content)
+        if new and index != (free := backend.token_to_id(token.content)):
+            raise ValueError(f"{path / (ADDED if older else CONFIG)}: token "
+                             f"{token.content!r}: has id {index}, and the next one free in tokenizer.json is {free}")
+    for token in (*special.values(), *extra):
+        if token.content and token.content not in known:
+            backend.add_tokens([token])
+            known.add(token.content)
+
+
+def _entries(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of tokenizer_config.json and special_tokens_map.json; of the latter first in an older directory, and
+    after those of the former in one whose tokenizer_config.json describes its added tokens."""
+    given, mapped = ({name: value for name, value in source.items() if value is not None}
+                     for source in (config, read_object(path / MAP)))
+    return {**mapped, **given} if "added_tokens_decoder" in config else {**given, **mapped}
+
+
+def _extra(path: Path, config: Mapping[str, Any]) -> list[AddedToken]:
+    entries = _entries(path, config)
+    values = next((value for name in LISTS if isinstance(value := entries.get(name), list) and value), [])
+    found = [token for value in values if (token := _token(value)) is not None]
+    if len(found) < len(values):
+        raise ValueError(f"{path}: {' or '.join(LISTS)}: got {values!r} in {CONFIG} or {MAP}, takes texts")
+    return found
+
+
+def _token(value: Any) -> AddedToken | None:
+    """A special token, given as its text or with how it matches."""
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        return None
+    return AddedToken(value["content"], special=True, **{name: bool(value[name]) for name in MATCHING if name in value})
+
+
+def _described(path: Path, config: Mapping[str, Any], special: set[str]) -> list[tuple[int, AddedToken]]:
+    """The tokens that the files describe, with their ids and in their order. Those of the texts `special` are so."""
+    given = config.get("added_tokens_decoder")
+    if "added_tokens_decoder" in config:
+        try:
+            found = [(int(index), AddedToken(entry["content"], **{name: entry[name] for name in entry
+                                                                  if name in (*MATCHING, "special")}))
+                     for index, entry in (given or {}).items()]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path / CONFIG}: added_tokens_decoder: takes an object of ids and added tokens "
+                             f"({error})") from None
+        for _, token in found:
+            token.special = token.special or token.content in special
+    else:
+        older = read_object(path / ADDED)
+        if not all(isinstance(index, int) for index in older.values()):
+            raise ValueError(f"{path / ADDED}: takes an object of tokens and their ids")
+        found = [(index, AddedToken(text, special=text in special, normalized=text not in special))
+                 for text, index in older.items()]
+    return sorted(found, key=lambda pair: pair[0])
