@@ -14,13 +14,13 @@ from decodax.core.types import Algorithm, CacheKind
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt
 from decodax.job import Job
-from decodax.jobs.schedule import Ticket, schedule
+from decodax.jobs.schedule import Ticket, schedule, unstarted
 from decodax.jobs.slots import Use, possible
 from decodax.kvcache.prefix import Prefix
 from decodax.memory import power
 from decodax.policy.arguments import flag
 from decodax.progress import bar
-from decodax.request import CHUNK, Request
+from decodax.request import CHUNK, OutOfTime, Request
 from decodax.result import Result, Statistics
 
 BURST_SECONDS = 0.05
@@ -111,12 +111,15 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         RuntimeError: the algorithm stopped making progress.
     """
     clock = time.monotonic()
-    request = Request.read(
-        lm, prompts, max_new_tokens=max_new_tokens, max_length=max_length, min_new_tokens=min_new_tokens,
-        algorithm=algorithm, seed=seed, num_samples=num_samples, stop=stop, include_stop=include_stop,
-        logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale, negative_prompts=negative_prompts,
-        skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size,
-        inputs=inputs, cache=cache, context=context, adapter=adapter, **sampling)
+    try:
+        request = Request.read(
+            lm, prompts, max_new_tokens=max_new_tokens, max_length=max_length, min_new_tokens=min_new_tokens,
+            algorithm=algorithm, seed=seed, num_samples=num_samples, stop=stop, include_stop=include_stop,
+            logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale,
+            negative_prompts=negative_prompts, skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk,
+            batch_size=batch_size, inputs=inputs, cache=cache, context=context, adapter=adapter, **sampling)
+    except OutOfTime as late:
+        return unstarted(late.request)
     return run(request, clock, flag("progress", progress))
 
 
@@ -134,7 +137,11 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
     parts: list[Result] = []
     with bar(progress, "generating", count * request.samples) as report:
         for start in range(0, count, size or count):
-            job = Job.begin(request.select(order[start:start + size]) if size else request, request)
+            part = request.select(order[start:start + size]) if size else request
+            if parts and end is not None and time.monotonic() > end:
+                parts.append(unstarted(part))
+                continue
+            job = Job.begin(part, request)
             while job.running:
                 job.advance(None if end is None and not progress else BURST_SECONDS * (1 if end else 4))
                 report(sum(len(p) for p in parts) + job.finished)

@@ -56,13 +56,16 @@ class AtHand:
 class Arriving:
     """An iterable that may block, read ahead in a thread; attributes and methods as of `AtHand`.
 
+    Attributes:
+        exhausted: whether the iterable has given all that it has.
+
     Args:
         ahead: items that are read ahead at most, until `allow` says otherwise.
     """
 
     def __init__(self, items: Iterable[Any], ahead: int):
         self._held, self._ahead = deque[Any](), ahead
-        self._ended = self._closed = False
+        self._ended = self._closed = self.exhausted = False
         self.error: BaseException | None = None
         self._change = threading.Condition()     # reentrant
         # a daemon: a source that blocks for ever does not keep the process from ending
@@ -117,7 +120,7 @@ class Arriving:
                     self._held.append(item)
                     self._change.notify_all()
         except StopIteration:
-            pass
+            self.exhausted = True
         except BaseException as found:      # whatever it is, the thread that decodes raises it
             error = found
         with self._change:

@@ -137,8 +137,8 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
             return None
         return Ticket(request, (line, len(request.prompts[0])))
 
-    answers = schedule(Arriving(source_rows, ahead_of(slots, None)), slots, read=ticket, end=end, memory=room,
-                       token_budget=token_budget, use=done.use)
+    lines = Arriving(source_rows, ahead_of(slots, None))
+    answers = schedule(lines, slots, read=ticket, end=end, memory=room, token_budget=token_budget, use=done.use)
     try:
         with contextlib.closing(answers):
             for (line, prompt_tokens), result in answers:
@@ -148,7 +148,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
                     failed(line.number, line.id, BROKEN)
                 elif end is not None and Status.TIME in result.status and time.monotonic() > end:
                     done.stopped = True
-                    break
+                    continue
                 else:
                     store.add(line.id, answer(lm, line, prompt_tokens, result, tokens))
                     done.finished += 1
@@ -156,6 +156,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
                 done.seconds, done.log = time.monotonic() - clock, str(store.log)
                 if report is not None:
                     report(done)
+        done.stopped |= not lines.exhausted
         store.close()
     except (KeyboardInterrupt, Exception):
         with contextlib.suppress(Exception):        # the first error says more

@@ -6,11 +6,15 @@ the columns of any other, with their types.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decodax.jobs.lines import pyarrow
+
+SAMPLED = ("text", "status", "new_tokens", "tokens", "logprobs", "top_ids", "top_logprobs")
+"""Columns with an entry for each sample of a prompt that has several."""
 
 
 def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = (),
@@ -43,18 +47,16 @@ def _column(pa: Any, name: str, values: list[Any], given: Sequence[Any] | None, 
         values = [None if x is None else str(x) for x in values]
     if own is not None:
         kinds = [own, pa.list_(own)]
-        for kind in reversed(kinds) if many and name not in ("error", "custom_id", "response", "id") else kinds:
-            try:
-                return pa.array(values, kind)
-            except (pa.ArrowException, TypeError, ValueError):
-                pass
+        for kind in reversed(kinds) if many and name in SAMPLED else kinds:
+            # Arrow takes a text for a list of its letters
+            if kind != pa.list_(pa.string()) or all(isinstance(x, list) for x in values if x is not None):
+                with contextlib.suppress(pa.ArrowException, TypeError, ValueError):
+                    return pa.array(values, kind)
     else:
-        try:
+        with contextlib.suppress(pa.ArrowException, TypeError, ValueError, OverflowError):
             kind = pa.array([x for x in [*(given or ()), *values] if x is not None]).type
             if _written(pa, kind):
                 return pa.array(values, kind)
-        except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            pass
     spell = str if name == "id" else json.dumps
     return pa.array([None if x is None else spell(x) for x in values], pa.string())
 

@@ -15,7 +15,7 @@ from decodax.core.state import Status
 from decodax.jobs.arrivals import Arriving, AtHand
 from decodax.jobs.prefixes import mates
 from decodax.jobs.slots import Slots, Use, kin
-from decodax.request import Request
+from decodax.request import OutOfTime, Request
 from decodax.result import LogProbs, Result, Statistics
 
 BURST = 0.05
@@ -47,6 +47,11 @@ class Refused:
 
     error: Exception
     tag: Any = None
+
+    @property
+    def outcome(self) -> Result | Exception:
+        """The error, but a result of one whose time was out before it began."""
+        return unstarted(self.error.request) if isinstance(self.error, OutOfTime) else self.error
 
 
 Waiting = collections.deque[tuple[Ticket, Any]]
@@ -113,7 +118,7 @@ def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
                 until = until if waiting else time.monotonic() + GATHER
                 for ticket in made(items):
                     if isinstance(ticket, Refused):
-                        yield ticket.tag, ticket.error
+                        yield ticket.tag, ticket.outcome
                     else:
                         waiting.append((ticket, kin(ticket.request)))
                 if not items or not idle:
@@ -124,7 +129,7 @@ def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
                     yield from slots.finished()
                 yield from ((ticket.tag, unstarted(ticket.request)) for ticket, _ in waiting)
                 for ticket in made(source.rest()):
-                    yield ticket.tag, ticket.error if isinstance(ticket, Refused) else unstarted(ticket.request)
+                    yield ticket.tag, ticket.outcome if isinstance(ticket, Refused) else unstarted(ticket.request)
                 break
             over = failure is not None or source.over
             if idle and not waiting:

@@ -19,7 +19,7 @@ from decodax.jobs.slots import Use, possible
 from decodax.kvcache.selection import in_bytes
 from decodax.methods import chosen, model, with_cache
 from decodax.policy.arguments import positive, shown, whole
-from decodax.request import Request
+from decodax.request import OutOfTime, Request
 from decodax.result import Result
 
 NOT_HERE = {"batch_size": "slots= says how many prompts run at once", "progress": "results come as they finish",
@@ -116,6 +116,8 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
         try:
             where = index % (1 << 32) if name is None else address(name)
             return Ticket(read(lm, prompt, where, own, options), (index, name))
+        except OutOfTime as late:
+            return Refused(late, (index, name))
         except Exception as error:
             if on_error == "raise":
                 raise wrong(index, error) from error

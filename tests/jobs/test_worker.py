@@ -31,7 +31,7 @@ def test_a_batch_of_columns_gets_what_generate_gives(lm: LM) -> None:
     wanted = dx.generate(lm, TEXTS, request_ids=[jobs.address(str(i)) for i in range(8)], **options)
     assert wanted.text is not None
     for i, row in enumerate(found):
-        assert row == {"id": str(i), "label": i / 8, "text": wanted.text[i], "status": "length", "new_tokens": 6,
+        assert row == {"id": i, "label": i / 8, "text": wanted.text[i], "status": "length", "new_tokens": 6,
                        "prompt_tokens": row["prompt_tokens"], "tokens": wanted.row(i).tolist(), "error": None}
     # of another division, in another order
     again = worker({name: column[[5, 2]] for name, column in batch.items()}).to_pylist()
