@@ -181,7 +181,7 @@ def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
         FileNotFoundError, ValueError: there is nothing that can be read.
     """
     if str(path) == "-":
-        return _json_lines(sys.stdin.buffer)
+        return _json_lines(_standard_input())
     path = Path(path)
     if path.is_dir():
         if (path / "state.json").is_file():
@@ -217,6 +217,15 @@ def count(path: str | Path) -> int | None:
 def _open(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
         yield from _json_lines(file)
+
+
+def _standard_input() -> Any:
+    """Standard input, by a reader of its own: as it ends, Python closes `sys.stdin`, and aborts if a thread that reads
+    ahead still waits there."""
+    try:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except OSError:         # it is no file
+        return sys.stdin.buffer
 
 
 def _json_lines(file: Any) -> Iterator[tuple[int, Any]]:

@@ -49,6 +49,25 @@ def test_rows_that_cannot_be_answered_say_why(lm: LM) -> None:
         jobs.Worker(lm, temperature=-1)
 
 
+def test_a_block_in_which_all_rows_fail_has_the_columns_of_any_other(lm: LM) -> None:
+    worker = jobs.Worker(lm, fields=jobs.Fields(keep=["label"]), max_new_tokens=2, logprobs=1)
+    api = lambda prompt: {"custom_id": ["a"], "body": [{"prompt": prompt, "max_tokens": 2}], "url": ["/v1/completions"]}
+    plain = [worker({"id": [7], "label": [0.5], "prompt": [prompt]}) for prompt in ("x", {"a": 1})]
+    body = [jobs.Worker(lm, max_new_tokens=2)(api(prompt)) for prompt in ("x", {"a": 1})]
+    for good, failed in (plain, body):
+        assert good.schema == failed.schema
+        assert good["error"].to_pylist() == [None] and failed["error"].to_pylist()[0].startswith("prompt: got {'a': 1}")
+    assert plain[1]["id"].to_pylist() == [7]
+
+
+def test_options_in_filled_columns_of_numpy_arrays(lm: LM) -> None:
+    options = [{"max_new_tokens": 2.0, "temperature": None, "banned_phrases": np.array(["q"], object)},
+               {"max_new_tokens": float("nan"), "temperature": 0.5, "banned_phrases": None}]
+    found = jobs.Worker(lm, max_new_tokens=4)({"id": np.arange(2), "prompt": np.array(["x", "y"], object),
+                                               "options": np.array(options, object)}).to_pylist()
+    assert [(row["id"], row["new_tokens"], row["error"]) for row in found] == [(0, 2, None), (1, 4, None)]
+
+
 class Mortal(jobs.Worker):
     """A worker that is killed in its second batch, once."""
 
