@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
 """What JAX tells its listeners: the first right before it compiles a program, the second when it has."""
@@ -30,10 +29,10 @@ def compiling(changed: Callable[[Compiling], None]) -> Iterator[Compiling]:
 
     found = Compiling()
 
-    def heard(event: str, seconds: float, **more: Any) -> None:
+    def heard(event: str, duration_secs: float, **more: str | int) -> None:
         if event in (LOWERED, COMPILED):
             found.now = event == LOWERED
-            found.seconds += seconds
+            found.seconds += duration_secs
             changed(found)
 
     jax.monitoring.register_event_duration_secs_listener(heard)

@@ -8,16 +8,24 @@ import importlib
 import json
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from decodax.jobs import openai
 from decodax.jobs.openai import LineError
+from decodax.policy.arguments import outside
+from decodax.policy.build import DEFAULTS
+from decodax.request import FRONT
 
 RESULT = ("id", "custom_id", "text", "status", "prompt_tokens", "new_tokens", "tokens", "logprobs", "top_ids",
           "top_logprobs", "error")
 """Fields of results."""
+
+
+ASIDE = frozenset({"temperature", *(name for name in (*FRONT, *DEFAULTS, *openai.RENAMED) if "_" in name)})
+"""Options that nobody means as data: a plain word, such as context or choices, may be a column of any kind."""
 
 
 class Filled(dict[str, Any]):
@@ -90,6 +98,9 @@ class Fields:
         found = [name for name in names if row.get(name) is not None]
         if not found:
             raise LineError(f"has no {' or '.join(map(repr, names))}; got {', '.join(map(repr, row)) or 'nothing'}")
+        if aside := sorted(ASIDE & row.keys() - {self.id, found[0], *self.keep}):
+            warnings.warn(f"{aside[0]}: stands beside the prompt of a line, where it has no effect; takes its place in "
+                          "the line's options", stacklevel=outside())
         options = _own(row, "options")
         options = {} if options is None else options
         if not isinstance(options, Mapping):

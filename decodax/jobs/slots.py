@@ -235,7 +235,7 @@ class Slots:
                          slot_rounds=forwards * self.rows, seconds=spent))
         self._counts = counts
         if seconds is not None:
-            self._burst = min(self._burst * 2, bound) if spent < seconds else max(self._burst // 2, 1)
+            self._burst = max(min(self._burst * 2, bound) if spent < seconds else self._burst // 2, 1)
         # rounds since a row ended: what ran then has ended by now
         self._barren = 0 if self.running < running else self._barren + forwards
         if self.running == running and (seconds is None or self._barren >= self._bound):

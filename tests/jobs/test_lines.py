@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,14 @@ def test_bodies_say_what_they_ask_for() -> None:
             line(wrong)
     with pytest.raises(LineError, match=r"^options: got some beside a body"):
         line({}, options={"temperature": 1})
+
+
+def test_an_option_beside_the_prompt_is_not_dropped_in_silence() -> None:
+    with pytest.warns(UserWarning, match="max_new_tokens: stands beside the prompt of a line"):
+        Fields().read(1, {"prompt": "x", "max_new_tokens": 3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Fields(keep=["top_p"]).read(1, {"prompt": "x", "context": "y", "top_p": 3, "options": {"top_k": 2}})
 
 
 def test_every_line_has_one_name() -> None:
