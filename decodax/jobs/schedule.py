@@ -153,7 +153,13 @@ def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
                 for ticket_and_kin in chosen:
                     waiting.remove(ticket_and_kin)
                 source.allow(ahead - len(waiting))
-                slots.admit([ticket.request for ticket, _ in chosen], [ticket.tag for ticket, _ in chosen], prefix)
+                tags, empty = [ticket.tag for ticket, _ in chosen], len(slots.free) == len(slots.seats)
+                try:
+                    slots.admit([ticket.request for ticket, _ in chosen], tags, prefix)
+                except (ValueError, TypeError) as error:
+                    if not empty:
+                        raise
+                    yield from ((tag, error) for tag in tags)       # no row that ran is lost with them
                 yield from slots.finished()         # of prompts that may make no token
             if slots.running:
                 leave = min(slots.few, -(-slots.running // slots.first.samples))

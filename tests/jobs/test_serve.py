@@ -192,6 +192,22 @@ def test_a_prompt_beyond_the_memory_is_the_only_one_that_fails() -> None:
     assert {i: tokens(one) for i, one in found.items()} == {i: alone(i, max_new_tokens=4) for i in (0, 1, 2, 4)}
 
 
+def test_prompts_that_the_model_cannot_read_lose_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those with inputs of another shape, which nothing but the model knows of: they are of one kind."""
+    admit = Slots.admit
+
+    def picky(self: Slots, requests: Any, *args: Any) -> None:
+        if any(request.logprobs == 3 for request in requests):
+            raise ValueError("inputs: got another shape")
+        admit(self, requests, *args)
+
+    monkeypatch.setattr(Slots, "admit", picky)
+    items: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[1], "logprobs": 3}, PROMPTS[2]]
+    found = {one.index: one for one in dx.serve(SMALL, items, slots=2, max_new_tokens=4)}
+    assert str(found.pop(1).error) == "inputs: got another shape"
+    assert {i: tokens(one) for i, one in found.items()} == {i: alone(i, max_new_tokens=4) for i in (0, 2)}
+
+
 @pytest.mark.filterwarnings("ignore:max_new_tokens")
 def test_the_time_of_one_prompt_ends_it_alone() -> None:
     items: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[1], "max_time": 1e-6, "max_new_tokens": 400}, PROMPTS[2]]
@@ -209,6 +225,11 @@ def test_the_time_of_a_generation_config_is_each_prompts() -> None:
     for answers in (dx.serve(hasty, PROMPTS[:3], slots=2, max_new_tokens=400, eos_token_id=[]),
                     dx.serve(SMALL, PROMPTS[:3], slots=2, max_new_tokens=400, eos_token_id=[], max_time=1e-6)):
         assert [one.result.status for one in answers if one.result] == [[dx.Status.TIME]] * 3
+
+
+def test_when_the_time_is_out_a_source_without_an_end_is_left() -> None:
+    answers = dx.serve(SMALL, (PROMPTS[i % 12] for i in itertools.count()), slots=2, max_new_tokens=4, max_time=0.5)
+    assert [one.result.status for one in answers if one.result][-1] == [dx.Status.TIME]
 
 
 def test_when_the_time_is_out_a_source_that_blocks_is_not_waited_for() -> None:
