@@ -14,13 +14,13 @@ from decodax.core.types import Algorithm, CacheKind
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt
 from decodax.job import Job
-from decodax.jobs.schedule import Ticket, schedule
+from decodax.jobs.schedule import Ticket, schedule, unstarted
 from decodax.jobs.slots import Use, possible
 from decodax.kvcache.prefix import Prefix
 from decodax.memory import power
 from decodax.policy.arguments import flag
 from decodax.progress import bar
-from decodax.request import CHUNK, Request
+from decodax.request import CHUNK, OutOfTime, Request
 from decodax.result import Result, Statistics
 
 BURST_SECONDS = 0.05
@@ -66,8 +66,11 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
             default: the last prompt token alone, as transformers does); masked diffusion guides against a prompt of
             masks, and LLaDA's `cfg_scale` is this less 1. 1 is no guidance.
         skip_special_tokens: leaves special tokens out of texts; stop strings look at the text as it is returned.
-        max_time: seconds that the call may take, compiling included. Looked at between bursts of rounds, so a little
-            more; a row that has not ended by then does so with `Status.TIME` and what it has.
+        max_time: seconds after which rows that have not ended do so with `Status.TIME` and what they have, counted from
+            the beginning of the call. It is looked at between bursts of rounds, and between the steps in which
+            constraints are built. What runs then is finished first: a burst, the reading of the prompts, or a
+            compilation, which may take many times as long as `max_time` in the first call of a kind, and is short from
+            the second process on with `decodax.cache_programs`.
         chunk: prompt tokens a prefill round.
         batch_size: prompts at once; default all. A prompt takes the place of one that has ended; results come in the
             order of the prompts, and no row depends on it.
@@ -108,12 +111,15 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         RuntimeError: the algorithm stopped making progress.
     """
     clock = time.monotonic()
-    request = Request.read(
-        lm, prompts, max_new_tokens=max_new_tokens, max_length=max_length, min_new_tokens=min_new_tokens,
-        algorithm=algorithm, seed=seed, num_samples=num_samples, stop=stop, include_stop=include_stop,
-        logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale, negative_prompts=negative_prompts,
-        skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size,
-        inputs=inputs, cache=cache, context=context, adapter=adapter, **sampling)
+    try:
+        request = Request.read(
+            lm, prompts, max_new_tokens=max_new_tokens, max_length=max_length, min_new_tokens=min_new_tokens,
+            algorithm=algorithm, seed=seed, num_samples=num_samples, stop=stop, include_stop=include_stop,
+            logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale,
+            negative_prompts=negative_prompts, skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk,
+            batch_size=batch_size, inputs=inputs, cache=cache, context=context, adapter=adapter, **sampling)
+    except OutOfTime as late:
+        return unstarted(late.request)
     return run(request, clock, flag("progress", progress))
 
 
@@ -131,7 +137,11 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
     parts: list[Result] = []
     with bar(progress, "generating", count * request.samples) as report:
         for start in range(0, count, size or count):
-            job = Job.begin(request.select(order[start:start + size]) if size else request, request)
+            part = request.select(order[start:start + size]) if size else request
+            if parts and end is not None and time.monotonic() > end:
+                parts.append(unstarted(part))
+                continue
+            job = Job.begin(part, request)
             while job.running:
                 job.advance(None if end is None and not progress else BURST_SECONDS * (1 if end else 4))
                 report(sum(len(p) for p in parts) + job.finished)
@@ -150,10 +160,11 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
     order = sorted(range(len(request)), key=lambda i: (-power(int(request.max_new[i])), len(request.prompts[i])))
     use, parts = Use() if use is None else use, {}
     with bar(progress, "generating", len(request) * request.samples) as report:
-        tickets = (Ticket(request.select([i]), i) for i in order)
-        answers = schedule(tickets, request.batch_size, end=end, longest=request.longest, more=request.more, use=use,
-                           token_budget=token_budget)
+        answers = schedule(order, request.batch_size, read=lambda i: Ticket(request.select([i]), i), end=end,
+                           longest=request.longest, more=request.more, use=use, token_budget=token_budget)
         for i, part in answers:
+            if isinstance(part, Exception):
+                raise part
             parts[i] = part
             report(len(parts) * request.samples)
     found = merge([parts[i] for i in range(len(request))], list(range(len(request))), request.answers, request.lm.pad)

@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
+
+LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
+"""What JAX tells its listeners: the first right before it compiles a program, the second when it has."""
+
+
+@dataclasses.dataclass
+class Compiling:
+    """What JAX compiles.
+
+    Attributes:
+        now: whether a program is being compiled. seconds: that compiling has taken.
+    """
+
+    now: bool = False
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def compiling(changed: Callable[[Compiling], None]) -> Iterator[Compiling]:
+    """Tells when JAX begins and ends to compile a program: rows wait for it, and nothing else shows why."""
+    import jax
+
+    found = Compiling()
+
+    def heard(event: str, duration_secs: float, **more: str | int) -> None:
+        if event in (LOWERED, COMPILED):
+            found.now = event == LOWERED
+            found.seconds += duration_secs
+            changed(found)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
 
 
 @contextlib.contextmanager
 def bar(show: bool, doing: str, total: int) -> Iterator[Callable[[float], None]]:
-    """A progress bar, or nothing. What it gives is called with how much of `total` is done."""
+    """A progress bar, or nothing; it says when a program is being compiled. What it gives is called with how much of
+    `total` is done."""
     if not show:
         yield lambda done: None
         return
@@ -17,4 +54,6 @@ def bar(show: bool, doing: str, total: int) -> Iterator[Callable[[float], None]]
 
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(doing, total=total)
-        yield lambda done: progress.update(task, completed=done)
+        say = lambda found: progress.update(task, description=f"{doing}, compiling" if found.now else doing)
+        with compiling(say):
+            yield lambda done: progress.update(task, completed=done)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -112,10 +114,12 @@ class Request:
 
         Raises:
             ValueError, TypeError: by name what is out of its range, of the wrong kind, or does not fit the model.
+            OutOfTime: `max_time` was out before the constraints were built.
         """
-        lm = model(lm)
+        begun, lm = time.monotonic(), model(lm)
         check_names(where, sampling)
         said = _Config(lm)
+        seconds = said.or_given("max_time", max_time, positive)
         sampling, num_samples = _returns(where, dict(sampling), num_samples)
         lm = read_out(lm, sampling.pop("dola_layers", None), said.or_given)
         search = None if algorithm is not None else beams.read(lm, sampling, said.or_given)
@@ -178,24 +182,32 @@ class Request:
         skip = flag("skip_special_tokens", skip_special_tokens)
         policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said,
                          isinstance(search, BeamSearch))
+        late: TimeoutError | None = None
         if (asked := constraints.read(held, count)) is not None:
-            policy = _constrained(asked, lm, method, policy, lengths + budget, budget, samples, behind is not None)
+            try:
+                policy = _constrained(asked, lm, method, policy, lengths + budget, budget, samples, behind is not None,
+                                      math.inf if seconds is None else begun + seconds)
+            except TimeoutError as error:
+                late = error
         words = np.array([divmod(s, 1 << 32) for s in seeds], np.uint32)
         if even:
             policy = _even(method, policy, evenly(words, np.array(addresses, np.uint32), samples))
         if strings:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
-        return cls(lm=lm, algorithm=method, prompts=ids, context=settle, prefixes=prefixes, behind=behind,
-                   max_new=budget.astype(np.int32),
-                   min_new=np.array(least, np.int32), seeds=words,
-                   request_ids=np.array(addresses, np.uint32),
-                   inputs=_inputs(_adapters(lm, adapter, inputs, count), count),
-                   guidance=guidance, negative=negative, policy=policy,
-                   samples=samples, stop=strings, chunk=whole("chunk", chunk, 1), batch_size=batch_size,
-                   logprobs=None if logprobs is None else whole("logprobs", logprobs, 0, lm.vocab_size),
-                   max_time=said.or_given("max_time", max_time, positive), skip_special_tokens=skip,
-                   include_stop=flag("include_stop", include_stop))
+        found = cls(lm=lm, algorithm=method, prompts=ids, context=settle, prefixes=prefixes, behind=behind,
+                    max_new=budget.astype(np.int32),
+                    min_new=np.array(least, np.int32), seeds=words,
+                    request_ids=np.array(addresses, np.uint32),
+                    inputs=_inputs(_adapters(lm, adapter, inputs, count), count),
+                    guidance=guidance, negative=negative, policy=policy,
+                    samples=samples, stop=strings, chunk=whole("chunk", chunk, 1), batch_size=batch_size,
+                    logprobs=None if logprobs is None else whole("logprobs", logprobs, 0, lm.vocab_size),
+                    max_time=seconds, skip_special_tokens=skip,
+                    include_stop=flag("include_stop", include_stop))
+        if late is not None:
+            raise OutOfTime(str(late), found)
+        return found
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -259,6 +271,18 @@ class Request:
             seeds=arrays(lambda r: r.seeds), request_ids=arrays(lambda r: r.request_ids),
             inputs=arrays(lambda r: r.inputs), guidance=arrays(lambda r: r.guidance),
             negative=lists(lambda r: r.negative), policy=policy)
+
+
+class OutOfTime(TimeoutError):
+    """The time of a request was out before it could begin.
+
+    Attributes:
+        request: without its constraints, so it must not run.
+    """
+
+    def __init__(self, message: str, request: Request):
+        super().__init__(message)
+        self.request = request
 
 
 def _prefixes(lm: LM, context: Any, count: int) -> list[Prefix] | None:
@@ -418,8 +442,12 @@ def _even(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy:
 
 
 def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, ends: np.ndarray, budget: np.ndarray,
-                 samples: int, given: bool) -> Policy:
-    """The policy with constraints in front of its temperature. `given`: the canvas is part of the text already."""
+                 samples: int, given: bool, until: float) -> Policy:
+    """The policy with constraints in front of its temperature.
+
+    Args:
+        given: whether the canvas is part of the text already. until: when the time is out, by `time.monotonic`.
+    """
     if given:
         budget = np.full_like(budget, MOST)
     chain, eos = list(policy.transforms), np.asarray(policy.eos)
@@ -430,6 +458,7 @@ def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, en
     if method.canvas and not given and not (eos >= 0).any(1).all():
         name = next(x[0] for x in asked if x is not None)
         raise ValueError(f"{name}: on a canvas takes a model with an end of sequence, behind which the text may stop")
+    constraints.in_time(until, 0, len(asked))
     hosted = constraints.match(asked, lm.tokenizer, lm.vocab_size, eos, samples)
     if hosted is not None:
         chain.insert(at, hosted)
@@ -437,7 +466,7 @@ def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, en
         if all(x is None for x in asked):
             return policy.replace(transforms=tuple(chain))
     link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, eos, np.repeat(ends, samples), budget,
-                                        samples, _masks(lm) if method.canvas else ())
+                                        samples, _masks(lm) if method.canvas else (), until)
     link = link.replace(place=len(policy.tables))
     chain.insert(at, OnCanvas(link.start, link.end, link.place, whole=given) if method.canvas else link)
     return policy.replace(transforms=tuple(chain), tables=(*policy.tables, table))

@@ -1,6 +1,7 @@
 """The front door on the smaller shipped model: prompts in every form, samples, stops, streams, batches, errors."""
 
 import dataclasses
+import time
 
 import jax
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 from jax.sharding import AxisType
 
 import decodax as dx
+from decodax.constraints import front
 from decodax.core.state import Status
 from decodax.models.diffusion import Diffusion
+from decodax.progress import compiling
 
 PROMPTS = ["def fib(n):\n", "import os\nclass A:\n    def", "x"]
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
@@ -65,6 +68,40 @@ def test_a_stop_string_ends_text_and_stream(lm):
     cut = dx.generate(lm, PROMPTS[0], max_new_tokens=24, stop=stop)
     assert cut.text[0] == free[:free.index(stop)] and cut.status == [Status.STOP]
     assert "".join(dx.stream(lm, PROMPTS[0], max_new_tokens=24, stop=[stop])) == cut.text[0]
+
+
+def test_the_time_is_looked_at_while_constraints_are_built(lm, monkeypatch):
+    """What is left of them is not built, and no text is written without them."""
+    built, clock = [], [0.0]
+    language = front.language
+
+    def slow(key):
+        built.append(key)
+        clock[0] += 10
+        return language(key)
+
+    monkeypatch.setattr(front, "language", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    options = dict(regex=["[ab]{3}", "[cd]{3}", "[ef]{3}"], max_time=15, logprobs=1, num_samples=2)
+    out = dx.generate(lm, PROMPTS, **options)
+    assert len(built) == 2
+    assert out.status == [Status.TIME] * 6 and out.text == [""] * 6 and out.lengths.tolist() == [0] * 6
+    one = {"prompt": "x", "regex": "[gh]{3}", "max_time": 5}
+    served = next(dx.serve(lm, [one], slots=1)).result
+    assert served.status == [Status.TIME] and served.text == [""]
+    with pytest.raises(TimeoutError, match="max_time: was out when 1 of 1 constraints had been built"):
+        dx.stream(lm, "x", regex="[ij]{3}", max_time=5)
+
+
+def test_programs_that_compile_are_told():
+    program = jax.jit(lambda x: x * 3 + len(PROMPTS))
+    seen = []
+    with compiling(lambda found: seen.append(found.now)) as found:
+        program(np.arange(5)).block_until_ready()
+        first = len(seen)
+        program(np.arange(5)).block_until_ready()
+    program(np.arange(6)).block_until_ready()
+    assert seen[:2] == [True, False] and first == len(seen) and found.seconds > 0
 
 
 def test_batches_are_put_together_in_the_order_of_the_prompts(lm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,20 @@ def first_finish(lm: LM | str | os.PathLike[str], prompts: Any, n: int = 4,
     The others are not continued, but for the rounds between two looks; what they have so far stands in `candidates`.
 
     Args:
-        options: of `generate`.
+        options: of `generate`, but `batch_size`: all answers run side by side.
+
+    Raises:
+        TypeError, ValueError: as `generate`.
     """
+    if options.get("batch_size") is not None:
+        raise TypeError("batch_size: first-finish takes no such argument; all answers run side by side")
+    clock = time.monotonic()
     request = Request.read(model(lm), prompts, num_samples=n, **options)
     job = Job.begin(request)
     while job.running:
         job.advance(None, rounds=BURST)
+        if request.max_time is not None and time.monotonic() > clock + request.max_time:
+            job.expire()
         ended = np.isin(job.status, ENDED).reshape(len(request), n).any(1)
         job.end(np.repeat(ended, n))
     result = job.result()

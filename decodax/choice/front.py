@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
         ValueError: an unknown rule or option, or one that is missing; a model without a tokenizer; or as `generate`.
         TypeError: as `generate`.
     """
-    lm = model(lm)
+    lm, clock = model(lm), time.monotonic()
     if n < 1:
         raise ValueError(f"n: got {n}, takes at least 1")
     for name in ("num_samples", "num_return_sequences"):
@@ -78,9 +79,11 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
     if not isinstance(by, str) and options:
         raise ValueError("options: got some beside a rule that is made already")
     read = Request.read(lm, prompts, **sampling)
-    candidates = _drawn(lm, prompts, read.prompts, n - greedy, sampling) if n > greedy else []
+    # both calls share the time
+    left = lambda: {} if read.max_time is None else {"max_time": max(clock + read.max_time - time.monotonic(), 1e-6)}
+    candidates = _drawn(lm, prompts, read.prompts, n - greedy, {**sampling, **left()}) if n > greedy else []
     if greedy:
-        best = _drawn(lm, prompts, read.prompts, 1, {**sampling, "temperature": 0.0})
+        best = _drawn(lm, prompts, read.prompts, 1, {**sampling, **left(), "temperature": 0.0})
         candidates = [_both(a, b) for a, b in zip(best, candidates, strict=True)] if candidates else best
     return _chosen(candidates, [chooser.choose(each) for each in candidates])
 

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from decodax.cli import generation
-from decodax.cli.common import UsageError, keep_programs, naming_the_argument
+from decodax.cli.common import UsageError, keep_programs, mesh_shape, naming_the_argument
+from decodax.progress import compiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from jax.sharding import Mesh
 
     from decodax.jobs import Progress
 
@@ -26,7 +29,9 @@ examples:
 
 A line is an object with a prompt (`prompt`, `text`, or `messages`) and if you like an `id` and `options` of its own; a
 text alone; or a request to OpenAI's API with its `custom_id`. Results go to part-000-00000.jsonl and so on, lines that
-failed to _errors-000.jsonl. Interrupted or killed, the same command goes on where it was.
+failed to _errors-000.jsonl. While the command runs, the results of the part at hand stand in a hidden file,
+.part-000-00000.log, one line of JSON each as soon as it is there; it gets its name when the part is full or the command
+ends. Interrupted or killed, the same command goes on where it was.
 """
 
 EXIT = """\
@@ -50,6 +55,8 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.add_argument("-o", "--output", required=True, metavar="DIR", help="where results go; made if it is not there")
     generation.add_model(p)
     p.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts at once (default: 16)")
+    p.add_argument("--mesh", metavar="DATAxMODEL",
+                   help="lay model and prompts over devices of this process: so many replicas, of so many devices each")
     p.add_argument("--memory", metavar="SIZE",
                    help="bytes for caches, drafts and logits, such as 8GB: fewer prompts at once if they take more")
     p.add_argument("--token-budget", type=int, metavar="N",
@@ -97,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         process, processes = jax.process_index(), jax.process_count()
     with naming_the_argument():
         total = lines.count(args.input)
-    lm, algorithm = generation.load(args)
+    lm, algorithm = generation.load(args, None if args.mesh is None else _mesh(*mesh_shape(args.mesh)))
     options |= {"algorithm": algorithm, "cache": args.cache, "seed": args.seed, "stop": args.stop,
                 "max_new_tokens": args.max_new_tokens, "min_new_tokens": args.min_new_tokens,
                 "num_samples": args.num_samples, "logprobs": args.logprobs,
@@ -106,6 +113,9 @@ def run(args: argparse.Namespace) -> None:
     names = {"algorithm": args.algorithm, "draft": args.draft if args.algorithm else None, "dtype": args.dtype,
              "weights": args.weights, "adapter": args.adapter}
     fields = jobs.Fields(args.prompt_field, args.id_field, tuple(args.keep), args.chat, args.system)
+    if not args.quiet:
+        print(f"[results stand in {args.output}/.part-{process:03d}-*.log as they finish, and in {args.output}/part-"
+              f"{process:03d}-*.{args.format} when {args.part_lines:,} are there or the job ends]", file=sys.stderr)
     with _progress(None if args.quiet else total, args.quiet) as report, naming_the_argument():
         found = jobs.run(lm, args.input, args.output, slots=args.batch_size, fields=fields, form=args.format,
                          part=args.part_lines, tokens=args.tokens, process=process, processes=processes,
@@ -118,6 +128,21 @@ def run(args: argparse.Namespace) -> None:
                            f"{process:03d}.jsonl")
 
 
+def _mesh(data: int, model: int) -> Mesh:
+    """A mesh of the first devices of this process.
+
+    Raises:
+        UsageError: it has not as many.
+    """
+    import jax
+
+    devices = jax.local_devices()
+    if data * model > len(devices):
+        raise UsageError(f"--mesh: got {data}x{model}, which takes {data * model} devices; this process has "
+                         f"{len(devices)}")
+    return jax.make_mesh((data, model), ("data", "model"), devices=devices[:data * model])
+
+
 def _summary(found: Progress) -> str:
     before = f", {found.before:,} before" if found.before else ""
     left = ", stopped before the end" if found.stopped else ""
@@ -127,27 +152,36 @@ def _summary(found: Progress) -> str:
 
 @contextlib.contextmanager
 def _progress(total: int | None, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """A bar on a terminal, else a line now and then."""
+    """A bar on a terminal, else a line now and then; both say when a program is being compiled, and for how long that
+    took."""
     if quiet:
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console, last = Console(stderr=True), time.monotonic()
+    console, last, done, text = Console(stderr=True), -EVERY, 0, ""
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
 
-        def report(found: Any) -> None:
+        def show(compiles: bool) -> None:
             nonlocal last
+            said = ", ".join(filter(None, (text, "compiling" if compiles else "")))
+            bar.update(task, completed=done, description=said)
+            if not console.is_terminal and time.monotonic() > last + EVERY:
+                last = time.monotonic()
+                print(f"{done:,}{'' if total is None else f' of {total:,}'}, {said}", file=sys.stderr, flush=True)
+
+        def report(found: Any) -> None:
+            nonlocal done, text
             text = f"{found.tokens_per_second:,.0f} tokens/s, goodput {found.use.goodput:.0%}"
+            if programs.seconds >= 1:
+                text += f", {programs.seconds:,.0f} of {found.seconds:,.0f} s spent compiling"
             if found.failed:
                 text += f", {found.failed:,} failed"
             done = found.finished + found.failed + found.before
-            bar.update(task, completed=done, description=text)
-            if not console.is_terminal and time.monotonic() > last + EVERY:
-                last = time.monotonic()
-                print(f"{done:,}{'' if total is None else f' of {total:,}'}, {text}", file=sys.stderr, flush=True)
+            show(compiles=False)
 
-        yield report
+        with compiling(lambda programs: show(programs.now) if programs.now else None) as programs:
+            yield report

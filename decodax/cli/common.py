@@ -26,6 +26,18 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
     console.print(shown)
 
 
+def mesh_shape(text: str) -> tuple[int, int]:
+    """The numbers of a mesh: replicas, and devices of each.
+
+    Raises:
+        UsageError: it says something else.
+    """
+    data, _, model = text.partition("x")
+    if not (data.isdecimal() and model.isdecimal() and int(data) and int(model)):
+        raise UsageError(f"--mesh: takes DATAxMODEL, as 2x4; got {text!r}")
+    return int(data), int(model)
+
+
 def keep_programs() -> str:
     """Keeps compiled programs between calls if possible. Returns the directory, or why it is not possible."""
     from decodax.programs import cache_programs

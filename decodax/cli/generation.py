@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from decodax.cli.common import UsageError, naming_the_argument
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from decodax.core.types import Algorithm
     from decodax.io.load import LM
 
@@ -131,17 +133,17 @@ def _grammar(given: str) -> str:
         raise UsageError(f"--grammar: got {reprlib.repr(given)}, takes a grammar or a file of one ({error})") from error
 
 
-def load(args: argparse.Namespace) -> tuple[LM, Algorithm | None]:
-    """The model, and the method that was named, if one was."""
+def load(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[LM, Algorithm | None]:
+    """The model, over a mesh if there is one, and the method that was named, if one was."""
     import decodax as dx
 
     with naming_the_argument():
         named = dx.systems.parse(args.algorithm) if args.algorithm else None
-    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights, adapter=args.adapter)
+    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights, adapter=args.adapter, mesh=mesh)
     if named is None:
         return lm, None
     name, choices = named
-    draft = dx.load(args.draft) if dx.systems.SYSTEMS[name].drafts else None
+    draft = dx.load(args.draft, mesh=mesh) if dx.systems.SYSTEMS[name].drafts else None
     with naming_the_argument():
         return lm, dx.system(name, lm, draft, **choices)
 

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from decodax.cli.common import UsageError, naming_the_argument, table
+from decodax.cli.common import UsageError, mesh_shape, naming_the_argument, table
 
 EXAMPLES = """\
 examples:
@@ -66,10 +66,7 @@ def run(args: argparse.Namespace) -> None:
         prices = {name: float(value) for name, _, value in (given.partition("=") for given in args.price)}
     except ValueError as error:
         raise UsageError(f"--price: takes DEVICE=X, as v5e=1.2 ({error})") from error
-    try:
-        mesh = None if args.mesh is None else [(int(a), int(b)) for a, _, b in (m.partition("x") for m in args.mesh)]
-    except ValueError as error:
-        raise UsageError(f"--mesh: takes DATAxMODEL, as 2x4 ({error})") from error
+    mesh = None if args.mesh is None else list(map(mesh_shape, args.mesh))
     from decodax.plan import COLUMNS, plan
 
     sampling = {"temperature": args.temperature} | ({} if args.top_p is None else {"top_p": args.top_p})

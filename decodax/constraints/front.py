@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -203,15 +205,18 @@ def _table(keys: tuple[Key, ...], vocabulary: _Bytes, eos: tuple[int, ...],
 
 
 def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.ndarray, ends: np.ndarray,
-              budgets: np.ndarray, samples: int, banned: tuple[int, ...] = ()) -> tuple[Constrained, TokenTable]:
+              budgets: np.ndarray, samples: int, banned: tuple[int, ...] = (),
+              until: float = math.inf) -> tuple[Constrained, TokenTable]:
     """The transform of all rows, `samples` of each prompt side by side, and the table that they share.
 
     Args:
         eos: `i32[B, E]`, -1 for none. ends: `i64[B]`, the index behind the last token that a row may have. budgets:
-            `i64[P]`, new tokens of each prompt. banned: tokens that no row may have.
+            `i64[P]`, new tokens of each prompt. banned: tokens that no row may have. until: when the time is out, by
+            `time.monotonic`; looked at between constraints.
 
     Raises:
         ValueError: there is no tokenizer, rows end in different ways, or a prompt's budget is too small for any text.
+        TimeoutError: the time was out before all were built.
     """
     name = next(x[0] for x in asked if x is not None)
     if tokenizer is None:
@@ -221,6 +226,10 @@ def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.
         raise ValueError(f"{name}: prompts with different eos_token_id cannot be constrained together")
     keys = tuple(dict.fromkeys(x for x in asked if x is not None))
     marked = tuple(sorted({m for x in keys for m in markers_of(x)}))
+    for i, key in enumerate(keys):
+        in_time(until, i, len(keys))
+        language(key)       # is kept for the table
+    in_time(until, len(keys), len(keys))
     found, table = _table(keys, _Bytes(tokenizer, vocab_size, marked), ways.pop(), tuple(sorted(banned)))
     starts = np.array([-1 if x is None else found.starts[keys.index(x)] for x in asked], np.int32)
     for i, start in enumerate(starts.tolist()):
@@ -230,6 +239,16 @@ def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.
             raise ValueError(f"{asked[i][0]}: prompt {i} has room for {budgets[i]} new tokens; {texts}")  # type: ignore[index]
     start, end = np.repeat(starts, samples), ends.astype(np.int32)
     return Constrained(start=start, end=end), table    # type: ignore[arg-type]
+
+
+def in_time(until: float, built: int, of: int) -> None:
+    """Looks at the clock.
+
+    Raises:
+        TimeoutError: the time is out.
+    """
+    if time.monotonic() > until:
+        raise TimeoutError(f"max_time: was out when {built} of {of} constraints had been built")
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,9 +2,10 @@
 
 from decodax.jobs.batch import Progress, run
 from decodax.jobs.lines import Fields
-from decodax.jobs.schedule import Ticket, schedule
+from decodax.jobs.schedule import Refused, Ticket, schedule
 from decodax.jobs.serve import Served, address, serve
 from decodax.jobs.slots import Slots, Use
 from decodax.jobs.worker import Worker
 
-__all__ = ["Fields", "Progress", "Served", "Slots", "Ticket", "Use", "Worker", "address", "run", "schedule", "serve"]
+__all__ = ["Fields", "Progress", "Refused", "Served", "Slots", "Ticket", "Use", "Worker", "address", "run", "schedule",
+           "serve"]

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 
 from decodax.core.state import Status
 from decodax.io.load import LM
+from decodax.jobs.arrivals import Arriving
 from decodax.jobs.lines import Fields, Line, LineError, pyarrow, rows
-from decodax.jobs.schedule import Ticket, schedule
-from decodax.jobs.serve import read, settled
+from decodax.jobs.schedule import Ticket, ahead_of, schedule
+from decodax.jobs.serve import address, given, read, settled
 from decodax.jobs.slots import Use
 from decodax.jobs.store import FORMATS, Store, digest
 from decodax.kvcache.selection import in_bytes
@@ -37,7 +38,8 @@ class Progress:
 
     Attributes:
         finished: lines answered by this call. failed: that could not be. before: that stood there already.
-        tokens: new ones. seconds: since the call began. stopped: because its time was out. use: of the slots.
+        tokens: new ones. seconds: since the call began. stopped: because its time was out. log: the file of the results
+            that came last, until their part is full or the job ends. use: of the slots.
     """
 
     finished: int = 0
@@ -46,6 +48,7 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     stopped: bool = False
+    log: str = ""
     use: Use = dataclasses.field(default_factory=Use)
 
     @property
@@ -60,10 +63,11 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         **options: Any) -> Progress:
     """Answers every line of a file and keeps the answers in a directory.
 
-    A result stands there as soon as its prompt has ended. Killed at any moment and called again, the job goes on with
-    the lines that are missing: no result is lost and none is written twice, and each is what it would have been, since
-    the randomness of a line is addressed by its id. Lines that cannot be answered go to `_errors-000.jsonl` with their
-    number and the reason, and are tried again by the next call.
+    A result stands there as soon as its prompt has ended: in a hidden file of JSON lines, `.part-000-00000.log`, which
+    becomes `part-000-00000.jsonl` (or `.parquet`) when the part is full or the job ends. Killed at any moment and
+    called again, the job goes on with the lines that are missing: no result is lost and none is written twice, and each
+    is what it would have been, since the randomness of a line is addressed by its id. Lines that cannot be answered go
+    to `_errors-000.jsonl` with their number and the reason, and are tried again by the next call.
 
     Args:
         lm: as `decodax.generate` takes it.
@@ -71,10 +75,11 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         directory: of the results: `part-000-00000.jsonl` and so on, and `_manifest.json`, which says what made them.
         slots: prompts at once. fields: where in a line to look.
         form: "jsonl" or "parquet". part: lines of a file. tokens: whether results have token ids, too.
-        process, processes: which of how many this is; each answers its share, by the hash of the id, and writes files
-            of its own. They need not know of each other.
+        process, processes: which of how many this is; each answers its share, by the hash of the id (or of `line-8`,
+            the number of a line without one), and writes files of its own. They need not know of each other.
         memory, token_budget: bytes that rows may take, and tokens of a round, as of `decodax.serve`.
-        max_time: seconds after which it stops; what runs then is left to the next call.
+        max_time: seconds after which it stops; what runs then is left to the next call. That of a line (among its
+            options) ends its text instead, with the status "time".
         names: what the manifest holds in place of the options of these names, or beside them.
         report: told after each result.
         options: of `decodax.generate`, for lines that do not say otherwise.
@@ -85,6 +90,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
     Raises:
         ValueError: the directory holds results of another model or other options; or an option is out of its range.
         FileNotFoundError: there is no such source. OSError: a result could not be written; those before are kept.
+        Exception: the source ended with an error, which is raised when the lines before it have been answered.
     """
     if form not in FORMATS:
         raise ValueError(f"form: got {form!r}, takes {' or '.join(FORMATS)}")
@@ -93,11 +99,11 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
     whole("process", process, 0, processes - 1)
     fields = fields or Fields()
     source_rows = rows(source)
-    options = {key: value for key, value in options.items() if value is not None}
+    options = given(options)
     token_budget = None if token_budget is None else whole("token_budget", token_budget, 1)
     room = None if memory is None else in_bytes(memory, "memory")
     end = None if max_time is None else time.monotonic() + positive("max_time", max_time)
-    said = {key: value for key, value in {**options, **(names or {})}.items() if value is not None}
+    said = given({**options, **(names or {})})
     lm, options = settled(lm, options, whole("slots", slots, 1))
     identity = {"model": fingerprint(lm), "options": {key: _plain(value) for key, value in sorted(said.items())},
                 "fields": dataclasses.asdict(dataclasses.replace(fields, keep=tuple(fields.keep))), "tokens": tokens}
@@ -105,54 +111,52 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         pyarrow("parquet")
     store = Store(Path(directory), identity, form, part, process, processes)
     store.open()
-    done, clock = Progress(), time.monotonic()
+    done, clock, seen = Progress(), time.monotonic(), set[bytes]()
 
-    def mine(name: Any, number: int) -> bool:
-        """Whether a line is of this process's share: by its id, if it has one."""
-        return (number if name is None else int.from_bytes(digest(str(name))[-8:], "big")) % processes == process
+    def failed(number: int, name: Any, why: str) -> None:
+        store.fail(number, name, why)
+        done.failed += 1
 
-    def tickets() -> Iterator[Ticket]:
-        seen: set[bytes] = set()
-        for number, row in source_rows:
-            try:
-                if isinstance(row, LineError):
-                    raise row
-                line = fields.read(number, row)
-                if not mine(line.id, number):
-                    continue
-                key = digest(line.id)
-                if key in seen:
-                    raise LineError(f"id {line.id!r} stands there more than once")
-                seen.add(key)
-                if key in store.done:
-                    done.before += 1
-                    continue
-                _, request = read(lm, {"prompt": line.prompt, "id": line.id, **line.options}, 0, options)
-            except (ValueError, TypeError) as error:
-                name = row.get("custom_id", row.get(fields.id)) if isinstance(row, Mapping) else None
-                if not mine(name, number):
-                    continue
-                store.fail(number, name, str(error).removeprefix("prompts[0]: "))
-                done.failed += 1
-                continue
-            yield Ticket(request, (line, len(request.prompts[0])))
+    def ticket(item: tuple[int, Any]) -> Ticket | None:
+        number, row = item
+        _, name = fields.name(number, row)
+        key = digest(name)
+        if int.from_bytes(key[-8:], "big") % processes != process:      # another process's
+            return None
+        try:
+            line = fields.read(number, row)
+            if key in seen:
+                raise LineError(f"id {name!r} stands there more than once")
+            seen.add(key)
+            if key in store.done:
+                done.before += 1
+                return None
+            request = read(lm, line.prompt, address(line.id), line.options, options)
+        except Exception as error:
+            failed(number, name, reason(error))
+            return None
+        return Ticket(request, (line, len(request.prompts[0])))
 
+    lines = Arriving(source_rows, ahead_of(slots, None))
+    answers = schedule(lines, slots, read=ticket, end=end, memory=room, token_budget=token_budget, use=done.use)
     try:
-        for (line, prompt_tokens), result in schedule(tickets(), slots, end=end, memory=room,
-                                                              token_budget=token_budget, use=done.use):
-            if Status.TIME in result.status:
-                done.stopped = True
-                break
-            if Status.INVALID in result.status:
-                store.fail(line.number, line.id, BROKEN)
-                done.failed += 1
-            else:
-                store.add(line.id, answer(lm, line, prompt_tokens, result, tokens))
-                done.finished += 1
-                done.tokens += int(result.lengths.sum())
-            done.seconds = time.monotonic() - clock
-            if report is not None:
-                report(done)
+        with contextlib.closing(answers):
+            for (line, prompt_tokens), result in answers:
+                if isinstance(result, Exception):
+                    failed(line.number, line.id, reason(result))
+                elif Status.INVALID in result.status:
+                    failed(line.number, line.id, BROKEN)
+                elif end is not None and Status.TIME in result.status and time.monotonic() > end:
+                    done.stopped = True
+                    continue
+                else:
+                    store.add(line.id, answer(lm, line, prompt_tokens, result, tokens))
+                    done.finished += 1
+                    done.tokens += int(result.lengths.sum())
+                done.seconds, done.log = time.monotonic() - clock, str(store.log)
+                if report is not None:
+                    report(done)
+        done.stopped |= not lines.exhausted
         store.close()
     except (KeyboardInterrupt, Exception):
         with contextlib.suppress(Exception):        # the first error says more
@@ -160,8 +164,14 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         raise
     finally:
         store.abandon()
-    done.seconds = time.monotonic() - clock
+    done.seconds, done.log = time.monotonic() - clock, ""
     return done
+
+
+def reason(error: Exception) -> str:
+    """Why a line could not be answered."""
+    said = str(error).removeprefix("prompts[0]: ").encode(errors="backslashreplace").decode()
+    return said if isinstance(error, (ValueError, TypeError)) and said else f"{type(error).__name__}: {said}"
 
 
 def answer(lm: LM, line: Line, prompt_tokens: int, result: Result, tokens: bool) -> dict[str, Any]:
@@ -203,16 +213,33 @@ def _noted(lm: LM, result: Result, row: int, chat: bool) -> dict[str, Any] | Non
     """Log-probabilities in OpenAI's two forms."""
     if (noted := result.logprobs) is None:
         return None
-    spell = lambda token: str(token) if lm.tokenizer is None else lm.tokenizer.decode([int(token)])
     ids, chosen = result.row(row).tolist(), noted.raw[row].tolist()
-    best = [[(spell(token), float(p)) for token, p in zip(noted.top_ids[row, i], noted.top[row, i], strict=True)]
+    best = [[(int(token), float(p)) for token, p in zip(noted.top_ids[row, i], noted.top[row, i], strict=True)]
             for i in range(len(ids))]
-    words = [spell(token) for token in ids]
     if not chat:
-        return {"tokens": words, "token_logprobs": chosen[:len(ids)], "top_logprobs": [dict(top) for top in best]}
-    each = lambda word, p: {"token": word, "logprob": p, "bytes": list(word.encode())}
-    return {"content": [{**each(word, p), "top_logprobs": [each(*top) for top in tops]}
-                        for word, p, tops in zip(words, chosen, best, strict=False)]}
+        named = lambda token: _spelled(lm, token)[0]
+        return {"tokens": [named(token) for token in ids], "token_logprobs": chosen[:len(ids)],
+                "top_logprobs": [{named(token): p for token, p in top} for top in best]}
+
+    def each(token: int, p: float) -> dict[str, Any]:
+        text, data = _spelled(lm, token)
+        return {"token": text, "logprob": p, "bytes": data}
+
+    return {"content": [{**each(token, p), "top_logprobs": [each(*top) for top in tops]}
+                        for token, p, tops in zip(ids, chosen, best, strict=False)]}
+
+
+def _spelled(lm: LM, token: int) -> tuple[str, list[int]]:
+    """A token as text, and its bytes. One that is a part of a character has a text that names its bytes, as OpenAI's
+    have: no two tokens are the same there."""
+    if lm.tokenizer is None:
+        return str(token), list(str(token).encode())
+    spelling = lm.tokenizer.pieces(skip_special_tokens=False).rest
+    data = spelling[token] if token < len(spelling) else b""
+    try:
+        return data.decode(), list(data)
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), list(data)
 
 
 def fingerprint(lm: LM) -> dict[str, str]:

@@ -6,32 +6,30 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-URLS = ("/v1/chat/completions", "/v1/completions")
-
-RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "n": "num_samples",
-           "stop": "stop", "seed": "seed", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
-           "min_p": "min_p", "repetition_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-           "frequency_penalty": "frequency_penalty", "min_tokens": "min_new_tokens", "guided_regex": "regex",
-           "guided_choice": "choices", "guided_json": "json_schema", "guided_grammar": "grammar"}
-"""What the body of a request may ask for, in the words of OpenAI and vLLM, and what it is called here."""
-
-IGNORED = ("model", "messages", "prompt", "user", "metadata", "store", "stream", "stream_options", "service_tier",
-           "logit_bias", "logprobs", "top_logprobs", "response_format", "structured_outputs")
-"""What else may stand there: it is read apart, or changes nothing in a batch."""
-
+from decodax.jobs import openai
+from decodax.jobs.openai import LineError
+from decodax.policy.arguments import outside
+from decodax.policy.build import DEFAULTS
+from decodax.request import FRONT
 
 RESULT = ("id", "custom_id", "text", "status", "prompt_tokens", "new_tokens", "tokens", "logprobs", "top_ids",
-          "top_logprobs")
+          "top_logprobs", "error")
 """Fields of results."""
 
 
-class LineError(ValueError):
-    """A line that cannot be answered."""
+ASIDE = frozenset({"temperature", *(name for name in (*FRONT, *DEFAULTS, *openai.RENAMED) if "_" in name)})
+"""Options that nobody means as data: a plain word, such as context or choices, may be a column of any kind."""
+
+
+class Filled(dict[str, Any]):
+    """A row of a table. A struct of it holds None where another row has a key that this one lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +37,14 @@ class Line:
     """A prompt of a job.
 
     Attributes:
-        number: of the line or row, from 1. id: what its result is known by. prompt: as `decodax.generate` takes it.
+        number: of the line or row, from 1. id: what its result is known by, a text or a number. prompt: as
+            `decodax.generate` takes it.
         options: of its own. keep: what goes into its result unchanged.
         api: "chat.completion" or "text_completion" where the line is a request to OpenAI's API, else None.
     """
 
     number: int
-    id: str
+    id: Any
     prompt: Any
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keep: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -72,23 +71,38 @@ class Fields:
         if taken := [name for name in self.keep if name in RESULT]:
             raise ValueError(f"keep: got {taken[0]!r}, which results have of their own; takes other fields")
 
+    def name(self, number: int, row: Any) -> tuple[str, Any]:
+        """The field of the result of a line that says what it is known by, and what stands there: its id; or its
+        number, as `line-8`, if it has none, or one that is none. Any line has a name, also one that cannot be read."""
+        field = "custom_id" if _is_api(row) else "id"
+        name = row.get(field if field == "custom_id" else self.id) if isinstance(row, Mapping) else None
+        if name is None or not _is_name(name):
+            return field, f"line-{number}"
+        return field, name if isinstance(name, (str, int, float)) else str(name)
+
     def read(self, number: int, row: Any) -> Line:
         """The prompt of a line.
 
         Raises:
             LineError: it has none, or asks for something that is not here.
         """
+        if isinstance(row, LineError):
+            raise row
         if isinstance(row, str):
             row = {"prompt": row}
         if not isinstance(row, Mapping):
             raise LineError(f"got {type(row).__name__}, takes an object with a prompt, or a text")
-        if "body" in row and "custom_id" in row:
+        if _is_api(row):
             return self._api(number, row)
         names = (self.prompt,) if self.prompt is not None else ("messages", "prompt", "text")
         found = [name for name in names if row.get(name) is not None]
         if not found:
             raise LineError(f"has no {' or '.join(map(repr, names))}; got {', '.join(map(repr, row)) or 'nothing'}")
-        options = row.get("options") or {}
+        if aside := sorted(ASIDE & row.keys() - {self.id, found[0], *self.keep}):
+            warnings.warn(f"{aside[0]}: stands beside the prompt of a line, where it has no effect; takes its place in "
+                          "the line's options", stacklevel=outside())
+        options = _own(row, "options")
+        options = {} if options is None else options
         if not isinstance(options, Mapping):
             raise LineError(f"options: got {type(options).__name__}, takes an object")
         missing = [name for name in self.keep if name not in row]
@@ -96,13 +110,12 @@ class Fields:
             raise LineError(f"has no {missing[0]!r}, which was to be kept")
         for kept in self.keep:
             try:
-                json.dumps(row[kept])
+                json.dumps(row[kept], ensure_ascii=False).encode()
             except (TypeError, ValueError) as error:
                 raise LineError(f"{kept}: got {row[kept]!r}, which JSON cannot hold") from error
-        name = row.get(self.id)
-        if isinstance(name, (dict, list)) or name == "":
+        if (name := row.get(self.id)) is not None and not _is_name(name):
             raise LineError(f"{self.id}: got {name!r}, takes a text or a number")
-        return Line(number, f"line-{number}" if name is None else str(name), self._prompt(row[found[0]]), options,
+        return Line(number, self.name(number, row)[1], self._prompt(_own(row, found[0])), options,
                     {name: row[name] for name in self.keep})
 
     def _prompt(self, prompt: Any) -> Any:
@@ -115,51 +128,58 @@ class Fields:
         """A request to OpenAI's API, as batches have them in each line."""
         if self.keep:
             raise LineError(f"is a request to OpenAI's API, whose results keep no {self.keep[0]!r}")
-        name, body, url = row["custom_id"], row["body"], row.get("url", URLS[0])
-        if not isinstance(name, str) or not name:
+        if self.system is not None:
+            raise LineError("is a request to OpenAI's API, in whose messages the system speaks; takes no other system")
+        name, body, url = row["custom_id"], _own(row, "body"), row.get("url")
+        url = openai.URLS[0] if url is None else url
+        if not isinstance(name, str) or not _is_name(name):
             raise LineError(f"custom_id: got {name!r}, takes a text")
-        if url not in URLS:
-            raise LineError(f"url: got {url!r}, takes {' or '.join(URLS)}")
-        if row.get("method", "POST") != "POST":
+        if url not in openai.URLS:
+            raise LineError(f"url: got {url!r}, takes {' or '.join(openai.URLS)}")
+        if row.get("method") not in (None, "POST"):
             raise LineError(f"method: got {row['method']!r}, takes 'POST'")
+        if row.get("options"):
+            raise LineError("options: got some beside a body, which holds those of a request to OpenAI's API")
         if not isinstance(body, Mapping):
             raise LineError(f"body: got {type(body).__name__}, takes an object")
-        chat = url == URLS[0]
-        if (prompt := body.get("messages" if chat else "prompt")) is None:
-            raise LineError(f"body: has no {'messages' if chat else 'prompt'!r}")
-        unknown = [key for key, value in body.items() if value is not None and key not in (*RENAMED, *IGNORED)]
-        if unknown:
-            raise LineError(f"body: asks for {', '.join(map(repr, unknown))}, which is not here")
-        if body.get("stream"):
-            raise LineError("body: asks for a stream, which a batch has not")
-        options = {RENAMED[key]: value for key, value in body.items() if key in RENAMED and value is not None}
-        if body.get("logit_bias"):
-            try:
-                options["logit_bias"] = {int(token): bias for token, bias in body["logit_bias"].items()}
-            except (ValueError, AttributeError) as error:
-                raise LineError(f"logit_bias: got {body['logit_bias']!r}, takes biases by token ids") from error
-        options.update(_language(body))
-        wanted = body.get("logprobs")
-        if wanted is not None and wanted is not False:
-            options["logprobs"] = body.get("top_logprobs") or 0 if wanted is True else wanted
-        return Line(number, name, prompt, options, api="chat.completion" if chat else "text_completion")
+        prompt, options = openai.read(url, body)
+        return Line(number, name, prompt, options,
+                    api="chat.completion" if url == openai.URLS[0] else "text_completion")
 
 
-def _language(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the text is held to: by `response_format`, as OpenAI has it, or `structured_outputs`, as vLLM has it."""
-    form, wanted = body.get("response_format"), body.get("structured_outputs")
-    if wanted is not None:
-        names = {"regex": "regex", "choice": "choices", "json": "json_schema", "grammar": "grammar"}
-        if not isinstance(wanted, Mapping) or not wanted or wanted.keys() - names.keys():
-            raise LineError(f"structured_outputs: got {wanted!r:.80}, takes {', '.join(names)}")
-        return {names[key]: value for key, value in wanted.items()}
-    if form is None or form == {"type": "text"}:
-        return {}
-    inner = form.get("json_schema") if isinstance(form, Mapping) and form.get("type") == "json_schema" else None
-    if not isinstance(inner, Mapping) or "schema" not in inner:
-        raise LineError(f"response_format: got {form!r:.80}, takes {{'type': 'json_schema', 'json_schema': {{'schema': "
-                        "...}}}} or {'type': 'text'}")
-    return {"json_schema": inner["schema"]}
+def _is_api(row: Any) -> bool:
+    """Whether a line is a request to OpenAI's API; in a table where some are, the others have its fields too."""
+    fields = ("custom_id", "body")
+    return isinstance(row, Mapping) and all(name in row for name in fields) and any(
+        row[name] is not None for name in fields)
+
+
+def _is_name(name: Any) -> bool:
+    """Whether results can be known by it: a text that UTF-8 can hold, a number, or something that `str` names."""
+    if isinstance(name, str):
+        return name != "" and not any("\ud800" <= c <= "\udfff" for c in name)
+    return not isinstance(name, (dict, list)) and not (isinstance(name, float) and not math.isfinite(name))
+
+
+def _own(row: Mapping[str, Any], name: str) -> Any:
+    """What stands in a field, without what fills up the structs of a table."""
+    return _unfilled(row.get(name)) if isinstance(row, Filled) else row.get(name)
+
+
+def _unfilled(value: Any) -> Any:
+    """A value of a table without the keys of its structs that are None; a struct of nothing else is None.
+
+    >>> _unfilled({"n": 2, "stop": None, "response_format": {"type": None}, "user": {}})
+    {'n': 2, 'user': {}}
+    """
+    if isinstance(value, list):
+        return [_unfilled(x) for x in value]
+    if not isinstance(value, Mapping):
+        return value
+    message = isinstance(value.get("role"), str)        # its content may be null, and templates ask whether it is
+    found = {key: x for key, x in ((key, _unfilled(x)) for key, x in value.items())
+             if x is not None or (message and key == "content")}
+    return found if found or not value else None
 
 
 def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
@@ -172,7 +192,7 @@ def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
         FileNotFoundError, ValueError: there is nothing that can be read.
     """
     if str(path) == "-":
-        return _json_lines(sys.stdin.buffer)
+        return _json_lines(_standard_input())
     path = Path(path)
     if path.is_dir():
         if (path / "state.json").is_file():
@@ -210,6 +230,15 @@ def _open(path: Path) -> Iterator[tuple[int, Any]]:
         yield from _json_lines(file)
 
 
+def _standard_input() -> Any:
+    """Standard input, by a reader of its own: as it ends, Python closes `sys.stdin`, and aborts if a thread that reads
+    ahead still waits there."""
+    try:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except OSError:         # it is no file
+        return sys.stdin.buffer
+
+
 def _json_lines(file: Any) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(file, 1):
         if number == 1:
@@ -228,7 +257,7 @@ def _parquet(files: Sequence[Path]) -> Iterator[tuple[int, Any]]:
         for batch in pq.ParquetFile(file).iter_batches(1024):
             for row in batch.to_pylist():
                 number += 1
-                yield number, row
+                yield number, Filled(row)
 
 
 def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
@@ -238,7 +267,7 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
             for batch in reader:
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, row
+                    yield number, Filled(row)
 
 
 def pyarrow(part: str) -> Any:

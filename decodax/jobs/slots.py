@@ -10,6 +10,7 @@ alone.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -100,6 +101,7 @@ class Slots:
         afford(shape.algorithm, shape.model, shape.mesh, rows, longest, "slots")
         parts = 1 if shape.mesh is None else shape.mesh.shape.get(DATA, 1)
         self.seats: list[Any] = [None] * (rows // each)
+        self._ends = [math.inf] * (rows // each)        # when the time of each is out, by `time.monotonic`
         self.rows = rows
         few = 1 << (max(len(self.seats) // 8, 1).bit_length() - 1)
         self.few = min(-(-few // parts) * parts, len(self.seats))
@@ -119,6 +121,7 @@ class Slots:
         self._state: State | None = None
         self._status = np.full(rows, Status.LENGTH, np.int32)
         self._counts: np.ndarray = np.zeros(rows, np.int64)
+        self._burst, self._barren, self._bound = 1, 0, 0
 
     def fits(self, request: Request) -> bool:
         """Whether the places are large enough for it."""
@@ -134,6 +137,11 @@ class Slots:
         return [i for i, held in enumerate(self.seats) if held is None]
 
     @property
+    def timed(self) -> bool:
+        """Whether the time of a prompt that runs may run out."""
+        return any(end < math.inf for end, held in zip(self._ends, self.seats, strict=True) if held is not None)
+
+    @property
     def running(self) -> int:
         """Rows that have not finished."""
         return int((self._status == Status.RUNNING).sum())
@@ -146,7 +154,8 @@ class Slots:
             prefix: so many tokens they all begin with, which are read once, also for prompts to come.
         """
         keep_room(drivers.compiled())
-        clock, each, free, running = time.perf_counter(), self.first.samples, self.free, self.running
+        now, clock = time.monotonic(), time.perf_counter()
+        each, free, running = self.first.samples, self.free, self.running
         whole = len(free) == len(self.seats)
         prompts = self.few if not whole else self.rows if each == 1 else self.shape.fill(len(self.seats))
         assert 0 < len(requests) <= min(prompts, len(free))
@@ -177,6 +186,8 @@ class Slots:
             jax.block_until_ready(self._state.length)
         for seat, request, tag in zip(free, requests, tags, strict=False):
             self.seats[seat] = request, tag
+            self._ends[seat] = math.inf if request.max_time is None else now + request.max_time
+        self._barren = 0
         seconds = time.perf_counter() - clock
         self.use.stalled += seconds * (running > 0)
         self._account(requests, prompts, forwards, prefix if new else 0, prefix, self.rides and not whole, seconds)
@@ -192,11 +203,14 @@ class Slots:
                          prefix_tokens=prefix * len(left) - read,
                          prefill_tokens=first * width(read - 1) + beside))
 
-    def advance(self, leave: int = 0, rounds: int | None = None) -> None:
+    def advance(self, leave: int = 0, seconds: float | None = None) -> None:
         """Runs until places for `leave` prompts are free, or to the end of all.
 
         Args:
-            rounds: at most so many; None: as many as it takes.
+            seconds: for about so long at most; None: as long as it takes.
+
+        Raises:
+            RuntimeError: the method makes no progress.
         """
         clock, s = time.perf_counter(), self._state
         assert s is not None
@@ -205,20 +219,28 @@ class Slots:
         bound = self.shape.algorithm.most_rounds(left, self.rows)
         if self.rides:      # a round reads one token at least
             bound += sum(len(request.prompts[0]) for request, _ in filter(None, self.seats))
+        if self._barren == 0:
+            self._bound = bound
         fewest = running - leave * self.first.samples if leave else 0
         with on_mesh(self.shape.mesh):
             s = drivers.advance(self.shape.algorithm, self._model, self.shape.params, self._policy, s,
-                                np.int32(min(bound, rounds or bound)), np.int32(max(fewest, 0)))
+                                np.int32(bound if seconds is None else min(bound, self._burst)),
+                                np.int32(max(fewest, 0)))
             self._state, self._status = s, np.array(s.status)
         took = np.asarray(s.stats.rounds).astype(np.int64)
         counts = took + np.asarray(s.stats.waited)
         # the row that runs longest took part in each of them, or waited
-        forwards = int((counts - self._counts).max())
+        forwards, spent = int((counts - self._counts).max()), time.perf_counter() - clock
         self.use.add(Use(forwards=forwards, row_rounds=int((counts - self._counts).sum()),
-                         slot_rounds=forwards * self.rows, seconds=time.perf_counter() - clock))
+                         slot_rounds=forwards * self.rows, seconds=spent))
         self._counts = counts
-        if self.running == running and rounds is None:
-            raise RuntimeError(f"{self.shape.algorithm}: rows still running after {bound} rounds; it makes no progress")
+        if seconds is not None:
+            self._burst = max(min(self._burst * 2, bound) if spent < seconds else self._burst // 2, 1)
+        # rounds since a row ended: what ran then has ended by now
+        self._barren = 0 if self.running < running else self._barren + forwards
+        if self.running == running and (seconds is None or self._barren >= self._bound):
+            raise RuntimeError(f"{self.shape.algorithm}: rows still running after {self._bound} rounds; it makes no "
+                               "progress")
 
     def finished(self) -> list[tuple[Any, Result]]:
         """Takes out the prompts all of whose rows have finished: their tags and results."""
@@ -240,9 +262,15 @@ class Slots:
             self.seats[seat] = None
         return out
 
-    def expire(self) -> None:
-        """Ends the rows that still run: their time is out."""
-        self._status = np.where(self._status == Status.RUNNING, np.int32(Status.TIME), self._status)
+    def expire(self, now: float) -> None:
+        """Ends the rows that still run of prompts whose time is out: at `now`, by `time.monotonic`; `math.inf`: all."""
+        out = np.repeat([end <= now for end in self._ends], self.first.samples)
+        late = np.pad(out, (0, self.rows - len(out))) & (self._status == Status.RUNNING)
+        if self._state is None or not late.any():
+            return
+        self._status = np.where(late, np.int32(Status.TIME), self._status)
+        with on_mesh(self.shape.mesh):
+            self._state = self._state.replace(status=jax.device_put(self._status, self._state.status.sharding))
 
 
 def _splits(request: Request) -> bool:
@@ -270,5 +298,5 @@ def kin(request: Request) -> Any:
     return (request.algorithm, weights, lm.model, lm.mesh, lm.vocab_size, request.samples, request.stop,
             request.logprobs, request.chunk, request.skip_special_tokens, request.include_stop, structure,
             tuple(of(x) for x in leaves), inputs[1], tuple(of(x) for x in inputs[0]), request.context is None,
-            request.guidance is None, request.behind is None, request.max_time,
+            request.guidance is None, request.behind is None,
             tuple(map(id, jax.tree.leaves(policy.tables))))

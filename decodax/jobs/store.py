@@ -13,19 +13,20 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from decodax.jobs import columns
 from decodax.jobs.lines import pyarrow
 
 FORMATS = ("jsonl", "parquet")
 PART, LOG, ERRORS = "part-{:03d}-{:05d}.{}", ".part-{:03d}-{:05d}.log", "_errors-{:03d}.jsonl"
 
 
-def digest(name: str) -> bytes:
-    """16 bytes that stand for an id."""
-    return hashlib.blake2b(name.encode(), digest_size=16).digest()
+def digest(name: Any) -> bytes:
+    """16 bytes that stand for an id; 7 and "7" are one."""
+    return hashlib.blake2b(str(name).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 @dataclasses.dataclass
@@ -112,16 +113,20 @@ class Store:
             raise ValueError(f"{self.directory}: holds results of another job ({said}); takes the same model and "
                              "options, or another directory")
 
-    def add(self, name: str, row: Mapping[str, Any]) -> None:
+    @property
+    def log(self) -> Path:
+        """The file of the results that came last, until their part is full or the job ends."""
+        return self.directory / LOG.format(self.process, self._number)
+
+    def add(self, name: Any, row: Mapping[str, Any]) -> None:
         """Writes a result.
 
         Raises:
             OSError: it cannot be written, and then it is not there in part either.
         """
         if self._log is None:
-            path = self.directory / LOG.format(self.process, self._number)
-            self._log, self._size, self._count = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 0, 0
-        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+            self._log, self._size, self._count = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 0, 0
+        line = _line(row)
         try:
             _whole(self._log, line)
         except OSError:
@@ -132,20 +137,18 @@ class Store:
         if self._count >= self.lines:
             self.close()
 
-    def fail(self, number: int, name: str | None, message: str) -> None:
+    def fail(self, number: int, name: Any, message: str) -> None:
         """Writes that a line failed, and why."""
         if self._errors is None:
             self._errors = os.open(self.directory / ERRORS.format(self.process),
                                    os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        _whole(self._errors, (json.dumps({"line": number, "id": name, "error": message}, ensure_ascii=False)
-                              + "\n").encode())
+        _whole(self._errors, _line({"line": number, "id": name, "error": message}))
 
     def close(self) -> None:
         """Gives the part at hand its name."""
         if self._log is None:
             return
-        log = self.directory / LOG.format(self.process, self._number)
-        part = self.directory / PART.format(self.process, self._number, self.form)
+        log, part = self.log, self.directory / PART.format(self.process, self._number, self.form)
         os.fsync(self._log)
         os.close(self._log)
         self._log = None
@@ -172,13 +175,21 @@ def _named(log: Path, part: Path, count: int) -> None:
     _sync(part.parent)
 
 
+def _line(row: Mapping[str, Any]) -> bytes:
+    """A row as a line of JSON; halves of surrogate pairs, which UTF-8 cannot hold, are escaped as JSON can."""
+    try:
+        return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(row) + "\n").encode()
+
+
 def _whole(file: int, data: bytes) -> None:
     """Writes all of it, in one call where that is possible."""
     while data:
         data = data[os.write(file, data):]
 
 
-def _whole_lines(path: Path) -> tuple[list[str], int]:
+def _whole_lines(path: Path) -> tuple[list[Any], int]:
     """The ids in the whole lines of a log, and how long those are."""
     ids, size = [], 0
     with path.open("rb") as file:
@@ -193,10 +204,12 @@ def _whole_lines(path: Path) -> tuple[list[str], int]:
     return ids, size
 
 
-def _ids(path: Path) -> list[str]:
+def _ids(path: Path) -> list[Any]:
+    """The ids of a part's results."""
     if path.suffix == ".parquet":
-        pq = pyarrow("parquet")
-        return [str(x) for x in pq.read_table(path, columns=["id"])["id"].to_pylist()]
+        file = pyarrow("parquet").ParquetFile(path)
+        named = [name for name in ("id", "custom_id") if name in file.schema_arrow.names]
+        return [_id(row) for row in file.read(columns=named).to_pylist()]
     try:
         with path.open("rb") as file:
             return [_id(json.loads(line)) for line in file]
@@ -204,29 +217,16 @@ def _ids(path: Path) -> list[str]:
         raise ValueError(f"{path}: holds a line that is no result of a job") from error
 
 
-def _id(row: Mapping[str, Any]) -> str:
-    return str(row["custom_id"] if "custom_id" in row else row["id"])
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Results as a `pyarrow.Table`."""
-    pa = pyarrow("lib")
-
-    def column(values: list[Any]) -> Any:
-        try:
-            return pa.array(values)
-        except pa.ArrowException:       # numbers here and lists there, as where some lines ask for samples
-            return pa.array([None if value is None else json.dumps(value) for value in values])
-
-    names = dict.fromkeys(name for row in rows for name in row)
-    return pa.table({name: column([row.get(name) for row in rows]) for name in names})
+def _id(row: Mapping[str, Any]) -> Any:
+    """What a result is known by. Answers to OpenAI's API have an id of their own beside the one that was given."""
+    return row["id"] if row.get("custom_id") is None else row["custom_id"]
 
 
 def _parquet(log: Path, part: Path) -> None:
     with log.open("rb") as file:
         rows = [json.loads(line) for line in file]
     unnamed = part.with_name(f".{part.name}.unnamed")
-    pyarrow("parquet").write_table(table(rows), unnamed)
+    pyarrow("parquet").write_table(columns.table(rows), unnamed)
     with unnamed.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(unnamed, part)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from decodax.core.state import Status
 from decodax.io.load import LM
-from decodax.jobs.batch import BROKEN, answer
-from decodax.jobs.lines import Fields, LineError
+from decodax.jobs.batch import BROKEN, answer, reason
+from decodax.jobs.columns import of_results, table
+from decodax.jobs.lines import Fields, Filled, LineError
 from decodax.jobs.schedule import Ticket, schedule
-from decodax.jobs.serve import read, settled
-from decodax.jobs.store import table
+from decodax.jobs.serve import address, read, settled
 from decodax.kvcache.selection import in_bytes
 from decodax.policy.arguments import whole
+from decodax.request import Request
 
 
 class Worker:
@@ -31,7 +32,8 @@ class Worker:
     as prompts end, within a batch: take batches of several times as many rows as there are places.
 
     A table has the columns that results of `decodax.jobs.run` have as fields, and `error`: None, or why a row could not
-    be answered; all else but its id is then None.
+    be answered; all else but its id is then None. Every batch has the same columns of the same types, also one in which
+    all rows fail; only rows with `logprobs` or `num_samples` among options of their own make others.
 
     Args:
         lm: as `decodax.generate` takes it; a name or a directory is loaded where the worker runs.
@@ -48,7 +50,8 @@ class Worker:
         self.slots, self.fields, self.tokens = whole("slots", slots, 1), fields or Fields(), tokens
         self.token_budget = None if token_budget is None else whole("token_budget", token_budget, 1)
         self.memory = None if memory is None else in_bytes(memory, "memory")
-        self.lm, self.options = settled(lm, {name: x for name, x in options.items() if x is not None}, self.slots)
+        self.lm, self.options = settled(lm, options, self.slots)
+        self.many = Request.read(self.lm, [[0]], **self.options).answers > 1
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
         """The results of a batch, a `pyarrow.Table` in its order.
@@ -56,42 +59,67 @@ class Worker:
         Args:
             batch: a column for each field, all of the same length.
         """
-        columns = {name: _plain(column) for name, column in batch.items()}
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        given = {name: plain(list(column), name not in self.fields.keep) for name, column in batch.items()}
+        rows = [Filled(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True)]
         found: list[dict[str, Any]] = [{} for _ in rows]
 
-        def failed(i: int, error: object) -> None:
-            key, name = _name(rows[i], self.fields)
-            found[i] = {key: None if name is None else str(name), "error": str(error)}
+        def failed(i: int, why: str) -> None:
+            field, name = self.fields.name(i + 1, rows[i])
+            missing = rows[i].get(field if field == "custom_id" else self.fields.id) is None
+            found[i] = {field: None if missing else name, "error": why}
 
-        def tickets() -> Iterator[Ticket]:
-            for i, row in enumerate(rows):
-                try:
-                    if _name(row, self.fields)[1] is None:
-                        raise LineError(f"has no {self.fields.id!r}, by which its randomness is addressed")
-                    line = self.fields.read(i + 1, row)
-                    asked = {"prompt": line.prompt, "id": line.id, **line.options}
-                    _, request = read(self.lm, asked, 0, self.options)
-                except (ValueError, TypeError) as error:
-                    failed(i, str(error).removeprefix("prompts[0]: "))
-                else:
-                    yield Ticket(request, (i, line, len(request.prompts[0])))
+        def ticket(i: int) -> Ticket | None:
+            try:
+                line = self.fields.read(i + 1, rows[i])
+                if line.api is None and rows[i].get(self.fields.id) is None:
+                    raise LineError(f"has no {self.fields.id!r}, by which its randomness is addressed")
+                request = read(self.lm, line.prompt, address(line.id), line.options, self.options)
+            except Exception as error:
+                failed(i, reason(error))
+                return None
+            return Ticket(request, (i, line, len(request.prompts[0])))
 
-        answers = schedule(tickets(), self.slots, memory=self.memory, token_budget=self.token_budget)
+        answers = schedule(range(len(rows)), self.slots, read=ticket, memory=self.memory,
+                           token_budget=self.token_budget)
         for (i, line, prompt_tokens), result in answers:
-            if Status.INVALID in result.status:
+            if isinstance(result, Exception):
+                failed(i, reason(result))
+            elif Status.INVALID in result.status:
                 failed(i, BROKEN)
             else:
                 found[i] = {**answer(self.lm, line, prompt_tokens, result, self.tokens), "error": None}
-        return table(found)
+        return table(found, self._names(given), given, self.many)
+
+    def _names(self, given: Mapping[str, Any]) -> list[str]:
+        """The columns of every batch that has such fields, whatever becomes of its rows."""
+        api = ["id", "custom_id", "response"] if {"custom_id", "body"} <= given.keys() else []
+        prompts = ("messages", "prompt", "text") if self.fields.prompt is None else (self.fields.prompt,)
+        own = [] if api and given.keys().isdisjoint(prompts) else \
+            ["id", *self.fields.keep, *of_results(self.lm, self.options, self.tokens)]
+        return [*api, *own, "error"]
 
 
-def _name(row: Mapping[str, Any], fields: Fields) -> tuple[str, Any]:
-    """The field by which the result of a row is known, and what stands in it."""
-    return ("custom_id", row["custom_id"]) if "custom_id" in row else ("id", row.get(fields.id))
+def plain(values: list[Any], restore: bool = True) -> list[Any]:
+    """The values of a column, at any depth, in Python's types. Those that are missing, which NumPy writes as NaN, are
+    None; with `restore`, whole numbers that NumPy made floats to write NaN beside them are whole again.
 
-
-def _plain(column: Any) -> list[Any]:
-    """The values of a column without NumPy's types; those that are not there are None."""
-    value = lambda x: x.tolist() if isinstance(x, (np.ndarray, np.generic)) else x
-    return [None if isinstance(x, float) and np.isnan(x) else value(x) for x in column]
+    >>> plain([{"n": 2.0, "stop": np.array(["a", "b"])}, {"n": float("nan"), "stop": None}])
+    [{'n': 2, 'stop': ['a', 'b']}, {'n': None, 'stop': None}]
+    """
+    values = [x.tolist() if isinstance(x, (np.ndarray, np.generic)) else list(x) if isinstance(x, tuple) else x
+              for x in values]
+    missing = [x is None or (isinstance(x, float) and np.isnan(x)) for x in values]
+    there = [x for x, none in zip(values, missing, strict=True) if not none]
+    if restore and any(missing) and all(isinstance(x, float) and x.is_integer() for x in there):
+        there = [int(x) for x in there]
+    elif all(isinstance(x, Mapping) for x in there):
+        names = list(dict.fromkeys(name for x in there for name in x))
+        parts = {name: iter(plain([x[name] for x in there if name in x], restore)) for name in names}
+        there = [{name: next(parts[name]) for name in x} for x in there]
+    elif all(isinstance(x, list) for x in there):
+        items = iter(plain([y for x in there for y in x], restore))
+        there = [[next(items) for _ in x] for x in there]
+    else:
+        there = [plain([x], restore)[0] if isinstance(x, (Mapping, list)) else x for x in there]
+    rest = iter(there)
+    return [None if none else next(rest) for none in missing]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from decodax.steps.canvases import Canvases
 from decodax.steps.explorer import CanvasExplorer, Explored, Explorer
 from decodax.steps.forks import Forks
 from decodax.steps.table import explorer
+
+NOT_HERE = {**dict.fromkeys(("num_samples", "num_return_sequences"), "the search says how many rows it takes"),
+            "max_time": "max_new_tokens bounds the texts of a search, and its options their number",
+            "batch_size": "all prompts are searched side by side; give fewer"}
 
 
 def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | CanvasExplorer, *,
@@ -45,9 +50,11 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
         raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
     if not isinstance(by, str) and options:
         raise ValueError("options: got some beside a search that is made already")
-    for name in ("num_samples", "num_return_sequences"):
-        if name in sampling:
-            raise TypeError(f"{name}: explore takes no such argument; the search says how many rows it takes")
+    for name, why in NOT_HERE.items():
+        if sampling.get(name) is not None:
+            raise TypeError(f"{name}: explore takes no such argument; {why}")
+    if (limit := (lm.generation_config or {}).get("max_time")) is not None:
+        warnings.warn(f"generation config of {lm.name!r}: max_time: got {limit}, which ends no search", stacklevel=2)
     forks: Forks | Canvases
     if isinstance(chosen, CanvasExplorer):
         if until is not None or step_tokens is not None:

@@ -23,6 +23,7 @@ from decodax import jobs
 from decodax.cli import main
 from decodax.io.load import LM
 from decodax.jobs import store
+from decodax.jobs.batch import _spelled
 from decodax.jobs.lines import rows
 from tests.matrix import often
 
@@ -164,6 +165,81 @@ def test_parquet_and_datasets_go_in_and_parquet_comes_out(lm: LM, tmp_path: Path
                     fields=jobs.Fields(prompt="question")).before == 8
 
 
+@pytest.mark.parametrize("form", store.FORMATS)
+def test_answers_to_openais_api_are_there_when_it_is_called_again(lm: LM, tmp_path: Path, form: str) -> None:
+    source = written(tmp_path / "in.jsonl", [{"custom_id": f"r{i}", "url": "/v1/completions", "body": {
+        "prompt": "x", "max_tokens": 2, "logprobs": 1}} for i in range(5)])
+    first = jobs.run(lm, source, tmp_path / "out", form=form, part=2)
+    again = jobs.run(lm, source, tmp_path / "out", form=form, part=2)
+    assert (first.finished, again.before, again.finished) == (5, 5, 0)
+    if form == "parquet":
+        found = pq.read_table(tmp_path / "out").to_pylist()
+        assert sorted(row["custom_id"] for row in found) == [f"r{i}" for i in range(5)]
+        noted = found[0]["response"]["body"]["choices"][0]["logprobs"]
+        assert len(noted["tokens"]) == 2 and noted["top_logprobs"][0][0][1] <= 0
+
+
+def test_ids_keep_their_types(lm: LM, tmp_path: Path) -> None:
+    """Also as Parquet; the randomness is that of the id as text."""
+    source = written(tmp_path / "in.jsonl", [{"id": i, "prompt": "x"} for i in (7, 8)])
+    jobs.run(lm, source, tmp_path / "out", max_new_tokens=2, temperature=0.8)
+    jobs.run(lm, source, tmp_path / "parquet", form="parquet", max_new_tokens=2, temperature=0.8)
+    wanted = dx.generate(lm, ["x"] * 2, request_ids=[jobs.address("7"), jobs.address("8")], max_new_tokens=2,
+                         temperature=0.8)
+    for found in (results(tmp_path / "out"), pq.read_table(tmp_path / "parquet").to_pylist()):
+        assert {row["id"]: row["text"] for row in found} == dict(zip((7, 8), wanted.text or [], strict=True))
+    again = jobs.run(lm, source, tmp_path / "parquet", form="parquet", max_new_tokens=2, temperature=0.8)
+    assert (again.before, again.finished) == (2, 0)
+
+
+def test_each_line_is_of_one_process(lm: LM, tmp_path: Path) -> None:
+    """Good ones and bad ones, with an id and without."""
+    bad: list[Any] = [{"prompt": {}}, {"id": "b", "prompt": {}}, {"id": [], "prompt": "x"}, "{broken", 3,
+                      {"custom_id": "c", "body": {}}, {"prompt": "x", "options": {"temperature": -1}},
+                      {"id": "\ud800", "prompt": "x"}, {"prompt": "\ud800"}]
+    source = written(tmp_path / "in.jsonl", [*bad * 2, *({"prompt": "x"} for _ in range(6))])
+    found = [jobs.run(lm, source, tmp_path / "out", max_new_tokens=2, process=i, processes=3) for i in range(3)]
+    assert sorted(row["line"] for row in errors(tmp_path / "out")) == list(range(1, 19))
+    assert sum(one.failed for one in found) == 18 and sum(one.finished for one in found) == 6
+    assert sum(one.finished + one.failed > 0 for one in found) == 3
+
+
+def test_the_time_of_a_line_ends_its_text(lm: LM, tmp_path: Path) -> None:
+    """And an option of a line that is none is refused: neither its prompt nor its address is an option."""
+    source = written(tmp_path / "in.jsonl", [
+        {"id": "a", "prompt": "x", "options": {"max_time": 1e-6, "max_new_tokens": 90}}, {"id": "b", "prompt": "x"},
+        {"id": "c", "prompt": "x", "options": {"prompt": "y"}}, {"id": "d", "prompt": "x", "options": {"id": "y"}},
+        {"id": "e", "prompt": "x", "options": {"request_ids": [3]}},
+        {"id": "f", "prompt": "x", "options": {"slots": 3}}])
+    found = jobs.run(lm, source, tmp_path / "out", max_new_tokens=3)
+    assert (found.finished, found.failed, found.stopped) == (2, 4, False)
+    by_id = {row["id"]: row for row in results(tmp_path / "out")}
+    assert by_id["a"]["status"] == "time" and by_id["a"]["new_tokens"] < 90 and by_id["b"]["new_tokens"] == 3
+    said = {row["id"]: row["error"].partition(":")[0] for row in errors(tmp_path / "out")}
+    assert said == {"c": "prompt", "d": "id", "e": "request_ids", "f": "slots"}
+
+
+def test_a_source_that_breaks_is_an_error_after_what_it_gave(lm: LM, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in "ab":
+        pq.write_table(pa.Table.from_pylist([{"id": f"{name}{i}", "prompt": "x"} for i in range(3)]),
+                       data / f"{name}.parquet")
+    (data / "b.parquet").write_bytes(b"PAR1 and nothing else PAR1")
+    with pytest.raises(Exception, match=r"[Pp]arquet"):
+        jobs.run(lm, data, tmp_path / "out", max_new_tokens=2)
+    assert sorted(row["id"] for row in results(tmp_path / "out")) == ["a0", "a1", "a2"]
+
+
+def test_bytes_of_tokens_that_are_parts_of_characters(lm: LM) -> None:
+    """Together they are the bytes of the text, and no two tokens have one name."""
+    assert lm.tokenizer is not None
+    spelled = [_spelled(lm, token) for token in lm.tokenizer.encode("é漢 a", add_special_tokens=False)]
+    assert bytes(byte for _, data in spelled for byte in data).decode() == "é漢 a"
+    assert "bytes:\\xe6" in {text for text, _ in spelled}
+    assert len({text for text, _ in spelled}) == len({tuple(data) for _, data in spelled})
+
+
 def test_parquet_holds_lines_of_several_samples(lm: LM, tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", [LINES[0], {"id": "two", "prompt": "x", "options": {"num_samples": 2}}])
     jobs.run(lm, source, tmp_path / "out", form="parquet", max_new_tokens=2)
@@ -293,10 +369,38 @@ def test_the_command_line(tiny_model: Path, source: Path, tmp_path: Path, capsys
         assert message in capsys.readouterr().err
 
 
+def test_a_job_says_what_it_compiles_where_results_stand_and_takes_a_mesh(
+        tiny_model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["batch", "-i", str(source), "-o", str(tmp_path / "out"), "-m", str(tiny_model), "--mesh"]
+    assert main([*command, "2x1"]) == 0
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'out'}/.part-000-*.log as they finish" in said and "0 of 8, compiling" in said
+    assert [row["id"] for row in sorted(results(tmp_path / "out"), key=lambda row: row["id"])] == [
+        f"q-{i}" for i in range(8)]
+    for mesh, message in (("9x1", "--mesh: got 9x1, which takes 9 devices; this process has 8"),
+                          ("2", "--mesh: takes DATAxMODEL"), ("0x2", "--mesh: takes DATAxMODEL")):
+        assert main([*command, mesh]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_time_that_is_out_leaves_the_rest_to_the_next_call(lm: LM, source: Path, tmp_path: Path) -> None:
     found = jobs.run(lm, source, tmp_path / "out", max_time=1e-6)
     assert found.stopped and found.finished == 0
     assert jobs.run(lm, source, tmp_path / "out").finished == 8
+
+
+def test_a_pipe_that_stays_open_is_read_line_by_line(tmp_path: Path) -> None:
+    """What came is answered, and the process ends by itself although a thread still waits for the pipe."""
+    code = ("import sys, decodax as dx; from decodax import jobs; from tests.kvcache.test_policies import SMALL; "
+            "jobs.run(SMALL, '-', sys.argv[1], slots=2, max_new_tokens=3, report=lambda found: sys.exit('answered'))")
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdin=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write(json.dumps({"id": 7, "prompt": [3, 4]}) + "\n")
+    process.stdin.flush()
+    assert "answered" in process.stderr.read() and process.wait(60) == 1
+    assert (tmp_path / "out" / "part-000-00000.jsonl").exists() or list((tmp_path / "out").glob(".part*"))
+    process.stdin.close()
 
 
 @pytest.mark.matrix

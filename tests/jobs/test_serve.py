@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -11,6 +14,9 @@ import pytest
 
 import decodax as dx
 from decodax import jobs
+from decodax.job import BatchShape
+from decodax.jobs.slots import Slots
+from decodax.request import Request
 from tests.jobs.test_slots import PROMPTS
 from tests.kvcache.test_policies import SMALL
 
@@ -21,6 +27,7 @@ def test_answers_come_as_they_finish_with_options_of_their_own() -> None:
     found = list(dx.serve(SMALL, items, slots=2, max_new_tokens=4, temperature=0.0))
     assert [one.index for one in found][-1] == 0 and found[-1].id == "slow"
     by_index = {one.index: one.result for one in found}
+    assert by_index[2] is not None and by_index[0] is not None
     alone = dx.generate(SMALL, PROMPTS[2], temperature=0.9, max_new_tokens=5, request_ids=[2])
     assert by_index[2].tokens.tolist() == alone.tokens.tolist()
     alone = dx.generate(SMALL, PROMPTS[0], max_new_tokens=60, request_ids=[jobs.address("slow")])
@@ -47,8 +54,200 @@ def test_it_goes_with_asyncio() -> None:
 @pytest.mark.parametrize(("options", "message"), [
     (dict(slots=0), "slots: got 0, takes"), (dict(batch_size=2), "batch_size: serve takes no such argument"),
     (dict(guidance_scale=2.0), "guidance_scale: serve takes no such argument; decodax.generate guides"),
-    (dict(cache="paged"), r"prompts\[0\]: cache: rows of this kind share memory"),
+    (dict(cache="paged"), "cache: rows of this kind share memory"), (dict(on_error="skip"), "on_error: got 'skip'"),
     (dict(temperature=-1.0), "temperature: got -1"), (dict(ahead=0), "ahead: got 0")])
 def test_what_cannot_be_served_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         list(dx.serve(SMALL, PROMPTS[:2], **options))
+
+
+def tokens(one: dx.Served) -> list[int]:
+    assert one.result is not None
+    return one.result.row(0).tolist()
+
+
+def alone(i: int, **options: Any) -> list[int]:
+    return dx.generate(SMALL, PROMPTS[i], request_ids=[i], **options).row(0).tolist()
+
+
+WAIT = 60.0
+"""Seconds after which a source that was to be left waiting goes on, and the test fails."""
+
+
+@pytest.mark.parametrize("batches", [[1, 2, 1], [5, 3], [2, 1, 1, 1]])
+def test_a_source_that_blocks_stalls_no_rows(batches: list[int]) -> None:
+    """It gives prompts and blocks until all of them have been answered, again and again; more and fewer than slots."""
+    received, late = threading.Semaphore(0), []
+
+    def source() -> Iterator[list[int]]:
+        given = 0
+        for batch in batches:
+            yield from PROMPTS[given:given + batch]
+            given += batch
+            for _ in range(batch):
+                if not received.acquire(timeout=WAIT):
+                    late.append(given)
+
+    found = {}
+    for one in dx.serve(SMALL, source(), slots=4, temperature=0.9, max_new_tokens=5):
+        found[one.index] = tokens(one)
+        received.release()
+    assert late == []
+    assert found == {i: alone(i, temperature=0.9, max_new_tokens=5) for i in range(sum(batches))}
+
+
+def test_a_prompt_that_comes_while_another_runs_need_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, given, advance = threading.Event(), threading.Event(), Slots.advance
+
+    def source() -> Iterator[dict[str, Any]]:
+        yield {"prompt": PROMPTS[0], "id": "long", "max_new_tokens": 200}
+        begun.wait(WAIT)
+        yield {"prompt": PROMPTS[1], "id": "short", "max_new_tokens": 2}
+        given.set()
+
+    def watched(self: Slots, *args: Any) -> None:
+        if begun.is_set():
+            given.wait(WAIT)
+        advance(self, *args)
+        begun.set()
+
+    monkeypatch.setattr(Slots, "advance", watched)
+    answers = dx.serve(SMALL, source(), slots=2, eos_token_id=[])
+    assert [one.id for one in answers] == ["short", "long"] and given.is_set()
+
+
+def test_the_source_is_never_far_ahead_of_the_work() -> None:
+    taken = []
+
+    def source() -> Iterator[list[int]]:
+        for i in range(12):
+            taken.append(i)
+            yield PROMPTS[i]
+
+    answers = dx.serve(SMALL, source(), slots=2, ahead=2, max_new_tokens=3)
+    next(answers)
+    time.sleep(0.1)
+    assert len(taken) <= 7      # two run, two wait, and those that have ended and were replaced
+    assert len(list(answers)) == 11
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "decodax source"]
+
+
+def test_closing_ends_the_thread() -> None:
+    answers = dx.serve(SMALL, (PROMPTS[i % 12] for i in itertools.count()), slots=2, max_new_tokens=3)
+    next(answers)
+    assert threads()
+    answers.close()     # type: ignore[attr-defined]
+    for thread in threads():
+        thread.join(5)
+    assert threads() == []
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "value": ({"prompt": [3], "temperature": -3}, "temperature: got -3"),
+    "name": ({"prompt": [3], "temprature": 1}, "temprature: unknown argument"),
+    "kind": (3.5, "prompt"), "nothing": (None, "prompt"), "mapping": ({"text": "x"}, "prompt: got {'text': 'x'}"),
+    "token": ([3, 10 ** 6], "prompt"), "of many": ({"prompt": [3], "batch_size": 2}, "batch_size: serve takes no"),
+    "length": ({"prompt": [3], "max_new_tokens": 10 ** 12}, "max_new_tokens: got 1000000000000"),
+    "error of its own": ({"prompt": [3], "id": type("", (), {"__str__": lambda self: 1 / 0})()}, "division by zero")}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_prompt_is_answered_with_its_error_and_loses_no_others(case: str) -> None:
+    bad, message = BAD[case]
+    prompts: list[Any] = [*PROMPTS[:3], bad, *PROMPTS[4:6]]
+    found = {one.index: one for one in dx.serve(SMALL, prompts, slots=2, max_new_tokens=4)}
+    assert sorted(found) == [0, 1, 2, 3, 4, 5]
+    assert found[3].result is None and message in str(found[3].error)
+    for i in (0, 1, 2, 4, 5):
+        assert found[i].error is None and tokens(found[i]) == alone(i, max_new_tokens=4)
+
+
+def test_an_error_of_a_prompt_or_of_the_source_comes_after_all_that_was_read() -> None:
+    def source(fails: bool) -> Iterator[Any]:
+        yield from PROMPTS[:3]
+        if fails:
+            raise KeyError("no more")
+        yield {"prompt": PROMPTS[3], "temperature": -3}
+        yield from PROMPTS[4:]
+
+    for answers, error, message in ((dx.serve(SMALL, source(True), slots=2, max_new_tokens=4), KeyError, "no more"),
+                                    (dx.serve(SMALL, list(source(False)), on_error="raise", slots=2, max_new_tokens=4),
+                                     ValueError, r"^prompts\[3\]: temperature: got -3")):
+        found: list[int] = []
+        with pytest.raises(error, match=message):
+            found.extend(one.index for one in answers)
+        assert sorted(found) == [0, 1, 2]
+
+
+def test_a_prompt_beyond_the_memory_is_the_only_one_that_fails() -> None:
+    request = Request.read(SMALL, PROMPTS[0], max_new_tokens=4)
+    room = 3 * BatchShape.of(request, request.longest, request.more).row_bytes(request)
+    items: list[Any] = [*PROMPTS[:3], {"prompt": PROMPTS[3], "max_new_tokens": 4000}, PROMPTS[4]]
+    with pytest.warns(UserWarning, match="max_new_tokens"):
+        found = {one.index: one for one in dx.serve(SMALL, items, slots=2, max_new_tokens=4, memory=f"{room / 1000}kB")}
+    assert "memory: got" in str(found.pop(3).error)
+    assert {i: tokens(one) for i, one in found.items()} == {i: alone(i, max_new_tokens=4) for i in (0, 1, 2, 4)}
+
+
+def test_prompts_that_the_model_cannot_read_lose_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those with inputs of another shape, which nothing but the model knows of: they are of one kind."""
+    admit = Slots.admit
+
+    def picky(self: Slots, requests: Any, *args: Any) -> None:
+        if any(request.logprobs == 3 for request in requests):
+            raise ValueError("inputs: got another shape")
+        admit(self, requests, *args)
+
+    monkeypatch.setattr(Slots, "admit", picky)
+    items: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[1], "logprobs": 3}, PROMPTS[2]]
+    found = {one.index: one for one in dx.serve(SMALL, items, slots=2, max_new_tokens=4)}
+    assert str(found.pop(1).error) == "inputs: got another shape"
+    assert {i: tokens(one) for i, one in found.items()} == {i: alone(i, max_new_tokens=4) for i in (0, 2)}
+
+
+@pytest.mark.filterwarnings("ignore:max_new_tokens")
+def test_the_time_of_one_prompt_ends_it_alone() -> None:
+    items: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[1], "max_time": 1e-6, "max_new_tokens": 400}, PROMPTS[2]]
+    found = {one.index: one for one in dx.serve(SMALL, items, slots=4, max_new_tokens=30, eos_token_id=[])}
+    assert found[1].result is not None
+    assert found[1].result.status == [dx.Status.TIME] and found[1].result.lengths[0] < 400
+    assert tokens(found[1]) == alone(1, max_new_tokens=400, eos_token_id=[])[:found[1].result.lengths[0]]
+    for i in (0, 2):
+        assert tokens(found[i]) == alone(i, max_new_tokens=30, eos_token_id=[])
+
+
+@pytest.mark.filterwarnings("ignore:max_new_tokens")
+def test_the_time_of_a_generation_config_is_each_prompts() -> None:
+    hasty = dataclasses.replace(SMALL, generation_config={"max_time": 1e-6})
+    for answers in (dx.serve(hasty, PROMPTS[:3], slots=2, max_new_tokens=400, eos_token_id=[]),
+                    dx.serve(SMALL, PROMPTS[:3], slots=2, max_new_tokens=400, eos_token_id=[], max_time=1e-6)):
+        assert [one.result.status for one in answers if one.result] == [[dx.Status.TIME]] * 3
+
+
+def test_when_the_time_is_out_a_source_without_an_end_is_left() -> None:
+    answers = dx.serve(SMALL, (PROMPTS[i % 12] for i in itertools.count()), slots=2, max_new_tokens=4, max_time=0.5)
+    assert [one.result.status for one in answers if one.result][-1] == [dx.Status.TIME]
+
+
+def test_when_the_time_is_out_a_source_that_blocks_is_not_waited_for() -> None:
+    stuck = threading.Event()
+
+    def source() -> Iterator[list[int]]:
+        yield PROMPTS[0]
+        stuck.wait(WAIT)
+        yield PROMPTS[1]
+
+    found = list(dx.serve(SMALL, source(), slots=2, max_new_tokens=4, max_time=1.0))
+    assert not stuck.is_set() and [one.index for one in found] == [0]
+    stuck.set()
+
+
+def test_none_is_not_given() -> None:
+    """It leaves what is said of all prompts as it is; `eos_token_id=None` says that there is no end, as to generate."""
+    item = {"prompt": PROMPTS[1], "max_new_tokens": None, "temperature": None, "stop": None, "eos_token_id": None}
+    one, = dx.serve(SMALL, [item], max_new_tokens=20, temperature=0.9)
+    wanted = dx.generate(SMALL, PROMPTS[1], max_new_tokens=20, temperature=0.9, eos_token_id=None)
+    assert tokens(one) == wanted.row(0).tolist() and len(tokens(one)) == 20

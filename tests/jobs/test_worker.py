@@ -31,7 +31,7 @@ def test_a_batch_of_columns_gets_what_generate_gives(lm: LM) -> None:
     wanted = dx.generate(lm, TEXTS, request_ids=[jobs.address(str(i)) for i in range(8)], **options)
     assert wanted.text is not None
     for i, row in enumerate(found):
-        assert row == {"id": str(i), "label": i / 8, "text": wanted.text[i], "status": "length", "new_tokens": 6,
+        assert row == {"id": i, "label": i / 8, "text": wanted.text[i], "status": "length", "new_tokens": 6,
                        "prompt_tokens": row["prompt_tokens"], "tokens": wanted.row(i).tolist(), "error": None}
     # of another division, in another order
     again = worker({name: column[[5, 2]] for name, column in batch.items()}).to_pylist()
@@ -47,6 +47,25 @@ def test_rows_that_cannot_be_answered_say_why(lm: LM) -> None:
     assert found[2]["error"] == "has no 'id', by which its randomness is addressed" and found[2]["id"] is None
     with pytest.raises(ValueError, match="temperature: got -1"):
         jobs.Worker(lm, temperature=-1)
+
+
+def test_a_block_in_which_all_rows_fail_has_the_columns_of_any_other(lm: LM) -> None:
+    worker = jobs.Worker(lm, fields=jobs.Fields(keep=["label"]), max_new_tokens=2, logprobs=1)
+    api = lambda prompt: {"custom_id": ["a"], "body": [{"prompt": prompt, "max_tokens": 2}], "url": ["/v1/completions"]}
+    plain = [worker({"id": [7], "label": [0.5], "prompt": [prompt]}) for prompt in ("x", {"a": 1})]
+    body = [jobs.Worker(lm, max_new_tokens=2)(api(prompt)) for prompt in ("x", {"a": 1})]
+    for good, failed in (plain, body):
+        assert good.schema == failed.schema
+        assert good["error"].to_pylist() == [None] and failed["error"].to_pylist()[0].startswith("prompt: got {'a': 1}")
+    assert plain[1]["id"].to_pylist() == [7]
+
+
+def test_options_in_filled_columns_of_numpy_arrays(lm: LM) -> None:
+    options = [{"max_new_tokens": 2.0, "temperature": None, "banned_phrases": np.array(["q"], object)},
+               {"max_new_tokens": float("nan"), "temperature": 0.5, "banned_phrases": None}]
+    found = jobs.Worker(lm, max_new_tokens=4)({"id": np.arange(2), "prompt": np.array(["x", "y"], object),
+                                               "options": np.array(options, object)}).to_pylist()
+    assert [(row["id"], row["new_tokens"], row["error"]) for row in found] == [(0, 2, None), (1, 4, None)]
 
 
 class Mortal(jobs.Worker):
