@@ -19,7 +19,7 @@ import numpy as np
 import decodax as dx
 from decodax import arc
 from decodax.models import Embeddings
-from scripts.pycode_data import load_corpus
+from pycode_data import load_corpus
 
 
 def costs(lm: Any, front: Any, text: np.ndarray) -> np.ndarray:

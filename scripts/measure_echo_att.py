@@ -15,7 +15,7 @@ import numpy as np
 
 import decodax as dx
 from decodax.kvcache import attention_similarity, fit_echo_att
-from scripts.measure_less import TEST, TRAIN, texts
+from measure_less import TEST, TRAIN, texts
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from decodax.kvcache import AttentionNet, Butler, fit_attention_predictor, fit_t
 from decodax.kvcache.fit_attention_predictor import attention_maps, scores_before
 from decodax.kvcache.fit_token_butler import Scored, estimated
 from decodax.kvcache.retrieval import KeyBounds
-from scripts.recall import problems, training_text
+from recall import problems, training_text
 
 TASKS = ("recall", "needle", "values", "copy")
 BLOCK, HISTORY = 16, 64
