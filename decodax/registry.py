@@ -40,7 +40,8 @@ class System:
 
     Attributes:
         name: what it is chosen by. title: the paper's. authors: and year. family: as in the field's surveys.
-        guarantee: of the output, as the verifier states it. needs: what `make` must be given.
+        guarantee: of the output, with the default options; others may change it, as another verifier does, and the
+            algorithm that is made states its own (`Algorithm.guarantee`). needs: what `make` must be given.
         make: builds the algorithm from `lm`, `draft` and the options that its signature names.
         summary: one line.
         alias_of: the name of the entry that this is another name for, or None. An alias builds what that entry builds;

@@ -8,6 +8,7 @@ The figures are those of the committed cases in tests/conformance, the words of 
 
 from __future__ import annotations
 
+import argparse
 import json
 import tomllib
 from collections import defaultdict
@@ -166,6 +167,11 @@ def line(name: str, found: Iterable[dict[str, Any]], remark: dict[str, str]) -> 
     return result, ". ".join(filter(None, [", ".join(sources), *said, remark.get("text", "").rstrip(".")]))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(page())
     print(PAGE.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

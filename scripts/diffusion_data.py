@@ -60,6 +60,24 @@ class Text:
         return Batch(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))
 
 
+def beginnings(stream: np.ndarray, count: int, length: int, canvas: int, seed: int = 0) -> Batch:
+    """`count` beginnings of texts, each with room for an answer of `canvas` tokens: windows of a packed stream, of up
+    to `length` tokens in all. Prompts have from half of the room beside the answer to all of it, so that the answers
+    begin at any place of a model's blocks.
+
+    Raises:
+        ValueError: a stream that is too short.
+    """
+    if len(stream) < length:
+        raise ValueError(f"corpus: got {len(stream)} tokens, takes {length} or more")
+    rng = np.random.default_rng([seed, 1])
+    tokens = stream[rng.integers(len(stream) - length + 1, size=count)[:, None] + np.arange(length)]
+    first = rng.integers((length - canvas + 1) // 2, length - canvas + 1, size=count)[:, None]
+    place = np.arange(length)
+    live = place < first + canvas
+    return Batch(np.where(live, tokens, 0).astype(np.int32), (place >= first) & live, live)
+
+
 @dataclass(frozen=True)
 class Chosen:
     """Rows of a fixed set, any tree of arrays: each epoch visits all of them once, in another order."""

@@ -68,6 +68,16 @@ TEXT = """A diffusion language model for Python source, {made}. It is made for
 demonstrations, tests and comparisons of decoding methods; it writes plausible Python, not correct programs."""
 
 
+SEES = {
+    "full": ("the bound on the likelihood of masked diffusion (LLaDA's loss)", "every token sees every token"),
+    "block-causal": ("the bound on the likelihood of block diffusion", "by blocks of {block}, counted from the first "
+                     "token: a token sees its block and those before it"),
+    "causal-prefix": ("the bound on the likelihood of block diffusion and cross-entropy of next tokens (set block "
+                      "decoding)", "causal; a block of {block} masks behind the text sees it and itself"),
+}
+"""By attention: the loss, and who sees whom."""
+
+
 def diffusion_of(directory: Path) -> Diffusion:
     """How the model of a directory fills masks.
 
@@ -102,8 +112,7 @@ def export(target: Path, model: Transformer, kind: Diffusion, params: Any, token
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "do_sample": False}
     (target / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
-    loss = "the bound on the likelihood of block diffusion" if kind.block else \
-        "the bound on the likelihood of masked diffusion (LLaDA's loss)"
+    loss, attention = SEES[kind.attention]
     if facts["stage"] == "certainty":
         loss = "certainty forcing on its own answers (dParallel)"
     made = f"made from the autoregressive `{facts['init']}`" if facts["init"] else "trained from scratch"
@@ -112,8 +121,7 @@ def export(target: Path, model: Transformer, kind: Diffusion, params: Any, token
         **facts, name="-".join(filter(None, (facts["preset"], facts["stage"]))), language="code" if text else "en",
         what=what,
         width=c.width, layers=len(c.layers), heads=c.heads, kv_heads=c.kv_heads, mlp=c.mlp, vocab=c.vocab,
-        context=c.context, attention="every token sees every token" if kind.block is None else
-        f"by blocks of {kind.block}, counted from the first token: a token sees its block and those before it",
+        context=c.context, attention=attention.format(block=kind.block),
         mask=tokens["mask_token"], mask_id=kind.mask, shift="the next one" if kind.shift else "that position",
         start=f"`{facts['init']}`" if facts["init"] else "fresh weights", loss=loss, minutes=facts["hours"] * 60,
         figures=(_text_figures if text else _problem_figures)(facts), python=platform.python_version(),

@@ -68,9 +68,13 @@ def figures(params: Tree, examples: Examples, threshold: float = 0.9) -> dict[st
             "wrongly": float((passed & ~examples.final).sum() / jnp.maximum(passed.sum(), 1))}
 
 
-@partial(jax.jit, static_argnames=("network", "kind", "span"))
-def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, span: int) -> tuple[Array, Array, Array]:
+@partial(jax.jit, static_argnames=("network", "kind", "span", "longest"))
+def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, span: int,
+            longest: int | None = None) -> tuple[Array, Array, Array]:
     """Extremely greedy parallel decoding towards `batch.tokens`, block by block.
+
+    Args:
+        longest: tokens of the longest answer, each of which takes two steps at most; None: those of a row.
 
     Returns:
         Of `S` steps: confidences `f32[B, S, span]`, final `bool[B, S, span]`, and whether the row took the step
@@ -79,11 +83,11 @@ def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
     """
     place = jnp.cumsum(batch.answer, 1) - 1
     first = batch.answer.argmax(1)
-    steps = batch.tokens.shape[1]
+    steps = longest or batch.tokens.shape[1]
 
     def body(state: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], Any]:
         tokens, before, block = state
-        logits = predict(network, params, tokens, batch.live, kind)
+        logits = predict(network, params, tokens, batch.live, kind, answer=batch.answer)
         best = logits.argmax(-1).astype(jnp.int32)
         sure = jnp.exp(logits.max(-1) - jax.nn.logsumexp(logits, -1))
         here = batch.answer & (place // span == block[:, None])
@@ -106,9 +110,10 @@ def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
 def collect(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, span: int, size: int = 256) -> Examples:
     """The examples of all rows of a batch, `size` rows at a time."""
     parts: list[tuple[np.ndarray, np.ndarray]] = []
+    size, longest = min(size, len(batch.tokens)), int(batch.answer.sum(1).max())
     for at in range(0, len(batch.tokens), size):
         rows = jax.tree.map(lambda x, at=at: jnp.asarray(np.resize(x[at:at + size], (size, x.shape[1]))), batch)
-        confidence, final, taken = map(np.asarray, rollout(network, params, rows, kind, span))
+        confidence, final, taken = map(np.asarray, rollout(network, params, rows, kind, span, longest))
         taken = taken & (np.arange(size) < len(batch.tokens) - at)[:, None]
         parts.append((confidence[taken], final[taken]))
     return Examples(*(np.concatenate(x) for x in zip(*parts, strict=True)))

@@ -68,6 +68,13 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 """Settings of the stages that follow, in place of the preset's; a stage starts from the preset's shipped model."""
 
+ANSWERS: dict[str, dict[str, Any]] = {
+    "problems": {"answers": 8192, "span": problems.CANVAS},
+    "text": {"answers": 1024, "length": 64},
+}
+"""What the model writes for a stage, by the preset's data. Text is read in windows of `length` tokens, of which the
+model writes the second half, so that long ones take long; the default span is the block of the model, or that half."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -75,9 +82,11 @@ class Options:
 
     Attributes:
         apart: share of rows whose prompt does not see the answer, for models that read prompts from a cache.
-        stage: None trains by the bound on the likelihood; "certainty" and "filter" follow it, on problems.
+        attention: of a model to be trained; None: "block-causal" with blocks and "full" without. "causal-prefix" is
+            what set block decoding needs: causal text, and behind it a block of masks that see one another.
+        stage: None trains by the bound on the likelihood; "certainty" and "filter" follow it, on the model's answers.
         span: tokens of a block of answer in those stages.
-        answers: problems that the model answers for those stages.
+        answers: problems that the model answers, or texts that it goes on with, for those stages.
 
     Raises:
         ValueError: a value that is none of what its field takes.
@@ -101,6 +110,7 @@ class Options:
     optimizer: str | None = field(default=None, metadata={"identity": True})
     init: str | None = field(default=None, metadata={"identity": True})
     block: int | None = field(default=None, metadata={"identity": True})
+    attention: str | None = field(default=None, metadata={"identity": True})
     shift: bool = field(default=False, metadata={"identity": True})
     weights: tuple[str, ...] | None = field(default=None, metadata={"identity": True})
     corpus: Path | None = field(default=None, metadata={"identity": True})
@@ -135,18 +145,28 @@ class Options:
         if self.stage is not None:
             if self.stage not in STAGES:
                 raise ValueError(f"stage: got {self.stage!r}; it takes one of {', '.join(STAGES)}")
-            if preset.data != "problems":
-                raise ValueError(f"stage: got {self.stage!r} with {self.preset}; it takes a preset of problems")
-            defaults |= {"init": self.preset, "span": problems.CANVAS, "answers": 8192, **STAGES[self.stage]}
+            if self.attention is not None:
+                raise ValueError(f"attention: got {self.attention!r} with a stage; it takes None, as the model has one")
+            defaults |= {"init": self.preset, **ANSWERS[preset.data], **STAGES[self.stage]}
+            defaults |= {"length": min(preset.length, defaults["length"])} if text else {}
         minutes = defaults.pop("minutes", preset.minutes)
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        if self.stage is not None and (not self.span or self.span < 1 or problems.CANVAS % self.span):
-            raise ValueError(f"span: got {self.span}; it takes a divisor of the canvas of {problems.CANVAS} tokens")
+        if self.stage is not None and self.span is not None and (self.span < 1 or self.canvas % self.span):
+            raise ValueError(f"span: got {self.span}; it takes a divisor of the {self.canvas} tokens of an answer")
         object.__setattr__(self, "block", self.block or None)
+        takes = ("full",) if self.block is None else ("block-causal", "causal-prefix")
+        if self.stage is None and self.attention not in (None, *takes):
+            raise ValueError(f"attention: got {self.attention!r} with block {self.block}; it takes "
+                             f"{' or '.join(takes)}")
         if self.minutes is None and self.steps is None:
             object.__setattr__(self, "minutes", minutes)
+
+    @property
+    def canvas(self) -> int:
+        """The tokens of an answer in a stage."""
+        return (self.length or 0) // 2 if PRESETS[self.preset].data == "text" else problems.CANVAS
 
     @property
     def shares(self) -> dict[str, float]:
@@ -200,7 +220,7 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--decay-from", type=int, help="step where the cosine decay begins (default with --steps: warmup)")
     p.add_argument("--decay-share", type=float, default=0.4, help="share of a time budget spent in the decay")
     p.add_argument("--batch", type=int, help="rows in a batch (default: preset)")
-    p.add_argument("--length", type=int, help="tokens in a row of text (default: preset)")
+    p.add_argument("--length", type=int, help="tokens in a row of text (default: preset; in a stage 64)")
     p.add_argument("--peak", type=float, help="highest learning rate (default: preset)")
     p.add_argument("--warmup", type=int, help="steps of linear warm-up (default: preset)")
     p.add_argument("--weight-decay", type=float, default=0.1, help="of AdamW, on matrices")
@@ -213,14 +233,19 @@ def parse(argv: list[str] | None = None) -> Options:
                    "(default: preset)")
     p.add_argument("--block", type=int, help="block diffusion with blocks of so many positions; 0: masked diffusion "
                    "over the whole sequence (default: preset)")
+    p.add_argument("--attention", choices=["full", "block-causal", "causal-prefix"], help="who sees whom; "
+                   "causal-prefix, for set block decoding: the text is causal, and a block of masks behind it sees "
+                   "it and itself (default: block-causal with blocks, full without)")
     p.add_argument("--shift", action="store_true", help="logits predict the next position, as of autoregressive models")
     p.add_argument("--weights", nargs="*", metavar="TASK=SHARE", help="shares of tasks in a batch that are not 1 "
                    "(default: preset)")
     p.add_argument("--apart", type=float, default=0.0, help="share of rows whose prompt does not see the answer, for "
                    "models that read prompts from a cache")
     p.add_argument("--corpus", type=Path, help="directory of .py files (default: this interpreter's standard library)")
-    p.add_argument("--span", type=int, help="tokens of a block of answer in a stage (default: the canvas)")
-    p.add_argument("--answers", type=int, help="problems that the model answers for a stage (default: 8192)")
+    p.add_argument("--span", type=int, help="tokens of a block of answer in a stage (default: of problems the canvas; "
+                   "of text the block of the model, or half of --length)")
+    p.add_argument("--answers", type=int, help="for a stage, problems that the model answers (default: 8192), or texts "
+                   "of --length tokens of which it writes the second half (default: 1024 of 64)")
     p.add_argument("--devices", type=int, help="how many to use (default: all; on CPU one for each core)")
     p.add_argument("--log-every", type=int, default=20, help="steps between lines of metrics.jsonl")
     p.add_argument("--eval-every", type=int, default=250, help="steps between held-out evaluations")

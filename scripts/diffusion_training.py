@@ -1,12 +1,14 @@
 """The pure part of training masked diffusion models: noise, losses, one optimizer step, greedy filling.
 
-Two losses, both upper bounds on the negative log-likelihood:
+Three losses; the first two are upper bounds on the negative log-likelihood:
 
 - *masked diffusion* (LLaDA, Nie et al. 2025): the whole sequence sees itself; a noise level `t ~ U(0, 1)` a row, each
   answer token is masked with probability `t`, cross-entropy at the masked ones, weighted by `1 / t`;
 - *block diffusion* (BD3-LM, Arriola et al. 2025; SDAR, Cheng et al. 2025): a noise level a block; a noisy block sees
   itself and the clean blocks before it. One forward serves all blocks: the noisy text and the clean text, one behind
-  the other, under a mask that lets each noisy block see the right clean ones.
+  the other, under a mask that lets each noisy block see the right clean ones;
+- *set block decoding* (Gat et al. 2025): as block diffusion, but the clean text is causal, and it also learns to
+  predict its next tokens. Blocks are counted from the beginning of the answer, as the sampler counts them.
 
 Noise levels are stratified over the batch (the low-discrepancy sampler of MDLM, Sahoo et al. 2024): row `i` of `B`
 draws from `[i/B, (i+1)/B)`.
@@ -82,9 +84,9 @@ def check(kind: Diffusion) -> None:
     Raises:
         ValueError: it cannot.
     """
-    if kind.attention not in ("full", "block-causal"):
-        raise ValueError(f"attention: got {kind.attention}, takes full or block-causal")
-    if kind.attention == "block-causal" and kind.shift:
+    if kind.attention == "causal":
+        raise ValueError("attention: got causal, takes full, block-causal or causal-prefix")
+    if kind.attention != "full" and kind.shift:
         raise ValueError("shift: got True with blocks, takes False: the token before a block does not see it")
 
 
@@ -93,27 +95,50 @@ def with_vocab(config: DecoderConfig, vocab: int) -> DecoderConfig:
     return dataclasses.replace(config, vocab=vocab)
 
 
-def visible(live: Array, block: int | None) -> Array:
-    """`bool[B, T, T]`, who sees whom at decoding time: all that is live, or with blocks what is not in a later block.
+def blocks(kind: Diffusion, answer: Array) -> Array:
+    """`i32[B, T]`: the number of the block that a position lies in; 0 everywhere without blocks. They are counted from
+    the first token, or after a causal prefix from the first one of the answer (`bool[B, T]`), before which numbers are
+    negative.
 
-    >>> visible(jnp.ones((1, 4), bool), 2)[0].astype(int).tolist()
+    >>> blocks(Diffusion(9, attention="causal-prefix", block=2), jnp.arange(6)[None] > 2).tolist()
+    [[-2, -1, -1, 0, 0, 1]]
+    """
+    place = jnp.broadcast_to(jnp.arange(answer.shape[1]), answer.shape)
+    if kind.block is None:
+        return jnp.zeros_like(place)
+    start = answer.argmax(1)[:, None] if kind.attention == "causal-prefix" else 0
+    return (place - start) // kind.block
+
+
+def visible(live: Array, at: Array, front: Array | None = None) -> Array:
+    """`bool[B, T, T]`, who sees whom at decoding time: what is live and not in a later block.
+
+    Args:
+        live: `bool[B, T]`. at: `i32[B, T]`, the blocks' numbers.
+        front: `i32[B]`: what stands before it is causal; None: nothing.
+
+    >>> visible(jnp.ones((1, 4), bool), jnp.array([[0, 0, 1, 1]]))[0].astype(int).tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    >>> visible(jnp.ones((1, 4), bool), jnp.array([[0, 0, 1, 1]]), jnp.array([2]))[0].astype(int).tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     """
     T = live.shape[1]
     seen = live[:, None, :] | jnp.eye(T, dtype=bool)
-    if block is None:
-        return jnp.broadcast_to(seen, (live.shape[0], T, T))
-    at = jnp.arange(T) // block
-    return seen & (at[None, :] <= at[:, None])
+    before = at[:, None, :] <= at[:, :, None]
+    if front is not None:
+        before &= (jnp.arange(T) >= front[:, None])[:, :, None] | jnp.tri(T, dtype=bool)
+    return seen & before
 
 
-def visible_twice(live: Array, block: int) -> Array:
+def visible_twice(live: Array, at: Array, causal: bool = False) -> Array:
     """`bool[B, 2T, 2T]` for the noisy text and the clean text behind it: a noisy block sees itself and earlier clean
-    blocks; a clean block sees itself and earlier clean ones; nothing clean sees anything noisy."""
+    blocks; a clean block sees itself, or with `causal` what stands before each token, and earlier clean ones; nothing
+    clean sees anything noisy. `at`: as in `visible`."""
     T = live.shape[1]
-    at = jnp.arange(T) // block
-    same, before = at[None, :] == at[:, None], at[None, :] < at[:, None]
-    mask = jnp.block([[same, before], [jnp.zeros((T, T), bool), same | before]])
+    same, before = at[:, None, :] == at[:, :, None], at[:, None, :] < at[:, :, None]
+    clean = jnp.broadcast_to(jnp.tri(T, dtype=bool), same.shape) if causal else same | before
+    mask = jnp.concatenate([jnp.concatenate([same, before], 2),
+                            jnp.concatenate([jnp.zeros_like(same), clean], 2)], 1)
     return (mask & jnp.tile(live, (1, 2))[:, None, :]) | jnp.eye(2 * T, dtype=bool)
 
 
@@ -133,7 +158,8 @@ def corrupt(key: Array, batch: Batch, kind: Diffusion) -> tuple[Array, Array, Ar
     B, T = batch.tokens.shape
     size = T if kind.block is None else kind.block
     keys = jax.random.split(key)
-    levels = noise_levels(keys[0], B, -(-T // size))[:, jnp.arange(T) // size]
+    count = -(-T // size)
+    levels = jnp.take_along_axis(noise_levels(keys[0], B, count), blocks(kind, batch.answer) % count, 1)
     masked = (jax.random.uniform(keys[1], (B, T)) < levels) & batch.answer
     return jnp.where(masked, kind.mask, batch.tokens), masked, levels
 
@@ -144,31 +170,49 @@ def apart(mask: Array, answer: Array, rows: Array) -> Array:
 
 
 def predict(network: Transformer, params: Tree, tokens: Array, live: Array, kind: Diffusion,
-            clean: Array | None = None, blind: tuple[Array, Array] | None = None) -> Array:
+            clean: Array | None = None, blind: tuple[Array, Array] | None = None,
+            answer: Array | None = None) -> Array:
     """Logits `f32[B, T, V]` aligned with the tokens they are for, the mask's own removed.
 
     Args:
         tokens: `i32[B, T]`, noisy. clean: the same without noise, for the blocks of a training step; None: blocks see
             what `tokens` holds, as at decoding time. blind: the answers and the rows of `apart`, without blocks.
+        answer: `bool[B, T]`, from whose beginning blocks are counted after a causal prefix; None: all of the text.
     """
-    T = tokens.shape[1]
-    if kind.block is None or clean is None:
-        mask = visible(live, kind.block)
-        logits = network.forward(params, tokens, mask=mask if blind is None else apart(mask, *blind))
-    else:
-        where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
-        hidden, head = network.features(params, jnp.concatenate([tokens, clean], 1), jnp.concatenate([where, where], 1),
-                                        visible_twice(live, kind.block))
-        logits = head(hidden[:, :T])
+    if clean is not None and kind.block is not None:
+        return predict_twice(network, params, tokens, live, kind, clean, answer)[0]
+    at = blocks(kind, jnp.ones_like(live) if answer is None else answer)
+    mask = visible(live, at, front(tokens, at, kind) if kind.attention == "causal-prefix" else None)
+    logits = network.forward(params, tokens, mask=mask if blind is None else apart(mask, *blind))
     if kind.shift:
         logits = jnp.concatenate([logits[:, :1], logits[:, :-1]], 1)
     return logits.at[..., kind.mask].set(-jnp.inf)
 
 
+def front(tokens: Array, at: Array, kind: Diffusion) -> Array:
+    """`i32[B]`: where the first block with a mask begins; the text's end where there is none."""
+    last = at.max() + 1
+    current = jnp.where(tokens == kind.mask, at, last).min(1, keepdims=True)
+    return jnp.where(current == last, at.shape[1], (at >= current).argmax(1, keepdims=True))[:, 0]
+
+
+def predict_twice(network: Transformer, params: Tree, tokens: Array, live: Array, kind: Diffusion, clean: Array,
+                  answer: Array | None = None) -> tuple[Array, Array]:
+    """As `predict` for the blocks of a training step, and the logits `f32[B, T, V]` of the clean text."""
+    T = tokens.shape[1]
+    where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
+    at = blocks(kind, jnp.ones_like(live) if answer is None else answer)
+    hidden, head = network.features(params, jnp.concatenate([tokens, clean], 1), jnp.concatenate([where, where], 1),
+                                    visible_twice(live, at, kind.attention == "causal-prefix"))
+    noisy, plain = (head(x).at[..., kind.mask].set(-jnp.inf) for x in (hidden[:, :T], hidden[:, T:]))
+    return noisy, plain
+
+
 @dataclass(frozen=True)
 class Bound:
     """The loss of masked or block diffusion: each row's sum of cross-entropies over `t`, per answer token; the mean
-    over rows (LLaDA's loss of supervised fine-tuning; with blocks, of BD3-LM).
+    over rows (LLaDA's loss of supervised fine-tuning; with blocks, of BD3-LM). After a causal prefix the clean text's
+    cross-entropy of next tokens is added, with equal weight, as for set block decoding.
 
     Attributes:
         apart: the share of rows whose prompt does not see the answer. A small model that keeps its books in the prompt
@@ -182,22 +226,32 @@ class Bound:
 
     def __call__(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
         """The loss in nats, an upper bound, and to watch: plain cross-entropy and accuracy at the masked tokens."""
-        nats, masked, levels, right = self.parts(params, batch, key)
-        loss = ((nats / levels).sum(1) / jnp.maximum(batch.answer.sum(1), 1)).mean()
+        nats, masked, levels, right, following = self.parts(params, batch, key)
+        each = lambda x: (x.sum(1) / jnp.maximum(batch.answer.sum(1), 1)).mean()
+        loss = each(nats / levels)
+        if self.kind.attention == "causal-prefix":
+            loss += each(following)
         count = jnp.maximum(masked.sum(), 1)
         return loss, {"loss": loss, "cross_entropy": nats.sum() / count, "accuracy": right.sum() / count}
 
-    def parts(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, Array, Array, Array]:
-        """Of every position `[B, T]`: nats (0 where not masked), masked, noise level, masked and predicted right."""
+    def parts(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, Array, Array, Array, Array]:
+        """Of every position `[B, T]`: nats (0 where not masked), masked, noise level, masked and predicted right, and
+        nats of the clean text's prediction of this token of the answer, 0 but after a causal prefix."""
         noisy, masked, levels = corrupt(key, batch, self.kind)
         blind = None
         if self.apart:
             rows = jax.random.uniform(jax.random.fold_in(key, 2), noisy.shape[:1]) < self.apart
             blind = batch.answer, rows
-        params = cast(params, jnp.dtype(self.dtype))
-        logits = predict(self.network, params, noisy, batch.live, self.kind, batch.tokens, blind)
+        params, following = cast(params, jnp.dtype(self.dtype)), jnp.zeros(noisy.shape)
+        if self.kind.attention == "causal-prefix":
+            logits, plain = predict_twice(self.network, params, noisy, batch.live, self.kind, batch.tokens,
+                                          batch.answer)
+            own = cross_entropy(plain[:, :-1], batch.tokens[:, 1:])
+            following = following.at[:, 1:].set(jnp.where(batch.answer[:, 1:], own, 0.0))
+        else:
+            logits = predict(self.network, params, noisy, batch.live, self.kind, batch.tokens, blind)
         nats = jnp.where(masked, cross_entropy(logits, jnp.where(masked, batch.tokens, 0)), 0.0)
-        return nats, masked, levels, masked & (logits.argmax(-1) == batch.tokens)
+        return nats, masked, levels, masked & (logits.argmax(-1) == batch.tokens), following
 
 
 @dataclass(frozen=True)
@@ -225,7 +279,8 @@ class CertaintyForcing:
         first, second = self.noise(key, batch)
         loss, figures = jnp.float32(0), []
         for masked, noisy in (first, second):
-            logits = predict(self.network, cast(params, jnp.dtype(self.dtype)), noisy, batch.live, self.kind)
+            logits = predict(self.network, cast(params, jnp.dtype(self.dtype)), noisy, batch.live, self.kind,
+                             answer=batch.answer)
             figures.append(self.terms(logits, batch.tokens, masked))
             loss += figures[-1]["cross_entropy"] + self.weight * figures[-1]["entropy"]
         return loss, {"loss": loss, **{k: (a + figures[1][k]) / 2 for k, a in figures[0].items()}}
@@ -267,25 +322,25 @@ def update(objective: Any, tx: optax.GradientTransformation, params: Tree, opt: 
 @partial(jax.jit, static_argnames=("network", "kind", "at_once"))
 def fill(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, at_once: bool = False) -> Array:
     """`i32[B, T]`: the answers filled greedily, block by block: the most confident token a forward, or all of them."""
-    size = batch.tokens.shape[1] if kind.block is None else kind.block
-    at = jnp.arange(batch.tokens.shape[1]) // size
+    at = blocks(kind, batch.answer)
+    last = at.max() + 1
 
     def body(_: Array, tokens: Array) -> Array:
         masked = (tokens == kind.mask) & batch.answer
-        now = masked & (at == jnp.where(masked, at, at[-1] + 1).min(1, keepdims=True))
-        logits = predict(network, params, tokens, batch.live, kind)
+        now = masked & (at == jnp.where(masked, at, last).min(1, keepdims=True))
+        logits = predict(network, params, tokens, batch.live, kind, answer=batch.answer)
         sure = jnp.where(now, logits.max(-1) - jax.nn.logsumexp(logits, -1), -jnp.inf)
         best = at_once | (sure.argmax(1)[:, None] == jnp.arange(tokens.shape[1]))
         return jnp.where(best & now, logits.argmax(-1), tokens)
 
     start = jnp.where(batch.answer, kind.mask, batch.tokens)
-    rounds = at[-1] + 1 if at_once else batch.answer.sum(1).max()
+    rounds = last if at_once else batch.answer.sum(1).max()
     return jax.lax.fori_loop(0, rounds, body, start)
 
 
 @partial(jax.jit, static_argnames=("objective",))
 def _row_bounds(objective: Bound, params: Tree, batch: Batch, key: Array) -> Array:
-    nats, _, levels, _ = objective.parts(params, batch, key)
+    nats, _, levels, *_ = objective.parts(params, batch, key)
     return (nats / levels).sum(1)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pycode_data import load_corpus
 
 import decodax as dx
 from decodax import arc
 from decodax.models import Embeddings
-from scripts.pycode_data import load_corpus
 
 
 def costs(lm: Any, front: Any, text: np.ndarray) -> np.ndarray:

@@ -12,10 +12,10 @@ import argparse
 import time
 
 import numpy as np
+from measure_less import TEST, TRAIN, texts
 
 import decodax as dx
 from decodax.kvcache import attention_similarity, fit_echo_att
-from scripts.measure_less import TEST, TRAIN, texts
 
 
 def main() -> None:

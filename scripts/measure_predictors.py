@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from recall import problems, training_text
 
 import decodax as dx
 from decodax.cache import causal
@@ -28,7 +29,6 @@ from decodax.kvcache import AttentionNet, Butler, fit_attention_predictor, fit_t
 from decodax.kvcache.fit_attention_predictor import attention_maps, scores_before
 from decodax.kvcache.fit_token_butler import Scored, estimated
 from decodax.kvcache.retrieval import KeyBounds
-from scripts.recall import problems, training_text
 
 TASKS = ("recall", "needle", "values", "copy")
 BLOCK, HISTORY = 16, 64

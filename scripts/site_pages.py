@@ -115,7 +115,8 @@ def _searches() -> dict[str, tuple[str, dict[str, Any], str]]:
 def systems_index(entries: Iterable[Any]) -> str:
     """All systems, by family."""
     lines = ["# Systems", "", "Published decoding methods by name; `decodax systems` prints the same table. "
-             "*Guarantee* says what holds of the text: "
+             "*Guarantee* says what holds of the text with the default "
+             "options (`dx.system(...).guarantee` is that of what was made): "
              + "; ".join(f"**{name}**: {text}" for name, text in GUARANTEES.items()) + ".", ""]
     entries = list(entries)
     for family in dict.fromkeys(e.family for e in entries):
@@ -135,7 +136,7 @@ def system_page(e: Any) -> str:
     if e.alias_of:
         lines += [f"Another name for [`{e.alias_of}`]({e.alias_of}.md): the papers come to the same algorithm.", ""]
     lines += [f"{e.summary[:1].upper()}{e.summary[1:]}.", "",
-              f"**Guarantee:** {e.guarantee}: {GUARANTEES[e.guarantee]}.", "",
+              f"**Guarantee:** {e.guarantee} with the default options: {GUARANTEES[e.guarantee]}.", "",
               f"**Needs:** {e.needs}. **Family:** {FAMILIES.get(e.family, e.family)}; see the guide "
               f"[{guide[:-3]}](../{guide}).", "",
               "## Example", "", "```python", example(e), "```", ""]
@@ -144,21 +145,39 @@ def system_page(e: Any) -> str:
         lines += [f"| `{name}` | `{_cell(repr(value))}` |" for name, value in e.options.items()] + [""]
     for name, text in parts(e.make):
         lines += [f"## {name}", "", docstring(text), ""]
-    return "\n".join(lines + figures(e.name, FIGURES))
+    return "\n".join(lines + figures(e.alias_of or e.name, FIGURES))
+
+
+GIVEN = {
+    "awrs": "check=lambda tokens: 0 not in tokens", "dynamic-beam-allocation": 'phrases=["return"]',
+    "grid-beam-search": 'phrases=["return"]', "knn-ssd": "domains=[samples[:1], samples[1:]]",
+    "seal": 'corpus=[lm.tokenizer.encode("def fib(n):\\n    return n")]'}
+"""What examples give beside models, for systems that cannot do without."""
+
+TRAINED = {"apd": ("pycode-full", "--block 0"), "sbd": ("pycode-sbd", "--attention causal-prefix --block 16")}
+"""Systems for models that are not shipped: the directory in runs/, and how `pycode` becomes one."""
 
 
 def example(e: Any) -> str:
-    """A call that runs on the shipped models."""
+    """A call that runs on the shipped models, or on one that the first line trains."""
     fills = "diffusion" in e.needs
     model, prompt = ("pycode-diffusion", '"def area(r):"') if fills else ("pycode", '"def fib(n):"')
-    lines = ["import decodax as dx", "", f'lm = dx.load("{model}")']
+    lines = ["import decodax as dx", ""]
+    if e.name in TRAINED:
+        name, how = TRAINED[e.name]
+        model = f"runs/{name}/model"
+        lines.append(f"# python scripts/train_diffusion.py --preset pycode-diffusion {how} --output runs/{name}")
+    elif e.name == "cascade":
+        model, prompt = "numerals", '"1207="'
+    lines.append(f'lm = dx.load("{model}")')
     given = ["lm"] if e.needs not in ("nothing", "a draft model") else []
     if e.drafts:
         lines.append('draft = dx.load("pycode-draft")')
         given.append("draft=draft")
     if "samples" in e.needs:
         lines.append('samples = [lm.tokenizer.encode(text) for text in ("def area(r):", "import os", "class Node:")]')
-        given = ["lm", *(["draft=draft"] if e.drafts else []), "samples=samples"]
+    own = GIVEN.get(e.name, "samples=samples" if "samples" in e.needs else "")
+    given += [own] if own else []
     name = f'"{e.name}"' if not given else f'dx.system("{e.name}", {", ".join(given)})'
     return "\n".join([*lines, f"out = dx.generate(lm, {prompt}, max_new_tokens=32, algorithm={name})",
                       "print(out.text[0], out.stats.tokens_per_forward)"])
@@ -210,6 +229,10 @@ def searches_index(front: str, entries: Iterable[Any], guide: str) -> str:
              "`decodax searches` prints the same table.", "", "| name | paper | rule |", "|---|---|---|"]
     paper = lambda e: _cell(f"{e.title} ({e.authors})" if e.authors else e.title)
     rows = [f"| [`{e.name}`]({e.name}.md) | {paper(e)} | {_cell(e.summary)} |" for e in entries]
+    if front == "explore":
+        from decodax.functions import FUNCTIONS
+        rows += ["", "## Methods that are functions", "", "| call | paper | |", "|---|---|---|"]
+        rows += [f"| `decodax.{e.name}` | {paper(e)} | {_cell(e.summary)} |" for e in FUNCTIONS.values()]
     return "\n".join([*lines, *rows, ""])
 
 

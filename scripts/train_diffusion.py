@@ -3,7 +3,8 @@
 A Llama-shaped network without the causal mask, or with a mask by blocks: AdamW, warm-up and cosine decay, checkpoints
 that a killed run resumes from, held-out accuracy (or a bound on bits per byte) on the way, and an export that `dx.load`
 reads. A model may start from an autoregressive one (`--init`), which gets a mask token, as Dream and SDAR did. Two
-stages follow on a model's own answers: certainty forcing, which makes it surer, and a filter for Learn2PD's decoding.
+stages follow on a model's own answers, to problems or as the rest of texts: certainty forcing, which makes it surer,
+and a filter for Learn2PD's decoding. `--attention causal-prefix` trains for set block decoding.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def setting(options: Options, console: Console) -> Setting:
     if preset.data == "problems":
         tokenizer = problems.tokenizer()
         batches: Any = data.Problems(options.batch or 1, options.seed, options.shares)
+        kept = None
     else:
         documents, kept = pycode_data.load_corpus(options.corpus)
         tokenizer = _text_tokenizer(options, documents)
@@ -76,47 +78,72 @@ def setting(options: Options, console: Console) -> Setting:
         batches = data.Text(stream, options.batch or 1, options.length or preset.length, options.seed)
     model, params = first_weights(options, tokenizer.get_vocab_size())
     mask = tokenizer.get_vocab_size() - 1
-    attention = "full" if options.block is None else "block-causal"
+    attention: Any = options.attention or ("full" if options.block is None else "block-causal")
     kind = Diffusion(mask, options.shift, attention, options.block)
     dt.check(kind)
     objective = dt.Bound(model, kind, options.dtype, options.apart)
-
-    def evaluate(params: Any, published: bool) -> dict[str, float]:
-        if preset.data == "problems":
-            return accuracy(model, kind, params, HELD_OUT_SHIPPED if published else HELD_OUT_EACH)
-        limit = SHIPPED_WINDOWS if published else EVAL_WINDOWS
-        held = pycode_data.pack(tokenizer, kept)
-        return {"bits_per_byte": dt.bound_per_byte(objective, params, held, lm.token_bytes(tokenizer), batches.length,
-                                                   options.batch or 1, limit)}
-
+    evaluate = _measure(options, objective, tokenizer, kept)
     write = lambda target, params, facts: export.export(target, model, kind, params, tokenizer, facts)
     return Setting(params, batches, objective, evaluate, lambda batch: int(batch.live.sum()), write)
+
+
+def _measure(options: Options, objective: dt.Bound, tokenizer: Tokenizer, kept: list[pycode_data.Document] | None
+             ) -> Callable[[Any, bool], dict[str, float]]:
+    """What held-out data say of weights: accuracy on problems, or bits per byte of the files that were `kept`."""
+    def evaluate(params: Any, published: bool) -> dict[str, float]:
+        if kept is None:
+            count = HELD_OUT_SHIPPED if published else HELD_OUT_EACH
+            return accuracy(objective.network, objective.kind, params, count)
+        limit = SHIPPED_WINDOWS if published else EVAL_WINDOWS
+        length = PRESETS[options.preset].length if options.stage or options.length is None else options.length
+        held = pycode_data.pack(tokenizer, kept)
+        return {"bits_per_byte": dt.bound_per_byte(objective, params, held, lm.token_bytes(tokenizer), length,
+                                                   options.batch or 1, limit)}
+
+    return evaluate
 
 
 def _stage(options: Options, console: Console) -> Setting:
     """Certainty forcing or the filter, from a finished model and its own answers."""
     source = find(options.init or options.preset)
     model, params = load_model(source, dtype="float32")
-    kind, span = export.diffusion_of(source), options.span or problems.CANVAS
+    kind = export.diffusion_of(source)
     dt.check(kind)
-    answers = own_answers(model, kind, params, options, options.seed)
-    console.print(f"{source.name}: {len(answers.tokens):,} of {options.answers:,} answers of its own are right",
-                  soft_wrap=True)
+    text = PRESETS[options.preset].data == "text"
+    span = options.span or min(kind.block or options.canvas, options.canvas)
+    if options.canvas % span:
+        raise ValueError(f"span: got None and a model with blocks of {span}; it takes a divisor of the "
+                         f"{options.canvas} tokens of an answer")
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json")) if text else problems.tokenizer()
+    documents, kept = pycode_data.load_corpus(options.corpus) if text else ([], [])
+
+    def answered(held: bool) -> dt.Batch:
+        if text:
+            return own_texts(model, kind, params, tokenizer, kept if held else documents, options, held)
+        return own_answers(model, kind, params, options, options.seed, held)
+
+    answers = answered(False)
+    console.print(f"{source.name}: {len(answers.tokens):,} of {options.answers:,} answers of its own "
+                  f"{'are taken' if text else 'are right'}", soft_wrap=True)
     if options.stage == "certainty":
         objective: Any = dt.CertaintyForcing(model, kind, options.dtype, span)
-        write = lambda target, params, facts: export.export(target, model, kind, params, problems.tokenizer(), facts)
-        measure = lambda params, published: {
-            **accuracy(model, kind, params, HELD_OUT_SHIPPED if published else HELD_OUT_EACH),
-            **{f"{name}, all at once": x for name, x in accuracy(
-                model, kind, params, HELD_OUT_SHIPPED if published else HELD_OUT_EACH, at_once=True).items()}}
+        write = lambda target, params, facts: export.export(target, model, kind, params, tokenizer, facts)
+        held_out = _measure(options, dt.Bound(model, kind, options.dtype), tokenizer, kept if text else None)
+
+        def measure(params: Any, published: bool) -> dict[str, float]:
+            if text:
+                return held_out(params, published)
+            count = HELD_OUT_SHIPPED if published else HELD_OUT_EACH
+            at_once = accuracy(model, kind, params, count, at_once=True)
+            return {**held_out(params, published), **{f"{name}, all at once": x for name, x in at_once.items()}}
+
         return Setting(params, data.Chosen(answers, options.batch or 1, options.seed), objective, measure,
                        lambda batch: int(batch.live.sum()), write)
     examples = filters.collect(model, params, answers, kind, span)
-    held = own_answers(model, kind, params, options, options.seed, held=True)
-    kept = filters.collect(model, params, held, kind, span)
+    checked = filters.collect(model, params, answered(True), kind, span)
     weights = filters.init_filter(jax.random.key(options.seed), span)
     return Setting(weights, data.Chosen(examples, options.batch or 1, options.seed), filters.FilterLoss(),
-                   lambda params, published: filters.figures(params, kept), lambda batch: batch.final.size,
+                   lambda params, published: filters.figures(params, checked), lambda batch: batch.final.size,
                    export.export_filter)
 
 
@@ -136,6 +163,22 @@ def own_answers(model: Transformer, kind: Diffusion, params: Any, options: Optio
     if not right.any():
         raise ValueError("init: the model answers no problem right; it takes a trained one")
     return dt.Batch(filled[right], batch.answer[right], batch.live[right])
+
+
+def own_texts(model: Transformer, kind: Diffusion, params: Any, tokenizer: Tokenizer,
+              documents: list[pycode_data.Document], options: Options, held: bool = False) -> dt.Batch:
+    """Beginnings of texts with what the model itself goes on with, one token a forward; none of it is wrong.
+
+    Raises:
+        ValueError: a tokenizer without the token that parts documents.
+    """
+    if tokenizer.token_to_id(pycode_data.END_OF_TEXT) is None:
+        raise ValueError(f"init: {options.init} has a tokenizer without {pycode_data.END_OF_TEXT}, which parts "
+                         "documents")
+    count = max(1, (options.answers or 1) // (8 if held else 1))
+    stream = pycode_data.pack(tokenizer, documents)
+    batch = data.beginnings(stream, count, options.length or 2, options.canvas, options.seed + 1)
+    return batch.replace(tokens=fill(model, kind, params, batch, min(count, 64)))
 
 
 def first_weights(options: Options, vocab: int) -> tuple[Transformer, Any]:

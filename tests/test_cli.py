@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from decodax.cli import main
+from decodax.functions import FUNCTIONS
 
 Run = Any
 
@@ -108,6 +109,8 @@ def test_searches_and_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["searches", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert listed["particle-filter"]["by"] == "explore" and listed["mbr"]["options"]["itself"] == "True"
+    assert set(FUNCTIONS) < set(listed) and all(f"dx.{name}" in shown for name in FUNCTIONS)
+    assert listed["steps.pedal"]["by"] == "call" and "Prabhu 2024" in listed["steps.pedal"]["authors"]
 
 
 def test_samples_are_told_apart(generate: Run) -> None:

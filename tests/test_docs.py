@@ -44,6 +44,20 @@ def test_the_guide_to_the_low_level_runs():
     assert free.text == plain.text
 
 
+def test_the_page_of_speculative_systems_has_each_under_one_name():
+    """A row in every table, or a word in front of them that it has none; none of another name for the same object."""
+    page = (DOCS / "speculation_results.md").read_text()
+    front, *tables = page.split("| system |")
+    rows = [set(re.findall(r"^\| ([\w+.-]+) \|", table, re.MULTILINE)) - {"plain"} for table in tables]
+    own = {name for name, e in SYSTEMS.items() if "diffusion" not in e.needs and e.family != "search" and not e.alias_of
+           and name != "autoregressive"}
+    left_out = set(re.findall(r"`([\w+.-]+)`", front[front.index("Not measured here:"):front.index("`compare all`")]))
+    assert len(tables) == 3 and rows[0] == rows[1] == rows[2]
+    assert not rows[0] & left_out and rows[0] | left_out == own
+    others = {(e.name, e.alias_of) for e in SYSTEMS.values() if e.alias_of and "diffusion" not in e.needs}
+    assert all(re.search(rf"`{name}`[\w ]+`{of}`|`{name}` for `{of}`", front.replace("\n", " ")) for name, of in others)
+
+
 def test_a_role_without_weights_is_named():
     with pytest.raises(ValueError, match="no weights for 'judge'; there are some for target, guide"):
         dx.Params(target=1, others={"guide": 2}).role("judge")

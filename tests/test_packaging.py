@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import tomllib
 from pathlib import Path
 
@@ -30,5 +31,6 @@ def test_shipped_weights_stay_below_64_megabytes() -> None:
 def test_every_public_name_exists_and_is_listed() -> None:
     assert sorted(decodax.__all__) == sorted(set(decodax.__all__))
     for name in decodax.__all__:
-        assert getattr(decodax, name) is not None
-        assert name in dir(decodax)
+        home = importlib.import_module(decodax._HOME[name])
+        own = vars(home).get(name) or importlib.import_module(f"{home.__name__}.{name}")
+        assert getattr(decodax, name) is own and name in dir(decodax)

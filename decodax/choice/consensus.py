@@ -99,7 +99,7 @@ def ask_which(prompt: Any, texts: Sequence[str]) -> str:
 @dataclasses.dataclass(frozen=True)
 class Asked(Rule):
     """The candidate that a model names when it sees them all in one prompt (universal self-consistency: Chen et al.,
-    2023; "CHOPS": Khairi et al., 2025).
+    2023). CHOPS (Khairi et al., 2025), which has the model write a checklist first, is not included.
 
     Nothing is generated: each candidate's number is scored behind the prompt.
 

@@ -39,7 +39,8 @@ RULES: dict[str, Named] = {entry.name: entry for entry in (
     Named("x-mbr", "When Life Gives You Samples: The Benefits of Scaling up Inference Compute for Multilingual LLMs",
           "Khairi et al. 2025", "minimum Bayes risk with evidence from other languages", XMBR),
     Named("infalign-ctrl", "InfAlign: Inference-aware language model alignment", "Balashankar et al. 2024",
-          "the largest reward, as its quantile among reference samples", CalibratedBestOfN))}
+          "best of n by the reward's quantile among reference samples; the training of a policy on it is not included",
+          CalibratedBestOfN))}
 """All of them, by name."""
 
 

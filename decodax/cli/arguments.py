@@ -72,7 +72,8 @@ def parser(generate: Command, systems: Command, caches: Command, searches: Comma
                         "prompt")
 
     p = commands.add_parser("systems", parents=[common], help="the published decoding systems here", epilog=EXIT_CODES,
-                            description="Lists the decoding systems, their guarantee and what they need.")
+                            description="Lists the decoding systems, their guarantee with the default options, "
+                            "and what they need.")
     p.set_defaults(command=systems)
     p.add_argument("--family", metavar="NAME", help="those of one family, such as speculative-tree")
 
@@ -80,9 +81,10 @@ def parser(generate: Command, systems: Command, caches: Command, searches: Comma
                             description="Lists the cache policies and what they keep; their options are in its --json.")
     p.set_defaults(command=caches)
 
-    p = commands.add_parser("searches", parents=[common], help="searches over steps, and rules that choose an answer",
-                            epilog=EXIT_CODES, description="Lists what dx.explore and dx.choose take by name; the "
-                            "options are in its --json.")
+    p = commands.add_parser("searches", parents=[common], epilog=EXIT_CODES,
+                            help="searches over steps, rules that choose an answer, and methods that are functions",
+                            description="Lists what dx.explore and dx.choose take by name, and published methods that "
+                            "are functions; the options are in its --json.")
     p.set_defaults(command=searches)
 
     p = commands.add_parser("compare", parents=[debug], help="systems against plain decoding, side by side",
@@ -91,7 +93,8 @@ def parser(generate: Command, systems: Command, caches: Command, searches: Comma
                             description="Runs decoding systems and plain decoding in turn on the same prompts.")
     p.set_defaults(command=compare)
     p.add_argument("names", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
-                   help="systems, see decodax systems; their options are in its --json; all: every system")
+                   help="systems, see decodax systems; their options are in its --json; all: every one that needs "
+                        "no samples")
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR", help="default: pycode")
     p.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_DIR",
                    help="the smaller model, for systems that need one (default: pycode-draft)")

@@ -123,8 +123,9 @@ def caches(args: argparse.Namespace) -> None:
 
 
 def searches(args: argparse.Namespace) -> None:
-    """Prints the tables of searches over steps and of rules that choose an answer."""
+    """Prints the tables of searches over steps, of rules that choose an answer, and of methods that are functions."""
     from decodax.choice import RULES
+    from decodax.functions import FUNCTIONS
     from decodax.steps import EXPLORERS
 
     found = [(front, entry) for front, names in (("explore", EXPLORERS), ("choose", RULES))
@@ -133,10 +134,13 @@ def searches(args: argparse.Namespace) -> None:
         fields = ("name", "title", "authors", "summary")
         print(json.dumps([{"by": front, **{field: getattr(entry, field) for field in fields},
                            "options": {name: repr(value) for name, value in entry.options.items()}}
-                          for front, entry in found], indent=2))
+                          for front, entry in found]
+                         + [{"by": "call", **{field: getattr(entry, field) for field in fields}, "options": {}}
+                            for entry in FUNCTIONS.values()], indent=2))
         return
     table(("name", "for", "paper", "rule"), [
-        (e.name, f"dx.{front}", f"{e.title} ({e.authors})" if e.authors else e.title, e.summary) for front, e in found])
+        (e.name, f"dx.{front}", f"{e.title} ({e.authors})" if e.authors else e.title, e.summary) for front, e in found]
+        + [(f"dx.{e.name}", "a call", f"{e.title} ({e.authors})", e.summary) for e in FUNCTIONS.values()])
 
 
 def compare(args: argparse.Namespace) -> None:

@@ -310,7 +310,7 @@ def _kivi(bits: int = 2, group: int = 32, residual: int = 128) -> CacheConfig:
 
 
 @cache_policy("kv-adaquant", "More for Keys, Less for Values: Adaptive KV Cache Quantization", "Hariri et al. 2025",
-              "everything, keys in 4 bits and values in 2, but for the latest tokens")
+              "everything, in KIVI's form with more bits for keys than for values: 4 and 2, but for the latest tokens")
 def _kv_adaquant(key_bits: int = 4, value_bits: int = 2, group: int = 32, residual: int = 128) -> CacheConfig:
     return Coding(Affine(key_bits, value_bits, group), residual, "kv-adaquant")
 

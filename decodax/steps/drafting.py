@@ -48,8 +48,8 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
     as the target's own; the first that does not is replaced by the target's. So a round makes 1 to `depth + 1` steps.
 
     The text is not that of plain decoding, but what `same` takes for the same: by default steps equal but for white
-    space and case, and then, with greedy rows, little else differs; a judge that knows more accepts more. Within steps
-    `algorithm=` drafts tokens as usual.
+    space and case, and then, with greedy rows, little else differs. The paper's judges, which compare meanings, are not
+    included: give one as `same`, and more is accepted. Within steps `algorithm=` drafts tokens as usual.
 
     Args:
         lm, draft: models, or what `load` calls them. until: strings with which a step ends.
@@ -136,8 +136,11 @@ class Calibrated:
 
 def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: str | Sequence[str] | None = None,
          cut: float = 0.6, turns: int = 40, calibration: Sequence[float] = (), **sampling: Any) -> Calibrated:
-    """Asynchronous test-time scaling (Xiong et al., 2025, ATTS): a small model writes chunks, and a large one only
-    reads them, and writes where they are too surprising.
+    """The conformal gate of asynchronous test-time scaling (Xiong et al., 2025, ATTS): a small model writes chunks, and
+    a large one only reads them, and writes where they are too surprising.
+
+    Prompts have one chain each and take turns together; nothing here is asynchronous, and a turn reads whole texts for
+    its perplexities.
 
     The target's perplexity of a chunk is ranked among those of earlier chunks of all chains: with `n` of them the
     conformal p-value is (1 + how many were at least as large) / (n + 1). A chunk whose p-value is below `1 - cut`, one

@@ -24,8 +24,12 @@ def _likelihood(forks: Forks) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class WithTools(Explorer):
-    """A text that stops at calls, and goes on with what they gave: interleaved retrieval (IterDRAG: Yue et al., 2024),
-    calls of tools, several at once (DTA-Llama: Zhu et al., 2025).
+    """A text that stops at a call, and goes on with what it gave: interleaved retrieval (IterDRAG: Yue et al., 2024),
+    calls of tools.
+
+    A text makes one call at a time, to which one result is put behind it. Texts side by side are answered together.
+    What DTA-Llama (Zhu et al., 2025) does, several calls of one text whose results come back together, is left to
+    `act`: a step may name several, and what `act` returns stands for all.
 
     A step ends where a call does (`until`). `act` then sees the text and says what is put behind it, the result; for
     all rows side by side, in threads. Nothing that has been read is read again. Behind `rounds` calls of a row, `last`
@@ -72,6 +76,9 @@ class WithTools(Explorer):
 class TrimR(Explorer):
     """Thinking that is cut short (Lin et al., 2025, TrimR): a verifier reads thoughts as they are written, and where it
     finds that they only say again what is known, a guidance text has the model come to its answer.
+
+    Of the paper this is the trigger for overthinking, with a callable of yours as the verifier, which the texts wait
+    for. The triggers for underthinking and repetition, and the second, forced end are not included.
 
     A thought is a step (`until`, such as "\\n\\n" or "Wait"). The verifier sees the thoughts of a text and says whether
     the latest is redundant. After `patience` redundant ones in a row `guidance` is put behind the text, once, and the

@@ -32,12 +32,13 @@ EXPLORERS: dict[str, Named] = {entry.name: entry for entry in (
     Named("treepo", "TreePO: Bridging the Gap of Policy Optimization and Efficacy and Inference Efficiency with "
           "Heuristic Tree-based Modeling", "Li et al. 2025", "a tree of segments that share their beginnings", TreePO),
     Named("with-tools", "Inference Scaling for Long-Context Retrieval Augmented Generation", "Yue et al. 2024",
-          "a text that stops at calls, and goes on behind what they gave (IterDRAG; DTA-Llama: several calls at once)",
+          "a text that stops at a call, and goes on behind what it gave (IterDRAG); one call of a text at a time",
           WithTools),
     Named("corag", "Chain-of-Retrieval Augmented Generation", "Wang et al. 2025",
           "chains of questions and what a retriever finds, of which the best is looked for", CoRAG),
     Named("trimr", "TrimR: Verifier-based Training-Free Thinking Compression for Efficient Test-Time Scaling",
-          "Lin et al. 2025", "a verifier ends thoughts that only say again what is known", TrimR),
+          "Lin et al. 2025", "a verifier of yours ends thoughts that only say again what is known; of the paper the "
+          "trigger for overthinking alone", TrimR),
     Named("apar", "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", "Liu et al. 2024",
           "a tuned model forks its own text, and all branches are written at once", APAR),
     Named("dts", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models", "Jain et al. 2025",

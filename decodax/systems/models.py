@@ -106,7 +106,8 @@ def _rsd_s(draft: Any, width: int = 4, length: int = 4) -> Any:
 
 
 @entry("sequoia", "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", "Chen et al. 2024", TREE,
-       "the best tree for measured acceptance by dynamic programming, without replacement", DRAFT,
+       "the best tree for given chances of acceptance (accept=, by default a constant vector, not measured) by dynamic "
+       "programming, without replacement", DRAFT,
        "distribution-exact")
 def _sequoia(draft: Any, accept: tuple[float, ...] = (0.6, 0.15, 0.07, 0.04), nodes: int = 24,
              length: int | None = 8) -> Any:
@@ -152,7 +153,8 @@ def _threshold(draft: Any, length: int = 12, least: float = 0.4) -> Any:
 
 
 @entry("disco", "Accelerating Speculative Decoding using Dynamic Speculation Length", "Mamou et al. 2024", LINEAR,
-       "drafting stops when a fitted predictor says that the draft is rejected", SAMPLED)
+       "drafting stops when a fitted predictor, a logistic regression on five numbers of the draft (the paper: a net "
+       "of two layers), says that the draft is rejected", SAMPLED)
 def _disco(lm: Any, draft: Any, length: int = 12, least: float = 0.4, predictor: Any = None,
            samples: Any = None) -> Any:
     shape = shapes.ConfidenceChain(length, least, _predictor("disco", lm, draft, predictor, samples))
@@ -160,7 +162,8 @@ def _disco(lm: Any, draft: Any, length: int = 12, least: float = 0.4, predictor:
 
 
 @entry("specdec++", "SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths", "Huang et al. 2024",
-       LINEAR, "drafting stops when by a fitted predictor some draft is likely rejected", SAMPLED)
+       LINEAR, "drafting stops when some draft is likely rejected, by a logistic regression on five numbers of the "
+       "draft; the paper trains a head on the draft model's hidden states", SAMPLED)
 def _specdec(lm: Any, draft: Any, length: int = 12, most: float = 0.7, predictor: Any = None,
              samples: Any = None) -> Any:
     shape = shapes.RiskThreshold(length, most, _predictor("specdec++", lm, draft, predictor, samples, rejected=6.0))

@@ -27,7 +27,8 @@ def _prompt_lookup(length: int = 10, max_ngram: int = 3, min_ngram: int = 1, pic
 
 @entry("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
        "Ge, Xia, Sun, Chen, Wei 2022", LINEAR, "IAD: copies the input on after the place that the output matches; "
-       "beta= and tau= relax the check as GAD++ does")
+       "beta= and tau= relax the check as GAD++ does, and then "
+       "tokens are approximate; GAD's non-autoregressive drafter is not included")
 def _iad(length: int = 16, max_match: int | None = None, beta: int | None = None, tau: float | None = None,
          verify: Any = None) -> Any:
     draft = drafts.InputGuided(length, max_match=max_match)

@@ -312,6 +312,16 @@ def test_two_ways_of_saying_the_same_agree(case):
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("name", [n for n in SAMPLERS if SYSTEMS[n].guarantee == "seed-exact"])
+def test_a_lossless_sampler_writes_what_it_speeds_up(name):
+    """Token for token, greedy and sampled rows, in fewer forwards; every entry of which the registry says so."""
+    alg = made(name)
+    fast, slow = free(name), sample(dataclasses.replace(alg, verify=d.Sequential()), prompts(3, longest=9))
+    assert alg.verify != d.Sequential() and texts(fast) == texts(slow)
+    assert np.asarray(fast.stats.rounds).sum() < np.asarray(slow.stats.rounds).sum()
+
+
+@pytest.mark.wide
 def test_frozen_tokens_stay_and_holes_are_filled():
     caching = d.DualCache()
     alg = MaskedDiffusion(dataclasses.replace(A, canvas=d.Template()), FIXED, **SURE, caching=caching)

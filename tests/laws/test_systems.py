@@ -11,6 +11,7 @@ import pytest
 
 import decodax as dx
 from decodax.core import drivers
+from decodax.core.state import Status
 from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.io.text import Tokenizer
@@ -28,15 +29,10 @@ LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec
 # aliases are other names for these, and systems of masked diffusion have laws of their own
 # searches write by rules of their own: tests/search
 NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
-# by default what reads a node's own text and what truncates; together: also a banned word, a bias and XTC
-ELSEWHERE = {
-    "block-verification", "blockwise-top-k", "clasp", "confidence-threshold", "confidence-tree", "del", "disco",
-    "dyspec", "ems-sd", "exp3spec", "greedy-verification", "hgj", "improved-mcsd", "knn-ssd", "mcsd", "pearl", "pgj",
-    "prompt-lookup", "rsd-s", "sam-decoding", "seed-exact", "self-speculative", "sequoia", "sjd", "specdec++",
-    "specbranch", "specinfer", "spectr", "speculative-decoding", "staged", "stand", "tetris", "tli", "triforce", "uag"}
-"""What is decoded here only with `--all`: in default and wider tests, tests of its own under `tests/speculative` or
-`tests/conformance` stand for it, or another entry with the same kinds of drafts, shape and verifier."""
-POLICY = {"few": dict(repetition_penalty=1.3, min_p=0.05), "together": POLICIES["together"]}
+# what reads a node's own text and what truncates, and a banned token; together: also a bias and XTC
+BANNED = 2
+POLICY = {"few": dict(repetition_penalty=1.3, min_p=0.05, bad_words_ids=[[BANNED]]), "together": POLICIES["together"]}
+NEW, END = 24, 1
 
 
 WORDS = "a </s> b c d e f g h ab cd abc de gh fa ha", "h g f e </s> d c b a bc bcd ab ef ha ga cb"
@@ -69,53 +65,107 @@ OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-a
            "specdec++": dict(predictor=Logistic((3.0, 1.0, 0.2, -0.1, -0.2)))}
 
 
-def made(name: str, policy: str = "few"):
+def made(name: str, policy: str = "few", **options):
     target, draft = map(lm, pair(name, policy))
-    return system(name, target, draft if SYSTEMS[name].drafts else None, **OPTIONS.get(name, {}))
+    return system(name, target, draft if SYSTEMS[name].drafts else None, **OPTIONS.get(name, {}) | options)
 
 
-def decode(alg, which, rows=ROWS, new=24, policy="few"):
+def decode(alg, which, rows=ROWS, policy="few", order=None, greedy=False):
+    """`order`: which rows stand in which seats; each keeps its number, which addresses its draws."""
+    order = list(range(rows)) if order is None else order
     network, weights = model(which)
-    ids = prompts(rows)
+    ids = [prompts(rows)[i] for i in order]
     tokens, lengths = np.zeros((rows, 64), np.int32), np.array([len(p) for p in ids], np.int32)
     for row, given in zip(tokens, ids, strict=True):
         row[:len(given)] = given
     params = Params(weights, getattr(alg, "weights", None))
     alg = alg.bare() if hasattr(alg, "bare") else alg
-    temperature = [0.0, 0.7] * (rows // 2) if rows > 1 else 0.7
-    chain = build(rows, vocab_size=VOCABULARY, eos_token_id=[1], **POLICY[policy] | dict(temperature=temperature))
+    temperature = [0.0 if greedy else (0.0, 0.7)[i % 2] for i in order] if rows > 1 else 0.7
+    chain = build(rows, vocab_size=VOCABULARY, eos_token_id=[END], **POLICY[policy] | dict(temperature=temperature))
     s = drivers.begin(alg, network, params, chain, jnp.asarray(tokens), lengths, size=64,
-                      max_new=np.full(rows, new, np.int32), seed=np.uint32(7))
+                      max_new=np.full(rows, NEW, np.int32), seed=np.uint32(7), request=np.asarray(order, np.uint32))
     s = drivers.prefill(alg, network, params, s, width=16)
     return drivers.advance(alg, network, params, chain, s, jnp.int32(500))
 
 
 @functools.cache
-def plain(which: str, rows: int = ROWS, policy: str = "few"):
-    s = decode(dx.Autoregressive(), which, rows, policy=policy)
+def plain(which: str, rows: int = ROWS, policy: str = "few", greedy: bool = False):
+    s = decode(dx.Autoregressive(), which, rows, policy, greedy=greedy)
     return texts(s), np.asarray(s.status)
+
+
+UNVERIFIED = ("autoregressive", "automatic", "specache")
+"""Whose guesses, if any, are never verified."""
 
 
 @pytest.mark.wide(but=("autoregressive-few", "jacobi-few", "blockwise-distance-few", "ngram-few", "token-recycling-few",
                        "suffix-decoding-few", "typical-acceptance-few"))
-@pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES if name not in ELSEWHERE],
+@pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES],
                                                    itertools.product(NAMES, POLICY)))
 def test_a_system_keeps_its_guarantee(name, policy):
+    """With its default options; what others change is said by the algorithm that they make."""
     alg, (which, _) = made(name, policy), pair(name, policy)
-    assert getattr(alg, "guarantee", "seed-exact") == SYSTEMS[name].guarantee
+    assert alg.guarantee == SYSTEMS[name].guarantee
     s, (wanted, status) = decode(alg, which, policy=policy), plain(which, policy=policy)
     same = [a == b for a, b in zip(texts(s), wanted, strict=True)]
-    if SYSTEMS[name].guarantee == "seed-exact":
+    if alg.guarantee == "seed-exact":
         assert all(same)
         assert np.array_equal(s.status, status)
-    elif SYSTEMS[name].guarantee == "distribution-exact":
+    elif alg.guarantee == "distribution-exact":
         assert all(same[::2])           # a greedy row has one result
-    assert not s.running.any()
-    assert all(0 <= t < VOCABULARY for row in texts(s) for t in row)
-    stats = s.stats
-    assert np.asarray(stats.accepted <= stats.drafted).all()
-    if name not in ("autoregressive", "automatic", "specache"):     # whose guesses are never verified
-        assert np.asarray(stats.drafted).sum() > 0
+    for row, ended in zip(texts(s), np.asarray(s.status), strict=True):
+        assert BANNED not in row and END not in row[:-1] and len(row) <= NEW
+        assert ended == (Status.EOS if row[-1] == END else Status.LENGTH)
+        assert row[-1] == END or len(row) == NEW
+    drafted, accepted = np.asarray(s.stats.drafted), np.asarray(s.stats.accepted)
+    assert (accepted <= drafted).all() and (drafted.sum() > 0) == (name not in UNVERIFIED)
+    if alg.guarantee != "seed-exact":
+        seats = list(reversed(range(ROWS)))
+        assert texts(decode(alg, which, policy=policy, order=seats)) == texts(s)[::-1]
+
+
+EXACT = dx.SeedExact()
+DEGENERATE = {
+    "greedy-verification": dict(), "blockwise-top-k": dict(k=1), "blockwise-distance": dict(epsilon=0),
+    "aggressive-decoding": dict(beta=1), "typical-acceptance": dict(epsilon=1 - 1e-6, delta=1e6),
+    "reflective-verification": dict(alpha=0.0), "improved-mcsd": dict(verify=EXACT),
+    "quantspec": dict(group=64), "specache": dict(residual=64), "fastcot": dict(cut=500)}
+"""Options with which an approximate rule comes to plain decoding, or of those in `LIKELIEST` to greedy decoding."""
+LIKELIEST = ("greedy-verification", "blockwise-top-k", "blockwise-distance", "aggressive-decoding",
+             "typical-acceptance")
+
+
+def test_every_approximate_system_has_a_degenerate_setting():
+    relaxed = {"fastcot", "aggressive-decoding"}        # approximate by an option
+    assert set(DEGENERATE) == relaxed | {n for n in NAMES if SYSTEMS[n].guarantee == "approximate"}
+
+
+@pytest.mark.wide(but=("blockwise-distance",))
+@pytest.mark.parametrize("name", list(DEGENERATE))
+def test_an_approximate_rule_is_plain_decoding_at_its_degenerate_setting(name):
+    alg, (which, _) = made(name, **DEGENERATE[name]), pair(name)
+    wanted, status = plain(which, greedy=name in LIKELIEST)
+    s = decode(alg, which)
+    assert texts(s) == wanted and np.array_equal(s.status, status)
+    assert (np.asarray(s.stats.accepted).sum() > 0) == (name not in UNVERIFIED)
+
+
+RULES = {"seed-exact": EXACT, "distribution-exact": dx.Rejection(), "approximate": dx.TypicalAcceptance()}
+
+
+@pytest.mark.parametrize("name", [n for n, e in SYSTEMS.items() if "verify" in e.options and not e.alias_of])
+def test_the_verifier_that_is_given_decides_the_guarantee(name):
+    for guarantee, verify in RULES.items():
+        assert made(name, verify=verify).guarantee == guarantee
+
+
+@pytest.mark.parametrize(("name", "options"), [("fastcot", dict(cut=3)), ("fastcot", dict(cut=3, trigger=(4, 5))),
+                                               ("aggressive-decoding", dict(beta=3)),
+                                               ("aggressive-decoding", dict(tau=0.5))])
+def test_options_that_relax_a_system_make_it_approximate(name, options):
+    assert SYSTEMS[name].guarantee == made(name).guarantee == "seed-exact"
+    assert made(name, **options).guarantee == "approximate"
+    assert "approximate" in SYSTEMS[name].summary
 
 
 @pytest.mark.slow
@@ -124,7 +174,7 @@ def test_a_system_keeps_its_guarantee(name, policy):
                                   if e.guarantee == "seed-exact" and n in NAMES])
 def test_batches_of_any_size_equal_plain_decoding(name, rows):
     alg = made(name, "together")
-    assert texts(decode(alg, "llama", rows, policy="together")) == plain("llama", rows, "together")[0]
+    assert texts(decode(alg, "llama", rows, "together")) == plain("llama", rows, "together")[0]
 
 
 def test_two_names_for_one_object_are_declared():

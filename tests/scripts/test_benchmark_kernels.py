@@ -21,7 +21,9 @@ def test_every_form_is_timed_and_no_implementation_is_off(monkeypatch: pytest.Mo
     assert [tuple(line[:2]) for line in lines] == [*itertools.product(attention, ("einsum", "xla")), ("draw", "sort"),
                                                    ("draw", "xla")]
     for _, _, ms, speed, ratio, off in lines:
-        assert float(ms) > 0 and float(speed) >= 0 and float(ratio) > 0 and float(off) < 1e-4
+        assert float(ms) > 0 and float(ratio) > 0 and float(off) < 1e-4
+        # of arrays of some kB: the reading of them all in the time that is printed
+        assert 0 <= float(speed) < 100, speed
 
 
 def test_a_capacity_that_does_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from tests.matrix import often
 QUIET = Console(quiet=True)
 NET = Transformer(llama(vocab=47, width=16, layers=2, heads=2, kv_heads=1, mlp=32, context=64, tied=True))
 FULL, BLOCKS = Diffusion(46), Diffusion(46, attention="block-causal", block=4)
+BEHIND = Diffusion(46, attention="causal-prefix", block=4)
 
 
 class Killed(Exception):
@@ -112,6 +113,28 @@ def test_block_diffusion_scores_each_noisy_block_behind_clean_ones(params, batch
             total += sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in here)
         expected.append(total / np.asarray(batch.answer)[i].sum())
     loss, _ = jax.jit(dt.Bound(NET, BLOCKS))(params, batch, key)
+    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_set_blocks_see_causal_text_and_themselves(params, batch, logits_of):
+    """Block by block, counted from the answer; behind a causal text that learns its next tokens, too."""
+    key = jax.random.key(4)
+    noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, BEHIND))
+    tokens, live, answer = (np.asarray(x) for x in (batch.tokens, batch.live, batch.answer))
+    place, expected = np.arange(data.LENGTH), []
+    for i in range(6):
+        at, total = (place - answer[i].argmax()) // 4, 0.0
+        for block in np.unique(at[masked[i]]):
+            here = at == block
+            assert len(set(levels[i, here])) == 1
+            text = np.where(at < block, tokens[i], np.where(here, noisy[i], 7))
+            sees = np.where(here[:, None], at[None, :] <= block, place[None, :] <= place[:, None]) & live[i]
+            logits = logits_of(text, sees)
+            total += sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in np.flatnonzero(masked[i] & here))
+        causal = logits_of(tokens[i], (place[None, :] <= place[:, None]) & live[i])
+        total += sum(nats(causal[j - 1], tokens[i, j]) for j in np.flatnonzero(answer[i]))
+        expected.append(total / answer[i].sum())
+    loss, _ = jax.jit(dt.Bound(NET, BEHIND))(params, batch, key)
     assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
 
 
@@ -309,9 +332,7 @@ def test_a_card_tells_of_all_training(run, options, tmp_path):
 
 
 @pytest.mark.wide
-def test_text_starts_from_an_autoregressive_model_with_a_mask_added(tmp_path):
-    corpus = tmp_path / "corpus"
-    shutil.copytree(Path(sysconfig.get_path("stdlib")) / "asyncio", corpus / "asyncio")
+def test_text_starts_from_an_autoregressive_model_with_a_mask_added(corpus, tmp_path):
     model = Transformer(llama(vocab=4096, width=16, layers=1, heads=2, mlp=16, context=32, tied=True))
     source = tmp_path / "source"
     dx.io.checkpoint.save_model(source, model, model.init_params(jax.random.key(0)))
@@ -321,6 +342,8 @@ def test_text_starts_from_an_autoregressive_model_with_a_mask_added(tmp_path):
     train_diffusion.train(given, console=QUIET)
     lm_ = dx.load(tmp_path / "run" / "model")
     assert lm_.vocab_size == 4097 and lm_.diffusion == Diffusion(4096, attention="block-causal", block=4)
+    held = json.loads((tmp_path / "run" / "model" / "training.json").read_text())["held_out"]
+    assert 0 < held["bits_per_byte"] < 20
     assert "upper bound" in (tmp_path / "run" / "model" / "README.md").read_text()
     wrong = Transformer(llama(vocab=100, width=16, layers=1, heads=2, mlp=16, context=32, tied=True))
     dx.io.checkpoint.save_model(source, wrong, wrong.init_params(jax.random.key(0)))
@@ -328,11 +351,87 @@ def test_text_starts_from_an_autoregressive_model_with_a_mask_added(tmp_path):
         train_diffusion.train(replace(given, output=tmp_path / "other"), console=QUIET)
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few files of text, of which one is held out."""
+    path = tmp_path_factory.mktemp("corpus")
+    shutil.copytree(Path(sysconfig.get_path("stdlib")) / "asyncio", path / "asyncio")
+    return path
+
+
+@pytest.fixture(scope="module", params=["block-causal", pytest.param("causal-prefix", marks=pytest.mark.wide),
+                                        pytest.param("full", marks=pytest.mark.wide)])
+def text_model(request, corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of text of each attention."""
+    block = 0 if request.param == "full" else None
+    given = Options(preset="tiny-text", attention=request.param, block=block, corpus=corpus, steps=4, warmup=1,
+                    output=tmp_path_factory.mktemp("text"), eval_every=100, batch=8, devices=1)
+    train_diffusion.train(given, console=QUIET)
+    return given.output / "model"
+
+
+def test_stages_follow_on_text_with_any_attention(text_model, corpus, tmp_path):
+    """What the model itself writes behind beginnings of texts; Learn2PD then decodes with the filter of it."""
+    given = Options(preset="tiny-text", stage="filter", init=str(text_model), corpus=corpus, output=tmp_path / "filter",
+                    answers=16, steps=4, warmup=1, batch=8, eval_every=100, devices=1)
+    train_diffusion.train(given, console=QUIET)
+    lm_ = dx.load(text_model)
+    made = system("learn2pd", lm_, filter=str(tmp_path / "filter" / "model" / "filter.safetensors"))
+    assert isinstance(made, MaskedDiffusion) and made.windows.block == (lm_.diffusion.block or 8)
+    out = dx.generate(lm_, ["import os\n", "def area(r"], max_new_tokens=6, algorithm=made, eos_token_id=[])
+    assert out.lengths.tolist() == [6, 6] and lm_.diffusion.mask not in out.tokens
+    facts = json.loads((tmp_path / "filter" / "model" / "filter.json").read_text())
+    assert facts["data"].startswith("the .py files of") and "--stage filter" in facts["command"]
+
+
+@pytest.mark.wide
+def test_certainty_forcing_follows_on_text(text_model, corpus, tmp_path):
+    given = Options(preset="tiny-text", stage="certainty", init=str(text_model), corpus=corpus, output=tmp_path,
+                    answers=16, steps=4, warmup=1, batch=8, span=4, eval_every=100, devices=1)
+    train_diffusion.train(given, console=QUIET)
+    assert dx.load(tmp_path / "model").diffusion == dx.load(text_model).diffusion
+    assert "bits_per_byte" in json.loads((tmp_path / "model" / "training.json").read_text())["held_out"]
+
+
+@pytest.mark.wide
+def test_a_model_of_set_blocks_decodes_as_it_was_trained(corpus, tmp_path):
+    """`sbd` runs on it, and one token a forward it writes what `fill` writes."""
+    given = Options(preset="tiny-text", attention="causal-prefix", corpus=corpus, output=tmp_path, steps=4, warmup=1,
+                    eval_every=100, batch=8, devices=1)
+    train_diffusion.train(given, console=QUIET)
+    lm_ = dx.load(tmp_path / "model")
+    assert lm_.diffusion == Diffusion(512, attention="causal-prefix", block=4)
+    assert "causal; a block of 4 masks" in (tmp_path / "model" / "README.md").read_text()
+    ids = [5, 9, 60, 81, 7, 3]
+    tokens, answer = np.zeros((1, 14), np.int32), np.zeros((1, 14), bool)
+    tokens[0, :6], answer[0, 6:] = ids, True
+    batch = dt.Batch(jnp.asarray(tokens), jnp.asarray(answer), jnp.ones((1, 14), bool))
+    filled = np.asarray(dt.fill(lm_.model, lm_.params, batch, lm_.diffusion))  # type: ignore[arg-type]
+    # the surest one is the one of lowest entropy in a step a token
+    slow = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=system("llada", lm_, block=4), eos_token_id=[])
+    assert slow.row(0).tolist() == filled[0, 6:].tolist()
+    fast = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=system("sbd", lm_, bound=9.0), eos_token_id=[])
+    assert fast.lengths.tolist() == [8] and fast.stats.forwards < slow.stats.forwards
+
+
+def test_beginnings_of_texts_leave_room_for_an_answer_at_any_place():
+    stream = np.arange(1, 400, dtype=np.int32)
+    batch = data.beginnings(stream, 200, 24, 8)
+    first, end = batch.answer.argmax(1), batch.live.sum(1)
+    assert (batch.answer.sum(1) == 8).all() and (end == first + 8).all()
+    assert set(first) == set(range(8, 17))
+    for row, length in zip(batch.tokens, end, strict=True):
+        assert row[:length].tolist() == list(range(row[0], row[0] + length)) and not row[length:].any()
+    with pytest.raises(ValueError, match="corpus: got 9 tokens, takes 24 or more"):
+        data.beginnings(stream[:9], 2, 24, 8)
+
+
 def test_every_row_of_a_fixed_set_comes_once_an_epoch():
     chosen = data.Chosen(np.arange(10), 4, seed=2)
     drawn = np.concatenate([chosen[i] for i in range(5)])
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and list(drawn[:10]) != list(drawn[10:])
-    np.testing.assert_array_equal(chosen[3], chosen[3])
+    np.testing.assert_array_equal(chosen[3], data.Chosen(np.arange(10), 4, seed=2)[3])
+    assert (chosen[3] != data.Chosen(np.arange(10), 4, seed=3)[3]).any()
 
 
 @pytest.mark.wide
@@ -349,7 +448,10 @@ def test_muon_moves_kernels_by_orthogonal_steps_of_adams_size(params):
 @pytest.mark.parametrize(("given", "message"), [
     ({"preset": "huge"}, "preset: got 'huge'"),
     ({"stage": "magic"}, "stage: got 'magic'"),
-    ({"stage": "filter", "preset": "tiny-text"}, "stage: got 'filter' with tiny-text"),
+    ({"stage": "filter", "preset": "tiny-text", "span": 3}, "span: got 3; it takes a divisor of the 8 tokens"),
+    ({"attention": "causal-prefix"}, "attention: got 'causal-prefix' with block None; it takes full"),
+    ({"attention": "causal", "block": 4}, "attention: got 'causal' with block 4; it takes block-causal or causal-pre"),
+    ({"attention": "full", "stage": "filter"}, "attention: got 'full' with a stage"),
     ({"stage": "filter", "span": 5}, "span: got 5"),
     ({"weights": ("nope=1",)}, "weights: got 'nope=1'"),
     ({"optimizer": "sgd"}, "optimizer: got 'sgd'"),
@@ -367,6 +469,8 @@ def test_wrong_options_are_named(given, message):
     {"preset": "tiny", "weights": ("sudoku=2", "add=0.5"), "seed": 3, "peak": 0.5},
     {"preset": "pycode-diffusion", "shift": True, "block": 0},
     {"preset": "tasks-diffusion", "stage": "certainty", "span": 8},
+    {"preset": "pycode-diffusion", "stage": "filter", "answers": 100},
+    {"preset": "pycode-diffusion", "attention": "causal-prefix", "block": 16},
 ])
 def test_the_command_on_a_card_repeats_the_options(given):
     options = Options(**given, steps=9, decay_from=4)

@@ -130,3 +130,25 @@ def test_answers_on_long_texts_are_near_the_card(task):
     share = json.loads((ZOO / "recall" / "training.json").read_text())["accuracy"][task]["512"]
     found = train_recall.accuracy(model, weights, task, 8, 512, seed=2)
     assert abs(found - share) <= 3 * (share * (1 - share) / 8) ** 0.5 + 1 / 8
+
+
+FILLING = [name for name in NAMES if load_diffusion(ZOO / name) is not None]
+
+
+@pytest.mark.parametrize("name", FILLING)
+def test_a_shipped_diffusion_model_has_a_filter_of_its_own(name):
+    """What `learn2pd` takes by default."""
+    facts = json.loads((ZOO / name / "filter.json").read_text())
+    made = dx.system("learn2pd", dx.load(name))
+    own = made.unmask.filter  # type: ignore[attr-defined]
+    assert facts["preset"] == facts["init"] == name and f"--preset {name}" in facts["command"]
+    assert sum(x.size for x in (own.hidden, own.hidden_bias, own.out, own.out_bias)) == facts["parameters"]
+    assert own.block == (load_diffusion(ZOO / name).block or 16)  # type: ignore[union-attr]
+
+
+@pytest.mark.wide
+def test_learn2pd_writes_python():
+    lm_ = dx.load("pycode-diffusion")
+    out = dx.generate(lm_, ["def area(r):\n", "import os\n"], max_new_tokens=16, eos_token_id=[], algorithm="learn2pd")
+    assert out.lengths.tolist() == [16, 16] and lm_.diffusion.mask not in out.tokens
+    assert len(set(out.tokens.ravel().tolist())) > 4

@@ -166,7 +166,7 @@ def test_a_star_expands_the_best_first_and_finds_the_best() -> None:
     assert few.tokens <= 36 < out.tokens
 
 
-@pytest.mark.matrix
+@pytest.mark.wide
 def test_foresight_and_trees_write_whole_texts() -> None:
     points = lambda texts: np.array([[len(t)] for t in texts], float)
     from tests.laws.test_systems import lm as worded

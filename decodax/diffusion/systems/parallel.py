@@ -116,7 +116,12 @@ def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, m
        "left to right, as many tokens as a small autoregressive model goes along with", draft=True)
 def apd(lm: Any, draft: Any, weight: float = 0.7, lookahead: int = 32, window: int | None = 16) -> MaskedDiffusion:
     """`weight`: of the diffusion model in the product, the authors' R. `lookahead`: masked positions that are scored, M
-    (theirs: 100 and more). `window`: positions recomputed before them, W (None: all)."""
+    (theirs: 100 and more). `window`: positions recomputed before them, W (None: all). The two models share a
+    vocabulary. No shipped model sees the whole text and has such a draft; this makes one of `pycode`, whose directory
+    `runs/pycode-full/model` then is:
+
+        python scripts/train_diffusion.py --preset pycode-diffusion --block 0 --output runs/pycode-full
+    """
     a = Adapter.of(lm)
     if a.attention.causal or isinstance(a.attention, BlockCausal):
         raise ValueError(f"lm: got {a.attention}, takes a model that sees the whole text")

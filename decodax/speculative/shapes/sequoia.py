@@ -1,8 +1,8 @@
-"""Sequoia's trees (Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen 2024): optimal for what was measured.
+"""Sequoia's trees (Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen 2024): optimal for given chances of acceptance.
 
 If the k-th child of a node is accepted with probability p_k, whatever the node, a tree gains in expectation the sum
 over its nodes of the product of p down to them. A dynamic program over (size, depth, children) finds the best tree of a
-size; measured times then choose size and depth.
+size; `sequoia_for` also chooses size and depth, by given times. Nothing here measures chances or times.
 """
 
 from __future__ import annotations

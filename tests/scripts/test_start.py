@@ -1,0 +1,77 @@
+"""Each program in scripts/ starts from the root of the repository, and takes the arguments that its docstring and the
+guides write."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted(path.name for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())
+
+START = '''
+import argparse, json, runpy, sys, traceback
+
+class Parsed(BaseException):
+    """Stands for what a program does once it knows its arguments."""
+
+parse = argparse.ArgumentParser.parse_args
+
+def stop(self, args=None, namespace=None):
+    parse(self, args, namespace)
+    raise Parsed
+
+argparse.ArgumentParser.parse_args = stop
+failed = {}
+for command in json.load(sys.stdin):
+    sys.argv, sys.path[0] = command, "scripts"
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+        failed[" ".join(command)] = "it reads no arguments"
+    except Parsed:
+        pass
+    except SystemExit as error:
+        if error.code:
+            failed[" ".join(command)] = f"it exits with {error.code}"
+    except Exception:
+        failed[" ".join(command)] = traceback.format_exc()
+print(json.dumps(failed))
+'''
+"""Runs programs one after the other, with sys.path as `python scripts/NAME.py` has it, as far as their arguments."""
+
+
+def start(commands: list[list[str]]) -> dict[str, str]:
+    """The commands that do not start, and why; all in one process."""
+    done = subprocess.run([sys.executable, "-c", START], input=json.dumps(commands), capture_output=True, text=True,
+                          cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def written(text: str) -> list[list[str]]:
+    """The commands `python scripts/NAME.py ...` of a text: lines of their own, or between backticks."""
+    text = text.replace("\\\n", " ")
+    found = re.findall(r"^\s*(?:\S*/)?python (scripts/\w+\.py[^`\n]*)$", text, re.MULTILINE)
+    found += re.findall(r"`(?:\S*/)?python\s+(scripts/\w+\.py[^`]*)`", text)
+    return [shlex.split(command, comments=True) for command in found]
+
+
+def test_every_program_starts_and_says_what_it_takes():
+    assert len(PROGRAMS) > 25
+    assert start([[f"scripts/{name}", "--help"] for name in PROGRAMS]) == {}
+
+
+def test_every_written_command_is_one_that_its_program_takes():
+    pages = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    commands = [command for page in pages for command in written(page.read_text())]
+    assert {Path(command[0]).name for command in commands} == {*PROGRAMS}
+    assert start(commands) == {}
+
+
+def test_commands_are_found_where_they_are_written():
+    text = "See `python scripts/a.py\n--x 1`.\n\n    python scripts/b.py 'c d' \\\n        --e  # fast\n"
+    assert written(text) == [["scripts/b.py", "c d", "--e"], ["scripts/a.py", "--x", "1"]]

@@ -1,0 +1,47 @@
+"""Each published method is in some listing: of systems, cache policies, searches, rules, or functions."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+from decodax.functions import FUNCTIONS, Function
+
+PARTS = {
+    "steps.covered": "what `heal` draws from", "steps.k_means": "of phi-decoding", "steps.to_apar": "data for `apar`",
+    "choice.calibrated": "of infalign-ctrl", "choice.equilibrium": "of equilibrium-ranking",
+    "choice.chrf": "a utility of `mbr`", "choice.insert": "for `resolve_edits`", "fit_tree": "of `stand`"}
+"""Functions whose docstrings name a paper, but are parts of methods that stand in a listing."""
+
+MODULES = ("decodax", "decodax.steps", "decodax.choice", "decodax.readout")
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_a_function_that_is_listed_exists_and_names_its_paper(name: str) -> None:
+    entry: Function = FUNCTIONS[name]
+    module = inspect.getmodule(entry.call)
+    assert callable(entry.call) and module is not None and entry.call.__doc__
+    first, year = re.split(r",| and | et al| (?=\d)", entry.authors)[0], entry.authors[-4:]
+    assert re.search(rf"{first}\b[^)]{{0,80}}{year}", inspect.getsource(module)), entry.authors
+
+
+def test_every_public_function_that_names_a_paper_is_listed() -> None:
+    found = set()
+    for module in MODULES:
+        for name in importlib.import_module(module).__all__:
+            value = getattr(importlib.import_module(module), name)
+            cites = re.search(r"\b[A-Z]\w+(?: et al\.| and [A-Z]\w+)?,? (?:19|20)\d\d\b", inspect.getdoc(value) or "")
+            if inspect.isfunction(value) and cites:
+                found.add(f"{module}.{name}".removeprefix("decodax."))
+    assert found - set(FUNCTIONS) <= set(PARTS)
+    assert len(found & set(FUNCTIONS)) > 10
+
+
+def test_functions_stand_on_the_pages_that_the_site_makes() -> None:
+    from scripts import site_pages
+
+    page = site_pages.pages()["searches/index.md"]
+    assert all(f"`decodax.{name}`" in page and e.title in page for name, e in FUNCTIONS.items())
