@@ -21,6 +21,7 @@ from decodax.cache import Cache, Entries, Feature, Window
 from decodax.core import drivers
 from decodax.core.state import State
 from decodax.core.types import Algorithm, CacheKind, Model, Out, Params
+from decodax.memory import bucket
 from decodax.struct import Struct, struct
 
 
@@ -167,7 +168,7 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
     else:
         lengths = np.array([len(row) for row in negative], np.int32)
         # the branch holds its own prompt and whatever the row may still make
-        size = -(-int(lengths.max() + (np.asarray(s.max_length) - np.asarray(s.prompt_length)).max()) // 256) * 256
+        size = bucket(int(lengths.max() + (np.asarray(s.max_length) - np.asarray(s.prompt_length)).max()))
         tokens = np.zeros((s.batch, size), np.int32)
         for row, ids in zip(tokens, negative, strict=True):
             row[:len(ids)] = ids

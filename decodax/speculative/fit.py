@@ -13,6 +13,7 @@ from decodax.cache import Window
 from decodax.core import drivers
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.memory import bucket
 from decodax.policy import build
 from decodax.speculative.algorithm import Speculative
 from decodax.speculative.shapes import Fixed, from_acceptance
@@ -125,7 +126,7 @@ def begun(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tok
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, takes 1 or more")
     B, lengths = len(samples), np.array([len(ids) for ids in samples], np.int32)
-    size = -(-(int(lengths.max()) + max_new_tokens) // 64) * 64
+    size = bucket(int(lengths.max()) + max_new_tokens)
     tokens = np.zeros((B, size), np.int32)
     for row, given in zip(tokens, samples, strict=True):
         row[:len(given)] = given

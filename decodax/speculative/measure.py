@@ -13,6 +13,7 @@ import numpy as np
 
 from decodax.core import drivers
 from decodax.core.types import Model, Params
+from decodax.memory import bucket
 from decodax.policy import build
 from decodax.speculative.adaptive import NOTHING, Adaptive
 from decodax.speculative.algorithm import Speculative
@@ -39,7 +40,7 @@ def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: i
         if value < 1:
             raise ValueError(f"{name}: got {value}, takes 1 or more")
     room = (max(arm.emits for arm in arms) * rounds) * (repeats + 1)
-    size = -(-(length + room) // 256) * 256
+    size = bucket(length + room)
     # the same few tokens over and over, so that drafts which look into the text find some
     tokens = np.zeros((batch, size), np.int32)
     tokens[:, :length] = np.random.default_rng(0).integers(0, vocab_size, (batch, 16))[:, np.arange(length) % 16]
