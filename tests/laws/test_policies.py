@@ -63,7 +63,7 @@ CHAINS = POLICIES | {name: given if name in MORE else dict(temperature=1.1) | gi
                      for name, given in (ONE_BY_ONE | MORE).items()}
 
 
-TEXT = Context(jnp.asarray(np.resize([1, 3, 3, 7, 2, 4, 5, 6, 3, 3], 24), jnp.int32), jnp.int32(12), jnp.int32(4),
+TEXT = Context(jnp.asarray(np.resize([1, 3, 3, 7, 2, 4, 5, 6, 3, 3], 24), jnp.int32), jnp.int32(8), jnp.int32(4),
                jax.random.key(0))
 
 
