@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Feature, Window, take
+from decodax.cache import Window, take
 from decodax.constraints.canvas import OUTSIDE, OnCanvas, Region, accepted
+from decodax.core.around import Around
 from decodax.core.keys import Purpose
 from decodax.core.record import record
 from decodax.core.state import State
@@ -23,6 +24,9 @@ from decodax.diffusion.stats import statistics
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Distribution
 from decodax.struct import Struct, struct
+
+if TYPE_CHECKING:
+    from decodax.diffusion.algorithm import MaskedDiffusion
 
 
 @struct
@@ -37,30 +41,23 @@ class _Text(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Round(Algorithm):
+class Round(Around):
     """One kind of round of the sampler `of`. A `wide` round reads the whole text and writes the cache if there is one.
     A narrow one scores `size` nodes a row, or as many as the caching rule gives if that is None. `phase` is set for
     rules with phases."""
 
-    of: Any
+    of: MaskedDiffusion
     wide: bool
     size: int | None = None
     phase: int | None = None
 
     @property
-    def emits(self) -> int:
-        return self.of.emits
+    def inner(self) -> Any:
+        return self.of
 
     @property
-    def caches(self) -> bool:
-        return self.of.caches
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return self.of.cache_needs
-
-    def init(self, params: Params, s: State) -> Canvas:
-        return self.of.init(params, s)
+    def variants(self) -> tuple[Algorithm, ...]:
+        return ()
 
     @property
     def branches(self) -> int:

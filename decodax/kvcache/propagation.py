@@ -75,9 +75,12 @@ class Decoupled(Top):
         if layer <= self.layer or isinstance(budget, int):
             return at_least(kept(budget, longest), self.window)
         on = at_least(kept(self.passed, longest), self.window)
-        share = float(budget) / self.passed if isinstance(self.passed, float) else None
-        rest = [n if share is None else int(n * share) for n in on.tolist()]
-        return at_least(np.minimum(np.array(rest, np.int32), on), self.window)
+        if isinstance(self.passed, int):
+            rest = kept(budget, longest)
+        else:       # a share of what goes on, rounded as the authors do
+            share = float(budget) / float(self.passed)
+            rest = np.array([int(n * share) for n in on.tolist()], np.int32)
+        return at_least(np.minimum(rest, on), self.window)
 
 
 def at_least(table: np.ndarray, window: int) -> np.ndarray:
