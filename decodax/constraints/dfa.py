@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -18,6 +19,9 @@ LARGEST = 20_000
 
 STEPS = 5_000_000
 """Steps through a nondeterministic automaton that making it deterministic may take: about a second."""
+
+
+LINE_FEED = 10
 
 
 class TooLarge(ValueError):
@@ -80,6 +84,10 @@ class Dfa:
         return cls(moves[:, letters], final)
 
 
+Anchor = Literal["front", "end", "line"]
+"""Where in the whole text: in front of it, at its end, and there or in front of a line feed that ends it."""
+
+
 class Builder:
     """A nondeterministic automaton under construction. Its parts are pairs of states, where they begin and end."""
 
@@ -87,6 +95,7 @@ class Builder:
         self.largest = largest
         self.free: list[list[int]] = []                                 # moves without a byte
         self.moves: list[list[tuple[int, int, int]]] = []               # from byte, to byte, target
+        self.anchors: dict[int, tuple[Anchor, int]] = {}                # moves without a byte at some places alone
 
     def state(self) -> int:
         if len(self.free) >= self.largest:
@@ -95,6 +104,12 @@ class Builder:
         self.moves.append([])
         return len(self.free) - 1
 
+    def room(self, copies: int, before: int) -> None:
+        """Raises TooLarge where so many copies of what has been built since there were `before` states are too many."""
+        if before + (len(self.free) - before) * copies > self.largest:
+            raise TooLarge(f"a repetition of {copies if copies < 10 ** 12 else f'{str(copies):.12}...'} times makes more than "
+                           f"{self.largest} states")
+
     def join(self, source: int, target: int) -> None:
         self.free[source].append(target)
 
@@ -102,6 +117,12 @@ class Builder:
         """The empty text."""
         here = self.state()
         return here, here
+
+    def anchor(self, at: Anchor) -> tuple[int, int]:
+        """The empty text, at a place of the whole text that `build` makes of the parts."""
+        a, b = self.state(), self.state()
+        self.anchors[a] = at, b
+        return a, b
 
     def bytes(self, text: bytes) -> tuple[int, int]:
         a = here = self.state()
@@ -171,8 +192,8 @@ class Builder:
             part = make()
             self.join(here, part[0])
             here = part[1]
-            if i == 0 and used + (len(self.free) - used) * copies > self.largest:
-                raise TooLarge(f"a repetition of up to {copies} times makes more than {self.largest} states")
+            self.room(copies - i, used)
+            used = len(self.free)
         if most is None:
             again = self.star(make())
             self.join(here, again[0])
@@ -187,7 +208,9 @@ class Builder:
             TooLarge: it has more states than `largest`.
         """
         start, end = whole
-        edges = sorted({cut for moves in self.moves for low, high, _ in moves for cut in (low, high + 1)} | {0, 256})
+        lines = any(at == "line" for at, _ in self.anchors.values())
+        edges = sorted({cut for moves in self.moves for low, high, _ in moves for cut in (low, high + 1)} | {0, 256}
+                       | ({LINE_FEED, LINE_FEED + 1} if lines else set()))
         classes = np.repeat(np.arange(len(edges) - 1), np.diff(edges))          # bytes that nothing tells apart
         number, steps = classes.tolist(), 0
 
@@ -197,37 +220,54 @@ class Builder:
             return [(c, target) for low, high, target in self.moves[state]
                     for c in range(number[low], number[high] + 1)]
 
+        def after(group: Iterable[int]) -> dict[int, set[int]]:
+            """Where a byte of each class leads."""
+            nonlocal steps
+            targets: dict[int, set[int]] = {}
+            for state in group:
+                for c, target in moves_of(state):
+                    targets.setdefault(c, set()).add(target)
+                    steps += 1
+            return targets
+
         @functools.cache
-        def closure(group: frozenset[int]) -> frozenset[int]:
-            """Where the states of a group lead without a byte. Only states that read a byte, or end the text, tell such
-            sets apart."""
+        def closure(group: frozenset[int], *places: Anchor) -> frozenset[int]:
+            """Where the states of a group lead without a byte. Only states that read a byte, end the text or depend on
+            the place tell such sets apart."""
             nonlocal steps
             seen, todo = set(group), list(group)
             while todo:
-                for target in self.free[todo.pop()]:
+                state = todo.pop()
+                at, behind = self.anchors.get(state, (None, 0))
+                for target in (*self.free[state], *([behind] if at in places else [])):
                     if target not in seen:
                         seen.add(target)
                         todo.append(target)
             steps += len(seen)
-            return frozenset(s for s in seen if self.moves[s] or s == end)
+            return frozenset(s for s in seen if self.moves[s] or s == end or s in self.anchors)
 
-        first = closure(frozenset([start]))
+        # a state has where it leads, whether the text may end there, and whether nothing has been read
+        group = frozenset([start])
+        first = closure(group, "front"), end in closure(group, "front", "end", "line"), True
         names, rows, final, todo = {first: 0}, [], [], [first]
-        for here in todo:           # it grows while it is read
-            final.append(end in here)
-            targets: dict[int, set[int]] = {}
-            for state in here:
-                for c, target in moves_of(state):
-                    targets.setdefault(c, set()).add(target)
-            row = [DEAD] * (len(edges) - 1)
-            for c, group in targets.items():
-                there = closure(frozenset(group))
+        for here, ends, in_front in todo:           # it grows while it is read
+            final.append(ends)
+            targets, row = after(here), [DEAD] * (len(edges) - 1)
+            last: dict[int, set[int]] = {}
+            if lines:           # a line feed that ends the text has been seen before it is read
+                last = after(closure(here, "line", *(("front",) if in_front else ())))
+                targets.setdefault(number[LINE_FEED], set())
+            for c, onwards in targets.items():
+                group = frozenset(onwards)
+                by = frozenset(last.get(c, ())) if lines and c == number[LINE_FEED] else group
+                there = closure(group), end in closure(by, *(("end", "line") if self.anchors else ())), False
+                if not there[0] and not there[1]:
+                    continue
                 if there not in names:
                     names[there] = len(names)
                     todo.append(there)
                 row[c] = names[there]
             rows.append(row)
-            steps += len(here) + sum(map(len, targets.values()))
             if len(names) > 4 * largest or steps > STEPS:
                 raise TooLarge(f"more than {largest} states" if steps <= STEPS else
                                f"more than {STEPS} steps to find its states")

@@ -132,19 +132,28 @@ def _key(name: str, x: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def language(key: Key) -> Dfa:
-    """The texts that a constraint allows."""
+    """The texts that a constraint allows.
+
+    Raises:
+        ValueError: there is none, or its automaton is too large; by the name of the argument.
+    """
     name, value = key
     if name == "regex":
         return regex(value)
     if name == "grammar":
         return ebnf(value)
-    if name == "tools":
-        return tools(json.loads(value[0]), *value[1:])
-    if name == "phrases":
-        return phrases(anything() if value[0] is None else language(value[0]), *value[1:])
-    if name == "after":
-        return after(value[1], language(value[0]))
-    return json_schema(value) if name == "json_schema" else literals(text.encode() for text in value)
+    if name == "json_schema":
+        return json_schema(value)
+    inner = language(value[0]) if name in ("phrases", "after") and value[0] is not None else anything()
+    try:
+        if name == "tools":
+            return tools(json.loads(value[0]), *value[1:])
+        if name == "phrases":
+            return phrases(inner, *value[1:])
+        return after(value[1], inner) if name == "after" else literals(text.encode() for text in value)
+    except TooLarge as error:
+        title = {"phrases": "required_phrases, banned_phrases", "after": "constraint_after"}.get(name, name)
+        raise TooLarge(f"{title}: {error}") from None
 
 
 @functools.lru_cache(maxsize=256)

@@ -158,7 +158,7 @@ def _language(body: Mapping[str, Any]) -> dict[str, Any]:
     inner = form.get("json_schema") if isinstance(form, Mapping) and form.get("type") == "json_schema" else None
     if not isinstance(inner, Mapping) or "schema" not in inner:
         raise LineError(f"response_format: got {form!r:.80}, takes {{'type': 'json_schema', 'json_schema': {{'schema': "
-                        "...}}}} or {'type': 'text'}")
+                        "...}} or {'type': 'text'}")
     return {"json_schema": inner["schema"]}
 
 
