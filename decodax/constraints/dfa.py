@@ -107,8 +107,8 @@ class Builder:
     def room(self, copies: int, before: int) -> None:
         """Raises TooLarge where so many copies of what has been built since there were `before` states are too many."""
         if before + (len(self.free) - before) * copies > self.largest:
-            raise TooLarge(f"a repetition of {copies if copies < 10 ** 12 else f'{str(copies):.12}...'} times makes more than "
-                           f"{self.largest} states")
+            times = str(copies) if copies < 10 ** 12 else f"{copies!s:.12}..."
+            raise TooLarge(f"a repetition of {times} times makes more than {self.largest} states")
 
     def join(self, source: int, target: int) -> None:
         self.free[source].append(target)
