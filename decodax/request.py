@@ -18,6 +18,7 @@ import numpy as np
 
 from decodax.constraints import front as constraints
 from decodax.constraints.canvas import OnCanvas
+from decodax.constraints.transform import Closing, Constrained
 from decodax.core.stops import stop_strings
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
@@ -161,6 +162,11 @@ class Request:
             _room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads behind it")
 
         least = said.or_given("min_new_tokens", min_new_tokens, lambda name, x: whole_rows(name, x, count), [0] * count)
+        for i, (few, most) in enumerate(zip(least, budget.tolist(), strict=True)):
+            if 0 < most < few:
+                warnings.warn(f"min_new_tokens: got {few} for prompt {i}, which has room for {most} new tokens; so no "
+                              "end of sequence and no stop string counts", stacklevel=outside())
+                break
         if seed is None:
             raise wrong("seed", seed, "a whole number from 0 to 2**64 - 1, or one for each prompt")
         seeds = whole_rows("seed", seed, count, high=2 ** 64 - 1)
@@ -178,13 +184,15 @@ class Request:
         policy = _policy(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said,
                          isinstance(search, BeamSearch))
         if (asked := constraints.read(held, count)) is not None:
-            policy = _constrained(asked, lm, method, policy, lengths + budget, budget, samples, behind is not None)
+            policy = _constrained(asked, lm, method, policy, lengths + budget, budget, least, samples,
+                                  behind is not None)
         words = np.array([divmod(s, 1 << 32) for s in seeds], np.uint32)
         if even:
             policy = _even(method, policy, evenly(words, np.array(addresses, np.uint32), samples))
         if strings:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
+        policy = _closing(policy)
         return cls(lm=lm, algorithm=method, prompts=ids, context=settle, prefixes=prefixes, behind=behind,
                    max_new=budget.astype(np.int32),
                    min_new=np.array(least, np.int32), seeds=words,
@@ -417,7 +425,7 @@ def _even(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy:
 
 
 def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, ends: np.ndarray, budget: np.ndarray,
-                 samples: int, given: bool) -> Policy:
+                 least: Sequence[int], samples: int, given: bool) -> Policy:
     """The policy with constraints in front of its temperature. `given`: the canvas is part of the text already."""
     if given:
         budget = np.full_like(budget, MOST)
@@ -436,10 +444,19 @@ def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, en
         if all(x is None for x in asked):
             return policy.replace(transforms=tuple(chain))
     link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, eos, np.repeat(ends, samples), budget,
-                                        samples, _masks(lm) if method.canvas else ())
+                                        samples, _masks(lm) if method.canvas else (), () if given else least)
     link = link.replace(place=len(policy.tables))
     chain.insert(at, OnCanvas(link.start, link.end, link.place, whole=given) if method.canvas else link)
     return policy.replace(transforms=tuple(chain), tables=(*policy.tables, table))
+
+
+def _closing(policy: Policy) -> Policy:
+    """The policy that ends rows whose text is complete, where they are held to a language and have no end of
+    sequence."""
+    link = next((t for t in policy.transforms if type(t) is Constrained), None)
+    if link is None or (np.asarray(policy.eos) >= 0).any():
+        return policy
+    return policy.replace(stops=Closing.of(policy.stops, policy.tables[link.place]))
 
 
 def _masks(lm: LM) -> tuple[int, ...]:

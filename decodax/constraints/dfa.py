@@ -316,7 +316,7 @@ def _product(a: Dfa, b: Dfa, final: Callable[[np.ndarray, np.ndarray], np.ndarra
     return Dfa.of(np.concatenate(rows).astype(np.int32), final(a.final[ordered // len(b)], b.final[ordered % len(b)]))
 
 
-def _neighbours(tail: np.ndarray, head: np.ndarray, count: int) -> list[list[int]]:
+def neighbours(tail: np.ndarray, head: np.ndarray, count: int) -> list[list[int]]:
     """For each of `count` states the heads of the pairs whose tail it is, each once."""
     tail, head = np.divmod(np.unique(tail.astype(np.int64) * count + head), count)
     bounds, heads = np.searchsorted(tail, np.arange(count + 1)).tolist(), head.tolist()
@@ -330,7 +330,7 @@ def levels(start: Iterable[int], tail: np.ndarray, head: np.ndarray, count: int)
     >>> levels([0], np.array([0, 1, 0]), np.array([1, 2, 2]), 4).tolist()
     [0, 1, 1, -1]
     """
-    onwards, todo = _neighbours(tail, head, count), list(start)
+    onwards, todo = neighbours(tail, head, count), list(start)
     far = [-1] * count
     for state in todo:
         far[state] = 0
@@ -364,7 +364,7 @@ def _blocks(moves: np.ndarray, final: np.ndarray) -> np.ndarray:
     """
     count, letters = moves.shape
     source, letter = np.nonzero(moves >= 0)
-    before = _neighbours(moves[source, letter], source, count)
+    before = neighbours(moves[source, letter], source, count)
     rng = np.random.default_rng(0)
     codes, weights = (rng.integers(1 << 64, size=n, dtype=np.uint64) for n in (count + 2, letters))
     block: np.ndarray = np.zeros(count + 1, np.int64)           # the last one is where no move leads

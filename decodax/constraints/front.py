@@ -212,15 +212,18 @@ def _table(keys: tuple[Key, ...], vocabulary: _Bytes, eos: tuple[int, ...],
 
 
 def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.ndarray, ends: np.ndarray,
-              budgets: np.ndarray, samples: int, banned: tuple[int, ...] = ()) -> tuple[Constrained, TokenTable]:
+              budgets: np.ndarray, samples: int, banned: tuple[int, ...] = (), fewest: Sequence[int] = ()
+              ) -> tuple[Constrained, TokenTable]:
     """The transform of all rows, `samples` of each prompt side by side, and the table that they share.
 
     Args:
         eos: `i32[B, E]`, -1 for none. ends: `i64[B]`, the index behind the last token that a row may have. budgets:
-            `i64[P]`, new tokens of each prompt. banned: tokens that no row may have.
+            `i64[P]`, new tokens of each prompt. banned: tokens that no row may have. fewest: new tokens that each
+            prompt must have before an end counts; default none.
 
     Raises:
-        ValueError: there is no tokenizer, rows end in different ways, or a prompt's budget is too small for any text.
+        ValueError: there is no tokenizer, rows end in different ways, or a prompt's budget is too small for any text,
+            or no text is as long as it must be.
     """
     name = next(x[0] for x in asked if x is not None)
     if tokenizer is None:
@@ -237,6 +240,12 @@ def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.
             texts = "no text that it allows can be written with this vocabulary" if least >= len(found.distance) + 1 \
                 else f"the shortest text that it allows takes {least} tokens, with the end of the sequence"
             raise ValueError(f"{asked[i][0]}: prompt {i} has room for {budgets[i]} new tokens; {texts}")  # type: ignore[index]
+    longest = functools.cache(found.longest)
+    for i, (start, least) in enumerate(zip(starts.tolist(), fewest, strict=False)):
+        if start >= 0 and least and budgets[i] and (most := longest(start)) is not None and most < least:
+            name = asked[i][0]      # type: ignore[index]
+            raise ValueError(f"min_new_tokens: got {least} for prompt {i}, and the longest text that {name} allows "
+                             f"takes {most} tokens, without the end of the sequence")
     start, end = np.repeat(starts, samples), ends.astype(np.int32)
     return Constrained(start=start, end=end), table    # type: ignore[arg-type]
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from decodax.constraints.dfa import DEAD, Dfa, levels
+from decodax.constraints.dfa import DEAD, Dfa, levels, neighbours
 
 FAR = np.iinfo(np.int32).max // 2
 """A distance that nothing reaches."""
@@ -113,6 +114,34 @@ class TokenDfa:
         return cls(classes.reshape(-1).astype(np.int32), table, np.where(far < 0, FAR, far).astype(np.int32),
                    sizes[:-1].astype(np.int32),
                    np.append(_forced(following, final, trie, barred), DEAD).astype(np.int32))
+
+
+    def longest(self, start: int) -> int | None:
+        """The most tokens of a text from a state, without the end of the sequence; None: there is no bound."""
+        last = len(self.next) - 1
+        source, column = np.nonzero(self.next >= 0)
+        target = self.next[source, column]
+        inner = target != last
+        onwards = neighbours(source[inner], target[inner], last)
+        reached = np.flatnonzero(levels([start], source[inner], target[inner], last) >= 0).tolist()
+        ends = set(source[~inner].tolist()) or set(np.flatnonzero(self.distance[:-1] == 0).tolist())
+        waits = dict.fromkeys(reached, 0)
+        for state in reached:
+            for there in onwards[state]:
+                waits[there] += 1
+        order = [start] if not waits[start] else []
+        for state in order:         # it grows while it is read
+            for there in onwards[state]:
+                waits[there] -= 1
+                if not waits[there]:
+                    order.append(there)
+        if len(order) < len(reached):       # a state leads back to itself
+            return None
+        most: dict[int, float] = {}
+        for state in reversed(order):
+            further = max((most[there] + 1 for there in onwards[state]), default=-math.inf)
+            most[state] = max(further, 0) if state in ends else further
+        return max(int(most[start]), 0) if most[start] > -math.inf else 0
 
 
 NOTHING = 0

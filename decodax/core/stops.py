@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import AnyStr
+from typing import Any, AnyStr
 
 import jax
 import jax.numpy as jnp
@@ -112,9 +112,9 @@ class StopTable(Struct):
         """`i32[B]`: nothing matched yet, behind a text that has begun."""
         return jnp.zeros(batch, jnp.int32)
 
-    def begin(self, tokens: Array, length: Array) -> Array:
+    def begin(self, tokens: Array, length: Array, policy: Any = None) -> Array:
         """`i32[B]`: nothing matched yet, behind the first `length` (`i32[B]`) of `tokens` (`i32[B, T]`), which may have
-        begun a text."""
+        begun a text. `policy` is that of the rows, of which strings need nothing."""
         after = self.advance(jnp.broadcast_to(self.fresh, tokens.shape), jnp.maximum(tokens, 0))[0]
         begun = (after < self.fresh) & (jnp.arange(tokens.shape[1]) < length[:, None])
         return jnp.where(begun.any(1), 0, self.fresh)
@@ -130,8 +130,9 @@ class StopTable(Struct):
         places = jnp.arange(tokens.shape[1])
         return jax.lax.scan(visit, self.begin(tokens, prompt_length), (tokens.T, places))[0]
 
-    def advance(self, state: Array, token: Array) -> tuple[Array, Array]:
-        """The states after `token` (`i32[...]`) and whether it completed a stop string: `i32[...]`, `bool[...]`.
+    def advance(self, state: Array, token: Array, left: Array | int = 0) -> tuple[Array, Array]:
+        """The states after `token` (`i32[...]`) and whether it completed a stop string: `i32[...]`, `bool[...]`. `left`
+        is how many more tokens the row may have, of which strings need nothing.
 
         >>> table = StopTable.build([b"a", b"b", b"cab"], ["ab"])
         >>> state, hit = table.advance(table.start(2), jnp.array([0, 2]))

@@ -17,7 +17,7 @@ import numpy as np
 from decodax.core import drivers
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
-from decodax.core.stops import stop_strings
+from decodax.core.stops import StopTable, stop_strings
 from decodax.job import Job, collect, host_rows
 from decodax.request import Request
 from decodax.result import Result
@@ -276,7 +276,7 @@ class Forks:
     def _restart(self, rows: np.ndarray, front: np.ndarray) -> None:
         """Has the automaton of stop strings read the tokens of `rows` (`bool[B]`) again that stand behind `front`."""
         s, stops = self.job.state, self.job.policy.stops
-        if stops is not None:
+        if isinstance(stops, StopTable):        # where a constraint ends rows as well, none is fed or rewound
             stop = np.where(rows, np.asarray(stops.resume(s.tokens, jnp.asarray(front), s.length)), np.asarray(s.stop))
             self.job.state = s.replace(stop=jax.device_put(stop.astype(np.int32), s.stop.sharding))
 
