@@ -58,14 +58,16 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         seed: addresses every draw, together with the request's id and the token's position; from 0 to 2**64 - 1, and
             all 64 bits count.
         num_samples: continuations of each prompt; the prompt is prefilled once.
-        stop: strings that end a row, found also across token borders; the text returned ends before them, or with
-            `include_stop` behind them. The tokens hold them in any case.
+        stop: strings that end a row, found also across token borders. They are sought in the text as it is returned;
+            one that contains the text of a special token, such as "<|im_end|>", in the text with special tokens, even
+            where these are left out. The text returned ends before the string, or with `include_stop` after it. The
+            tokens hold it in any case.
         logprobs: record log-probabilities of the chosen tokens and of this many most likely ones.
         request_ids: what a row's randomness is addressed by, from 0 to 2**32 - 1; default its place in `prompts`.
         guidance_scale: classifier-free guidance of this scale against `negative_prompts` (one for all or one for each;
             default: the last prompt token alone, as transformers does); masked diffusion guides against a prompt of
             masks, and LLaDA's `cfg_scale` is this less 1. 1 is no guidance.
-        skip_special_tokens: leaves special tokens out of texts; stop strings look at the text as it is returned.
+        skip_special_tokens: leaves special tokens out of texts.
         max_time: seconds after which rows that have not ended do so with `Status.TIME` and what they have, counted from
             the beginning of the call. It is looked at between bursts of rounds, and between the steps in which
             constraints are built. What runs then is finished first: a burst, the reading of the prompts, or a

@@ -52,7 +52,8 @@ def with_cache(lm: LM, cache: Any) -> LM:
 @functools.lru_cache(maxsize=8)        # 0.1 s for a large vocabulary, and a stream of requests has few
 def stop_table(tokenizer: Tokenizer, skip_special_tokens: bool, strings: tuple[str, ...], size: int) -> StopTable:
     """The automaton of stop strings over a vocabulary of `size`."""
-    return StopTable.build(tokenizer.token_bytes(skip_special_tokens), strings, size)
+    pieces = tokenizer.pieces(skip_special_tokens)
+    return StopTable.build(pieces.rest, strings, size, first=pieces.first, hidden=pieces.skipped)
 
 
 def chosen(lm: LM, given: Any, rows: int) -> Algorithm:

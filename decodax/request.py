@@ -20,6 +20,7 @@ import numpy as np
 
 from decodax.constraints import front as constraints
 from decodax.constraints.canvas import OnCanvas
+from decodax.constraints.transform import Closing, Constrained
 from decodax.core.stops import stop_strings
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
@@ -166,6 +167,11 @@ class Request:
             _room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads behind it")
 
         least = said.or_given("min_new_tokens", min_new_tokens, lambda name, x: whole_rows(name, x, count), [0] * count)
+        for i, (few, most) in enumerate(zip(least, budget.tolist(), strict=True)):
+            if 0 < most < few:
+                warnings.warn(f"min_new_tokens: got {few} for prompt {i}, which has room for {most} new tokens; so no "
+                              "end of sequence and no stop string counts", stacklevel=outside())
+                break
         if seed is None:
             raise wrong("seed", seed, "a whole number from 0 to 2**64 - 1, or one for each prompt")
         seeds = whole_rows("seed", seed, count, high=2 ** 64 - 1)
@@ -185,8 +191,8 @@ class Request:
         late: TimeoutError | None = None
         if (asked := constraints.read(held, count)) is not None:
             try:
-                policy = _constrained(asked, lm, method, policy, lengths + budget, budget, samples, behind is not None,
-                                      math.inf if seconds is None else begun + seconds)
+                policy = _constrained(asked, lm, method, policy, lengths + budget, budget, least, samples,
+                                      behind is not None, math.inf if seconds is None else begun + seconds)
             except TimeoutError as error:
                 late = error
         words = np.array([divmod(s, 1 << 32) for s in seeds], np.uint32)
@@ -195,6 +201,7 @@ class Request:
         if strings:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
+        policy = _closing(policy)
         found = cls(lm=lm, algorithm=method, prompts=ids, context=settle, prefixes=prefixes, behind=behind,
                     max_new=budget.astype(np.int32),
                     min_new=np.array(least, np.int32), seeds=words,
@@ -442,11 +449,12 @@ def _even(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy:
 
 
 def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, ends: np.ndarray, budget: np.ndarray,
-                 samples: int, given: bool, until: float) -> Policy:
+                 least: Sequence[int], samples: int, given: bool, until: float) -> Policy:
     """The policy with constraints in front of its temperature.
 
     Args:
-        given: whether the canvas is part of the text already. until: when the time is out, by `time.monotonic`.
+        least: new tokens that each prompt must have before an end counts. given: whether the canvas is part of the
+            text already. until: when the time is out, by `time.monotonic`.
     """
     if given:
         budget = np.full_like(budget, MOST)
@@ -466,10 +474,19 @@ def _constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, en
         if all(x is None for x in asked):
             return policy.replace(transforms=tuple(chain))
     link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, eos, np.repeat(ends, samples), budget,
-                                        samples, _masks(lm) if method.canvas else (), until)
+                                        samples, _masks(lm) if method.canvas else (), () if given else least, until)
     link = link.replace(place=len(policy.tables))
     chain.insert(at, OnCanvas(link.start, link.end, link.place, whole=given) if method.canvas else link)
     return policy.replace(transforms=tuple(chain), tables=(*policy.tables, table))
+
+
+def _closing(policy: Policy) -> Policy:
+    """The policy that ends rows whose text is complete, where they are held to a language and have no end of
+    sequence."""
+    link = next((t for t in policy.transforms if type(t) is Constrained), None)
+    if link is None or (np.asarray(policy.eos) >= 0).any():
+        return policy
+    return policy.replace(stops=Closing.of(policy.stops, policy.tables[link.place]))
 
 
 def _masks(lm: LM) -> tuple[int, ...]:

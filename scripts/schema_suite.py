@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from decodax.constraints import Unsupported, json_schema
-from decodax.constraints.schema import ANNOTATIONS, BY_TYPE
+from decodax.constraints.keywords import BY_TYPE, HONOURED, OTHERS
 
 
 @dataclasses.dataclass
@@ -77,7 +77,7 @@ KINDS: dict[str, tuple[type, ...]] = {"string": (str,), "number": (int, float), 
 def with_type(case: Any) -> Any:
     """A case whose schema says which type its keywords are of, and whose valid instances are of that type."""
     schema = case["schema"]
-    said = schema.keys() - ANNOTATIONS if isinstance(schema, dict) else set()
+    said = schema.keys() & {*HONOURED, *OTHERS} if isinstance(schema, dict) else set()
     kinds = [kind for kind in KINDS if said and said <= BY_TYPE[kind]]
     if len(kinds) != 1:
         return case

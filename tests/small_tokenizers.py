@@ -46,6 +46,16 @@ def sentencepiece(leading: bool = True) -> Tokenizer:
     return tok
 
 
+def letters(special: str = "<|end|>") -> Tokenizer:
+    """As `sentencepiece`, of letters with and without a space before them: `<s>`, `</s>` and `special` come first."""
+    names = ["<s>", "</s>", special, *[f"▁{c}" for c in "abcdefgh"], *"abcdefgh", "▁"]
+    tok = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[("▁", c) for c in "abcdefgh"]))
+    tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tok.add_special_tokens(["<s>", "</s>", special])
+    return tok
+
+
 def unigram() -> Tokenizer:
     """T5, ALBERT."""
     tok = Tokenizer(models.Unigram())

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -16,9 +17,15 @@ DEAD = -1
 LARGEST = 20_000
 """States that an automaton may have."""
 
+STEPS = 5_000_000
+"""Steps through a nondeterministic automaton that making it deterministic may take: about a second."""
+
+
+LINE_FEED = 10
+
 
 class TooLarge(ValueError):
-    """An automaton has more than `LARGEST` states."""
+    """An automaton has more than `LARGEST` states, or it takes too long to find them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,14 +57,8 @@ class Dfa:
 
     def distance(self) -> np.ndarray:
         """`i64[S]`: the fewest bytes from each state to a final one."""
-        far = np.where(self.final, 0, np.iinfo(np.int32).max).astype(np.int64)
-        for _ in range(len(self)):
-            step = np.where(self.next >= 0, far[self.next], np.iinfo(np.int32).max).min(1) + 1
-            new = np.minimum(far, step)
-            if (new == far).all():
-                break
-            far = new
-        return far
+        source, byte = np.nonzero(self.next >= 0)
+        return levels(np.flatnonzero(self.final).tolist(), self.next[source, byte], source, len(self))
 
     def __and__(self, other: Dfa) -> Dfa:
         """What both accept."""
@@ -70,9 +71,21 @@ class Dfa:
         return _product(self, whole, lambda a, b: a & ~b)
 
     @classmethod
-    def of(cls, following: np.ndarray, final: np.ndarray) -> Dfa:
-        """The smallest automaton of the language of one whose state 0 is the first."""
-        return _minimal(*_useful(following, final))
+    def of(cls, following: np.ndarray, final: np.ndarray, letters: np.ndarray | None = None) -> Dfa:
+        """The smallest automaton of the language of one whose state 0 is the first.
+
+        Args:
+            following: `i32[S, K]`. letters: `i64[256]`, the column of each byte; default: each has its own.
+        """
+        if letters is None:
+            _, some, letters = np.unique(following, axis=1, return_index=True, return_inverse=True)
+            following, letters = following[:, some], letters.reshape(-1)
+        moves, final = _minimal(*_useful(following, final))
+        return cls(moves[:, letters], final)
+
+
+Anchor = Literal["front", "end", "line"]
+"""Where in the whole text: in front of it, at its end, and there or in front of a line feed that ends it."""
 
 
 class Builder:
@@ -82,6 +95,7 @@ class Builder:
         self.largest = largest
         self.free: list[list[int]] = []                                 # moves without a byte
         self.moves: list[list[tuple[int, int, int]]] = []               # from byte, to byte, target
+        self.anchors: dict[int, tuple[Anchor, int]] = {}                # moves without a byte at some places alone
 
     def state(self) -> int:
         if len(self.free) >= self.largest:
@@ -90,13 +104,24 @@ class Builder:
         self.moves.append([])
         return len(self.free) - 1
 
+    def room(self, copies: int, before: int) -> None:
+        """Raises TooLarge where so many copies of what has been built since there were `before` states are too many."""
+        if before + (len(self.free) - before) * copies > self.largest:
+            times = str(copies) if copies < 10 ** 12 else f"{copies!s:.12}..."
+            raise TooLarge(f"a repetition of {times} times makes more than {self.largest} states")
+
     def join(self, source: int, target: int) -> None:
         self.free[source].append(target)
 
     def nothing(self) -> tuple[int, int]:
         """The empty text."""
+        here = self.state()
+        return here, here
+
+    def anchor(self, at: Anchor) -> tuple[int, int]:
+        """The empty text, at a place of the whole text that `build` makes of the parts."""
         a, b = self.state(), self.state()
-        self.join(a, b)
+        self.anchors[a] = at, b
         return a, b
 
     def bytes(self, text: bytes) -> tuple[int, int]:
@@ -140,7 +165,9 @@ class Builder:
         return a, b
 
     def maybe(self, part: tuple[int, int]) -> tuple[int, int]:
-        return self.any_of(part, self.nothing())
+        a, b = self.any_of(part)
+        self.join(a, b)
+        return a, b
 
     def star(self, part: tuple[int, int]) -> tuple[int, int]:
         a, b = self.state(), self.state()
@@ -150,18 +177,27 @@ class Builder:
         return a, b
 
     def repeat(self, make: Callable[[], tuple[int, int]], least: int, most: int | None) -> tuple[int, int]:
-        parts = [make() for _ in range(least)]
-        if most is None:
-            return self.seq(*parts, self.star(make()))
-        end = self.state()
-        a = self.state()
-        here = a
-        for i in range(most):
-            part = parts[i] if i < least else make()
+        """A part from `least` to `most` times in a row (None: without end); `make` puts another copy of it there.
+
+        Raises:
+            ValueError: `most` is below `least`. TooLarge: there would be too many states.
+        """
+        if most is not None and most < least:
+            raise ValueError(f"a repetition of at least {least} and at most {most} times")
+        a, end, copies = self.state(), self.state(), least if most is None else most
+        here, used = a, len(self.free)
+        for i in range(copies):
             if i >= least:
                 self.join(here, end)
+            part = make()
             self.join(here, part[0])
             here = part[1]
+            self.room(copies - i, used)
+            used = len(self.free)
+        if most is None:
+            again = self.star(make())
+            self.join(here, again[0])
+            here = again[1]
         self.join(here, end)
         return a, end
 
@@ -172,47 +208,70 @@ class Builder:
             TooLarge: it has more states than `largest`.
         """
         start, end = whole
-        edges = sorted({cut for moves in self.moves for low, high, _ in moves for cut in (low, high + 1)} | {0, 256})
+        lines = any(at == "line" for at, _ in self.anchors.values())
+        edges = sorted({cut for moves in self.moves for low, high, _ in moves for cut in (low, high + 1)} | {0, 256}
+                       | ({LINE_FEED, LINE_FEED + 1} if lines else set()))
         classes = np.repeat(np.arange(len(edges) - 1), np.diff(edges))          # bytes that nothing tells apart
-        closed: dict[int, frozenset[int]] = {}
+        number, steps = classes.tolist(), 0
 
-        def closure(state: int) -> frozenset[int]:
-            if state not in closed:
-                seen, todo = {state}, [state]
-                while todo:
-                    for target in self.free[todo.pop()]:
-                        if target not in seen:
-                            seen.add(target)
-                            todo.append(target)
-                # only states that read a byte, or end the text, tell sets apart
-                closed[state] = frozenset(s for s in seen if self.moves[s] or s == end)
-            return closed[state]
+        @functools.cache
+        def moves_of(state: int) -> list[tuple[int, int]]:
+            """Classes and targets."""
+            return [(c, target) for low, high, target in self.moves[state]
+                    for c in range(number[low], number[high] + 1)]
 
-        first = closure(start)
+        def after(group: Iterable[int]) -> dict[int, set[int]]:
+            """Where a byte of each class leads."""
+            nonlocal steps
+            targets: dict[int, set[int]] = {}
+            for state in group:
+                for c, target in moves_of(state):
+                    targets.setdefault(c, set()).add(target)
+                    steps += 1
+            return targets
+
+        @functools.cache
+        def closure(group: frozenset[int], *places: Anchor) -> frozenset[int]:
+            """Where the states of a group lead without a byte. Only states that read a byte, end the text or depend on
+            the place tell such sets apart."""
+            nonlocal steps
+            seen, todo = set(group), list(group)
+            while todo:
+                state = todo.pop()
+                at, behind = self.anchors.get(state, (None, 0))
+                for target in (*self.free[state], *([behind] if at in places else [])):
+                    if target not in seen:
+                        seen.add(target)
+                        todo.append(target)
+            steps += len(seen)
+            return frozenset(s for s in seen if self.moves[s] or s == end or s in self.anchors)
+
+        # a state has where it leads, whether the text may end there, and whether nothing has been read
+        group = frozenset([start])
+        first = closure(group, "front"), end in closure(group, "front", "end", "line"), True
         names, rows, final, todo = {first: 0}, [], [], [first]
-        while todo:
-            batch, todo = todo, []
-            for here in batch:
-                final.append(end in here)
-                targets: dict[int, set[int]] = {}
-                for state in here:
-                    for low, high, target in self.moves[state]:
-                        for c in range(int(classes[low]), int(classes[high]) + 1):
-                            targets.setdefault(c, set()).add(target)
-                row, known = [DEAD] * (len(edges) - 1), {}
-                for c, group in targets.items():
-                    key = frozenset(group)
-                    if key not in known:
-                        there = frozenset().union(*map(closure, group))
-                        if there not in names:
-                            if len(names) > 4 * largest:
-                                raise TooLarge(f"more than {largest} states")
-                            names[there] = len(names)
-                            todo.append(there)
-                        known[key] = names[there]
-                    row[c] = known[key]
-                rows.append(row)
-        found = Dfa.of(np.array(rows, np.int32)[:, classes], np.array(final))
+        for here, ends, in_front in todo:           # it grows while it is read
+            final.append(ends)
+            targets, row = after(here), [DEAD] * (len(edges) - 1)
+            last: dict[int, set[int]] = {}
+            if lines:           # a line feed that ends the text has been seen before it is read
+                last = after(closure(here, "line", *(("front",) if in_front else ())))
+                targets.setdefault(number[LINE_FEED], set())
+            for c, onwards in targets.items():
+                group = frozenset(onwards)
+                by = frozenset(last.get(c, ())) if lines and c == number[LINE_FEED] else group
+                there = closure(group), end in closure(by, *(("end", "line") if self.anchors else ())), False
+                if not there[0] and not there[1]:
+                    continue
+                if there not in names:
+                    names[there] = len(names)
+                    todo.append(there)
+                row[c] = names[there]
+            rows.append(row)
+            if len(names) > 4 * largest or steps > STEPS:
+                raise TooLarge(f"more than {largest} states" if steps <= STEPS else
+                               f"more than {STEPS} steps to find its states")
+        found = Dfa.of(np.array(rows, np.int32), np.array(final), classes)
         if len(found) > largest:
             raise TooLarge(f"{len(found)} states, more than {largest}")
         return found
@@ -257,49 +316,93 @@ def _product(a: Dfa, b: Dfa, final: Callable[[np.ndarray, np.ndarray], np.ndarra
     return Dfa.of(np.concatenate(rows).astype(np.int32), final(a.final[ordered // len(b)], b.final[ordered % len(b)]))
 
 
-def _useful(following: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def neighbours(tail: np.ndarray, head: np.ndarray, count: int) -> list[list[int]]:
+    """For each of `count` states the heads of the pairs whose tail it is, each once."""
+    tail, head = np.divmod(np.unique(tail.astype(np.int64) * count + head), count)
+    bounds, heads = np.searchsorted(tail, np.arange(count + 1)).tolist(), head.tolist()
+    return [heads[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def levels(start: Iterable[int], tail: np.ndarray, head: np.ndarray, count: int) -> np.ndarray:
+    """`i64[count]`: the fewest steps from a state of `start` to each one along the pairs (tail, head); -1: none lead
+    there.
+
+    >>> levels([0], np.array([0, 1, 0]), np.array([1, 2, 2]), 4).tolist()
+    [0, 1, 1, -1]
+    """
+    onwards, todo = neighbours(tail, head, count), list(start)
+    far = [-1] * count
+    for state in todo:
+        far[state] = 0
+    for state in todo:          # it grows while it is read
+        for there in onwards[state]:
+            if far[there] < 0:
+                far[there] = far[state] + 1
+                todo.append(there)
+    return np.array(far)
+
+
+def _useful(moves: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Without states that cannot be reached or from which nothing can be accepted; state 0 stays."""
     count = len(final)
-    source, byte = np.nonzero(following >= 0)
-    pairs = np.unique(source.astype(np.int64) * count + following[source, byte])
-    tail, head = np.divmod(pairs, count)
-
-    def spread(seen: np.ndarray, tail: np.ndarray, head: np.ndarray) -> np.ndarray:
-        while True:
-            new = seen.copy()
-            new[head[seen[tail]]] = True
-            if (new == seen).all():
-                return seen
-            seen = new
-
-    reached = spread(np.arange(count) == 0, tail, head)
-    alive = spread(final.copy(), head, tail)
-    keep = reached & alive
+    source, letter = np.nonzero(moves >= 0)
+    target = moves[source, letter]
+    keep = (levels([0], source, target, count) >= 0) & (
+        levels(np.flatnonzero(final).tolist(), target, source, count) >= 0)
     keep[0] = True
     names = np.full(count + 1, DEAD, np.int32)
     names[:-1][keep] = np.arange(keep.sum())
-    return names[following[keep]], final[keep]
+    return names[moves[keep]], final[keep]
 
 
-def _minimal(following: np.ndarray, final: np.ndarray) -> Dfa:
-    """States that accept the same are one (Moore, 1956)."""
-    _, columns = np.unique(following, axis=1, return_inverse=True)      # bytes that nothing tells apart
-    columns = columns.reshape(-1)
-    some = np.unique(columns, return_index=True)[1]
-    moves = following[:, some]
-    block = final.astype(np.int64)
-    count = len(np.unique(block))
-    while True:
-        seen = np.where(moves >= 0, block[moves], -1)
-        _, block = np.unique(np.column_stack([block, seen]), axis=0, return_inverse=True)
-        block = block.reshape(-1)
-        if (now := int(block.max()) + 1) == count:
-            break
-        count = now
-    first = np.full(count, -1)
-    first[block[::-1]] = np.arange(len(block))[::-1]                    # a state of each block
-    order = np.argsort(np.where(np.arange(count) == block[0], -1, first))
-    names = np.empty(count + 1, np.int32)
-    names[order], names[-1] = np.arange(count), DEAD
-    chosen = following[first[order]]
-    return Dfa(np.where(chosen >= 0, names[block[chosen]], DEAD).astype(np.int32), final[first[order]])
+def _blocks(moves: np.ndarray, final: np.ndarray) -> np.ndarray:
+    """`i64[S]`: equal for states that accept the same texts, and for no others.
+
+    A partition is refined as J. Hopcroft (1971) does: only states that lead into a part of a block that has split off
+    are looked at again, and the largest part of a block keeps its name, so that a state is renamed log S times at most.
+    What a state does is compared by a sum of random numbers, one for each pair of letter and block.
+    """
+    count, letters = moves.shape
+    source, letter = np.nonzero(moves >= 0)
+    before = neighbours(moves[source, letter], source, count)
+    rng = np.random.default_rng(0)
+    codes, weights = (rng.integers(1 << 64, size=n, dtype=np.uint64) for n in (count + 2, letters))
+    block: np.ndarray = np.zeros(count + 1, np.int64)           # the last one is where no move leads
+    block[:-1] = 1 + final
+    label, members = codes[block], [{count}, set(), set()]
+    for state, name in enumerate(block[:-1].tolist()):
+        members[name].add(state)
+    touched = list(range(count))
+    while touched:
+        sums = (label[moves[touched]] * (weights | np.uint64(1))).sum(1)
+        found: dict[int, dict[int, set[int]]] = {}
+        for state, name, value in zip(touched, block[touched].tolist(), sums.tolist(), strict=True):
+            found.setdefault(name, {}).setdefault(value, set()).add(state)
+        renamed: list[int] = []
+        for name, parts in found.items():
+            rest = members[name]
+            for part in parts.values():
+                rest.difference_update(part)
+            *smaller, members[name] = sorted([rest, *parts.values()], key=len)
+            for part in filter(None, smaller):
+                renamed += part
+                block[list(part)] = len(members)
+                members.append(part)
+        label[renamed] = codes[block[renamed]]
+        touched = sorted({state for there in renamed for state in before[there]})
+    # equal sums do not prove equal moves; this does
+    some = np.zeros(len(members), np.int64)
+    some[block[:-1]] = np.arange(count)
+    if not (block[moves] == block[moves[some[block[:-1]]]]).all():
+        raise AssertionError("two states that do not accept the same have one sum")
+    return block[:-1]
+
+
+def _minimal(moves: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """States that accept the same are one, in the order of the first of each."""
+    _, first, block = np.unique(_blocks(moves, final), return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    names = np.empty(len(first) + 1, np.int32)
+    names[order], names[-1] = np.arange(len(first)), DEAD
+    chosen = moves[first[order]]
+    return np.where(chosen >= 0, names[block.reshape(-1)[chosen]], DEAD).astype(np.int32), final[first[order]]

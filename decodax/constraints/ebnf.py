@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from decodax.constraints.dfa import Builder, Dfa
-from decodax.constraints.regex import Reader
+from decodax.constraints.dfa import Builder, Dfa, TooLarge
+from decodax.constraints.regex import whole
 
 Part = tuple[int, int]
 
@@ -50,7 +50,8 @@ def ebnf(grammar: str) -> Dfa:
     True
 
     Raises:
-        Recursive: a rule refers to itself. Elsewhere: `%ignore` and the like. ValueError: it is no such grammar.
+        Recursive: a rule refers to itself. Elsewhere: `%ignore` and the like. TooLarge: its automaton is too large.
+        ValueError: it is no such grammar.
     """
     if not isinstance(grammar, str):
         raise TypeError(f"grammar: got {grammar!r}, takes a string")
@@ -58,7 +59,10 @@ def ebnf(grammar: str) -> Dfa:
     if "start" not in rules:
         raise ValueError("grammar: has no rule start")
     b = Builder()
-    found = b.build(_Maker(b, rules).name("start", ()))
+    try:
+        found = b.build(_Maker(b, rules).name("start", ()))
+    except TooLarge as error:
+        raise TooLarge(f"grammar: {error}") from None
     if found.empty:
         raise ValueError("grammar: no text fits it")
     return found
@@ -163,7 +167,7 @@ class _Parser:
                 part = ("repeat", part, 1, None)
             elif self.take("~"):
                 low = self.number()
-                part = ("repeat", part, low, self.number() if self.take("..") else low)
+                part = self.times(part, low, self.number() if self.take("..") else low)
             elif self.take("{"):
                 low = self.number() if self.peek()[0] == "number" else 0
                 high: int | None = low
@@ -171,9 +175,14 @@ class _Parser:
                     high = self.number() if self.peek()[0] == "number" else None
                 if not self.take("}"):
                     raise self.wrong(self.peek()[2], "a brace is not closed")
-                part = ("repeat", part, low, high)
+                part = self.times(part, low, high)
             else:
                 return part
+
+    def times(self, part: Any, low: int, high: int | None) -> Any:
+        if high is not None and high < low:
+            raise self.wrong(self.peek()[2], f"a repetition of at least {low} and at most {high} times")
+        return ("repeat", part, low, high)
 
     def number(self) -> int:
         kind, text, at = self.peek()
@@ -236,9 +245,9 @@ class _Maker:
             case ("name", name, _):
                 return self.name(name, inside)
             case ("regex", pattern, _):
-                return Reader(b, pattern).whole()
+                return b.dfa(whole(pattern))
             case ("range", low, high, _):
-                return Reader(b, f"[{re.escape(low)}-{re.escape(high)}]").whole()
+                return b.dfa(whole(f"[{re.escape(low)}-{re.escape(high)}]"))
             case ("text", text, either, _):
                 if not either:
                     return b.bytes(text.encode())

@@ -134,19 +134,28 @@ def _key(name: str, x: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def language(key: Key) -> Dfa:
-    """The texts that a constraint allows."""
+    """The texts that a constraint allows.
+
+    Raises:
+        ValueError: there is none, or its automaton is too large; by the name of the argument.
+    """
     name, value = key
     if name == "regex":
         return regex(value)
     if name == "grammar":
         return ebnf(value)
-    if name == "tools":
-        return tools(json.loads(value[0]), *value[1:])
-    if name == "phrases":
-        return phrases(anything() if value[0] is None else language(value[0]), *value[1:])
-    if name == "after":
-        return after(value[1], language(value[0]))
-    return json_schema(value) if name == "json_schema" else literals(text.encode() for text in value)
+    if name == "json_schema":
+        return json_schema(value)
+    inner = language(value[0]) if name in ("phrases", "after") and value[0] is not None else anything()
+    try:
+        if name == "tools":
+            return tools(json.loads(value[0]), *value[1:])
+        if name == "phrases":
+            return phrases(inner, *value[1:])
+        return after(value[1], inner) if name == "after" else literals(text.encode() for text in value)
+    except TooLarge as error:
+        title = {"phrases": "required_phrases, banned_phrases", "after": "constraint_after"}.get(name, name)
+        raise TooLarge(f"{title}: {error}") from None
 
 
 @functools.lru_cache(maxsize=256)
@@ -205,17 +214,19 @@ def _table(keys: tuple[Key, ...], vocabulary: _Bytes, eos: tuple[int, ...],
 
 
 def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.ndarray, ends: np.ndarray,
-              budgets: np.ndarray, samples: int, banned: tuple[int, ...] = (),
+              budgets: np.ndarray, samples: int, banned: tuple[int, ...] = (), fewest: Sequence[int] = (),
               until: float = math.inf) -> tuple[Constrained, TokenTable]:
     """The transform of all rows, `samples` of each prompt side by side, and the table that they share.
 
     Args:
         eos: `i32[B, E]`, -1 for none. ends: `i64[B]`, the index behind the last token that a row may have. budgets:
-            `i64[P]`, new tokens of each prompt. banned: tokens that no row may have. until: when the time is out, by
-            `time.monotonic`; looked at between constraints.
+            `i64[P]`, new tokens of each prompt. banned: tokens that no row may have. fewest: new tokens that each
+            prompt must have before an end counts; default none. until: when the time is out, by `time.monotonic`;
+            looked at between constraints.
 
     Raises:
-        ValueError: there is no tokenizer, rows end in different ways, or a prompt's budget is too small for any text.
+        ValueError: there is no tokenizer, rows end in different ways, or a prompt's budget is too small for any text,
+            or no text is as long as it must be.
         TimeoutError: the time was out before all were built.
     """
     name = next(x[0] for x in asked if x is not None)
@@ -237,6 +248,12 @@ def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.
             texts = "no text that it allows can be written with this vocabulary" if least >= len(found.distance) + 1 \
                 else f"the shortest text that it allows takes {least} tokens, with the end of the sequence"
             raise ValueError(f"{asked[i][0]}: prompt {i} has room for {budgets[i]} new tokens; {texts}")  # type: ignore[index]
+    longest = functools.cache(found.longest)
+    for i, (start, least) in enumerate(zip(starts.tolist(), fewest, strict=False)):
+        if start >= 0 and least and budgets[i] and (most := longest(start)) is not None and most < least:
+            name = asked[i][0]      # type: ignore[index]
+            raise ValueError(f"min_new_tokens: got {least} for prompt {i}, and the longest text that {name} allows "
+                             f"takes {most} tokens, without the end of the sequence")
     start, end = np.repeat(starts, samples), ends.astype(np.int32)
     return Constrained(start=start, end=end), table    # type: ignore[arg-type]
 

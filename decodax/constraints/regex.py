@@ -1,17 +1,20 @@
 """Regular expressions as automata over the bytes of UTF-8.
 
 The syntax is that of Python's `re`, read by its own parser; classes such as `\\d` are those of ASCII, as in ECMAScript
-and JSON Schema. What no finite automaton can do, or what looks beyond the text, is refused by name.
+and JSON Schema. Anchors of the text (`^`, `$`, `\\A`, `\\Z`) mean what they mean there, wherever they stand. What no
+finite automaton can do is refused by name.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from decodax.constraints.dfa import Builder, Dfa
+from decodax.constraints.dfa import Anchor, Builder, Dfa, TooLarge
 
 Part = tuple[int, int]
 TOP = 0x10FFFF
@@ -36,35 +39,52 @@ def regex(pattern: str) -> Dfa:
 
     Raises:
         TypeError: it is no string.
-        ValueError: it is none, it matches nothing, or it has what an automaton cannot do: references, look-around,
-            anchors inside of it, atomic groups.
+        ValueError: it is none, it matches nothing, its automaton is too large, or it has what an automaton cannot do:
+            references, look-around, word boundaries, atomic groups.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"regex: got {pattern!r}, takes a string")
-    b = Builder()
-    found = b.build(Reader(b, pattern).whole())
+    found = whole(pattern)
     if found.empty:
         raise ValueError(f"regex: {pattern!r} matches nothing")
     return found
 
 
+@functools.lru_cache(maxsize=256)
+def whole(pattern: str) -> Dfa:
+    """As `regex`, also where nothing is matched."""
+    b = Builder()
+    with _named(pattern):
+        return b.build(Reader(b, pattern).matched())
+
+
 def search(pattern: str) -> Dfa:
-    """The texts in which a regular expression is found somewhere, as `pattern` in JSON Schema: `^` in front and `$`
-    behind tie it to the ends, and white space and line ends are ECMAScript's.
+    """The texts in which a regular expression is found somewhere, as `pattern` in JSON Schema: `^` and `$` are the ends
+    of the text, and white space and line ends are ECMAScript's.
 
     Raises:
         TypeError, ValueError: as `regex`.
     """
     b = Builder()
-    return b.build(Reader(b, pattern, ECMA_SPACE, ECMA_LINE_ENDS).found())
+    with _named(pattern):
+        return b.build(Reader(b, pattern, ECMA_SPACE, ECMA_LINE_ENDS, "end").found())
+
+
+@contextlib.contextmanager
+def _named(pattern: str) -> Iterator[None]:
+    """Says of which expression the automaton is that is too large."""
+    try:
+        yield
+    except TooLarge as error:
+        raise TooLarge(f"regex: {pattern!r}: {error}") from None
 
 
 class Reader:
     """Puts the parts of one expression into a builder."""
 
     def __init__(self, b: Builder, pattern: str, space: Spans = CATEGORIES["CATEGORY_SPACE"],
-                 line_ends: Spans = [(10, 10)]):       # noqa: B006
-        self.b, self.pattern, self.line_ends = b, pattern, line_ends
+                 line_ends: Spans = [(10, 10)], dollar: Anchor = "line"):       # noqa: B006
+        self.b, self.pattern, self.line_ends, self.dollar = b, pattern, line_ends, dollar
         self.categories = {**CATEGORIES, "CATEGORY_SPACE": space}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -80,34 +100,27 @@ class Reader:
     def wrong(self, what: str) -> ValueError:
         return ValueError(f"regex: {self.pattern!r}: {what} cannot be a constraint")
 
-    def whole(self) -> Part:
-        tree = list(self.tree)
-        front, back = self._anchors(tree)
-        del front, back                 # a match of the whole text is tied to both ends in any case
-        return self.sequence(tree)
+    def matched(self) -> Part:
+        """The texts that it matches as a whole."""
+        return self.sequence(self.tree)
 
     def found(self) -> Part:
-        branches = [list(x) for x in self.tree[0][1][1]] if len(self.tree) == 1 and str(self.tree[0][0]) == "BRANCH" \
-            else [list(self.tree)]
+        """The texts in which it is found."""
+        branches = self.tree[0][1][1] if len(self.tree) == 1 and str(self.tree[0][0]) == "BRANCH" else [self.tree]
+        more = lambda: self.b.star(self.characters([(0, TOP)]))
+        at = lambda node: self._place(node[1]) if str(node[0]) == "AT" else None
         parts = []
-        for tree in branches:           # each alternative has anchors of its own
-            front, back = self._anchors(tree)
-            part = self.sequence(tree)
-            more = lambda: self.b.star(self.characters([(0, TOP)]))
-            parts.append(self.b.seq(*([] if front else [more()]), part, *([] if back else [more()])))
+        for tree in map(list, branches):        # what is in front of `^`, or behind `$`, need not be built
+            front, back = bool(tree) and at(tree[0]) == "front", bool(tree) and at(tree[-1]) == "end"
+            parts.append(self.b.seq(*([] if front else [more()]), self.sequence(tree), *([] if back else [more()])))
         return self.b.any_of(*parts)
 
-    @staticmethod
-    def _anchors(tree: list[Any]) -> tuple[bool, bool]:
-        """Takes `^` and `$` off the ends of a sequence."""
-        at = lambda node, names: str(node[0]) == "AT" and str(node[1]) in names
-        front = bool(tree) and at(tree[0], ("AT_BEGINNING", "AT_BEGINNING_STRING"))
-        if front:
-            del tree[0]
-        back = bool(tree) and at(tree[-1], ("AT_END", "AT_END_STRING"))
-        if back:
-            del tree[-1]
-        return front, back
+    def _place(self, name: Any) -> Anchor:
+        places: dict[str, Anchor] = {"AT_BEGINNING": "front", "AT_BEGINNING_STRING": "front", "AT_END": self.dollar,
+                                     "AT_END_STRING": "end"}
+        if str(name) not in places:
+            raise self.wrong("a word boundary")
+        return places[str(name)]
 
     def sequence(self, tree: Iterable[Any]) -> Part:
         return self.b.seq(*[self.node(str(op), value) for op, value in tree])
@@ -121,6 +134,8 @@ class Reader:
             return self.characters([(0, TOP)] if self.dotall else _other(self.line_ends))
         if op == "IN":
             return self.characters(self.members(value))
+        if op == "AT":
+            return self.b.anchor(self._place(value))
         if op == "BRANCH":
             return self.b.any_of(*map(self.sequence, value[1]))
         if op == "SUBPATTERN":
@@ -135,7 +150,7 @@ class Reader:
             bound = None if str(most) == "MAXREPEAT" else int(most)
             return self.b.repeat(lambda: self.sequence(inner), int(least), bound)
         names = {"GROUPREF": "a reference to a group", "GROUPREF_EXISTS": "a reference to a group",
-                 "ASSERT": "a look at what follows", "ASSERT_NOT": "a look at what follows", "AT": "an anchor inside",
+                 "ASSERT": "a look at what follows", "ASSERT_NOT": "a look at what follows",
                  "ATOMIC_GROUP": "an atomic group", "POSSESSIVE_REPEAT": "a possessive repetition"}
         raise self.wrong(names.get(op, op.lower()))
 

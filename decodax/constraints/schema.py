@@ -14,46 +14,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from decodax.constraints.dfa import Builder, Dfa, TooLarge, literals
+from decodax.constraints.keywords import BY_TYPE, FORMATS, FORMATS_ELSEWHERE, Unsupported, is_older, said
 from decodax.constraints.regex import TOP, characters, regex, search
 
 Part = tuple[int, int]
 
-ANNOTATIONS = frozenset({
-    "$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "example",
-    "examples", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "discriminator"})
-"""Keywords that say nothing about what is valid."""
-
-BY_TYPE: dict[str, frozenset[str]] = {
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
-    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
-    "object": frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"}),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems"}),
-    "boolean": frozenset(), "null": frozenset()}
-"""What is honoured, by type."""
-
-ANY_TYPE = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "nullable"})
-
 DIGITS = 15
 """Digits of an integer, and of a fraction, at most: what a float holds."""
-
-YEAR = r"(\d{3}[1-9]|\d{2}[1-9]\d|\d[1-9]\d{2}|[1-9]\d{3})"
-
-LEAP = r"(\d{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
-
-FORMATS = {
-    "date": YEAR + r"-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))|"
-            + LEAP + "-02-29",
-    "time": r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)",
-    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "ipv4": r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
-    "email": r"[A-Za-z0-9_%+-]+(\.[A-Za-z0-9_%+-]+)*@[A-Za-z0-9]+(-[A-Za-z0-9]+)*(\.[A-Za-z0-9]+(-[A-Za-z0-9]+)*)+"}
-FORMATS["date-time"] = f"({FORMATS['date']})T({FORMATS['time']})"
-
-
-class Unsupported(ValueError):
-    """A schema has what no automaton honours. The message begins with the place."""
-
 
 def json_schema(schema: Any, whitespace: str = "[ ]?") -> Dfa:
     """The JSON texts that are valid under a schema.
@@ -89,11 +56,22 @@ def canonical(schema: Any) -> str:
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError(f"json_schema: got {type(schema).__name__}, takes a dictionary, its JSON, or a Pydantic class")
     try:
+        _finite(schema, "#")
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         text.encode()           # raises ValueError for half a surrogate pair
         return text
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"json_schema: {error}") from error
+
+
+def _finite(schema: Any, at: str) -> None:
+    """Raises ValueError with the place of a number that JSON does not have."""
+    if isinstance(schema, float) and not math.isfinite(schema):
+        raise ValueError(f"{at}: got {schema!r}, takes numbers that are finite")
+    inner = schema.items() if isinstance(schema, Mapping) else enumerate(schema) if isinstance(schema, (list, tuple)) \
+        else ()
+    for name, value in inner:
+        _finite(value, f"{at}/{name}")
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,6 +87,7 @@ class Compiler:
 
     def __init__(self, schema: Any, whitespace: str):
         self.b, self.root = Builder(), schema
+        self.older = is_older(schema)
         self.space = regex(whitespace) if whitespace else literals([b""])
 
     def language(self) -> Dfa:
@@ -132,10 +111,7 @@ class Compiler:
         if schema is True or not isinstance(schema, Mapping):
             raise Unsupported(f"json_schema: {at}: any value at all, which may be nested without end; takes a schema "
                               "with a type")
-        schema = {k: v for k, v in schema.items() if k not in ANNOTATIONS}
-        honoured = ANY_TYPE.union(*BY_TYPE.values())
-        if other := sorted(schema.keys() - honoured):
-            raise Unsupported(f"json_schema: {at}/{other[0]}: this keyword is not honoured")
+        schema = self._said(schema, at)
         if schema.get("nullable"):
             rest = {k: v for k, v in schema.items() if k != "nullable"}
             return self.b.any_of(self.value(rest, at, seen), self.b.bytes(b"null"))
@@ -150,6 +126,9 @@ class Compiler:
             if name in schema:
                 return self._some(schema, name, at, seen)
         return self._typed(schema, at, seen)
+
+    def _said(self, schema: Mapping[str, Any], at: str) -> dict[str, Any]:
+        return said(schema, at, self.older)
 
     def _alone(self, schema: Mapping[str, Any], name: str, at: str, read: Callable[[Any], Part]) -> Part:
         if beside := sorted(schema.keys() - {name}):
@@ -218,16 +197,16 @@ class Compiler:
             return dict(rest) if other else False
         if not isinstance(other, Mapping):
             raise ValueError(f"json_schema: {at}: got {other!r}, takes a schema")
-        while "$ref" in other and len(other.keys() - ANNOTATIONS) == 1:
+        other = self._said(other, at)
+        while other.keys() == {"$ref"}:
             if (found := self._resolve(other["$ref"], at)) is other:
                 raise Unsupported(f"json_schema: {at}/$ref: holds itself")
             other = found
             if not isinstance(other, Mapping):
                 return self._joined(rest, other, at)
+            other = self._said(other, at)
         out = dict(rest)
         for key, value in other.items():
-            if key in ANNOTATIONS:
-                continue
             old = out.get(key)
             if old is None or _same(old, value):
                 out[key] = value
@@ -282,8 +261,9 @@ class Compiler:
     def _string(self, schema: Mapping[str, Any], at: str, seen: Any = ()) -> Part:
         least, most = self._bounds(schema, "Length", at)
         pattern, form = schema.get("pattern"), schema.get("format")
-        if form is not None and form not in FORMATS:
+        if isinstance(form, str) and form in FORMATS_ELSEWHERE:
             raise Unsupported(f"json_schema: {at}/format: {form!r} is not honoured; takes {', '.join(sorted(FORMATS))}")
+        form = form if isinstance(form, str) and form in FORMATS else None
         quote = lambda: self.b.bytes(b'"')
         if pattern is None and form is None:
             return self.b.seq(quote(), self.b.repeat(lambda: written(self.b), least, most), quote())
@@ -311,21 +291,32 @@ class Compiler:
                 raise ValueError(f"json_schema: {at}/{key}: got {x!r}, takes a whole number from 0 on")
             found.append(None if x is None else int(x))
         least, most = found
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"json_schema: {at}: min{name} {least} is above max{name} {most}; takes bounds that leave "
+                             "something between them")
         return least or 0, most
 
     def _range(self, schema: Mapping[str, Any], at: str) -> tuple[Any, bool, Any, bool]:
         """The least and the largest number, None where there is none, and whether they are themselves left out."""
         bounds = {}
-        for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        for key, inclusive in (("minimum", None), ("maximum", None), ("exclusiveMinimum", "minimum"),
+                               ("exclusiveMaximum", "maximum")):
             x = schema.get(key)
-            if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float)) or not math.isfinite(x)):
+            if isinstance(x, bool) and inclusive:           # as draft 4 has it
+                x = schema.get(inclusive) if x else None
+            if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float))):
                 raise Unsupported(f"json_schema: {at}/{key}: got {x!r}, takes a number")
             bounds[key] = x
         low, high = bounds["minimum"], bounds["maximum"]
         out_low = bounds["exclusiveMinimum"] is not None and (low is None or bounds["exclusiveMinimum"] >= low)
         out_high = bounds["exclusiveMaximum"] is not None and (high is None or bounds["exclusiveMaximum"] <= high)
-        return (bounds["exclusiveMinimum"] if out_low else low, out_low,
-                bounds["exclusiveMaximum"] if out_high else high, out_high)
+        low = bounds["exclusiveMinimum"] if out_low else low
+        high = bounds["exclusiveMaximum"] if out_high else high
+        if low is not None and high is not None and (low > high or (low == high and (out_low or out_high))):
+            names = "exclusiveMinimum" if out_low else "minimum", "exclusiveMaximum" if out_high else "maximum"
+            raise ValueError(f"json_schema: {at}: no number lies between {names[0]} {low} and {names[1]} {high}; takes "
+                             "bounds that leave something between them")
+        return low, out_low, high, out_high
 
     def _integer(self, schema: Mapping[str, Any], at: str, seen: Any = ()) -> Part:
         step = schema.get("multipleOf", 1)
@@ -370,7 +361,10 @@ class Compiler:
         for i in range(fixed):
             if i >= least:
                 self.b.join(here, end)
+            used = len(self.b.free)
             part = item(i) if i == 0 else self.b.seq(comma(), item(i))
+            if i >= len(front):
+                self.b.room(fixed - i, used)
             self.b.join(here, part[0])
             here = part[1]
         if most is None:
@@ -399,8 +393,11 @@ class Compiler:
         if others is True or (not properties and "additionalProperties" not in schema):
             raise Unsupported(f"json_schema: {at}/additionalProperties: any value at all, which may be nested without "
                               "end; takes False or a schema with a type")
-        if (least or most is not None) and (others is not False or least > len(properties)):
+        if (least or most is not None) and others is not False:
             raise Unsupported(f"json_schema: {at}: minProperties or maxProperties beside additionalProperties")
+        if least > len(properties):
+            raise Unsupported(f"json_schema: {at}/minProperties: got {least}, and properties lists {len(properties)}")
+        most = None if most is None or most >= len(properties) else most
         top = len(properties) if most is None else most
         comma = lambda: self.b.seq(self.gap(), self.b.bytes(b","), self.gap())
         # states: (how many properties of the list are behind it, how many were written, up to what counts)
@@ -565,7 +562,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _kinds(schema: Any, of: Compiler) -> set[str] | None:
     """The types that a schema lets through, where it says so at once."""
-    while isinstance(schema, Mapping) and "$ref" in schema and len(schema) == 1:
+    while isinstance(schema, Mapping) and of._said(schema, "#").keys() == {"$ref"}:
         schema = of._resolve(schema["$ref"], "#")
     if not isinstance(schema, Mapping):
         return None

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from decodax.constraints.dfa import DEAD, Dfa
+from decodax.constraints.dfa import DEAD, Dfa, levels, neighbours
 
 FAR = np.iinfo(np.int32).max // 2
 """A distance that nothing reaches."""
@@ -97,49 +98,92 @@ class TokenDfa:
         barred = np.zeros(trie.size, bool)
         barred[list(banned)] = True
         barred[list(eos)] = True            # an end of the sequence is that, whatever its text
-        source, token, target = _lift(following, trie)
-        keep = ~barred[token]
-        ends = [e for e in eos if e not in set(banned)]
-        at_end = np.flatnonzero(final)
-        source = np.concatenate([source[keep], *[at_end for _ in ends]])
-        token = np.concatenate([token[keep], *[np.full(len(at_end), e) for e in ends]])
-        target = np.concatenate([target[keep], *[np.full(len(at_end), states - 1) for _ in ends]])
-
-        classes, some = _classes(source, token, target, trie.size)
-        table: np.ndarray = np.full((states, len(some)), DEAD, np.int32)
-        mine = some[classes[token]] == token                # the pairs of one token of each class
-        table[source[mine], classes[token[mine]]] = target[mine]
-        # equal hashes do not prove equal columns; this does
-        if not (table[source, classes[token]] == target).all() or len(source) != (table >= 0).sum(0)[classes].sum():
-            raise AssertionError("two columns of the token table have one hash")
-        far: np.ndarray = np.full(states, FAR, np.int64)
-        if ends:
-            far[-1] = 0
-        else:
-            far[:-1][final] = 0
-        return cls(classes.astype(np.int32), table, _distances(table, far), sizes[:-1].astype(np.int32),
+        action, pairs = _actions(following, trie)
+        action[barred] = NOTHING
+        if ends := [e for e in eos if e not in set(banned)]:
+            action[ends] = len(pairs)
+            pairs.append(np.flatnonzero(final) * states + states - 1)
+        used, classes = np.unique(action, return_inverse=True)
+        table: np.ndarray = np.full((states, len(used)), DEAD, np.int32)
+        for column, a in enumerate(used.tolist()):
+            source, target = np.divmod(pairs[a], states)
+            table[source, column] = target
+        source, column = np.nonzero(table >= 0)
+        last = [states - 1] if ends else np.flatnonzero(final).tolist()
+        far = levels(last, table[source, column], source, states)
+        return cls(classes.reshape(-1).astype(np.int32), table, np.where(far < 0, FAR, far).astype(np.int32),
+                   sizes[:-1].astype(np.int32),
                    np.append(_forced(following, final, trie, barred), DEAD).astype(np.int32))
 
 
-def _lift(following: np.ndarray, trie: Trie) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All moves by a token: from which state, by which, to which."""
-    source, tokens, target = [], [], []
-    chunk = 32          # of which the arrays stay in a processor's cache
-    for low in range(0, len(following), chunk):
-        begin = np.arange(low, min(low + chunk, len(following)), dtype=np.int32)
-        node, now = np.zeros(len(begin), np.int32), begin
-        for depth, starts in enumerate(trie.children):
-            which, at = _expand(node, trie.ends[depth])
-            source.append(begin[which])
-            tokens.append(trie.tokens[depth][at])
-            target.append(now[which])
-            which, node = _expand(node, starts)
-            if not len(which):
-                break
-            now = following[now[which], trie.byte[depth][node]]
-            alive = now >= 0
-            begin, node, now = begin[which][alive], node[alive], now[alive]
-    return np.concatenate(source), np.concatenate(tokens), np.concatenate(target)
+    def longest(self, start: int) -> int | None:
+        """The most tokens of a text from a state, without the end of the sequence; None: there is no bound."""
+        last = len(self.next) - 1
+        source, column = np.nonzero(self.next >= 0)
+        target = self.next[source, column]
+        inner = target != last
+        onwards = neighbours(source[inner], target[inner], last)
+        reached = np.flatnonzero(levels([start], source[inner], target[inner], last) >= 0).tolist()
+        ends = set(source[~inner].tolist()) or set(np.flatnonzero(self.distance[:-1] == 0).tolist())
+        waits = dict.fromkeys(reached, 0)
+        for state in reached:
+            for there in onwards[state]:
+                waits[there] += 1
+        order = [start] if not waits[start] else []
+        for state in order:         # it grows while it is read
+            for there in onwards[state]:
+                waits[there] -= 1
+                if not waits[there]:
+                    order.append(there)
+        if len(order) < len(reached):       # a state leads back to itself
+            return None
+        most: dict[int, float] = {}
+        for state in reversed(order):
+            further = max((most[there] + 1 for there in onwards[state]), default=-math.inf)
+            most[state] = max(further, 0) if state in ends else further
+        return max(int(most[start]), 0) if most[start] > -math.inf else 0
+
+
+NOTHING = 0
+"""The action of a token by which no text goes on."""
+
+
+def _actions(following: np.ndarray, trie: Trie) -> tuple[np.ndarray, list[np.ndarray]]:
+    """What each token does to the states.
+
+    Many tokens do the same: to a string of JSON all words of five plain letters. An action is worked out once for each
+    action that it goes on from and each kind of byte, so that what this takes depends on how many different actions
+    there are and not on how many tokens a state allows.
+
+    Returns:
+        `i64[V]`, the number of each token's action; and of each action the pairs of states before and after it that it
+        has, in order, as `before * (S + 1) + after`.
+    """
+    count = len(following)
+    _, some, letters = np.unique(following, axis=1, return_index=True, return_inverse=True)
+    moves, letters = following[:, some], letters.reshape(-1)
+    pairs = [np.zeros(0, np.int64), np.arange(count, dtype=np.int64) * (count + 2)]
+    numbers = {x.tobytes(): i for i, x in enumerate(pairs)}
+    onwards: dict[int, int] = {}        # by action * letters + letter
+    found: np.ndarray = np.full(trie.size, NOTHING)
+    node: np.ndarray = np.ones(1, np.int64)         # the action of each node of the present level
+    for depth, starts in enumerate(trie.children):
+        found[trie.tokens[depth]] = np.repeat(node, np.diff(trie.ends[depth]))
+        if not node.any() or depth == len(trie.byte):
+            break
+        steps = np.repeat(node, np.diff(starts)) * len(some) + letters[trie.byte[depth]]
+        steps, where = np.unique(steps, return_inverse=True)
+        for step in steps.tolist():
+            if step not in onwards:
+                before, letter = divmod(step, len(some))
+                source, target = np.divmod(pairs[before], count + 1)
+                target = moves[target, letter]
+                new = (source * (count + 1) + target)[target >= 0]
+                number = onwards[step] = numbers.setdefault(new.tobytes(), len(pairs))
+                if number == len(pairs):
+                    pairs.append(new)
+        node = np.array([onwards[step] for step in steps.tolist()])[where.reshape(-1)]
+    return found, pairs
 
 
 def _forced(following: np.ndarray, final: np.ndarray, trie: Trie, barred: np.ndarray) -> np.ndarray:
@@ -161,53 +205,6 @@ def _forced(following: np.ndarray, final: np.ndarray, trie: Trie, barred: np.nda
             if len(free := ends[~barred[ends]]):
                 found[state] = free[0]
     return found
-
-
-def _expand(node: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each node the entries from `starts[node]` to `starts[node + 1]`: which node, and which entry."""
-    first = starts[node]
-    count = starts[node + 1] - first
-    if not count.any():
-        return np.zeros(0, np.int32), np.zeros(0, np.int32)
-    live = np.flatnonzero(count).astype(np.int32)
-    first, count = first[live], count[live]
-    # steps of 1, but for the first entry of each node
-    at = np.ones(int(count.sum()), np.int32)
-    at[0] = first[0]
-    begins = np.cumsum(count)[:-1]
-    at[begins] = first[1:] - (first[:-1] + count[:-1] - 1)
-    return np.repeat(live, count), np.cumsum(at, dtype=np.int32)
-
-
-def _classes(source: np.ndarray, token: np.ndarray, target: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens with equal moves: the class of each, and a token of each class."""
-    def mix(x: np.ndarray) -> np.ndarray:
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-    sums: np.ndarray = np.zeros(size, np.uint64)
-    moves = (source.astype(np.uint64) << np.uint64(32)) | target.astype(np.uint64)
-    np.add.at(sums, token, mix(moves + np.uint64(0x9E3779B97F4A7C15)))
-    _, some, classes = np.unique(sums, return_index=True, return_inverse=True)
-    return classes.reshape(-1), some
-
-
-def _distances(table: np.ndarray, far: np.ndarray) -> np.ndarray:
-    """The fewest moves to a state whose distance is 0."""
-    far = far.copy()
-    source, column = np.nonzero(table >= 0)
-    target = table[source, column]
-    pairs = np.unique(source.astype(np.int64) * len(table) + target)
-    source, target = np.divmod(pairs, len(table))
-    step = 0
-    while len(now := np.flatnonzero(far == step)):
-        hit = np.zeros(len(far), bool)
-        hit[now] = True
-        before = source[hit[target]]
-        far[before] = np.minimum(far[before], step + 1)
-        step += 1
-    return far.astype(np.int32)
 
 
 @functools.lru_cache(maxsize=4)

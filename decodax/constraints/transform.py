@@ -9,7 +9,8 @@ import numpy as np
 from jax import Array
 
 from decodax.constraints.tokens import FAR, TokenDfa
-from decodax.policy.base import Context, PyTree, Transform
+from decodax.core.stops import StopTable
+from decodax.policy.base import Context, Policy, PyTree, Transform
 from decodax.struct import Struct, static, struct
 
 
@@ -83,3 +84,55 @@ class Constrained(Transform):
         after = self.table.move(state, token)
         # a draft that is not allowed is never accepted; what follows it does not matter, but must be a state
         return jnp.where(state < 0, state, jnp.maximum(after, 0))
+
+
+@struct
+class Closing(Struct):
+    """Stop strings, and the end of rows whose text is complete where no end of the sequence can say so.
+
+    It stands in the place of a `StopTable`, whose state it carries beside that of the constraint's automaton. A row
+    ends with the token after which its text is complete and no longer text fits into its budget.
+
+    Attributes:
+        strings: the automaton of stop strings, or None. table: that of the constraint.
+        onwards: `i32[S]`, the fewest tokens to the end of a longer text.
+    """
+
+    strings: StopTable | None
+    table: TokenTable
+    onwards: Array
+
+    @classmethod
+    def of(cls, strings: StopTable | None, table: TokenTable) -> Closing:
+        """Of both.
+
+        Raises:
+            ValueError: their states together are too many to be counted.
+        """
+        if strings is not None and strings.next.shape[0] * (table.next.shape[0] + 1) >= 1 << 31:
+            raise ValueError("stop: strings of this length beside this constraint, without an end of sequence, have "
+                             "too many states together; takes shorter ones")
+        ahead = jnp.where(table.next >= 0, table.distance[jnp.maximum(table.next, 0).astype(jnp.int32)], FAR)
+        return cls(strings, table, ahead.min(1) + 1)
+
+    def begin(self, tokens: Array, length: Array, policy: Policy) -> Array:
+        """As `StopTable.begin`, with the automaton of the constraint at each row's start."""
+        front = jnp.zeros_like(length) if self.strings is None else self.strings.begin(tokens, length, policy)
+        link = next(t for t in policy.transforms if isinstance(t, Constrained))
+        return front * self._states + link.start + 1
+
+    def advance(self, state: Array, token: Array, left: Array | int = FAR) -> tuple[Array, Array]:
+        """As `StopTable.advance`."""
+        front, here = state // self._states, state % self._states - 1
+        hit: Array = jnp.zeros(jnp.broadcast_shapes(state.shape, token.shape), bool)
+        if self.strings is not None:
+            front, hit = self.strings.advance(front, token)
+        after = self.table.move(here, token)
+        now = jnp.maximum(after, 0)
+        # a free row stays free; a token that is not allowed is never taken
+        closes = (here >= 0) & (after >= 0) & (self.table.distance[now] == 0) & (self.onwards[now] > left)
+        return front * self._states + jnp.where(here < 0, -1, now) + 1, hit | closes
+
+    @property
+    def _states(self) -> int:
+        return self.table.next.shape[0] + 1

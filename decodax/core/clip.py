@@ -26,7 +26,7 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
     ripe = made >= s.min_new[:, None]
 
     ends = (d.tokens[:, :, None] == policy.eos[:, None, :]).any(-1) & (d.tokens >= 0) & ripe
-    stop, stops = _stops(policy.stops, d.tokens, s.stop)
+    stop, stops = _stops(policy.stops, d.tokens, s.stop, (s.max_length - s.length)[:, None] - index - 1)
     # a round commits as many entries as it appends tokens: the newest one before it, all but the newest one behind it
     most = jnp.full_like(s.length, s.tokens.shape[1] - M) if (left := s.cache.room(s.running)) is None else jnp.minimum(
         s.tokens.shape[1] - M, s.length + left)
@@ -52,14 +52,16 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
     return count, status, stop
 
 
-def _stops(table: Any, tokens: Array, state: Array) -> tuple[Array, Array]:
-    """The automaton run over `i32[B, M]` tokens: its states and completed matches after each."""
+def _stops(table: Any, tokens: Array, state: Array, left: Array) -> tuple[Array, Array]:
+    """The automaton run over `i32[B, M]` tokens, `left` of each that may follow it: its states and completed matches
+    after each."""
     if table is None:
         return jnp.broadcast_to(state[:, None], tokens.shape), jnp.zeros(tokens.shape, bool)
 
-    def visit(state: Array, token: Array) -> tuple[Array, tuple[Array, Array]]:
-        state, hit = table.advance(state, jnp.maximum(token, 0))
+    def visit(state: Array, x: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        token, left = x
+        state, hit = table.advance(state, jnp.maximum(token, 0), left)
         return state, (state, hit)
 
-    states, hits = jax.lax.scan(visit, state, tokens.T)[1]
+    states, hits = jax.lax.scan(visit, state, (tokens.T, left.T))[1]
     return states.T, hits.T

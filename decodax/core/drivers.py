@@ -266,7 +266,7 @@ def _recall(s: State, held: State, rows: Array, key: Array, generation: Array) -
 def rewind(s: State, length: Array, back: Array, keys: Array, generation: Array) -> State:
     """The state whose rows `back` (`bool[B]`) have only their first `length` tokens (`i32[B]`), and draw by other keys
     from there on, as those that `fork` moves. Their cache must support truncation, and neither policy nor method keep
-    anything of the text. `s` is donated."""
+    anything of the text; the state of the stop automaton is left to the caller. `s` is donated."""
     return _rewind(s, length, back, keys, generation)
 
 
@@ -277,7 +277,7 @@ def _rewind(s: State, length: Array, back: Array, key: Array, generation: Array)
         held = jnp.arange(s.tokens.shape[1]) < length[:, None]
         record = jax.tree.map(lambda x: jnp.where(held.reshape(*held.shape, *[1] * (x.ndim - 2)), x, 0), s.record)
         return s.replace(length=length, cache=s.cache.truncate(length - 1), record=record,
-                         stop=jnp.where(back, 0, s.stop), key=jnp.where(back, _later(key, generation), s.key))
+                         key=jnp.where(back, _later(key, generation), s.key))
 
     return auto_region(shorter, s, length, back, key, generation, like=s)
 

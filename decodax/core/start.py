@@ -58,7 +58,7 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         s = State(
             tokens=buffer, length=prompt_length + 0, cache=constrain(cache, heads(cache)),
             algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),
-            stop=zero() if policy.stops is None else policy.stops.start(B),
+            stop=zero() if policy.stops is None else policy.stops.begin(buffer[:, :T], prompt_length, policy),
             record=None if top_logprobs is None else empty_record((B, size + alg.emits), top_logprobs),
             status=jnp.where(max_new > 0, jnp.int32(Status.RUNNING), jnp.int32(Status.LENGTH)),
             stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32), zero()),

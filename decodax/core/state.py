@@ -21,7 +21,7 @@ class Status(enum.IntEnum):
 
     RUNNING = 0
     EOS = 1          # the model ended it
-    STOP = 2         # a stop string was completed
+    STOP = 2         # a stop string was completed; or the constraint's text, where there is no end of sequence
     LENGTH = 3       # max_new_tokens reached
     CAPACITY = 4     # the token buffer or the cache is full
     INVALID = 5      # the model's logits held a NaN or +inf

@@ -1,8 +1,12 @@
 """Stop strings: a device automaton over the bytes of tokens, and the same rule on the host for text.
 
+A stop string is sought in the text as it is returned. Where special tokens are left out of that text, a stop string
+that contains the text of one is sought in the text with special tokens written out: "<|im_end|>" stops at that token.
+
 A match may cross token borders, lie in the middle of a token, or share its beginning with another stop string. Two stop
 strings that overlap are told apart by which one is completed first, so the result does not depend on how the text was
-cut into tokens. The prompt does not count: a row starts in the automaton's root.
+cut into tokens. The prompt does not count: a row starts in the automaton's root, or, where no text has begun, in a
+state from which the first token goes on with the bytes that it has at the start of a text.
 
 The automaton is that of A. Aho and M. Corasick (1975), run over whole tokens: every token is a map from state to state.
 Tokens with the same map share a column, so a table for 150,000 tokens has a few hundred columns.
@@ -13,8 +17,9 @@ from __future__ import annotations
 import itertools
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import AnyStr
+from typing import Any, AnyStr
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -30,59 +35,104 @@ class StopTable(Struct):
         columns: `u[V]` the column of each token (u8, u16 or u32).
         next: `u[S, C]` the state after a token, with the dtype's top bit set where a stop string was completed in it.
             Both sides are padded to powers of two, so that other stop strings of about the same length do not retrace.
+        fresh: `i32[]` the state in which no text has begun; those from here on are of its kind. 0 where it makes no
+            difference.
     """
 
     columns: Array
     next: Array
+    fresh: Array
 
     @classmethod
-    def build(cls, token_bytes: Sequence[bytes], stop: str | Sequence[str], size: int | None = None) -> StopTable:
+    def build(cls, token_bytes: Sequence[bytes], stop: str | Sequence[str], size: int | None = None, *,
+              first: Sequence[bytes] | None = None, hidden: Mapping[int, bytes] | None = None) -> StopTable:
         """Builds the automaton on the host; 0.1 s for a vocabulary of 150,000.
 
         Args:
             token_bytes: the bytes that each token adds to the text; a token that adds none leaves the state alone.
             stop: one stop string or several.
             size: entries of the model's vocabulary where it is larger than the tokenizer's.
+            first: the bytes that each token adds where no text has begun; default the same.
+            hidden: tokens that are left out of the text and do not begin one, with their own texts.
 
         Raises:
-            ValueError: there is no stop string, or an empty one.
+            ValueError: there is no stop string, or an empty one; or strings with and without special tokens take too
+                many states together.
         """
-        delta, out = _automaton([s.encode() for s in stop_strings(stop)])
-        states = len(delta)
-        tokens = list(token_bytes) + [b""] * ((size or 0) - len(token_bytes))
-        final, hit, pairs = _run(delta, out, tokens)
+        hidden = hidden or {}
+        plain, shown = sought(stop_strings(stop), hidden.values())
+        if not plain and not shown:
+            raise ValueError("stop: got no stop string, takes at least one")
+        delta, out = _both(_automaton(plain), _automaton(shown)) if shown else _automaton(plain)
+        none = [b""] * ((size or 0) - len(token_bytes))
+        texts, starts = [*token_bytes, *none], [*(first or token_bytes), *none]
+        for i, text in hidden.items():
+            texts[i] = starts[i] = text if shown else b""
+        mute: np.ndarray = np.array([not t for t in texts])
+        lifted: np.ndarray = np.isin(np.arange(len(texts)), [*hidden, *range(len(token_bytes), len(texts))])
+        states, (final, hit, pairs) = len(delta), _run(delta, out, *_flat(texts, lifted))
 
-        # a column is the result from the root, whatever the state before, and exceptions to it
-        room = _bucket(states, 32)
+        # states in which no text has begun: a hidden token leads from one to another
+        fresh = _closed(delta, [text for text in hidden.values() if shown and text]) if starts != texts else []
+        room = _bucket(states + len(fresh), 32)
         bits = next(b for b in (8, 16, 32) if room <= 1 << (b - 1))
         code = lambda state, hit: (state + (hit.astype(np.int64) << (bits - 1))).astype(f"u{bits // 8}")
+        before = []
+        for state in fresh:
+            there, met = _from(state, delta, out, *_flat(starts, lifted))
+            before.append(code(np.where(lifted, states + np.searchsorted(fresh, there), there), met))
+
+        # a column is the result from the root, whatever the state before, and exceptions to it
         root = code(final, hit)
         state, token, end, pair_hit = (x[np.lexsort(pairs[:2])] for x in pairs)
         coded = code(end, pair_hit)
         odd, start = np.unique(token, return_index=True)
-        known: dict[tuple[int, bytes, bytes], int] = {}
-        where = [known.setdefault((int(root[t]), state[i:j].tobytes(), coded[i:j].tobytes()), len(known))
-                 for t, i, j in zip(odd, start, np.append(start, len(token))[1:], strict=True)]
-        common, columns = np.unique(root, return_inverse=True)
-        columns[odd] = len(common) + np.array(where, int)
-        columns[[i for i, t in enumerate(tokens) if not t]] = len(common) + len(known)
-        table = np.zeros((room, len(common) + len(known) + 1), root.dtype)
-        filled, example = np.unique(columns, return_index=True)
-        table[:, filled] = root[example]
+        known: dict[bytes, int] = {}
+        apart: np.ndarray = np.zeros(len(texts), np.int64)
+        apart[odd] = [1 + known.setdefault(state[i:j].tobytes() + coded[i:j].tobytes(), len(known))
+                      for i, j in zip(start, np.append(start, len(token))[1:], strict=True)]
+        apart[mute] = 1 + len(known)
+        columns: np.ndarray = np.zeros(len(texts), np.int64)
+        for part in (root, apart, *before):
+            _, example, columns = np.unique(columns * (1 << 32) + part, return_index=True, return_inverse=True)
+            columns = columns.reshape(-1)
+        table = np.zeros((room, len(example)), root.dtype)
+        table[:states] = root[example]
         table[state, columns[token]] = coded
-        table[:, -1] = np.arange(room)
+        table[:states, mute[example]] = np.arange(states)[:, None]
+        for i, part in enumerate(before):
+            table[states + i] = part[example]
 
         width = _bucket(table.shape[1], 256)
         index = np.dtype("u1" if width <= 1 << 8 else "u2" if width <= 1 << 16 else "u4")
         table = np.pad(table, ((0, 0), (0, width - table.shape[1])))
-        return cls(jnp.asarray(columns.astype(index)), jnp.asarray(table))
+        return cls(jnp.asarray(columns.astype(index)), jnp.asarray(table), jnp.int32(states if fresh else 0))
 
     def start(self, batch: int) -> Array:
-        """`i32[B]`: nothing matched yet."""
+        """`i32[B]`: nothing matched yet, behind a text that has begun."""
         return jnp.zeros(batch, jnp.int32)
 
-    def advance(self, state: Array, token: Array) -> tuple[Array, Array]:
-        """The states after `token` (`i32[...]`) and whether it completed a stop string: `i32[...]`, `bool[...]`.
+    def begin(self, tokens: Array, length: Array, policy: Any = None) -> Array:
+        """`i32[B]`: nothing matched yet, behind the first `length` (`i32[B]`) of `tokens` (`i32[B, T]`), which may have
+        begun a text. `policy` is that of the rows, of which strings need nothing."""
+        after = self.advance(jnp.broadcast_to(self.fresh, tokens.shape), jnp.maximum(tokens, 0))[0]
+        begun = (after < self.fresh) & (jnp.arange(tokens.shape[1]) < length[:, None])
+        return jnp.where(begun.any(1), 0, self.fresh)
+
+    def resume(self, tokens: Array, prompt_length: Array, length: Array) -> Array:
+        """`i32[B]`: the states after the new tokens of rows, which stand in `tokens` (`i32[B, N]`) from `prompt_length`
+        to `length` (both `i32[B]`)."""
+        def visit(state: Array, x: tuple[Array, Array]) -> tuple[Array, None]:
+            token, place = x
+            inside = (place >= prompt_length) & (place < length)
+            return jnp.where(inside, self.advance(state, jnp.maximum(token, 0))[0], state), None
+
+        places = jnp.arange(tokens.shape[1])
+        return jax.lax.scan(visit, self.begin(tokens, prompt_length), (tokens.T, places))[0]
+
+    def advance(self, state: Array, token: Array, left: Array | int = 0) -> tuple[Array, Array]:
+        """The states after `token` (`i32[...]`) and whether it completed a stop string: `i32[...]`, `bool[...]`. `left`
+        is how many more tokens the row may have, of which strings need nothing.
 
         >>> table = StopTable.build([b"a", b"b", b"cab"], ["ab"])
         >>> state, hit = table.advance(table.start(2), jnp.array([0, 2]))
@@ -121,6 +171,20 @@ def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
         if total > LONGEST:
             raise ValueError(f"stop: got strings of more than {LONGEST} bytes together, takes at most so many")
     return strings
+
+
+def sought(strings: Iterable[str], special: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Stop strings that are sought in a text as it is, and those that are sought in it with the special tokens that are
+    left out of it: they contain the text of one.
+
+    >>> sought(["a", "b</s>"], [b"</s>", b"<s>"])
+    ([b'a'], [b'b</s>'])
+    """
+    names = [name for name in special if name]
+    found: tuple[list[bytes], list[bytes]] = [], []
+    for text in (s.encode() for s in strings):
+        found[any(name in text for name in names)].append(text)
+    return found
 
 
 def first_match(text: AnyStr, stops: Sequence[AnyStr], after: int = 0) -> tuple[int, int] | None:
@@ -167,8 +231,6 @@ def _bucket(size: int, least: int) -> int:
 
 def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Transitions `i32[S, 256]` and, for each state, whether some string ends there: `bool[S]`."""
-    if not strings:
-        raise ValueError("stop: got no stop string, takes at least one")
     children: list[dict[int, int]] = [{}]
     ends = [False]
     for string in strings:
@@ -196,7 +258,63 @@ def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     return delta, out
 
 
-def _run(delta: np.ndarray, out: np.ndarray, tokens: Sequence[bytes]
+APART = 256
+"""What is added to the bytes of a hidden token, which count in the text with special tokens alone."""
+
+
+def _both(plain: tuple[np.ndarray, np.ndarray], shown: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Two automata side by side, `i32[S, 512]` and `bool[S]`; from `APART` on the bytes move the second one alone."""
+    (one, out_one), (two, out_two) = plain, shown
+    number, rows, level, most = {0: 0}, [], [0], max(1 << 14, len(one) + len(two))
+    while level:
+        i, j = np.divmod(np.array(level), len(two))
+        rows.append(np.concatenate([one[i].astype(np.int64) * len(two) + two[j], i[:, None] * len(two) + two[j]], 1))
+        level = [code for code in np.unique(rows[-1]).tolist() if code not in number]
+        number.update(zip(level, range(len(number), len(number) + len(level)), strict=True))
+        if len(number) > most:
+            raise ValueError(f"stop: strings with special tokens in them and others take more than {most} states "
+                             "together, takes shorter ones")
+    known: np.ndarray = np.array(sorted(number))
+    names: np.ndarray = np.array([number[code] for code in known.tolist()], np.int32)
+    i, j = np.divmod(np.array(list(number)), len(two))
+    return names[np.searchsorted(known, np.concatenate(rows))], out_one[i] | out_two[j]
+
+
+def _closed(delta: np.ndarray, texts: Sequence[bytes]) -> list[int]:
+    """In order, the states to which hidden tokens of these texts lead from the root, one or several."""
+    found, todo = {0}, [0]
+    for state in todo:
+        for text in texts:
+            there = state
+            for byte in text:
+                there = int(delta[there, APART + byte])
+            if there not in found:
+                found.add(there)
+                todo.append(there)
+    return sorted(found)
+
+
+def _flat(tokens: Sequence[bytes], lifted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bytes of all tokens in a row, those of hidden ones (`lifted`, `bool[V]`) raised by `APART`; where each
+    token's begin, and how many they are."""
+    length = np.array([len(t) for t in tokens])
+    data = np.frombuffer(b"".join(tokens) + b"\0", np.uint8).astype(np.int32)
+    data[:-1] += APART * np.repeat(lifted, length)
+    return data, np.concatenate([[0], np.cumsum(length)[:-1]]), length
+
+
+def _from(start: int, delta: np.ndarray, out: np.ndarray, data: np.ndarray, offset: np.ndarray, length: np.ndarray
+          ) -> tuple[np.ndarray, np.ndarray]:
+    """Runs every token from one state: final state `i32[V]` and hit `bool[V]`."""
+    final, hit = np.full(len(length), start, np.int32), np.zeros(len(length), bool)
+    for p in range(length.max(initial=0)):
+        active = np.flatnonzero(length > p)
+        final[active] = delta[final[active], data[offset[active] + p]]
+        hit[active] |= out[final[active]]
+    return final, hit
+
+
+def _run(delta: np.ndarray, out: np.ndarray, data: np.ndarray, offset: np.ndarray, length: np.ndarray
          ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
     """Runs every token from every state.
 
@@ -207,16 +325,13 @@ def _run(delta: np.ndarray, out: np.ndarray, tokens: Sequence[bytes]
     A run from another state joins the root's run as soon as it holds nothing from before the token, mostly after one
     byte; so only the few pairs that have not joined yet are followed. A run that has joined can differ by a hit alone.
     """
-    length = np.array([len(t) for t in tokens])
-    offset = np.concatenate([[0], np.cumsum(length)[:-1]])
-    data = np.frombuffer(b"".join(tokens) + b"\0", np.uint8)
     order = np.argsort(-length, kind="stable")              # the tokens that reach byte p come first
     reach = np.searchsorted(-length[order], -np.arange(length.max(initial=0)))
 
-    final, hit = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), bool)
-    first = np.where(length > 0, data[np.minimum(offset, len(data) - 1)].astype(np.int32), -1)
+    final, hit = np.zeros(len(length), np.int32), np.zeros(len(length), bool)
+    first = np.where(length > 0, data[np.minimum(offset, len(data) - 1)], -1)
     by_first = np.argsort(first, kind="stable")
-    bounds = np.searchsorted(first[by_first], np.arange(257))
+    bounds = np.searchsorted(first[by_first], np.arange(delta.shape[1] + 1))
     before, byte = np.nonzero(delta != delta[0])
     starts = [by_first[bounds[b]:bounds[b + 1]] for b in byte]
     token = np.concatenate([np.zeros(0, np.int64), *starts])

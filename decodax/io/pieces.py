@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenBytes:
-    """Bytes by token id: `first` where nothing stands before, `rest` elsewhere; b"" for unknown and skipped tokens."""
+    """Bytes by token id: `first` where nothing stands before, `rest` elsewhere; b"" for unknown and skipped tokens.
+    `skipped` has the texts of those, b"" for unknown ones: stop strings may name them."""
 
     first: tuple[bytes, ...]
     rest: tuple[bytes, ...]
-    skipped: frozenset[int]
+    skipped: Mapping[int, bytes]
 
     def join(self, ids: Iterable[int], started: bool = False) -> tuple[bytes, bool]:
         """The bytes of `ids` after a text that has `started`, and whether it has now."""
@@ -48,7 +49,8 @@ def pieces(tokens: dict[int, str], decoder: dict[str, Any] | None, skipped: froz
     ids = range(max(tokens, default=-1) + 1)
     skipped = skipped | {i for i in ids if i not in tokens}
     make = lambda i, first: b"" if i in skipped else _apply(steps, tokens[i], first)
-    return TokenBytes(tuple(make(i, True) for i in ids), tuple(make(i, False) for i in ids), skipped)
+    return TokenBytes(tuple(make(i, True) for i in ids), tuple(make(i, False) for i in ids),
+                      {i: tokens.get(i, "").encode() for i in sorted(skipped)})
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

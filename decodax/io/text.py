@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from decodax.core.ids import named
-from decodax.core.stops import first_match, held, stop_strings
+from decodax.core.stops import first_match, held, sought, stop_strings
 from decodax.io.added_tokens import add_tokens, special_tokens
 from decodax.io.chat import ChatTemplateError, Message, render_chat
 from decodax.io.files import read_object
@@ -228,7 +228,8 @@ class Detokenizer:
         pieces: the tokenizer's table.
         prompt_ids: what stands before; it decides whether a leading space is kept and completes characters, but does
             not count towards stop strings.
-        stop: one stop string or several.
+        stop: one stop string or several. They are sought in the text as it is shown; one that contains the text of a
+            special token which is left out of it, in the text with special tokens.
         min_new: a stop string counts only if it ends after this many tokens, as the decoding loop has it.
         include_stop: whether the text ends with the stop string.
     """
@@ -236,10 +237,11 @@ class Detokenizer:
     def __init__(self, pieces: TokenBytes, prompt_ids: Iterable[int] = (), *, stop: str | Sequence[str] | None = None,
                  min_new: int = 0, include_stop: bool = False):
         self._pieces, self._include = pieces, include_stop
-        self._stops = [s.encode() for s in stop_strings(stop)]
+        self._stops, self._special = sought(stop_strings(stop), pieces.skipped.values())
         self._min_new, self._count = min_new, 0
         self._decode = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = b""
+        self._written, self._apart = b"", b""       # the same with special tokens, and which bytes are those of one
         before, self._started = self._pieces.join(prompt_ids)
         self._decode.decode(before)
         self.stopped = False
@@ -257,17 +259,36 @@ class Detokenizer:
         if self.stopped:
             return ""
         new, self._started = self._pieces.join((token,), self._started)
-        old = len(self._pending)
         self._pending += new
         self._count += 1
-        match = first_match(self._pending, self._stops, after=old) if self._count > self._min_new else None
+        special = self._pieces.skipped.get(token, b"") if self._special else b""
+        if self._special:
+            self._written += special or new
+            self._apart += (b"\1" if special else b"\0") * len(special or new)
+        match = self._match(len(new), len(special or new)) if self._count > self._min_new else None
         if match is not None:
-            self.stopped, keep = True, len(self._pending) - match[1 if self._include else 0]
-        else:
-            keep = held(self._pending, self._stops)
+            self.stopped, (ready, _, stop) = True, match
+            return self._decode.decode(self._pending[:ready] + (stop if self._include else b""))
+        begun = held(self._written, self._special)
+        keep = max(held(self._pending, self._stops), self._visible(-begun) if begun else 0)
+        self._written, self._apart = (x[len(x) - begun:] for x in (self._written, self._apart))
         ready = len(self._pending) - keep
         out, self._pending = self._pending[:ready], self._pending[ready:]
         return self._decode.decode(out)
+
+    def _match(self, new: int, written: int) -> tuple[int, int, bytes] | None:
+        """Where in what is pending the stop string begins and ends that is completed first in the newest bytes, and
+        that string; `new` of the bytes are pending, and `written` of them stand in the text with special tokens."""
+        found, size = [], len(self._pending)
+        if (match := first_match(self._pending, self._stops, size - new)) is not None:
+            found.append((*match, self._pending[slice(*match)]))
+        if (match := first_match(self._written, self._special, len(self._written) - written)) is not None:
+            found.append((size - self._visible(match[0]), size - self._visible(match[1]), self._written[slice(*match)]))
+        return min(found, key=lambda one: (one[1], one[0]), default=None)
+
+    def _visible(self, start: int) -> int:
+        """How many bytes from there on in the text with special tokens are none of theirs."""
+        return self._apart[start:].count(0)
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:

@@ -183,7 +183,8 @@ class Policy(Struct):
     Attributes:
         transforms: applied in order; every array leaf has a leading batch axis.
         eos: `i32[B, E]` tokens that end a row, padded with -1.
-        stops: the automaton of stop strings (`decodax.core.stops.StopTable`), shared by all rows, or None.
+        stops: the automaton of stop strings (`decodax.core.stops.StopTable`), shared by all rows, or None; where a
+            constraint ends rows that no end of sequence can end, `decodax.constraints.transform.Closing`.
         tables: what transforms read and all rows share; see `Transform.bound`.
         vocab_size: entries of the logits that it is for, if that is known.
     """

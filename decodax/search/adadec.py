@@ -193,7 +193,9 @@ class AdaDec(Algorithm):
         here = jnp.arange(self.length + 1) == jnp.reshape(jnp.asarray(depth), (-1, 1, 1))
         ripe = (s.length - s.prompt_length + depth >= s.min_new)[:, None]
         ends = (token[..., None] == policy.eos[:, None]).any(-1) & ripe
-        stop, hit = (a.stop, jnp.zeros_like(ends)) if policy.stops is None else policy.stops.advance(a.stop, token)
+        stop, hit = a.stop, jnp.zeros_like(ends)
+        if policy.stops is not None:
+            stop, hit = policy.stops.advance(stop, token, (s.max_length - s.length - depth - 1)[:, None])
         adds = counts = ~a.ended
         if self.counting == "running":      # there the first token behind a candidate always counts
             adds, counts = jnp.ones_like(a.ended), counts | (jnp.reshape(jnp.asarray(depth), (-1, 1)) < 2)

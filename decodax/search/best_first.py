@@ -234,12 +234,13 @@ class BestFirst(Algorithm):
         best, token = (jnp.pad(x, ((0, 0), (0, C - min(C, V))), constant_values=fill)
                        for x, fill in ((best, -jnp.inf), (token.astype(jnp.int32), 0)))
         made = (s.length - s.prompt_length)[rows, None] + 1
-        ripe = made > s.min_new[rows, None]
+        budget, ripe = (s.max_length - s.prompt_length)[rows, None], made > s.min_new[rows, None]
         eos = (token[..., None] == policy.eos[rows, None]).any(-1) & ripe
         hit = jnp.zeros_like(eos)
         if policy.stops is not None:
-            hit = policy.stops.advance(jnp.broadcast_to(s.stop[rows, None], token.shape), token)[1] & ripe
-        full = made >= (s.max_length - s.prompt_length)[rows, None]
+            here = jnp.broadcast_to(s.stop[rows, None], token.shape)
+            hit = policy.stops.advance(here, token, budget - made)[1] & ripe
+        full = made >= budget
         why = jnp.where(eos, Status.EOS, jnp.where(hit, Status.STOP, jnp.where(full, Status.LENGTH, Status.RUNNING)))
         put = lambda old, new: old.at[jnp.where(real, rows, s.batch)].set(new.astype(old.dtype), mode="drop")
         noted = q.noted

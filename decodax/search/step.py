@@ -263,11 +263,11 @@ class Step:
             beam, token: `i32[P, n]`. own: `f32[P, n]`, the tokens' log-probabilities, of `log_p` (`f32[P, k, V]`).
             best: `f32[P, n]`, the texts' scores.
         """
-        ripe = self.made(i, g)[2]
+        made, budget, ripe = self.made(i, g)
         eos = (token[..., None] == self.eos[:, i, None]).any(-1) & ripe
         stop, hit = take(g.stop, beam), jnp.zeros_like(eos)
         if self.stops is not None:
-            stop, hit = self.stops.advance(stop, token)
+            stop, hit = self.stops.advance(stop, token, budget - made)
         why = jnp.where(eos, Status.EOS, jnp.where(hit & ripe, Status.STOP, Status.LENGTH)).astype(jnp.int32)
         text = g.live.pick(beam)
         here = jnp.arange(self.alg.emits) == g.steps[:, None, None]

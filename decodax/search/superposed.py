@@ -156,7 +156,8 @@ class Superposed(Algorithm):
         eos = (token[..., None] == group(dist.policy.eos)[:, :1]).any(-1) & ripe
         stop, hit = take(group(s.stop), beam), jnp.zeros_like(eos)
         if dist.policy.stops is not None:
-            stop, hit = dist.policy.stops.advance(stop, token)
+            left = group(s.max_length - s.length - 1)[:, :1]
+            stop, hit = dist.policy.stops.advance(stop, token, left)
         ends = eos | (hit & ripe)
         why = jnp.where(eos, Status.EOS, Status.STOP).astype(jnp.int32)
 

@@ -14,7 +14,6 @@ import numpy as np
 from jax import Array
 
 from decodax.core.state import Status
-from decodax.core.stops import cut_at_stop
 from decodax.policy.base import Context, PyTree, Transform
 from decodax.request import Request
 from decodax.steps.explorer import Explorer, Ranked
@@ -220,9 +219,9 @@ def _reader(forks: Forks) -> Callable[[Thread, int, list[int], bool], Any]:
     def read(thread: Thread, first: int, ids: list[int], last: bool) -> Any:
         if tokenizer is None:
             return ids
-        piece = tokenizer.continuation(thread.path + thread.tokens[:first], ids,
-                                       skip_special_tokens=request.skip_special_tokens)
-        return cut_at_stop(piece, forks.stop) if last and thread.status == Status.STOP else piece
+        stop = forks.stop if last and thread.status == Status.STOP else ()
+        return tokenizer.continuation(thread.path + thread.tokens[:first], ids, stop=stop,
+                                      skip_special_tokens=request.skip_special_tokens)
 
     return read
 

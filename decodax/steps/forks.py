@@ -17,7 +17,7 @@ import numpy as np
 from decodax.core import drivers
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
-from decodax.core.stops import first_match, stop_strings
+from decodax.core.stops import StopTable, stop_strings
 from decodax.job import Job, collect, host_rows
 from decodax.request import Request
 from decodax.result import Result
@@ -165,17 +165,14 @@ class Forks:
         if not rows.any() or not self.stop or not self.until:
             return rows if self.stop else np.zeros_like(rows)
         out = np.zeros_like(rows)
-        texts = self.texts(rows, raw=True)
-        for p, i in zip(*np.nonzero(rows), strict=True):
-            least = int(self.job.request.min_new[p])
-            after = len(self._text(p, self.tokens(p, i)[:least - 1])) if least > 1 else 0
-            out[p, i] = first_match(texts[p][i], self.stop, after) is not None
-        return out
-
-    def _text(self, p: int, ids: list[int]) -> str:
         request = self.job.request
         assert request.lm.tokenizer is not None
-        return request.lm.tokenizer.continuation(self.prompts[p], ids, skip_special_tokens=request.skip_special_tokens)
+        for p, i in zip(*np.nonzero(rows), strict=True):
+            text = request.lm.tokenizer.detokenizer(self.prompts[p], stop=self.stop, min_new=int(request.min_new[p]),
+                                                    skip_special_tokens=request.skip_special_tokens)
+            text.feed(self.tokens(p, i))
+            out[p, i] = text.stopped
+        return out
 
     def fork(self, parents: np.ndarray, by_text: bool = False) -> None:
         """Row `i` of prompt `p` goes on from what row `parents[p, i]` was. A row that goes on from itself is as it was;
@@ -244,8 +241,8 @@ class Forks:
             told: State = s.replace(tokens=put(tokens, s.tokens), length=at, prompt_length=at + 0, status=status)
             told = drivers.extend(self.job.algorithm, self.job.model, self.job.params, told,
                                   width=min(32, s.cache.capacity))
-            stop = put(np.where(given, 0, np.asarray(s.stop)).astype(np.int32), s.stop)
-            self.job.state = told.replace(prompt_length=prompt_length, stop=stop)
+            self.job.state = told.replace(prompt_length=prompt_length, stop=s.stop)
+            self._restart(given, length)
         broken = (np.asarray(self.job.state.status) == Status.INVALID)[:self.rows].reshape(self.status.shape)
         self.status = np.where(broken, Status.INVALID, self.status)
 
@@ -274,6 +271,14 @@ class Forks:
         length[:self.rows], moved[:self.rows] = self.lengths.reshape(-1), back.reshape(-1)
         with on_mesh(self.job.request.lm.mesh):
             self.job.state = drivers.rewind(s, *self._moves(length, moved))
+            self._restart(moved, np.asarray(self.job.state.prompt_length))
+
+    def _restart(self, rows: np.ndarray, front: np.ndarray) -> None:
+        """Has the automaton of stop strings read the tokens of `rows` (`bool[B]`) again that stand behind `front`."""
+        s, stops = self.job.state, self.job.policy.stops
+        if isinstance(stops, StopTable):        # where a constraint ends rows as well, none is fed or rewound
+            stop = np.where(rows, np.asarray(stops.resume(s.tokens, jnp.asarray(front), s.length)), np.asarray(s.stop))
+            self.job.state = s.replace(stop=jax.device_put(stop.astype(np.int32), s.stop.sharding))
 
     def _moves(self, *rows: Any) -> tuple[Any, ...]:
         """What says how rows move, with the keys that they then draw by."""

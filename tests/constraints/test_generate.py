@@ -108,6 +108,44 @@ def test_every_budget_closes(lm: LM) -> None:
     assert whole.text is not None and all(re.fullmatch("(ab)+", t) for t in whole.text)
 
 
+COMPLETE: list[dict[str, Any]] = [dict(choices=["yes", "no"]), dict(regex="ab|cd"), dict(json_schema={"type": "boolean"}),
+                                  dict(grammar='start: "a" "b"~2'), dict(regex="(ab){1,2}", stop="zz"),
+                                  dict(regex="a|a{9}", max_new_tokens=4)]
+"""Texts that are complete where none goes on, or none that fits into the budget."""
+DECODED: dict[str, dict[str, Any]] = {
+    "greedy": {}, "sampled": dict(temperature=1.0), "drafted": dict(algorithm="prompt-lookup:length=4"),
+    "beams": dict(num_beams=3), "samples": dict(temperature=1.0, num_samples=2),
+    "best first": dict(algorithm="best-first-beam-search"), "places": dict(batch_size=1)}
+
+
+@pytest.mark.parametrize("way", often(["drafted", "beams"], DECODED))
+def test_a_complete_text_ends_without_an_end_of_sequence(lm: LM, way: str) -> None:
+    """Each constraint in a row of its own, which the free row beside them does not feel."""
+    for one in COMPLETE:
+        given: dict[str, Any] = {**dict(max_new_tokens=12, eos_token_id=[]), **one, **DECODED[way]}
+        out = dx.generate(lm, ["one", "no no abab aa"], **given)
+        assert {*out.status} == {dx.Status.STOP}, (one, out.status, out.text)
+        pattern = {"choices": "yes|no", "json_schema": "true|false", "grammar": "abb"}.get(next(iter(one)), one.get("regex"))
+        assert out.text is not None and all(re.fullmatch(pattern or "", text) for text in out.text), out.text
+
+
+def test_a_free_row_beside_one_that_closes_is_as_it_was(lm: LM) -> None:
+    given: dict[str, Any] = dict(max_new_tokens=9, eos_token_id=[], temperature=1.0)
+    out = dx.generate(lm, ["one", "x"], regex=["ab", None], **given)
+    assert out.status == [dx.Status.STOP, dx.Status.LENGTH]
+    assert out.row(1).tolist() == dx.generate(lm, ["one", "x"], **given).row(1).tolist()
+
+
+def test_a_least_length_that_nothing_can_have_is_said(lm: LM) -> None:
+    for given, most in ((dict(choices=["ab", "abc"]), 3), (dict(regex="a{1,5}"), 5), (dict(json_schema={"const": 1}), 1)):
+        with pytest.raises(ValueError, match=rf"^min_new_tokens: got 9 for prompt 0, and the longest .* takes {most} "):
+            dx.generate(lm, "one", min_new_tokens=9, max_new_tokens=20, **given)      # type: ignore[arg-type]
+    out = dx.generate(lm, "one", regex="(ab)+", min_new_tokens=9, max_new_tokens=20)
+    assert out.lengths[0] > 9 and out.status == [dx.Status.EOS]
+    with pytest.warns(UserWarning, match="^min_new_tokens: got 9 for prompt 0, which has room for 4 new tokens"):
+        dx.generate(lm, "one", min_new_tokens=9, max_new_tokens=4)
+
+
 @pytest.mark.wide
 def test_the_law_is_the_models_held_to_the_language(lm: LM) -> None:
     """Weighted samples of a choice have the model's own proportions. At 1e-5."""

@@ -46,8 +46,8 @@ def test_a_regular_expression_matches_what_python_matches(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(("pattern", "what"), [
-    (r"(a)\1", "a reference to a group"), (r"a(?=b)", "a look at what follows"), (r"a\bb", "an anchor inside"),
-    (r"(?i)a", "no flags"), (r"a(", r"missing \)"), (r"(?>a)b", "an atomic group"), (r"a^b", "an anchor inside")])
+    (r"(a)\1", "a reference to a group"), (r"a(?=b)", "a look at what follows"), (r"a\bb", "a word boundary"),
+    (r"(?i)a", "no flags"), (r"a(", r"missing \)"), (r"(?>a)b", "an atomic group"), (r"a^b", "matches nothing")])
 def test_what_no_automaton_can_do_is_refused(pattern: str, what: str) -> None:
     with pytest.raises(ValueError, match=f"^regex: .*{what}"):
         regex(pattern)
@@ -182,7 +182,7 @@ def test_valid_values_are_accepted() -> None:
     ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "#/uniqueItems"), (True, "#: any value"),
     ({"type": "string", "format": "iri"}, "#/format"), ({"type": "string", "pattern": "(?=a)"}, "#/pattern"),
     ({"definitions": {"type": "null"}, "$ref": "#definitions"}, "#/\\$ref"),      # an anchor, and no path
-    ({"type": "string", "if": {}}, "#/if"), ({"minimum": 3}, "#: without a type"),
+    ({"type": "string", "if": {}, "then": {}}, "#/if"), ({"minimum": 3}, "#: without a type"),
     ({"type": "object", "properties": {}, "required": ["x"]}, "#/required: 'x'")])
 def test_a_keyword_that_is_not_honoured_is_named(schema: Any, place: str) -> None:
     with pytest.raises(Unsupported, match=f"^json_schema: ({place})"):
@@ -195,6 +195,96 @@ def test_a_keyword_that_is_not_honoured_is_named(schema: Any, place: str) -> Non
 def test_what_is_no_schema_is_an_error(schema: Any) -> None:
     with pytest.raises(ValueError, match=r"^json_schema: "):
         json_schema(schema)
+
+
+SAYS_NOTHING: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "https://example.com/a", "id": "#a", "title": "t",
+    "description": "d", "$comment": "c", "default": 3, "examples": [1], "example": 1, "deprecated": True, "$anchor": "q",
+    "readOnly": True, "writeOnly": False, "contentMediaType": "text/plain", "contentEncoding": "base64",
+    "contentSchema": {"not": {}}, "$vocabulary": {}, "$dynamicAnchor": "z", "x-order": 3, "x-minLength": 2,
+    "propertyOrder": 3, "enumNames": ["a"], "tsType": "T", "xml": {}, "externalDocs": {}, "discriminator": {},
+    "errorMessage": "no", "then": {"not": {}}, "else": {"not": {}}, "minContains": 3, "dependentSchemas": {},
+    "patternProperties": {}, "unevaluatedProperties": True, "additionalItems": False, "definitions": {}}
+
+
+@pytest.mark.parametrize("name", SAYS_NOTHING)
+def test_words_that_say_nothing_are_not_read(name: str) -> None:
+    """Anywhere in a schema, and jsonschema finds the same instances valid."""
+    one = {name: SAYS_NOTHING[name]}
+    for schema in ({"type": "string", "maxLength": 3, **one}, {"anyOf": [{"type": "null", **one}, {"const": 1, **one}]},
+                   {"type": "array", "items": {"type": "null", **one}, "maxItems": 2, **one},
+                   {"type": "object", "properties": {"a": {"type": "integer", **one}}, "required": ["a"], **one},
+                   {"allOf": [{"type": "integer", **one}, {"maximum": 3, **one}], **one},
+                   {"$defs": {"a": {"type": "null", **one}}, "$ref": "#/$defs/a", **one},
+                   {"oneOf": [{"type": "integer", **one}, {"type": "string", "format": "color", **one}], **one}):
+        language, oracle = json_schema(schema), jsonschema.Draft202012Validator(schema)
+        for value in ("", "abc", "abcd", None, 1, 4, [], [None], [None] * 3, {"a": 1}, {}, {"a": None}):
+            assert language.accepts(json.dumps(value).encode()) == oracle.is_valid(value), (schema, value)
+
+
+@pytest.mark.parametrize("type_", ["string", "integer", "boolean"])
+@pytest.mark.parametrize("name", ["contains", "patternProperties", "propertyNames", "dependentRequired",
+                                  "unevaluatedItems"])
+def test_a_keyword_of_another_type_says_nothing(type_: str, name: str) -> None:
+    assert not json_schema({"type": type_, name: {"a": False}}).empty
+
+
+@pytest.mark.parametrize("name", ["maxLenght", "minlength", "Pattern", "additionalPropertys", "exclusiveMinimun", "anyof"])
+def test_a_word_that_is_nearly_a_keyword_is_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match=f"^json_schema: #/{name}: no such keyword; did you mean"):
+        json_schema({"type": "string", name: 3})
+
+
+def test_beside_a_reference_older_drafts_say_nothing() -> None:
+    schema = {"definitions": {"a": {"type": "integer"}}, "$ref": "#/definitions/a", "not": {}}
+    assert json_schema({**schema, "$schema": "http://json-schema.org/draft-07/schema#"}).accepts(b"3")
+    with pytest.raises(Unsupported, match="#/not"):
+        json_schema(schema)
+
+
+def test_draft_4_says_by_a_switch_that_a_bound_is_left_out() -> None:
+    for low, high in itertools.product((True, False), repeat=2):
+        schema = {"type": "integer", "minimum": 1, "exclusiveMinimum": low, "maximum": 4, "exclusiveMaximum": high}
+        language, oracle = json_schema(schema), jsonschema.Draft4Validator(schema)
+        assert all(language.accepts(str(n).encode()) == oracle.is_valid(n) for n in range(7))
+
+
+@pytest.mark.parametrize(("schema", "message"), [
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "#: minLength 3 is above maxLength 2"),
+    ({"type": "string", "pattern": "a", "minLength": 1, "maxLength": 0}, "#: minLength 1 is above maxLength 0"),
+    ({"type": "string", "format": "date", "minLength": 11, "maxLength": 10}, "#: minLength 11 is above maxLength 10"),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 1}, "#: minItems 2 is above maxItems 1"),
+    ({"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 2, "maxProperties": 1},
+     "#: minProperties 2 is above maxProperties 1"),
+    ({"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 2}, "#/minProperties: got 2, and"),
+    ({"type": "object", "properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}},
+     "#/properties/a: minLength 3 is above maxLength 2"),
+    ({"anyOf": [{"type": "null"}, {"type": "string", "minLength": 3, "maxLength": 2}]},
+     "#/anyOf/1: minLength 3 is above maxLength 2"),
+    ({"type": "integer", "minimum": 3, "maximum": 2}, "#: no number lies between minimum 3 and maximum 2"),
+    ({"type": "number", "minimum": 3, "exclusiveMaximum": 3}, "#: no number lies between minimum 3 and exclusiveMaximum"),
+    ({"type": "string", "maxLength": float("inf")}, "#/maxLength: got inf, takes numbers that are finite"),
+    ({"type": "string", "maxLength": float("nan")}, "#/maxLength: got nan, takes numbers that are finite"),
+    ({"type": "array", "items": {"type": "null"}, "minItems": -float("inf")}, "#/minItems: got -inf"),
+    ({"type": "string", "maxLength": 2.5}, "#/maxLength: got 2.5, takes a whole number from 0 on"),
+    ({"type": "string", "maxLength": "3"}, "#/maxLength: got '3', takes a whole number from 0 on"),
+    ({"type": "string", "minLength": True}, "#/minLength: got True, takes a whole number from 0 on"),
+    ({"type": "string", "maxLength": 1e300}, "a repetition of 100000000"),
+    ({"type": "string", "minLength": 10 ** 9}, "a repetition of 1000000000 times"),
+    ({"type": "array", "items": {"type": "integer"}, "maxItems": 10 ** 9}, "a repetition of 1000000000 times"),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 10 ** 400}, "a repetition of 1000000000"),
+    ({"type": "integer", "minimum": 1e300}, "#: bounds beyond 15 digits")])
+def test_bounds_that_leave_nothing_or_are_too_wide_are_refused_by_name(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^json_schema: {message}") as error:
+        json_schema(schema)
+    assert len(str(error.value)) < 250
+
+
+def test_a_bound_that_says_nothing_is_no_size() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "maxProperties": 10 ** 9}
+    assert len(json_schema(schema)) == len(json_schema({k: v for k, v in schema.items() if k != "maxProperties"}))
+    schema = {"type": "array", "prefixItems": [{"type": "null"}], "items": False, "maxItems": 1e300}
+    assert json_schema(schema).accepts(b"[null]")
 
 
 def simple(rng: random.Random, depth: int = 3) -> Any:
