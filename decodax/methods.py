@@ -9,6 +9,7 @@ from typing import Any
 
 from decodax.autoregressive import Autoregressive
 from decodax.cache import CacheConfig
+from decodax.core.contracts import hashable
 from decodax.core.stops import StopTable
 from decodax.core.types import Algorithm
 from decodax.diffusion.systems.entries import default as fills
@@ -42,8 +43,13 @@ def with_cache(lm: LM, cache: Any) -> LM:
 
     Raises:
         ValueError: there is no such policy, it does not take such options, or the model has a cache of its own.
+        TypeError: it is no kind of cache, or cannot be hashed.
     """
     kind = read_kind(cache) if isinstance(cache, str) else cache
+    if isinstance(kind, type) or not (isinstance(kind, CacheConfig) or callable(kind)):
+        raise TypeError(f"cache: got {shown(cache)}, takes the name of a policy, such as 'snapkv:budget=512', what "
+                        "decodax.kv makes of one, or a kind of cache of your own (decodax.cache.CacheConfig)")
+    hashable("cache", kind)
     if isinstance(kind, CacheConfig):
         return kind.put_on(lm)
     return dataclasses.replace(lm, model=lm.model.with_cache(kind))
@@ -75,6 +81,7 @@ def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
                         "the name of a system, such as 'prompt-lookup:length=5'")
     else:
         method = given
+    hashable("algorithm", method.bare())
     canvas, what = method.canvas, type(method).__name__
     if canvas and lm.diffusion is None:
         raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "

@@ -7,7 +7,6 @@ All that may differ from prompt to prompt lies here side by side, so there is on
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +35,16 @@ from decodax.policy.arguments import (
     per_row,
     positive,
     shown,
+    unknown_argument,
     whole,
     whole_rows,
     wrong,
 )
 from decodax.policy.arithmetic import Arithmetic, evenly
 from decodax.policy.base import Temperature
-from decodax.policy.build import DEFAULTS, assemble, unknown_argument
-from decodax.policy.config import NEUTRAL, blaming, merge
+from decodax.policy.build import DEFAULTS, assemble
+from decodax.policy.config import UNEXPRESSED, blaming, merge, nothing
+from decodax.policy.neutral import is_neutral
 from decodax.readout.dola import asked as read_out
 from decodax.search import BeamSearch
 from decodax.search import arguments as beams
@@ -290,7 +291,7 @@ ELSEWHERE = {
     "logits_processor": "transforms= takes decodax.policy.Transform objects",
     "stopping_criteria": "stop=, eos_token_id=, max_time= and max_new_tokens= end a text",
     "generation_config": "give its entries as arguments", "attention_mask": "give prompts with input_ids and "
-    "attention_mask", "input_ids": "prompts take ids", "inputs": "prompts take them", "pad_token_id":
+    "attention_mask", "input_ids": "prompts take ids", "pad_token_id":
     "the model's own fills the tokens of shorter rows", "return_dict_in_generate": "a Result has all there is",
     "output_scores": "logprobs= records log-probabilities"}
 """Arguments that callers know from elsewhere, or from below, and what there is here."""
@@ -299,6 +300,12 @@ ELSEWHERE = {
 FRONT = [p.name for p in inspect.signature(Request.read).parameters.values() if p.kind is p.KEYWORD_ONLY]
 FRONT += ["progress", "every", "ends"]
 """Arguments of front ends, which no policy is made of."""
+
+ONE_ROW = ("num_samples", "num_return_sequences", "batch_size", "progress")
+WITHOUT = {"generate": ("every", "ends"), "stream": (*ONE_ROW, "every", "ends"), "watch": (*ONE_ROW, "ends"),
+           "infill": ("max_new_tokens", "max_length", "min_new_tokens", "num_samples", "num_return_sequences", "stop",
+                      "include_stop", "negative_prompts", "inputs", "cache", "context", "adapter", "progress", "every")}
+"""Which of them a front end does not take."""
 
 
 OTHERS = ("num_return_sequences", "dola_layers", "arithmetic_sampling", *beams.ARGUMENTS, *constraints.ARGUMENTS)
@@ -313,13 +320,16 @@ def check_names(where: str, sampling: Mapping[str, Any]) -> None:
     """
     for name in sampling:
         if name in ELSEWHERE:
-            raise TypeError(f"{name}: {where} takes no such argument; {ELSEWHERE[name]}")
+            raise TypeError(f"{name}: unknown argument; {ELSEWHERE[name]}")
         if name in FRONT:
             raise TypeError(f"{name}: {where} takes no such argument")
-        if name not in DEFAULTS and name not in NEUTRAL and name not in OTHERS:
-            near = difflib.get_close_matches(name, [*FRONT, *DEFAULTS, *OTHERS], n=3, cutoff=0.6)
-            raise TypeError(f"{name}: unknown argument; did you mean {' or '.join(near)}?" if near else
-                            unknown_argument(name))
+        if name not in DEFAULTS and name not in UNEXPRESSED and name not in OTHERS:
+            raise unknown_argument(name, where, takes(where))
+
+
+def takes(where: str) -> set[str]:
+    """Names of the arguments that a front end takes."""
+    return {*FRONT, *DEFAULTS, *OTHERS} - {*WITHOUT[where], *ELSEWHERE, "eos"}
 
 
 class _Config:
@@ -392,17 +402,16 @@ def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[di
 def _searching(search: Algorithm | None, algorithm: Any, sampling: dict[str, Any]) -> Any:
     """The method, and `sampling` without the arguments of beam search."""
     for name in beams.ARGUMENTS:
-        value = sampling.get(name)
-        if algorithm is not None and value is not None and value is not False and value != NEUTRAL.get(name, (1,))[-1]:
-            raise ValueError(f"{name}: got {shown(value)} beside an algorithm; takes one of them, such as "
+        if algorithm is not None and not is_neutral(name, sampling.get(name)):
+            raise ValueError(f"{name}: got {shown(sampling[name])} beside an algorithm; takes one of them, such as "
                              "algorithm=decodax.search.BeamSearch(4)")
-        if search is not None or name not in NEUTRAL:
+        if search is not None or name not in UNEXPRESSED:
             sampling.pop(name, None)
-    sampling["dola_layers"] = NEUTRAL["dola_layers"][-1]        # it has been read
+    sampling["dola_layers"] = None      # it has been read
     if search is None:
         return algorithm
     # what the model's generation config says of beams has been read
-    sampling.update({name: NEUTRAL[name][-1] for name in beams.ARGUMENTS if name in NEUTRAL})
+    sampling.update({name: nothing(name) for name in beams.ARGUMENTS if name in UNEXPRESSED})
     if not isinstance(search, BeamSearch):
         sampling["top_k"] = None            # it says how many candidates there are
     return search

@@ -105,7 +105,8 @@ def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
         ValueError: one of them is empty or is no text (a lone surrogate), or together they are longer than `LONGEST`.
         TypeError: one of them is not a string.
     """
-    if isinstance(stop, (bytes, bytearray, Mapping)) or not isinstance(stop, (str, Iterable, type(None))):
+    if isinstance(stop, (bytes, bytearray, Mapping)) or not isinstance(stop, (str, Iterable, type(None))) \
+            or getattr(stop, "ndim", None) == 0:
         raise TypeError(f"stop: got {reprlib.repr(stop)}, takes a string or several")
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(itertools.islice(stop, LONGEST + 1))
     total = 0
