@@ -18,7 +18,7 @@ from decodax.jobs.schedule import Ticket, schedule
 from decodax.jobs.slots import Use, possible
 from decodax.kvcache.prefix import Prefix
 from decodax.memory import power
-from decodax.policy.arguments import flag
+from decodax.policy.arguments import flag, scalar
 from decodax.progress import bar
 from decodax.request import CHUNK, Request
 from decodax.result import Result, Statistics
@@ -217,7 +217,8 @@ def one_row(where: str, lm: Any, prompt: Any, options: dict[str, Any]) -> Reques
     """
     for name, none in (("num_samples", 1), ("batch_size", 1), ("progress", False)):
         given = options.pop(name, None)
-        if given is not None and (type(given) is not type(none) or given != none):
+        plain = scalar(name, given, repr(none))
+        if given is not None and (type(plain) is not type(none) or plain != none):
             raise ValueError(f"{name}: got {given!r}; for generate only, a {where} is one row")
     return Request.read(lm, prompt, where, **options)
 

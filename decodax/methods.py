@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 from typing import Any
 
@@ -46,13 +47,26 @@ def with_cache(lm: LM, cache: Any) -> LM:
         TypeError: it is no kind of cache, or cannot be hashed.
     """
     kind = read_kind(cache) if isinstance(cache, str) else cache
-    if isinstance(kind, type) or not (isinstance(kind, CacheConfig) or callable(kind)):
+    if not isinstance(kind, CacheConfig) and not _is_kind(kind):
         raise TypeError(f"cache: got {shown(cache)}, takes the name of a policy, such as 'snapkv:budget=512', what "
                         "decodax.kv makes of one, or a kind of cache of your own (decodax.cache.CacheConfig)")
     hashable("cache", kind)
     if isinstance(kind, CacheConfig):
         return kind.put_on(lm)
     return dataclasses.replace(lm, model=lm.model.with_cache(kind))
+
+
+def _is_kind(given: Any) -> bool:
+    """Whether it can be called as a kind of cache is (`decodax.core.types.CacheKind`)."""
+    if isinstance(given, type) or not callable(given):
+        return False
+    try:
+        inspect.signature(given).bind([], 1, 1, None, None)
+    except TypeError:
+        return False
+    except ValueError:      # of some functions written in C nobody knows it
+        pass
+    return True
 
 
 @functools.lru_cache(maxsize=8)        # 0.1 s for a large vocabulary, and a stream of requests has few

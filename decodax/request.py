@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -44,7 +44,7 @@ from decodax.policy.arithmetic import Arithmetic, evenly
 from decodax.policy.base import Temperature
 from decodax.policy.build import DEFAULTS, assemble
 from decodax.policy.config import UNEXPRESSED, blaming, merge, nothing
-from decodax.policy.neutral import is_neutral
+from decodax.policy.neutral import asks_nothing, is_neutral
 from decodax.readout.dola import asked as read_out
 from decodax.search import BeamSearch
 from decodax.search import arguments as beams
@@ -121,7 +121,8 @@ class Request:
         lm = read_out(lm, sampling.pop("dola_layers", None), said.or_given)
         search = None if algorithm is not None else beams.read(lm, sampling, said.or_given)
         algorithm = _searching(search, algorithm, sampling)
-        even = flag("arithmetic_sampling", sampling.pop("arithmetic_sampling", None) or False)
+        evenness = sampling.pop("arithmetic_sampling", None)
+        even = evenness is not None and flag("arithmetic_sampling", evenness)
         held = {name: sampling.pop(name, None) for name in constraints.ARGUMENTS}
         if not all(map(is_whole, lm.eos)):
             raise ValueError(f"{said.origin}: eos_token_id: got {shown(lm.generation_config.get('eos_token_id'))}, "
@@ -332,6 +333,21 @@ def takes(where: str) -> set[str]:
     return {*FRONT, *DEFAULTS, *OTHERS} - {*WITHOUT[where], *ELSEWHERE, "eos"}
 
 
+def without(where: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments without those that a front end does not take and that ask for nothing.
+
+    Args:
+        refused: what there is in place of each that it does not take.
+
+    Raises:
+        TypeError: one of them asks for something.
+    """
+    for name, why in refused.items():
+        if not asks_nothing(name, given.get(name)):
+            raise TypeError(f"{name}: {where} takes no such argument; {why}")
+    return {name: value for name, value in given.items() if name not in refused}
+
+
 class _Config:
     """What the model's generation config says."""
 
@@ -393,7 +409,7 @@ def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[di
     if returns is not None:
         if num_samples is not None:
             raise ValueError("num_samples and num_return_sequences: got both, takes one of them")
-        if where != "generate" and returns != 1:
+        if where != "generate" and not is_neutral("num_return_sequences", returns):
             raise ValueError(f"num_return_sequences: got {shown(returns)}; for generate only, {where} gives one text")
         returns = whole("num_return_sequences", returns, 1)
     return sampling, num_samples if returns is None else returns
@@ -471,8 +487,9 @@ def _samples(method: Algorithm, wanted: int | None, where: str) -> int:
 def _adapters(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
     """Inputs of the model, where rows have adapters."""
     if not lm.adapters:
-        if adapter is not None:
-            raise ValueError(f"adapter: got {shown(adapter)}, and {lm.name!r} has none; lm.with_adapters gives it some")
+        if not asks_nothing("adapter", adapter):
+            raise ValueError(f"adapter: got {shown(adapter)}, and {lm.name!r} has none; takes None, or a model that "
+                             "lm.with_adapters gave some")
         return inputs
     if inputs is not None:
         raise ValueError(f"inputs: {lm.name!r} has adapters, and takes no inputs beside them")
@@ -487,6 +504,8 @@ def _adapters(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
 
 def _inputs(inputs: Any, count: int) -> Any:
     """Inputs of the model, on the host."""
+    if isinstance(inputs, Iterator):
+        raise wrong("inputs", inputs, f"a pytree of arrays [{count}, ...]")
     arrays = jax.tree.map(np.asarray, inputs)
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         if leaf.shape[:1] != (count,):

@@ -14,7 +14,7 @@ from decodax.choice.finish import first_finish
 from decodax.choice.table import rule
 from decodax.io.load import LM
 from decodax.methods import model
-from decodax.request import Request
+from decodax.request import Request, without
 
 FIRST = "first-finish"
 
@@ -64,9 +64,7 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
     lm = model(lm)
     if n < 1:
         raise ValueError(f"n: got {n}, takes at least 1")
-    for name in ("num_samples", "num_return_sequences"):
-        if name in sampling:
-            raise TypeError(f"{name}: choose takes no such argument; give n")
+    sampling = without("choose", sampling, dict.fromkeys(("num_samples", "num_return_sequences"), "give n"))
     if by == FIRST:
         if greedy or options:
             raise ValueError("by: 'first-finish' takes neither greedy nor options")

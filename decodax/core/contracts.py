@@ -80,7 +80,7 @@ def array(who: str, name: str, given: Any, form: str, sizes: dict[str, int]) -> 
 
     >>> array("Again.propose", "tokens", np.zeros((2, 3)), "i[B, N]", {"B": 2})
     Traceback (most recent call last):
-    TypeError: Again.propose: returned tokens of float64[2, 3], takes i[B, N] with B=2
+    TypeError: Again.propose: got tokens of float64[2, 3], takes i[B, N] with B=2
     """
     letters = [letter.strip() for letter in form[2:-1].split(",")]
     known = ", ".join(f"{letter}={size}" for letter, size in sizes.items() if letter in {x[0] for x in letters})
@@ -92,7 +92,7 @@ def array(who: str, name: str, given: Any, form: str, sizes: dict[str, int]) -> 
         if not (one and size == 1):
             good &= sizes.setdefault(letter, size) == size
     if not good:
-        raise TypeError(f"{who}: returned {name} of {kind(given)}, takes {form}" + (f" with {known}" if known else ""))
+        raise TypeError(f"{who}: got {name} of {kind(given)}, takes {form}" + (f" with {known}" if known else ""))
 
 
 def same_form(who: str, what: str, new: Any, old: Any) -> None:

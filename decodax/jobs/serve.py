@@ -16,7 +16,7 @@ from decodax.jobs.slots import Use, possible
 from decodax.kvcache.selection import in_bytes
 from decodax.methods import chosen, model, with_cache
 from decodax.policy.arguments import positive, shown, whole
-from decodax.request import Request
+from decodax.request import Request, without
 from decodax.result import Result
 
 NOT_HERE = {"batch_size": "slots= says how many prompts run at once", "progress": "results come as they finish",
@@ -98,10 +98,7 @@ def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[s
     Raises:
         TypeError, ValueError: as `Request.read`; or an option that is none of `serve`.
     """
-    lm, options = model(lm), dict(options)
-    for name, why in NOT_HERE.items():
-        if options.get(name) is not None:
-            raise TypeError(f"{name}: serve takes no such argument; {why}")
+    lm, options = model(lm), without("serve", options, NOT_HERE)
     if (cache := options.pop("cache", None)) is not None:
         lm = with_cache(lm, cache)
     options["algorithm"] = chosen(lm, options.get("algorithm"), slots)
@@ -119,9 +116,7 @@ def read(lm: LM, item: Any, index: int, options: Mapping[str, Any]) -> tuple[Any
     if isinstance(item, Mapping) and "prompt" in item:
         own = dict(item)
         prompt, name = own.pop("prompt"), own.pop("id", None)
-        for key, why in NOT_HERE.items():
-            if key in own:
-                raise TypeError(f"{key}: serve takes no such argument; {why}")
+        own = without("serve", own, NOT_HERE)
     if isinstance(prompt, Mapping) and "input_ids" not in prompt:
         raise TypeError(f"prompt: got {shown(prompt)}, takes {TAKES}")
     request = Request.read(lm, [prompt], request_ids=[index % (1 << 32) if name is None else address(name)],

@@ -346,7 +346,7 @@ def bias_rows(name: str, value: Any, batch: int, samples: int = 1) -> list[list[
              f"for {_each(batch, samples)}")
 
     def pairs(entry: Any) -> list[tuple[list[int], float]]:
-        items = list(entry.items()) if isinstance(entry, Mapping) else [tuple(pair) for pair in plain(name, entry, takes)]
+        items = list(entry.items()) if isinstance(entry, Mapping) else list(map(tuple, plain(name, entry, takes)))
         found = []
         for tokens, bias in items:
             bias = scalar(name, bias, takes)

@@ -354,7 +354,7 @@ def _temperature(a: _Arguments) -> np.ndarray:
     if ((temperature == 0) & drawn).any():
         raise wrong("temperature", given, "a number above 0 with do_sample=True")
     if not drawn.any() and ((temperature != 0) & (temperature != 1)).any():
-        raise ValueError(f"temperature: got {shown(given)} with do_sample=False, which is greedy; give one of them")
+        raise ValueError(f"temperature: got {shown(given)} with do_sample=False, which is greedy; takes one of them")
     return np.where(drawn, temperature, 0).astype(np.float32)
 
 

@@ -109,7 +109,7 @@ def _settings(config: Mapping[str, Any], origin: str, strict: bool) -> dict[str,
         elif name in UNEXPRESSED:
             if not is_neutral(name, value):
                 unmet.append(name)
-        elif name not in IGNORED and value is not None:
+        elif name not in IGNORED and not is_neutral(name, value):
             unknown.append(f"{name}={value!r}")
     if unmet:
         message = (f"{origin}: {', '.join(f'{name}={config[name]!r}' for name in unmet)}: a policy does not express "

@@ -38,8 +38,8 @@ def read(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any]) -> Algo
         return _contrastive(lm, given, said, alpha, width)
     options = dict(
         length_penalty=value("length_penalty", number, 1.0), early_stopping=value("early_stopping", _early, False),
-        patience=value("patience", positive, 1.0), groups=value("num_beam_groups", lambda name, x: whole(name, x, 1), 1),
-        diversity_penalty=value("diversity_penalty", number, 0.0),
+        patience=value("patience", positive, 1.0), diversity_penalty=value("diversity_penalty", number, 0.0),
+        groups=value("num_beam_groups", lambda name, x: whole(name, x, 1), 1),
         renormalize=value("renormalize_logits", flag, False))
     if width == 1:
         asked = [name for name in ("num_beam_groups", "diversity_penalty", "patience", "length_penalty",

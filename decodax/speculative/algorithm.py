@@ -18,7 +18,7 @@ from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.policy.arguments import shown
 from decodax.policy.base import Distribution
-from decodax.speculative.contracts import proposed, verified
+from decodax.speculative.contracts import propose, verified
 from decodax.speculative.drafter import Drafter
 from decodax.speculative.grown import Grown, Trimmed
 from decodax.speculative.source import Draft, Shape, Source
@@ -110,8 +110,7 @@ class Speculative(Algorithm):
         return self.drafter.init(params, s), None
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        proposal, state = proposed(self.draft, self.drafter.propose(params, policy, s, s.algo[0], self.verify.drawn),
-                                   s.batch)
+        proposal, state = propose(self.drafter, params, policy, s, s.algo[0], self.verify.drawn)
         t = tree(s.newest, proposal, self.drafter.length)
         w = window(t, s.length - 1, s.running, proposal.probes, proposal.begun)
         return w.replace(hints=(*w.hints, self._packing(s.batch, w.width))) if self.packed else w, (state, t)

@@ -10,6 +10,7 @@ import numpy as np
 
 from decodax.io.load import LM
 from decodax.methods import model
+from decodax.request import without
 from decodax.steps.canvases import Canvases
 from decodax.steps.explorer import CanvasExplorer, Explored, Explorer
 from decodax.steps.forks import Forks
@@ -45,9 +46,8 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
         raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
     if not isinstance(by, str) and options:
         raise ValueError("options: got some beside a search that is made already")
-    for name in ("num_samples", "num_return_sequences"):
-        if name in sampling:
-            raise TypeError(f"{name}: explore takes no such argument; the search says how many rows it takes")
+    sampling = without("explore", sampling, dict.fromkeys(("num_samples", "num_return_sequences"),
+                                                          "the search says how many rows it takes"))
     forks: Forks | Canvases
     if isinstance(chosen, CanvasExplorer):
         if until is not None or step_tokens is not None:

@@ -24,7 +24,7 @@ def test_the_default_is_greedy() -> None:
     assert build(2, do_sample=True).greedy.tolist() == [False, False]
     assert build(2, temperature=[0.5, 0.0]).greedy.tolist() == [False, True]
     assert build(2, temperature=0.5, do_sample=[True, False]).greedy.tolist() == [False, True]
-    assert build(2, temperature=0.5, do_sample=False).greedy.all()
+    assert build(2, temperature=1.0, do_sample=False).greedy.all()
 
 
 def test_neutral_values_add_nothing_and_values_for_each_row_always_do() -> None:
