@@ -128,8 +128,8 @@ def _bytes(algorithm: Any, model: Any, rows: int, capacity: int, hosted: bool = 
 def _cache(algorithm: Any, model: Any, rows: int, capacity: int) -> Cache:
     """The cache of a batch, by its shapes."""
     network = algorithm.through(model)
-    made: Any = jax.eval_shape(lambda: network.init_cache(rows, capacity))
-    return instance("cache: the kind that was given", made, Cache, "a decodax.Cache")
+    make = lambda: instance("cache: the kind that was given", network.init_cache(rows, capacity), Cache, "a Cache")
+    return jax.eval_shape(make)
 
 
 def _machine(mesh: Mesh | None) -> int | None:

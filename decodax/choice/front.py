@@ -12,6 +12,7 @@ from decodax.api import generate
 from decodax.choice.candidates import Candidates, Choice, Rule, candidates_of
 from decodax.choice.finish import first_finish
 from decodax.choice.table import rule
+from decodax.core.contracts import instance
 from decodax.io.load import LM
 from decodax.methods import model
 from decodax.request import Request, without
@@ -80,7 +81,9 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
     if greedy:
         best = _drawn(lm, prompts, read.prompts, 1, {**sampling, "temperature": 0.0})
         candidates = [_both(a, b) for a, b in zip(best, candidates, strict=True)] if candidates else best
-    return _chosen(candidates, [chooser.choose(each) for each in candidates])
+    choices = [instance(f"{type(chooser).__name__}.choose", chooser.choose(each), Choice, "a Choice")
+               for each in candidates]
+    return _chosen(candidates, choices)
 
 
 def _chosen(candidates: list[Candidates], choices: list[Choice]) -> Chosen:

@@ -13,8 +13,11 @@ import numpy as np
 KINDS: dict[str, Any] = {"i": jnp.integer, "b": jnp.bool_, "f": jnp.floating}
 
 
-def hashable(name: str, value: Any) -> None:
+def hashable(name: str, value: Any, path: str | None = None) -> None:
     """Checks what is static under jit.
+
+    Args:
+        name: begins the error. path: what it calls the value; default its type.
 
     Raises:
         TypeError: it cannot be compared by value; names the field that is to blame.
@@ -22,8 +25,8 @@ def hashable(name: str, value: Any) -> None:
     try:
         hash(value)
     except TypeError:
-        raise TypeError(f"{name}: {_blame(value, type(value).__name__)}; takes a frozen dataclass whose fields are "
-                        "numbers, texts, or tuples of them. Arrays are data: they belong in `weights` or in the state"
+        raise TypeError(f"{name}: {_blame(value, path or type(value).__name__)}; takes frozen dataclasses of numbers, "
+                        "texts, functions and tuples. Arrays are data: they belong in `weights` or in the state"
                         ) from None
 
 
@@ -122,4 +125,5 @@ def kind(value: Any) -> str:
         return f"{value.dtype}{list(value.shape)}"
     if type(value) is tuple:
         return f"({', '.join(map(kind, value))}{',' * (len(value) == 1)})"
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -6,6 +6,7 @@ count penalties in front, samplers that look at the distribution's shape behind 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.core.contracts import hashable
 from decodax.policy.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
 from decodax.policy.arguments import (
     bias_rows,
@@ -325,6 +327,8 @@ def _own(a: _Arguments) -> dict[str, list[Transform]]:
             if said not in get_args(known):
                 raise ValueError(f"transforms: {type(t).__name__} has {name}={said!r}, takes one of "
                                  f"{', '.join(map(repr, get_args(known)))}")
+        for field in (field for field in dataclasses.fields(t) if field.metadata.get("static")):
+            hashable("transforms", getattr(t, field.name), f"{type(t).__name__}.{field.name}")
     prompts = a.batch // a.samples
     for leaf in jax.tree.leaves(given):
         if not np.ndim(leaf) or leaf.shape[0] not in (a.batch, prompts):

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from decodax.core.contracts import instance
 from decodax.io.load import LM
 from decodax.methods import model
 from decodax.request import without
 from decodax.steps.canvases import Canvases
-from decodax.steps.explorer import CanvasExplorer, Explored, Explorer
+from decodax.steps.explorer import CanvasExplorer, Explored, Explorer, Ranked
 from decodax.steps.forks import Forks
 from decodax.steps.table import explorer
 
@@ -57,6 +58,7 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
     else:
         forks = chosen.begin(lm, prompts, until=until, step_tokens=step_tokens, **sampling)
         found = chosen.search(forks, asked(prompts, forks.prompts))
+    instance(f"{type(chosen).__name__}.search", found, Ranked, "a Ranked")
     texts = forks.texts() if found.texts is None else found.texts
     index = found.scores.argmax(1) if found.index is None else np.asarray(found.index)
     return Explored(text=[row[int(i)] for row, i in zip(texts, index, strict=True)], index=index, texts=texts,
