@@ -204,7 +204,7 @@ def find(name_or_dir: str | Path) -> Path:
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(adapter(path))
     if path.is_dir():
-        raise CheckpointError(f"{path}: has no config.json, so it is no Hugging Face model directory\n{missing(path)}")
+        raise CheckpointError(f"{path}: has no config.json, so it is no Hugging Face model directory; {missing(path)}")
     near = difflib.get_close_matches(name, zoo(), n=3, cutoff=0.5)
     raise ValueError(f"model {name!r}: neither a directory nor a shipped model ({', '.join(zoo())})"
                      + (f"; did you mean {' or '.join(near)}?" if near else ""))
