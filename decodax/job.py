@@ -148,6 +148,14 @@ class Job:
     def finished(self) -> int:
         return int((self.status != Status.RUNNING).sum())
 
+    @property
+    def done(self) -> float:
+        """How many rows have finished; those that run count by how much of their budget they have."""
+        start, now, end = (np.asarray(x)[:len(self.status)] for x in (
+            self.state.prompt_length, self.state.length, self.state.max_length))
+        share = np.clip((now - start) / np.maximum(end - start, 1), 0, 1)
+        return float(np.where(self.status == Status.RUNNING, share, 1).sum())
+
     def advance(self, seconds: float | None, rounds: int | None = None, fewest: int = 0) -> None:
         """Runs to the end, or for about this long, or so many rounds, or until no more than `fewest` rows
         are running."""

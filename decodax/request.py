@@ -158,7 +158,7 @@ class Request:
         if (fitted := lm.model.fit(power(int(np.max(budget)) + behind_settled))) is not lm.model:
             lm = dataclasses.replace(lm, model=fitted)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
-        _room(lm, int((lengths + budget).max()), counted)
+        _reach(lm, lengths, budget, counted)
         if (more := method.through(lm.model).beyond(int(lengths.max()))):
             _room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads behind it")
 
@@ -392,15 +392,31 @@ def _within(lengths: np.ndarray, name: str, limit: Any) -> np.ndarray:
     return total - lengths
 
 
-def _room(lm: LM, longest: int, name: str, what: str = "prompt and new tokens") -> None:
-    """Checks a length against the model's positions, and warns beyond the length that it was made for."""
+def _room(lm: LM, longest: int, name: str, what: str = "prompt and new tokens", hint: str = "") -> None:
+    """Checks a length against the model's positions, and warns beyond the length that it was made for; `hint` ends the
+    warning."""
     limit = lm.model.max_positions
     if limit is not None and longest > limit:
         raise ValueError(f"{name}: {what} are {longest}, the model has {limit} positions")
     trained = lm.model.trained_positions
     if trained is not None and longest > trained:
-        warnings.warn(f"{name}: {what} are {longest}, the model was made for {trained}",
-                      stacklevel=outside())
+        warnings.warn(f"{name}: {what} are {longest}, the model was made for {trained}{hint}", stacklevel=outside())
+
+
+def _reach(lm: LM, lengths: np.ndarray, budget: np.ndarray, name: str) -> None:
+    """Checks prompts, and what is to follow them, as `_room` does; a prompt that is too long by itself is named.
+
+    Args:
+        name: the argument that says how many tokens follow.
+    """
+    row, most = int(lengths.argmax()), int((lengths + budget).argmax())
+    bounds = [x for x in (lm.model.max_positions, lm.model.trained_positions) if x is not None]
+    if bounds and lengths[row] > min(bounds):
+        _room(lm, int(lengths[row]), f"prompts[{row}]", "the prompt's tokens")
+    else:
+        fit = min(bounds, default=0) - int(lengths[most])
+        _room(lm, int((lengths + budget)[most]), name, hint="; what comes behind that is seldom of use. There is room "
+              f"for {fit} new tokens, and progress=True shows how far a long call is")
 
 
 def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[dict[str, Any], Any]:
