@@ -199,6 +199,11 @@ class Stream(Iterator[str]):
             skip_special_tokens=request.skip_special_tokens)
         self._read = 0
 
+    def __repr__(self) -> str:
+        made = int(self._job.state.length[0] - self._job.state.prompt_length[0])
+        status = "running" if self.result is None else self.result.status[0].name.lower()
+        return f"<Stream of {self._job.request.lm.name!r}: {made} tokens, {status}>"
+
     def __next__(self) -> str:
         while self._job.running:
             self._job.advance(BURST_SECONDS)

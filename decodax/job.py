@@ -26,6 +26,7 @@ from decodax.reading import Reader
 from decodax.request import Request
 from decodax.result import Result, Statistics, log_probs, new_tokens
 from decodax.sharding import place
+from decodax.struct import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,8 @@ class BatchShape:
         size: slots of a row. samples: rows of a prompt. mesh: where rows lie, or None. top_logprobs: how many most
             likely tokens are recorded.
     """
+
+    __repr__ = short
 
     algorithm: Algorithm
     model: Any
@@ -104,6 +107,8 @@ class BatchShape:
 @dataclasses.dataclass
 class Job:
     """A batch on its way: the compiled drivers, and the clock. The state is donated from burst to burst."""
+
+    __repr__ = short
 
     request: Request
     algorithm: Algorithm

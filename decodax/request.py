@@ -48,6 +48,7 @@ from decodax.policy.neutral import asks_nothing, is_neutral
 from decodax.readout.dola import asked as read_out
 from decodax.search import BeamSearch
 from decodax.search import arguments as beams
+from decodax.struct import short
 
 CHUNK = 256
 """Prompt tokens a prefill round."""
@@ -73,6 +74,8 @@ class Request:
         chunk: prompt tokens a prefill round. batch_size: prompts at once, or None: all. max_time: seconds, or None.
         skip_special_tokens, include_stop: of the texts.
     """
+
+    __repr__ = short
 
     lm: LM
     algorithm: Algorithm

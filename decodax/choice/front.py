@@ -16,6 +16,7 @@ from decodax.core.contracts import instance
 from decodax.io.load import LM
 from decodax.methods import model
 from decodax.request import Request, without
+from decodax.struct import short
 
 FIRST = "first-finish"
 
@@ -27,6 +28,8 @@ class Chosen:
     Attributes:
         text: of each. candidates, choices: what there was to choose from, and the scores.
     """
+
+    __repr__ = short
 
     text: list[str]
     candidates: list[Candidates]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,27 @@ class LM(Loaded):
     diffusion: Diffusion | None = None
     directory: Path | None = None
     adapters: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """In one line: what network, how large, of what dtypes, and where its weights lie."""
+        leaves = [x for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")]
+        size: dict[str, int] = {}
+        for x in leaves:
+            size[str(x.dtype)] = size.get(str(x.dtype), 0) + math.prod(x.shape) * x.dtype.itemsize
+        kinds = " and ".join(sorted(size, key=lambda name: -size[name])[:3])
+        found: Any = jax.eval_shape(self.model.init_params, jax.random.key(0)) if hasattr(
+            self.model, "init_params") else leaves      # packed weights are fewer numbers
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(found))
+        trained = self.model.trained_positions
+        where = sorted({str(device) for x in leaves if isinstance(x, jax.Array) for device in x.sharding.device_set})
+        parts = [f"{type(self.model).__name__} of {count:,} parameters",
+                 f"{sum(size.values()) / 1e6:,.1f} MB of {kinds}",
+                 f"vocabulary {self.vocab_size:,}", "no tokenizer" if self.tokenizer is None else "",
+                 "" if trained is None else f"context {trained:,}",
+                 "" if self.diffusion is None else "fills masks", f"on {', '.join(where[:2])}" + (
+                     f" and {len(where) - 2} more" if len(where) > 2 else ""),
+                 f"adapters {', '.join(self.adapters)}"[:100] if self.adapters else ""]
+        return f"<LM {self.name!r}: {', '.join(part for part in parts if part)}>"
 
     def with_params(self, params: Any) -> LM:
         """This model with other weights: those of a training loop, as they are. Nothing is copied, and nothing is

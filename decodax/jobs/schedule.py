@@ -15,6 +15,7 @@ from decodax.jobs.prefixes import mates
 from decodax.jobs.slots import Slots, Use, kin
 from decodax.request import Request
 from decodax.result import LogProbs, Result, Statistics
+from decodax.struct import short
 
 BURST = 64
 """Rounds between two looks at the clock, where there is one to look at."""
@@ -27,6 +28,8 @@ class Ticket:
     Attributes:
         request: of this one prompt. tag: whatever its owner knows it by.
     """
+
+    __repr__ = short
 
     request: Request
     tag: Any = None

@@ -18,6 +18,7 @@ from decodax.methods import chosen, model, with_cache
 from decodax.policy.arguments import positive, shown, whole
 from decodax.request import Request, without
 from decodax.result import Result
+from decodax.struct import short
 
 NOT_HERE = {"batch_size": "slots= says how many prompts run at once", "progress": "results come as they finish",
             "request_ids": "give each prompt an id", "guidance_scale": "decodax.generate guides",
@@ -31,6 +32,8 @@ class Served:
     Attributes:
         index: its place among the prompts. id: its own, or None. result: of this one prompt, all its samples.
     """
+
+    __repr__ = short
 
     index: int
     id: Any

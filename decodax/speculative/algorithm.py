@@ -24,6 +24,7 @@ from decodax.speculative.grown import Grown, Trimmed
 from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Proposal, Tree, tree, window
 from decodax.speculative.verify import SeedExact, Verifier
+from decodax.struct import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Speculative(Algorithm):
     Raises:
         ValueError: a shape other than a chain for a draft that makes its own.
     """
+
+    __repr__ = short
 
     draft: Draft | Source
     verify: Verifier = SeedExact()

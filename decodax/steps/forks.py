@@ -21,6 +21,7 @@ from decodax.core.stops import first_match, stop_strings
 from decodax.job import Job, collect, host_rows
 from decodax.request import Request
 from decodax.result import Result
+from decodax.struct import short
 
 WAITING = Status.LENGTH
 """What the device takes a row for that stands between two steps."""
@@ -41,6 +42,8 @@ class Forks:
         keys: of the places. spent: tokens made so far, also of rows that are gone. fed: tokens that were put in.
         generation: how often rows have forked. rounds: target forwards of the rows so far.
     """
+
+    __repr__ = short
 
     job: Job
     n: int
