@@ -3,11 +3,11 @@ kind is refused by name, before it meets a comparison in somebody's constructor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import numbers
 import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -37,10 +37,12 @@ def check_options(make: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
-    except (NameError, TypeError):      # names that only type checkers see, or no function of Python's
-        return {}
+    function: Any = make.__init__ if inspect.isclass(make) else make
+    found = {}
+    for name, hint in getattr(function, "__annotations__", {}).items():
+        with contextlib.suppress(NameError):        # of names that only type checkers see
+            found[name] = eval(hint, function.__globals__) if isinstance(hint, str) else hint
+    return found
 
 
 def _fits(value: Any, hint: Any) -> bool:

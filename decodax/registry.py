@@ -227,6 +227,7 @@ def made(what: str, table: Mapping[str, Named], name: str, options: Mapping[str,
 
 def near(name: str, known: Collection[str]) -> str:
     """What to say to a name that is not `known`: the near ones, or all."""
+    name = str(name)
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
     close += [n for n in known if name.lower() in n and n not in close]
     return f"near ones: {', '.join(close)}" if close else f"takes one of {', '.join(known)}"

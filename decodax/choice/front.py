@@ -15,6 +15,7 @@ from decodax.choice.table import rule
 from decodax.core.contracts import instance
 from decodax.io.load import LM
 from decodax.methods import model
+from decodax.policy.arguments import flag, options_of, whole
 from decodax.request import Request, without
 from decodax.struct import short
 
@@ -66,15 +67,14 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
         TypeError: as `generate`.
     """
     lm = model(lm)
-    if n < 1:
-        raise ValueError(f"n: got {n}, takes at least 1")
+    n, greedy, options = whole("n", n, 1), flag("greedy", greedy), options_of(options)
     sampling = without("choose", sampling, dict.fromkeys(("num_samples", "num_return_sequences"), "give n"))
     if by == FIRST:
         if greedy or options:
             raise ValueError("by: 'first-finish' takes neither greedy nor options")
         candidates, choices = first_finish(lm, prompts, n, **sampling)
         return _chosen(candidates, choices)
-    chooser = rule(by, **(options or {})) if isinstance(by, str) else by
+    chooser = rule(by, **options) if isinstance(by, str) else by
     if not isinstance(chooser, Rule):
         raise TypeError(f"by: got {type(chooser).__name__}, takes a rule or the name of one")
     if not isinstance(by, str) and options:

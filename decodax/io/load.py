@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from decodax.models import Transformer, adapters, dual_chunk, linear_weights, li
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
 from decodax.models.formats import Format
+from decodax.policy.arguments import shown
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
 """Where the shipped models lie."""
@@ -127,6 +129,8 @@ class LM(Loaded):
         Raises:
             ValueError: as `with_adapter`.
         """
+        if not isinstance(named, Mapping):
+            raise TypeError(f"named: got {shown(named)}, takes a dictionary of adapters by name")
         found = adapters.stack([self._read(each) for each in named.values()])
         return dataclasses.replace(self, params=adapters.apply(self.params, found), adapters=tuple(named))
 
@@ -255,6 +259,12 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         ValueError: an unknown name or architecture, a broken file, a missing tensor or one of the wrong shape, weights
             or a tokenizer in a format that is not read, or an argument out of its range, by name.
     """
+    for name, given, of, takes in (
+            ("name_or_dir", name_or_dir, (str, os.PathLike), "the name of a shipped model, or a directory"),
+            ("mesh", mesh, (Mesh, type(None)), "a jax.sharding.Mesh"),
+            ("tokenizer", tokenizer, (str, os.PathLike, Tokenizer, type(None)), "a directory or a Tokenizer")):
+        if not isinstance(given, of):
+            raise TypeError(f"{name}: got {shown(given)}, takes {takes}")
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long there

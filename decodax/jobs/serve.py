@@ -15,7 +15,7 @@ from decodax.jobs.schedule import Ticket, schedule
 from decodax.jobs.slots import Use, possible
 from decodax.kvcache.selection import in_bytes
 from decodax.methods import chosen, model, with_cache
-from decodax.policy.arguments import positive, shown, whole
+from decodax.policy.arguments import positive, shown, unicode, whole
 from decodax.request import Request, without
 from decodax.result import Result
 from decodax.struct import short
@@ -81,6 +81,8 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
     room = None if memory is None else in_bytes(memory, "memory")
     token_budget = None if token_budget is None else whole("token_budget", token_budget, 1)
     lm, options = settled(lm, options, slots)
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts: got {shown(prompts)}, takes a list or an iterator of prompts")
 
     def tickets() -> Iterator[Ticket]:
         for index, item in enumerate(prompts):
@@ -137,4 +139,4 @@ def address(name: Any) -> int:
     >>> dx.jobs.address("a-17")
     3923269141
     """
-    return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=4).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(unicode("id", str(name)).encode(), digest_size=4).digest(), "big")

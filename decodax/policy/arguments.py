@@ -194,6 +194,17 @@ def flag(name: str, value: Any) -> bool:
     return found
 
 
+def options_of(given: Any) -> dict[str, Any]:
+    """The argument `options`: a dictionary by name, or None.
+
+    Raises:
+        TypeError: something else.
+    """
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"options: got {shown(given)}, takes a dictionary of options by name")
+    return dict(given or {})
+
+
 def spread(values: Sequence[Any], batch: int, samples: int = 1) -> list[Any] | None:
     """An entry for each row, from one for each row or for each prompt; None if there are neither so many."""
     if len(values) == batch:

@@ -11,6 +11,7 @@ import numpy as np
 from decodax.core.contracts import instance
 from decodax.io.load import LM
 from decodax.methods import model
+from decodax.policy.arguments import options_of
 from decodax.request import without
 from decodax.steps.canvases import Canvases
 from decodax.steps.explorer import CanvasExplorer, Explored, Explorer, Ranked
@@ -41,8 +42,8 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
         ValueError: an unknown search or option, or one that is missing; or as `generate`.
         TypeError: as `generate`.
     """
-    lm = model(lm)
-    chosen = explorer(by, **(options or {})) if isinstance(by, str) else by
+    lm, options = model(lm), options_of(options)
+    chosen = explorer(by, **options) if isinstance(by, str) else by
     if not isinstance(chosen, (Explorer, CanvasExplorer)):
         raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
     if not isinstance(by, str) and options:
