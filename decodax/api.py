@@ -18,7 +18,7 @@ from decodax.jobs.schedule import Ticket, schedule, unstarted
 from decodax.jobs.slots import Use, possible
 from decodax.kvcache.prefix import Prefix
 from decodax.memory import power
-from decodax.policy.arguments import flag
+from decodax.policy.arguments import flag, scalar
 from decodax.progress import bar
 from decodax.request import CHUNK, OutOfTime, Request
 from decodax.result import Result, Statistics
@@ -49,21 +49,26 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         lm: what `load` gave; or what `load` takes, and then the model is loaded once and kept.
         prompts: a text, token ids or a chat, or several; a list or an array of numbers is one prompt, an array of two
             dimensions has one in each row. Also what a tokenizer of transformers gives: `input_ids`, of which those
-            count that the `attention_mask` lets through. An iterator of prompts is read to its end first.
-        max_new_tokens: tokens to make at most; default 64. max_length: the same, with the prompt's; give one of them.
+            count that the `attention_mask` lets through. An iterator of prompts is read to its end first. An empty
+            prompt begins with the model's BOS token.
+        max_new_tokens: tokens to make at most; default 64. Memory for all of them is taken at once. max_length: the
+            same, with the prompt's; give one of them.
         min_new_tokens: neither an end of sequence nor a stop string counts before it.
         algorithm: the decoding method, or the name of a published system with options, as
             `"prompt-lookup:length=5"`; default plain autoregressive decoding, and for a model that fills masks one
             position a round, the surest first.
         seed: addresses every draw, together with the request's id and the token's position; from 0 to 2**64 - 1, and
-            all 64 bits count.
+            all 64 bits count. The id is the prompt's place in the batch unless `request_ids` says otherwise, so one
+            seed gives the same prompt other draws in another place.
         num_samples: continuations of each prompt; the prompt is prefilled once.
         stop: strings that end a row, found also across token borders. They are sought in the text as it is returned;
             one that contains the text of a special token, such as "<|im_end|>", in the text with special tokens, even
             where these are left out. The text returned ends before the string, or with `include_stop` after it. The
             tokens hold it in any case.
         logprobs: record log-probabilities of the chosen tokens and of this many most likely ones.
-        request_ids: what a row's randomness is addressed by, from 0 to 2**32 - 1; default its place in `prompts`.
+        request_ids: what a prompt's randomness is addressed by, from 0 to 2**32 - 1; default its place in `prompts`.
+            With ids of their own, such as `request_ids=[dx.jobs.address(p) for p in prompts]`, texts do not depend on
+            the order of a batch, nor on what else is in it.
         guidance_scale: classifier-free guidance of this scale against `negative_prompts` (one for all or one for each;
             default: the last prompt token alone, as transformers does); masked diffusion guides against a prompt of
             masks, and LLaDA's `cfg_scale` is this less 1. 1 is no guidance.
@@ -76,7 +81,7 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         chunk: prompt tokens a prefill round.
         batch_size: prompts at once; default all. A prompt takes the place of one that has ended; results come in the
             order of the prompts, and no row depends on it.
-        progress: shows a progress bar.
+        progress: shows a progress bar, which moves with every token of a prompt that runs.
         inputs: what the model takes for each prompt beside its tokens, a pytree of arrays with one entry a prompt
             first: what an encoder reads, a soft prompt (`decodax.models.Embeddings`), an adapter.
         cache: what the cache keeps: a policy by name, such as "snapkv" or "snapkv:budget=512", what `decodax.kv` made
@@ -107,10 +112,15 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
             nothing (`num_beams=1`) goes on without it.
 
     Raises:
-        ValueError: an empty prompt, one beyond the model's vocabulary or positions, more than the machine's memory
-            holds, an algorithm that does not fit the model, or an argument out of its range, by name.
+        ValueError: an empty prompt where the model has no BOS token to begin with, a token beyond the model's
+            vocabulary, a prompt or new tokens beyond its positions (`Model.max_positions`), more than the machine's
+            memory holds, an algorithm that does not fit the model, or an argument out of its range, by name.
         TypeError: an argument of the wrong kind, or an unknown one, by name.
         RuntimeError: the algorithm stopped making progress.
+
+    Warns:
+        UserWarning: prompt and new tokens are more than the model was trained on (`Model.trained_positions`), which
+            rotary positions allow; says both numbers.
     """
     clock = time.monotonic()
     try:
@@ -146,7 +156,7 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
             job = Job.begin(part, request)
             while job.running:
                 job.advance(None if end is None and not progress else BURST_SECONDS * (1 if end else 4))
-                report(sum(len(p) for p in parts) + job.finished)
+                report(sum(len(p) for p in parts) + job.done)
                 if end is not None and time.monotonic() > end:
                     job.expire()
             parts.append(job.result())
@@ -202,6 +212,11 @@ class Stream(Iterator[str]):
             skip_special_tokens=request.skip_special_tokens)
         self._read = 0
 
+    def __repr__(self) -> str:
+        made = int(self._job.state.length[0] - self._job.state.prompt_length[0])
+        status = "running" if self.result is None else self.result.status[0].name.lower()
+        return f"<Stream of {self._job.request.lm.name!r}: {made} tokens, {status}>"
+
     def __next__(self) -> str:
         while self._job.running:
             self._job.advance(BURST_SECONDS)
@@ -230,7 +245,8 @@ def one_row(where: str, lm: Any, prompt: Any, options: dict[str, Any]) -> Reques
     """
     for name, none in (("num_samples", 1), ("batch_size", 1), ("progress", False)):
         given = options.pop(name, None)
-        if given is not None and (type(given) is not type(none) or given != none):
+        plain = scalar(name, given, repr(none))
+        if given is not None and (type(plain) is not type(none) or plain != none):
             raise ValueError(f"{name}: got {given!r}; for generate only, a {where} is one row")
     return Request.read(lm, prompt, where, **options)
 

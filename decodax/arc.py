@@ -30,6 +30,7 @@ from decodax.models import Embeddings, Transformer
 from decodax.models.arc_encoder import ArcEncoder, End, llama_shaped
 from decodax.models.transformer import Weights
 from decodax.progress import bar
+from decodax.struct import short
 
 Text = str | Sequence[int]
 
@@ -52,6 +53,8 @@ class Encoder:
         model, params: its network and its weights.
         tokenizer: the encoder's own, which may be another one than the decoder's; None for bare ids.
     """
+
+    __repr__ = short
 
     model: ArcEncoder
     params: Weights

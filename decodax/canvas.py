@@ -22,6 +22,7 @@ from decodax.methods import chosen, model
 from decodax.policy.arguments import flag, id_rows, is_whole, whole
 from decodax.request import CHUNK, Request, check_names
 from decodax.result import Result
+from decodax.struct import short
 
 LARGEST_GAP = 1 << 24
 
@@ -38,6 +39,8 @@ class Infilled:
         gaps: text of each row's gaps; None without a tokenizer. tokens: their ids.
         result: of the decoding; its tokens and text begin with the row's first gap.
     """
+
+    __repr__ = short
 
     text: list[str] | None
     gaps: list[list[str]] | None
@@ -181,6 +184,8 @@ class Frame:
         round: forwards so far.
     """
 
+    __repr__ = short
+
     tokens: np.ndarray
     open: np.ndarray
     round: int
@@ -219,6 +224,9 @@ class Watch(Iterator[Frame]):
         self.result: Result | None = None
         self._begun, self._job = False, Job.begin(request)
         self._end = None if request.max_time is None else clock + request.max_time
+
+    def __repr__(self) -> str:
+        return f"<Watch of {self._job.request.lm.name!r}: round {self._job.forwards}>"
 
     def __next__(self) -> Frame:
         if self._begun:

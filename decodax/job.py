@@ -26,6 +26,7 @@ from decodax.reading import Reader
 from decodax.request import Request
 from decodax.result import Result, Statistics, log_probs, new_tokens
 from decodax.sharding import place
+from decodax.struct import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,8 @@ class BatchShape:
         size: slots of a row. samples: rows of a prompt. mesh: where rows lie, or None. top_logprobs: how many most
             likely tokens are recorded.
     """
+
+    __repr__ = short
 
     algorithm: Algorithm
     model: Any
@@ -105,6 +108,8 @@ class BatchShape:
 class Job:
     """A batch on its way: the compiled drivers, and the clock. The state is donated from burst to burst."""
 
+    __repr__ = short
+
     request: Request
     algorithm: Algorithm
     model: Any
@@ -147,6 +152,14 @@ class Job:
     @property
     def finished(self) -> int:
         return int((self.status != Status.RUNNING).sum())
+
+    @property
+    def done(self) -> float:
+        """How many rows have finished; those that run count by how much of their budget they have."""
+        start, now, end = (np.asarray(x)[:len(self.status)] for x in (
+            self.state.prompt_length, self.state.length, self.state.max_length))
+        share = np.clip((now - start) / np.maximum(end - start, 1), 0, 1)
+        return float(np.where(self.status == Status.RUNNING, share, 1).sum())
 
     def advance(self, seconds: float | None, rounds: int | None = None, fewest: int = 0) -> None:
         """Runs to the end, or for about this long, or so many rounds, or until no more than `fewest` rows

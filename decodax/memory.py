@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from decodax.axes import DATA
 from decodax.cache import Cache
+from decodax.core.contracts import instance
 from decodax.core.types import Algorithm, Model
 
 BESIDE = 16
@@ -126,7 +127,9 @@ def _bytes(algorithm: Any, model: Any, rows: int, capacity: int, hosted: bool = 
 @functools.lru_cache(maxsize=256)
 def _cache(algorithm: Any, model: Any, rows: int, capacity: int) -> Cache:
     """The cache of a batch, by its shapes."""
-    return jax.eval_shape(lambda: algorithm.through(model).init_cache(rows, capacity))
+    network = algorithm.through(model)
+    make = lambda: instance("cache: the kind that was given", network.init_cache(rows, capacity), Cache, "a Cache")
+    return jax.eval_shape(make)
 
 
 def _machine(mesh: Mesh | None) -> int | None:

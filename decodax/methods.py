@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 from typing import Any
 
 from decodax.autoregressive import Autoregressive
 from decodax.cache import CacheConfig
+from decodax.core.contracts import hashable
 from decodax.core.stops import StopTable
 from decodax.core.types import Algorithm
 from decodax.diffusion.systems.entries import default as fills
@@ -42,11 +44,29 @@ def with_cache(lm: LM, cache: Any) -> LM:
 
     Raises:
         ValueError: there is no such policy, it does not take such options, or the model has a cache of its own.
+        TypeError: it is no kind of cache, or cannot be hashed.
     """
     kind = read_kind(cache) if isinstance(cache, str) else cache
+    if not isinstance(kind, CacheConfig) and not _is_kind(kind):
+        raise TypeError(f"cache: got {shown(cache)}, takes the name of a policy, such as 'snapkv:budget=512', what "
+                        "decodax.kv makes of one, or a kind of cache of your own (decodax.cache.CacheConfig)")
+    hashable("cache", kind)
     if isinstance(kind, CacheConfig):
         return kind.put_on(lm)
     return dataclasses.replace(lm, model=lm.model.with_cache(kind))
+
+
+def _is_kind(given: Any) -> bool:
+    """Whether it can be called as a kind of cache is (`decodax.core.types.CacheKind`)."""
+    if isinstance(given, type) or not callable(given):
+        return False
+    try:
+        inspect.signature(given).bind([], 1, 1, None, None)
+    except TypeError:
+        return False
+    except ValueError:      # of some functions written in C nobody knows it
+        pass
+    return True
 
 
 @functools.lru_cache(maxsize=8)        # 0.1 s for a large vocabulary, and a stream of requests has few
@@ -76,6 +96,7 @@ def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
                         "the name of a system, such as 'prompt-lookup:length=5'")
     else:
         method = given
+    hashable("algorithm", method.bare())
     canvas, what = method.canvas, type(method).__name__
     if canvas and lm.diffusion is None:
         raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "

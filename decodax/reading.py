@@ -21,6 +21,7 @@ from decodax.memory import bucket, power
 from decodax.policy import Policy
 from decodax.request import Request
 from decodax.sharding import place
+from decodax.struct import short
 
 NARROW, SHORT = 32, 128
 """Prompt tokens a prefill round, where no prompt of the batch is longer than `SHORT`. On a CPU narrow rounds take about
@@ -64,6 +65,8 @@ class Reader:
             nothing is kept.
         later: whether what stands behind contexts, or all where there is none, is left to be read in the rounds.
     """
+
+    __repr__ = short
 
     request: Request
     algorithm: Algorithm

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 from decodax.core.types import Algorithm
+from decodax.options import check_options
 
 Guarantee = Literal["seed-exact", "distribution-exact", "approximate"]
 """What holds of a method's output: see `Algorithm.guarantee`."""
@@ -221,11 +222,13 @@ def made(what: str, table: Mapping[str, Named], name: str, options: Mapping[str,
         raise ValueError(f"{what}: {name!r} takes no option {unknown[0]!r}; takes {', '.join(entry.options)}")
     if missing := [key for key, value in entry.options.items() if value is ... and key not in options]:
         raise ValueError(f"{what}: {name!r} needs {missing[0]}=")
+    check_options(entry.make, options)
     return entry.make(**options)
 
 
 def near(name: str, known: Collection[str]) -> str:
     """What to say to a name that is not `known`: the near ones, or all."""
+    name = str(name)
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
     close += [n for n in known if name.lower() in n and n not in close]
     return f"near ones: {', '.join(close)}" if close else f"takes one of {', '.join(known)}"
@@ -251,6 +254,7 @@ def system(name: str, lm: Any = None, draft: Any = None, **options: Any) -> Algo
     if unknown := sorted(options.keys() - found.options.keys()):
         raise ValueError(f"system: {name!r} takes no option {unknown[0]!r}; takes "
                          f"{', '.join(f'{k}={v!r}' for k, v in found.options.items()) or 'none'}")
+    check_options(found.make, options)
     given = {"lm": lm, "draft": draft}
     takes = inspect.signature(found.make).parameters
     return found.make(**{k: v for k, v in given.items() if k in takes}, **options)

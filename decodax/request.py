@@ -7,12 +7,11 @@ All that may differ from prompt to prompt lies here side by side, so there is on
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -39,17 +38,20 @@ from decodax.policy.arguments import (
     per_row,
     positive,
     shown,
+    unknown_argument,
     whole,
     whole_rows,
     wrong,
 )
 from decodax.policy.arithmetic import Arithmetic, evenly
 from decodax.policy.base import Temperature
-from decodax.policy.build import DEFAULTS, assemble, unknown_argument
-from decodax.policy.config import NEUTRAL, blaming, merge
+from decodax.policy.build import DEFAULTS, assemble
+from decodax.policy.config import UNEXPRESSED, blaming, merge, nothing
+from decodax.policy.neutral import asks_nothing, is_neutral
 from decodax.readout.dola import asked as read_out
 from decodax.search import BeamSearch
 from decodax.search import arguments as beams
+from decodax.struct import short
 
 CHUNK = 256
 """Prompt tokens a prefill round."""
@@ -75,6 +77,8 @@ class Request:
         chunk: prompt tokens a prefill round. batch_size: prompts at once, or None: all. max_time: seconds, or None.
         skip_special_tokens, include_stop: of the texts.
     """
+
+    __repr__ = short
 
     lm: LM
     algorithm: Algorithm
@@ -125,7 +129,8 @@ class Request:
         lm = read_out(lm, sampling.pop("dola_layers", None), said.or_given)
         search = None if algorithm is not None else beams.read(lm, sampling, said.or_given)
         algorithm = _searching(search, algorithm, sampling)
-        even = flag("arithmetic_sampling", sampling.pop("arithmetic_sampling", None) or False)
+        evenness = sampling.pop("arithmetic_sampling", None)
+        even = evenness is not None and flag("arithmetic_sampling", evenness)
         held = {name: sampling.pop(name, None) for name in constraints.ARGUMENTS}
         if not all(map(is_whole, lm.eos)):
             raise ValueError(f"{said.origin}: eos_token_id: got {shown(lm.generation_config.get('eos_token_id'))}, "
@@ -162,7 +167,7 @@ class Request:
         if (fitted := lm.model.fit(power(int(np.max(budget)) + behind_settled))) is not lm.model:
             lm = dataclasses.replace(lm, model=fitted)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
-        _room(lm, int((lengths + budget).max()), counted)
+        _reach(lm, lengths, budget, counted)
         if (more := method.through(lm.model).beyond(int(lengths.max()))):
             _room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads behind it")
 
@@ -322,7 +327,7 @@ ELSEWHERE = {
     "logits_processor": "transforms= takes decodax.policy.Transform objects",
     "stopping_criteria": "stop=, eos_token_id=, max_time= and max_new_tokens= end a text",
     "generation_config": "give its entries as arguments", "attention_mask": "give prompts with input_ids and "
-    "attention_mask", "input_ids": "prompts take ids", "inputs": "prompts take them", "pad_token_id":
+    "attention_mask", "input_ids": "prompts take ids", "pad_token_id":
     "the model's own fills the tokens of shorter rows", "return_dict_in_generate": "a Result has all there is",
     "output_scores": "logprobs= records log-probabilities"}
 """Arguments that callers know from elsewhere, or from below, and what there is here."""
@@ -331,6 +336,12 @@ ELSEWHERE = {
 FRONT = [p.name for p in inspect.signature(Request.read).parameters.values() if p.kind is p.KEYWORD_ONLY]
 FRONT += ["progress", "every", "ends"]
 """Arguments of front ends, which no policy is made of."""
+
+ONE_ROW = ("num_samples", "num_return_sequences", "batch_size", "progress")
+WITHOUT = {"generate": ("every", "ends"), "stream": (*ONE_ROW, "every", "ends"), "watch": (*ONE_ROW, "ends"),
+           "infill": ("max_new_tokens", "max_length", "min_new_tokens", "num_samples", "num_return_sequences", "stop",
+                      "include_stop", "negative_prompts", "inputs", "cache", "context", "adapter", "progress", "every")}
+"""Which of them a front end does not take."""
 
 
 OTHERS = ("num_return_sequences", "dola_layers", "arithmetic_sampling", *beams.ARGUMENTS, *constraints.ARGUMENTS)
@@ -345,13 +356,31 @@ def check_names(where: str, sampling: Mapping[str, Any]) -> None:
     """
     for name in sampling:
         if name in ELSEWHERE:
-            raise TypeError(f"{name}: {where} takes no such argument; {ELSEWHERE[name]}")
+            raise TypeError(f"{name}: unknown argument; {ELSEWHERE[name]}")
         if name in FRONT:
             raise TypeError(f"{name}: {where} takes no such argument")
-        if name not in DEFAULTS and name not in NEUTRAL and name not in OTHERS:
-            near = difflib.get_close_matches(name, [*FRONT, *DEFAULTS, *OTHERS], n=3, cutoff=0.6)
-            raise TypeError(f"{name}: unknown argument; did you mean {' or '.join(near)}?" if near else
-                            unknown_argument(name))
+        if name not in DEFAULTS and name not in UNEXPRESSED and name not in OTHERS:
+            raise unknown_argument(name, where, takes(where))
+
+
+def takes(where: str) -> set[str]:
+    """Names of the arguments that a front end takes."""
+    return {*FRONT, *DEFAULTS, *OTHERS} - {*WITHOUT[where], *ELSEWHERE, "eos"}
+
+
+def without(where: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments without those that a front end does not take and that ask for nothing.
+
+    Args:
+        refused: what there is in place of each that it does not take.
+
+    Raises:
+        TypeError: one of them asks for something.
+    """
+    for name, why in refused.items():
+        if not asks_nothing(name, given.get(name)):
+            raise TypeError(f"{name}: {where} takes no such argument; {why}")
+    return {name: value for name, value in given.items() if name not in refused}
 
 
 class _Config:
@@ -398,15 +427,31 @@ def _within(lengths: np.ndarray, name: str, limit: Any) -> np.ndarray:
     return total - lengths
 
 
-def _room(lm: LM, longest: int, name: str, what: str = "prompt and new tokens") -> None:
-    """Checks a length against the model's positions, and warns beyond the length that it was made for."""
+def _room(lm: LM, longest: int, name: str, what: str = "prompt and new tokens", hint: str = "") -> None:
+    """Checks a length against the model's positions, and warns beyond the length that it was made for; `hint` ends the
+    warning."""
     limit = lm.model.max_positions
     if limit is not None and longest > limit:
         raise ValueError(f"{name}: {what} are {longest}, the model has {limit} positions")
     trained = lm.model.trained_positions
     if trained is not None and longest > trained:
-        warnings.warn(f"{name}: {what} are {longest}, the model was made for {trained}",
-                      stacklevel=outside())
+        warnings.warn(f"{name}: {what} are {longest}, the model was made for {trained}{hint}", stacklevel=outside())
+
+
+def _reach(lm: LM, lengths: np.ndarray, budget: np.ndarray, name: str) -> None:
+    """Checks prompts, and what is to follow them, as `_room` does; a prompt that is too long by itself is named.
+
+    Args:
+        name: the argument that says how many tokens follow.
+    """
+    row, most = int(lengths.argmax()), int((lengths + budget).argmax())
+    bounds = [x for x in (lm.model.max_positions, lm.model.trained_positions) if x is not None]
+    if bounds and lengths[row] > min(bounds):
+        _room(lm, int(lengths[row]), f"prompts[{row}]", "the prompt's tokens")
+    else:
+        fit = min(bounds, default=0) - int(lengths[most])
+        _room(lm, int((lengths + budget)[most]), name, hint="; what comes behind that is seldom of use. There is room "
+              f"for {fit} new tokens, and progress=True shows how far a long call is")
 
 
 def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[dict[str, Any], Any]:
@@ -415,7 +460,7 @@ def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[di
     if returns is not None:
         if num_samples is not None:
             raise ValueError("num_samples and num_return_sequences: got both, takes one of them")
-        if where != "generate" and returns != 1:
+        if where != "generate" and not is_neutral("num_return_sequences", returns):
             raise ValueError(f"num_return_sequences: got {shown(returns)}; for generate only, {where} gives one text")
         returns = whole("num_return_sequences", returns, 1)
     return sampling, num_samples if returns is None else returns
@@ -424,17 +469,16 @@ def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[di
 def _searching(search: Algorithm | None, algorithm: Any, sampling: dict[str, Any]) -> Any:
     """The method, and `sampling` without the arguments of beam search."""
     for name in beams.ARGUMENTS:
-        value = sampling.get(name)
-        if algorithm is not None and value is not None and value is not False and value != NEUTRAL.get(name, (1,))[-1]:
-            raise ValueError(f"{name}: got {shown(value)} beside an algorithm; takes one of them, such as "
+        if algorithm is not None and not is_neutral(name, sampling.get(name)):
+            raise ValueError(f"{name}: got {shown(sampling[name])} beside an algorithm; takes one of them, such as "
                              "algorithm=decodax.search.BeamSearch(4)")
-        if search is not None or name not in NEUTRAL:
+        if search is not None or name not in UNEXPRESSED:
             sampling.pop(name, None)
-    sampling["dola_layers"] = NEUTRAL["dola_layers"][-1]        # it has been read
+    sampling["dola_layers"] = None      # it has been read
     if search is None:
         return algorithm
     # what the model's generation config says of beams has been read
-    sampling.update({name: NEUTRAL[name][-1] for name in beams.ARGUMENTS if name in NEUTRAL})
+    sampling.update({name: nothing(name) for name in beams.ARGUMENTS if name in UNEXPRESSED})
     if not isinstance(search, BeamSearch):
         sampling["top_k"] = None            # it says how many candidates there are
     return search
@@ -509,8 +553,9 @@ def _samples(method: Algorithm, wanted: int | None, where: str) -> int:
 def _adapters(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
     """Inputs of the model, where rows have adapters."""
     if not lm.adapters:
-        if adapter is not None:
-            raise ValueError(f"adapter: got {shown(adapter)}, and {lm.name!r} has none; lm.with_adapters gives it some")
+        if not asks_nothing("adapter", adapter):
+            raise ValueError(f"adapter: got {shown(adapter)}, and {lm.name!r} has none; takes None, or a model that "
+                             "lm.with_adapters gave some")
         return inputs
     if inputs is not None:
         raise ValueError(f"inputs: {lm.name!r} has adapters, and takes no inputs beside them")
@@ -525,6 +570,8 @@ def _adapters(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
 
 def _inputs(inputs: Any, count: int) -> Any:
     """Inputs of the model, on the host."""
+    if isinstance(inputs, Iterator):
+        raise wrong("inputs", inputs, f"a pytree of arrays [{count}, ...]")
     arrays = jax.tree.map(np.asarray, inputs)
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         if leaf.shape[:1] != (count,):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from decodax.core.state import State, Status
+from decodax.struct import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Statistics:
         histogram: `i64[B, M + 1]` rounds of each row by tokens decided in them.
         seconds: wall time of the decode loop. prefill_seconds: of the prefill and of compiling whatever was new.
     """
+
+    __repr__ = short
 
     forwards: int
     prefill_forwards: int
@@ -68,6 +71,8 @@ class LogProbs:
         top_ids, top: `i32[B, N, n]`, `f32[B, N, n]` the model's most likely tokens at each position.
     """
 
+    __repr__ = short
+
     raw: np.ndarray
     processed: np.ndarray
     top_ids: np.ndarray
@@ -86,6 +91,8 @@ class Result:
         findings: what the method has found of each row beside the tokens (scores of beams, weights of particles), by
             name, `[B, ...]` each; `{}` of most.
     """
+
+    __repr__ = short
 
     tokens: np.ndarray
     lengths: np.ndarray

@@ -28,6 +28,7 @@ from decodax.io.spans import Span, Text, spans
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.progress import bar
 from decodax.sharding import DATA, place
+from decodax.struct import short
 
 ROWS = 8
 """Texts a batch, unless said otherwise."""
@@ -55,6 +56,8 @@ class Scores:
             log-probabilities, most likely first; None if nobody asked.
         bytes: `i64[B]`, UTF-8 bytes of the scored texts; None if the model has no tokenizer.
     """
+
+    __repr__ = short
 
     logprobs: list[np.ndarray]
     tokens: list[np.ndarray]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import reprlib
 from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
+import numpy as np
 
 T = TypeVar("T")
 
@@ -16,8 +18,54 @@ def static(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
+REPR = 400
+"""Characters of `short` at most."""
+
+
+def short(value: Any) -> str:
+    """A dataclass in one line, whatever it holds: arrays by dtype and shape, what is nested by its first parts. A class
+    takes it by `__repr__ = short`.
+
+    >>> @struct
+    ... class Pair(Struct):
+    ...     tokens: Any
+    ...     name: str
+    >>> Pair(jax.numpy.zeros((2, 3)), "a")
+    Pair(tokens=float32[2, 3], name='a')
+    """
+    said = _named(value, 2)
+    return said if len(said) <= REPR else f"{said[:REPR - 4]}...)"
+
+
+def _named(value: Any, depth: int) -> str:
+    shown = [f for f in dataclasses.fields(value) if f.repr and f.name != "_class"] if depth else []
+    parts = ", ".join(f"{f.name}={_part(getattr(value, f.name), depth - 1)}" for f in shown)
+    return f"{type(value).__qualname__}({parts if depth else '...'})"
+
+
+def _part(value: Any, depth: int) -> str:
+    """A value inside: `depth` levels of dataclasses and collections are opened."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}" if np.ndim(value) else f"{value.dtype}"
+    own = type(value).__repr__
+    if dataclasses.is_dataclass(type(value)) and (own is short or hasattr(own, "__wrapped__")):
+        return _named(value, depth)
+    if type(value) in (list, tuple, dict):
+        some: list[Any] = list(value.items() if isinstance(value, dict) else value)[:3]
+        said = [f"{k!r}: {_part(x, depth - 1)}" for k, x in some] if isinstance(value, dict) else [
+            _part(x, depth - 1) for x in some]
+        left = [f"... {len(value)} in all"] if len(value) > len(some) else []
+        opening, closing = {list: "[]", tuple: "()", dict: "{}"}[type(value)]
+        return f"{opening}{', '.join([*said, *left])}{closing}" if depth > 0 or not value else \
+            f"{opening}{len(value)} entries{closing}"
+    said = reprlib.repr(value) if isinstance(value, (str, bytes, set, frozenset)) else repr(value)
+    return said if len(said) <= 200 else f"{said[:196]}...>"
+
+
 class Struct:
-    """Base of every pytree dataclass: adds `replace`."""
+    """Base of every pytree dataclass: adds `replace`, and a short `repr`."""
+
+    __repr__ = short
 
     def replace(self, **changes: Any) -> Self:
         """A copy with the given fields changed."""
@@ -34,7 +82,7 @@ def struct(cls: type[T]) -> type[T]:
     """
     cls.__annotations__ = {**inspect.get_annotations(cls), "_class": "type"}
     cls._class = dataclasses.field(default=cls, kw_only=True, repr=False, metadata={"static": True})  # type: ignore[attr-defined]
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls))
 
 
 def fields(cls: Any) -> list[dataclasses.Field[Any]]:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from decodax.cache import LinearRule
 from decodax.models.rope import Chunks, Rope
+from decodax.struct import short
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 """Of the MLP: `x sigmoid(x)`, the Gaussian error linear unit exactly or by its tanh form, and `max(x, 0)`."""
@@ -116,6 +117,8 @@ class DecoderConfig:
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and on logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
     """
+
+    __repr__ = short
 
     vocab: int
     width: int

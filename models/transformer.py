@@ -43,7 +43,7 @@ from decodax.models.echoes import value_width
 from decodax.models.packed import Adapted, Packed, embedded
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
-from decodax.struct import Struct, struct
+from decodax.struct import Struct, short, struct
 
 Weights = dict[str, Any]
 """A nested dict of arrays, keyed by the network's attribute names: `weights["layers"]["0"]["attn"]["q"]["kernel"]`."""
@@ -99,6 +99,8 @@ class Transformer(LayeredModel):
             length the model was trained at. Models without such a scaling do not read it.
         cache: the kind of its cache.
     """
+
+    __repr__ = short
 
     config: DecoderConfig
     dtype: str = "float32"

@@ -174,6 +174,9 @@ def test_a_chat_goes_through_the_template(generate: Run) -> None:
     (["x", "--algorithm", "prompt-lookup:length=0"], "length: got 0"),
     (["x", "--cache", "snapvk"], "cache: unknown name 'snapvk'; near ones: snapkv"),
     (["x", "--cache", "snapkv:budget=8"], "budget: got 8, takes more than the 32 tokens"),
+    (["x", "--cache", "snapkv:budget=abc"], "budget: got 'abc', takes a number of tokens from 1, a share of the text"),
+    (["x", "--cache", "snapkv:window=abc"], "window: got 'abc', takes a whole number"),
+    (["x", "--algorithm", "prompt-lookup:length=abc"], "length: got 'abc', takes a whole number"),
     (["x", "--algorithm", "prompt-lokup"], "unknown name 'prompt-lokup'; near ones: prompt-lookup"),
     (["x", "--set", "top_k"], "takes NAME=VALUE"),
     (["x", "--set", "top_k=many"], "takes a JSON value"),
@@ -182,7 +185,9 @@ def test_a_chat_goes_through_the_template(generate: Run) -> None:
     (["x", "--top-p", "0.5", "--set", "top_p=0.6"], "--top-p is where that goes"),
     (["x", "--seed", "-1"], "seed: got -1"),
     (["x", "--max-new-tokens", "1000000000"], "of memory"),
-    (["x", "--top-p", "3"], "top_p"),
+    (["x", "--top-p", "3"], "top_p: got 3.0, takes a number in [0, 1]"),
+    (["x", "--set", "do_sample=false", "--temperature", "0.7"], "temperature: got 0.7 with do_sample=False"),
+    (["x", "--set", "callback=1"], "callback: unknown argument; stream takes adapter, "),
     (["x", "--stop", ""], "stop: got an empty string"),
     (["x", "--num-samples", "0"], "num_samples: got 0"),
 ])
@@ -191,6 +196,36 @@ def test_wrong_usage_is_code_2_and_says_what_is_wrong(generate: Run, args: list[
     assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("args", "meant"), [
+    (["generate", "x", "--temprature", "1"], "--temperature"), (["generate", "x", "--temprature=1"], "--temperature"),
+    (["batch", "--inptu", "x"], "--input"), (["compare", "prompt-lookup", "--repaets", "2"], "--repeats"),
+    (["plan", "--modle", "llama-3-8b"], "--model"), (["score", "x", "--lnies"], "--lines"),
+    (["eval", "--taks", "x"], "--tasks"), (["quantize", "pycode", "out", "--wieghts", "int8"], "--weights"),
+    (["systems", "--familly", "x"], "--family"), (["caches", "--jsno"], "--json"), (["searches", "--jsno"], "--json"),
+    (["info", "--jsno"], "--json"), (["--versoin"], "--version")])
+def test_a_misspelt_flag_names_the_near_one(args: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    name = next(arg for arg in args if arg.startswith("--")).partition("=")[0]
+    assert re.match(rf"decodax( \w+)?: error: {name}: unknown flag; did you mean {meant}\b", last)
+
+
+def test_flags_may_be_cut_short_and_values_may_look_like_flags(generate: Run) -> None:
+    assert generate("--max-new", "2", "--stop=--temprature", "--", "--temprature")[0] == 0
+
+
+def test_every_line_of_an_error_has_the_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--model", str(tmp_path)]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1
+    assert err[0].startswith(f"decodax: error: {tmp_path}: has no config.json, so it is no Hugging Face model")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["generate", "x", "--model", str(tmp_path)]) == 1
+    assert all(line.startswith("decodax: error: ") for line in capsys.readouterr().err.splitlines())
 
 
 def test_no_prompt_at_a_terminal_is_wrong_usage(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.request import Request
 from decodax.systems import SYSTEMS
 from tests.matrix import often
 
@@ -28,6 +30,56 @@ def test_examples_run(name, tmp_path, monkeypatch):
     names = {"__name__": __name__}
     for i, block in enumerate(blocks(DOCS / name)):
         exec(compile(block, f"{name}, block {i + 1}", "exec", dont_inherit=True), names)
+
+
+README = DOCS.parent / "README.md"
+
+
+def run_readme(tmp_path, monkeypatch):
+    """README's blocks one after the other, as they stand; what they have named."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dx, "cache_programs", lambda: None)       # it holds for the whole process
+    names = {"__name__": __name__}
+    for i, block in enumerate(blocks(README)):
+        exec(compile(block, f"README.md, block {i + 1}", "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.wide       # 45 s, most of it compiling
+def test_the_readme_runs(tmp_path, monkeypatch, capsys):
+    names = run_readme(tmp_path, monkeypatch)
+    assert names["out"].lengths.max() > 1 and len(capsys.readouterr().out) > 200
+
+
+def test_the_readme_names_what_there_is(tmp_path, monkeypatch):
+    """All that `generate` and `stream` are asked for there is read, with the models that are shipped."""
+    asked = []
+
+    def read(lm, prompts, **options):
+        asked.append(Request.read(lm, prompts, **options))
+        stats = SimpleNamespace(tokens_per_forward=1.0)
+        return SimpleNamespace(text=asked[-1].prompts, status=[], stats=stats)
+
+    monkeypatch.setattr(dx, "generate", read)
+    monkeypatch.setattr(dx, "stream", lambda *given, **options: iter(read(*given, **options).status))
+    run_readme(tmp_path, monkeypatch)
+    found = [request.algorithm.name for request in asked]
+    assert len(blocks(README)) == 2 and len(found) == 6 and found[-1] == "MaskedDiffusion"
+    assert "dx.cache_programs()" in blocks(README)[0]
+
+
+def test_a_batch_is_independent_of_its_order(tiny_model):
+    """By the line that README, the guide to sampling and the docstring of `generate` give."""
+    lm, line = dx.load(tiny_model), "request_ids=[dx.jobs.address(p) for p in prompts]"
+    assert all(line in text for text in (README.read_text(), (DOCS / "sampling.md").read_text(),
+                                         dx.generate.__doc__))
+    prompts, options = ["def a", "import", "class"], dict(temperature=1.0, max_new_tokens=12, seed=3)
+    draw = lambda prompts, **more: dx.generate(lm, prompts, **options, **more).text
+    address = lambda prompts: [dx.jobs.address(p) for p in prompts]
+    plain, turned = draw(prompts, request_ids=address(prompts)), prompts[::-1]
+    assert draw(turned, request_ids=address(turned)) == plain[::-1]
+    assert draw(prompts[1:2], request_ids=address(prompts[1:2])) == plain[1:2]
+    assert draw(turned) != draw(prompts)[::-1]      # by place
 
 
 @pytest.mark.matrix

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from decodax.result import Result
+from decodax.struct import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Candidates:
             not known. lengths: `i64[n]`, tokens of each; None if they are not known. log_weights: `f64[n]`, how much
             likelier each is under the model than under what it was drawn from (`Result.log_weights`), or None.
     """
+
+    __repr__ = short
 
     texts: Sequence[str]
     prompt: Any = None
@@ -64,6 +67,8 @@ class Choice:
     Attributes:
         index: of the chosen one. scores: `f64[n]`, of each; the larger the better. -inf: left out.
     """
+
+    __repr__ = short
 
     index: int
     scores: np.ndarray

@@ -13,9 +13,12 @@ from decodax.api import generate
 from decodax.choice.candidates import Candidates, Choice, Rule, candidates_of
 from decodax.choice.finish import first_finish
 from decodax.choice.table import rule
+from decodax.core.contracts import instance
 from decodax.io.load import LM
 from decodax.methods import model
-from decodax.request import Request
+from decodax.policy.arguments import flag, options_of, whole
+from decodax.request import Request, without
+from decodax.struct import short
 
 FIRST = "first-finish"
 
@@ -27,6 +30,8 @@ class Chosen:
     Attributes:
         text: of each. candidates, choices: what there was to choose from, and the scores.
     """
+
+    __repr__ = short
 
     text: list[str]
     candidates: list[Candidates]
@@ -63,17 +68,14 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
         TypeError: as `generate`.
     """
     lm, clock = model(lm), time.monotonic()
-    if n < 1:
-        raise ValueError(f"n: got {n}, takes at least 1")
-    for name in ("num_samples", "num_return_sequences"):
-        if name in sampling:
-            raise TypeError(f"{name}: choose takes no such argument; give n")
+    n, greedy, options = whole("n", n, 1), flag("greedy", greedy), options_of(options)
+    sampling = without("choose", sampling, dict.fromkeys(("num_samples", "num_return_sequences"), "give n"))
     if by == FIRST:
         if greedy or options:
             raise ValueError("by: 'first-finish' takes neither greedy nor options")
         candidates, choices = first_finish(lm, prompts, n, **sampling)
         return _chosen(candidates, choices)
-    chooser = rule(by, **(options or {})) if isinstance(by, str) else by
+    chooser = rule(by, **options) if isinstance(by, str) else by
     if not isinstance(chooser, Rule):
         raise TypeError(f"by: got {type(chooser).__name__}, takes a rule or the name of one")
     if not isinstance(by, str) and options:
@@ -85,7 +87,9 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
     if greedy:
         best = _drawn(lm, prompts, read.prompts, 1, {**sampling, **left(), "temperature": 0.0})
         candidates = [_both(a, b) for a, b in zip(best, candidates, strict=True)] if candidates else best
-    return _chosen(candidates, [chooser.choose(each) for each in candidates])
+    choices = [instance(f"{type(chooser).__name__}.choose", chooser.choose(each), Choice, "a Choice")
+               for each in candidates]
+    return _chosen(candidates, choices)
 
 
 def _chosen(candidates: list[Candidates], choices: list[Choice]) -> Chosen:

@@ -13,6 +13,7 @@ import numpy as np
 from decodax.choice.candidates import Candidates
 from decodax.io.load import LM
 from decodax.scoring import score
+from decodax.struct import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Faithfulness:
         area: over the curve `same`: 0, if answers stand without the rationale; 1, if they need all of it.
         each: `f64[n, k]`, log-probabilities of the first answer of each problem.
     """
+
+    __repr__ = short
 
     shares: np.ndarray
     log_probs: np.ndarray

@@ -8,6 +8,7 @@ from typing import Any
 
 from decodax import __version__
 from decodax.cli import batch, evaluation, generation, planning, quantize, score
+from decodax.cli.common import Parser
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -44,14 +45,14 @@ TASKS = ("copy-edit", "completion", "sampled")
 def parser(generate: Command, systems: Command, caches: Command, searches: Command, compare: Command,
            info: Command) -> argparse.ArgumentParser:
     """The parser of the command line, given the function that runs each command."""
-    debug = argparse.ArgumentParser(add_help=False)
+    debug = Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    common = argparse.ArgumentParser(add_help=False, parents=[debug])
+    common = Parser(add_help=False, parents=[debug])
     common.add_argument("--json", action="store_true", help="print one JSON object")
 
     manual: Any = {"epilog": EXAMPLES + "\n" + EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
-    top = argparse.ArgumentParser(prog="decodax", description="Decoding for JAX.", **manual)
+    top = Parser(prog="decodax", description="Decoding for JAX.", **manual)
     top.add_argument("--version", action="version", version=f"decodax {__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 

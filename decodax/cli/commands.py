@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        print(f"decodax: error: {error or type(error).__name__}", file=sys.stderr)
+        for line in (str(error) or type(error).__name__).splitlines():
+            print(f"decodax: error: {line}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else FAILURE
 
 

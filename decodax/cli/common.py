@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import difflib
+import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 
 class UsageError(Exception):
     """The arguments do not fit together, or one is out of its range."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says which flag may have been meant, before it misses what a misspelt one was to give. Commands get
+    parsers of its kind."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:       # type: ignore[override]
+        given, known = sys.argv[1:] if args is None else list(args), list(self._option_string_actions)
+        for arg in given:
+            if arg == "--" or (self._subparsers is not None and not arg.startswith("-")):
+                break       # what follows are values, or the command's own
+            name = arg.partition("=")[0]
+            if name.startswith("--") and " " not in arg and not any(flag.startswith(name) for flag in known):
+                close = difflib.get_close_matches(name, [flag for flag in known if flag.startswith("--")], n=3)
+                self.error(f"{name}: unknown flag" + (f"; did you mean {' or '.join(close)}?" if close else
+                                                      f"; {self.prog} --help lists those that there are"))
+        return super().parse_known_args(args, namespace)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:

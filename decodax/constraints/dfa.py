@@ -13,6 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from decodax.struct import short
+
 DEAD = -1
 LARGEST = 20_000
 """States that an automaton may have."""
@@ -35,6 +37,8 @@ class Dfa:
     Attributes:
         next: `i32[S, 256]`, -1 where no text goes on. final: `bool[S]`.
     """
+
+    __repr__ = short
 
     next: np.ndarray
     final: np.ndarray

@@ -19,7 +19,7 @@ from decodax.constraints.regex import regex
 from decodax.constraints.schema import canonical, json_schema
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.constraints.transform import Constrained, TokenTable
-from decodax.policy.arguments import shown, wrong
+from decodax.policy.arguments import shown, text, unicode, wrong
 
 BASES = ("regex", "json_schema", "choices", "grammar", "tools")
 ARGUMENTS = (*BASES, "tool_choice", "tool_tags", "required_phrases", "banned_phrases", "constraint_after")
@@ -58,6 +58,8 @@ def read(given: Mapping[str, Any], prompts: int) -> list[Key | None] | None:
             found[i] = (name, _key(name, x))
             if name == "tools":
                 found[i] = (name, (_key(name, x), *_calls(given)))
+    if given.get("tools") is None:
+        _calls(given)       # a value of the wrong kind is named before one without effect
     if given.get("tools") is None and (lone := [n for n in ("tool_choice", "tool_tags") if given.get(n) is not None]):
         raise ValueError(f"{lone[0]}: got {shown(given[lone[0]])} without tools")
     required, banned = (_each_phrases(name, given.get(name), prompts) for name in ("required_phrases",
@@ -73,10 +75,9 @@ def read(given: Mapping[str, Any], prompts: int) -> list[Key | None] | None:
                                     required[i], banned[i]))
         if markers[i] is None:
             continue
-        if not isinstance(markers[i], str) or not markers[i]:
-            raise wrong("constraint_after", markers[i], "a text that is not empty")
+        text("constraint_after", markers[i])
         if found[i] is None:
-            raise ValueError(f"constraint_after: got {markers[i]!r} without a constraint that begins there")
+            raise ValueError(f"constraint_after: got {shown(markers[i])} without a constraint that begins there")
         found[i] = ("after", (_regular(found[i], "constraint_after"), markers[i]))
     return found if asked and any(x is not None for x in found) else None
 
@@ -91,12 +92,14 @@ def _regular(key: Key | None, name: str) -> Key | None:
 def _calls(given: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
     choice, tags = given.get("tool_choice"), given.get("tool_tags")
     if isinstance(choice, Mapping):             # as OpenAI names one
-        choice = (choice.get("function") or {}).get("name")
-    if choice is not None and not isinstance(choice, str):
-        raise wrong("tool_choice", choice, "'auto', 'required' or a tool's name")
-    if tags is not None and (isinstance(tags, str) or len(tags) != 2 or not all(isinstance(t, str) for t in tags)):
+        inner = choice.get("function")
+        choice = inner.get("name") if isinstance(inner, Mapping) else None
+    if given.get("tool_choice") is not None and (not isinstance(choice, str) or not choice):
+        raise wrong("tool_choice", given["tool_choice"], "'auto', 'required' or a tool's name")
+    if tags is not None and (not isinstance(tags, (list, tuple)) or len(tags) != 2
+                             or not all(isinstance(t, str) for t in tags)):
         raise wrong("tool_tags", tags, "two texts, in front of a call and behind it")
-    return choice or "auto", TAGS if tags is None else tuple(tags)
+    return choice or "auto", TAGS if tags is None else (unicode("tool_tags", tags[0]), unicode("tool_tags", tags[1]))
 
 
 def _each_phrases(name: str, value: Any, prompts: int) -> list[tuple[str, ...]]:
@@ -104,23 +107,21 @@ def _each_phrases(name: str, value: Any, prompts: int) -> list[tuple[str, ...]]:
     if value is None:
         return [()] * prompts
     value = [value] if isinstance(value, str) else value
-    if not isinstance(value, Sequence):
-        raise wrong(name, value, "a list of texts, or such a list for each prompt")
-    each = any(x is None or not isinstance(x, str) for x in value)
+    listed = lambda x: isinstance(x, (list, tuple))
+    each = listed(value) and any(x is None or listed(x) for x in value)
     rows = list(value) if each else [value] * prompts
+    if not all(listed(row) or (each and row is None) for row in rows):
+        raise wrong(name, value, "a list of texts, or such a list for each prompt")
     if len(rows) != prompts:
         raise ValueError(f"{name}: got {len(rows)} for {prompts} prompts, takes one list, or one for each")
-    for row in rows:
-        if row is not None and (isinstance(row, str) or not all(isinstance(t, str) and t for t in row)):
-            raise wrong(name, row, "texts that are not empty")
-    return [tuple(row or ()) for row in rows]
+    return [tuple(text(name, t) for t in row or ()) for row in rows]
 
 
 def _key(name: str, x: Any) -> Any:
     if name in ("regex", "grammar"):
         if not isinstance(x, str):
             raise TypeError(f"{name}: got {shown(x)}, takes a string")
-        return x
+        return unicode(name, x)
     if name == "tools":
         return frozen_tools(x)
     if name == "json_schema":
@@ -129,7 +130,7 @@ def _key(name: str, x: Any) -> Any:
         raise ValueError(f"choices: got {shown(x)}, takes a list of one text or more")
     if "" in x:
         raise ValueError("choices: got an empty text, which would be no answer")
-    return tuple(x)
+    return tuple(unicode("choices", t) for t in x)
 
 
 @functools.lru_cache(maxsize=256)
@@ -199,9 +200,9 @@ class _Bytes:
         found = list(self.tokenizer.token_bytes(True))[:self.size]
         if self.markers:
             wanted = [m.encode() for m in self.markers]
-            for i, text in enumerate(self.tokenizer.token_bytes(False)[:self.size]):
-                if not found[i] and text and any(text in m for m in wanted):
-                    found[i] = text
+            for i, own in enumerate(self.tokenizer.token_bytes(False)[:self.size]):
+                if not found[i] and own and any(own in m for m in wanted):
+                    found[i] = own
         return tuple(found) + (b"",) * (self.size - len(found))
 
 

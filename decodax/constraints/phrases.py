@@ -11,6 +11,7 @@ import numpy as np
 
 from decodax.constraints.dfa import Builder, Dfa
 from decodax.constraints.schema import Unsupported, canonical, json_schema
+from decodax.policy.arguments import unicode, wrong
 
 TAGS = ("<tool_call>\n", "\n</tool_call>")
 """What stands around a call in the form of Hermes, and of Qwen."""
@@ -130,12 +131,13 @@ def tools(signatures: Sequence[Any], choice: str = "auto", tags: tuple[str, str]
 def frozen_tools(signatures: Any) -> str:
     """Tools as one text, for caches."""
     if not isinstance(signatures, Sequence) or isinstance(signatures, (str, bytes)) or not signatures:
-        raise ValueError("tools: takes a list of one signature or more")
+        raise wrong("tools", signatures, "a list of one signature or more")
     plain = []
     for i, given in enumerate(signatures):
         inner = given.get("function", given) if isinstance(given, Mapping) else given
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
-            raise ValueError(f"tools[{i}]: takes a function with a name and parameters, as a dictionary")
+            raise wrong(f"tools[{i}]", given, "a function with a name and parameters, as a dictionary")
+        unicode(f"tools[{i}]: name", inner["name"])
         parameters = inner.get("parameters")
         plain.append({"name": inner["name"],
                       "parameters": None if parameters is None else json.loads(canonical(parameters))})

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from decodax.constraints.dfa import DEAD, Dfa, levels, neighbours
+from decodax.struct import short
 
 FAR = np.iinfo(np.int32).max // 2
 """A distance that nothing reaches."""
@@ -28,6 +29,8 @@ class Trie:
             where the children of each node begin on the next one. ends: for each level, `i32[n + 1]`, where the tokens
             that end at each node begin in `tokens`, an array for each level.
     """
+
+    __repr__ = short
 
     size: int
     byte: list[np.ndarray]
@@ -75,6 +78,8 @@ class TokenDfa:
         starts: `i32[n]`, the first state of each of the automata that it is made of.
         forced: `i32[S]`, the longest token with which the text goes on where only one text can follow; -1 elsewhere.
     """
+
+    __repr__ = short
 
     classes: np.ndarray
     next: np.ndarray

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import ReadPrompt, take
+from decodax.cache import ReadPrompt, Window, take
 from decodax.core.clip import clip
+from decodax.core.contracts import array, instance, pair, same_form
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
 from decodax.core.state import State, Stats, Status
-from decodax.core.types import Algorithm, Decision, Model, Params
+from decodax.core.types import Algorithm, Decision, Model, Out, Params
 
 
 def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) -> State:
@@ -33,12 +34,15 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
             s = _if(index == i, functools.partial(step, variant, model, params, policy), s)
         return s
     s = _renew(model, params, s)
-    window, algo = alg.propose(params, policy, s)
-    out = alg.through(model).apply(params.target, window, s.cache)
+    window, algo = pair(f"{alg.name}.propose", alg.propose(params, policy, s), "a Window and the method's state")
+    instance(f"{alg.name}.propose", window, Window, "a Window first")
+    network = alg.through(model)
+    out = instance(f"{type(network).__name__}.apply", network.apply(params.target, window, s.cache), Out, "an Out")
     dist = policy.over(s, window, out)
     if window.asked is not None:
         dist = dist.first(window.asked)
     d = alg.decide(params, dist, s, window, out, algo)
+    _check(alg, d, s, window)
     if d.rows is not None:
         s, out, dist = s.succeed(d.rows), out.rows(d.rows), dist.select(d.rows)
     count, status, stop = clip(d, s, policy)
@@ -57,6 +61,14 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
         tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(entries, slots),
         algo=d.algo, policy=_where(count > 0, moved, s.policy), stop=stop, status=status,
         record=_record(s, d, dist, count), stats=_count(s, d))
+
+
+def _check(alg: Algorithm, d: Decision, s: State, window: Window) -> None:
+    """Raises TypeError for a decision that is none, by the name of the method."""
+    who, sizes = f"{alg.name}.decide", {"B": s.batch, "W": window.width}
+    instance(who, d, Decision, "a Decision")
+    for name, form in (("tokens", "i[B, M]"), ("count", "i[B]"), ("slots", "i[B, W]"), ("source", "i[B, M]")):
+        array(who, name, getattr(d, name), form, sizes)
 
 
 def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
@@ -106,7 +118,10 @@ def run(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max
 
     def region(params: Params, policy: Any, s: State, bounds: Array) -> State:
         def body(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
-            return carry[0] + 1, step(alg, model, params, policy, carry[1]), carry[2]
+            before, after = carry[1], step(alg, model, params, policy, carry[1])
+            for who, name in ((alg.name, "algo"), (type(before.cache).__name__, "cache"), ("transforms", "policy")):
+                same_form(who, f"its state (s.{name})", getattr(after, name), getattr(before, name))
+            return carry[0] + 1, after, carry[2]
 
         return (loop or lax.while_loop)(unfinished, body, (jnp.zeros((), jnp.int32), s, bounds))[1]
 

@@ -148,28 +148,29 @@ LONGEST = 1 << 16
 """Bytes of all stop strings together. The automaton has a state for each, of 1 KiB while it is built."""
 
 
-def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """The stop strings as a tuple, checked; none for None.
+def stop_strings(stop: str | Iterable[str] | None, name: str = "stop") -> tuple[str, ...]:
+    """The stop strings as a tuple, checked; none for None. `name` begins errors.
 
     Raises:
         ValueError: one of them is empty or is no text (a lone surrogate), or together they are longer than `LONGEST`.
         TypeError: one of them is not a string.
     """
-    if isinstance(stop, (bytes, bytearray, Mapping)) or not isinstance(stop, (str, Iterable, type(None))):
-        raise TypeError(f"stop: got {reprlib.repr(stop)}, takes a string or several")
+    if isinstance(stop, (bytes, bytearray, Mapping)) or not isinstance(stop, (str, Iterable, type(None))) \
+            or getattr(stop, "ndim", None) == 0:
+        raise TypeError(f"{name}: got {reprlib.repr(stop)}, takes a string or several")
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(itertools.islice(stop, LONGEST + 1))
     total = 0
     for s in strings:
         if not isinstance(s, str):
-            raise TypeError(f"stop: got {reprlib.repr(s)}, takes a string or several")
+            raise TypeError(f"{name}: got {reprlib.repr(s)}, takes a string or several")
         if not s:
-            raise ValueError("stop: got an empty string, which would match everywhere")
+            raise ValueError(f"{name}: got an empty string, which would match everywhere")
         try:
             total += len(s.encode())
         except UnicodeEncodeError as error:
-            raise ValueError(f"stop: got {reprlib.repr(s)}, which is no Unicode text ({error.reason})") from None
+            raise ValueError(f"{name}: got {reprlib.repr(s)}, which is no Unicode text ({error.reason})") from None
         if total > LONGEST:
-            raise ValueError(f"stop: got strings of more than {LONGEST} bytes together, takes at most so many")
+            raise ValueError(f"{name}: got strings of more than {LONGEST} bytes together, takes at most so many")
     return strings
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from decodax.models import Transformer, adapters, dual_chunk, linear_weights, li
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
 from decodax.models.formats import Format
+from decodax.policy.arguments import shown
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
 """Where the shipped models lie."""
@@ -63,6 +66,27 @@ class LM(Loaded):
     diffusion: Diffusion | None = None
     directory: Path | None = None
     adapters: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """In one line: what network, how large, of what dtypes, and where its weights lie."""
+        leaves = [x for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")]
+        size: dict[str, int] = {}
+        for x in leaves:
+            size[str(x.dtype)] = size.get(str(x.dtype), 0) + math.prod(x.shape) * x.dtype.itemsize
+        kinds = " and ".join(sorted(size, key=lambda name: -size[name])[:3])
+        found: Any = jax.eval_shape(self.model.init_params, jax.random.key(0)) if hasattr(
+            self.model, "init_params") else leaves      # packed weights are fewer numbers
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(found))
+        trained = self.model.trained_positions
+        where = sorted({str(device) for x in leaves if isinstance(x, jax.Array) for device in x.sharding.device_set})
+        parts = [f"{type(self.model).__name__} of {count:,} parameters",
+                 f"{sum(size.values()) / 1e6:,.1f} MB of {kinds}",
+                 f"vocabulary {self.vocab_size:,}", "no tokenizer" if self.tokenizer is None else "",
+                 "" if trained is None else f"context {trained:,}",
+                 "" if self.diffusion is None else "fills masks", f"on {', '.join(where[:2])}" + (
+                     f" and {len(where) - 2} more" if len(where) > 2 else ""),
+                 f"adapters {', '.join(self.adapters)}"[:100] if self.adapters else ""]
+        return f"<LM {self.name!r}: {', '.join(part for part in parts if part)}>"
 
     def with_params(self, params: Any) -> LM:
         """This model with other weights: those of a training loop, as they are. Nothing is copied, and nothing is
@@ -106,6 +130,8 @@ class LM(Loaded):
         Raises:
             ValueError: as `with_adapter`.
         """
+        if not isinstance(named, Mapping):
+            raise TypeError(f"named: got {shown(named)}, takes a dictionary of adapters by name")
         found = adapters.stack([self._read(each) for each in named.values()])
         return dataclasses.replace(self, params=adapters.apply(self.params, found), adapters=tuple(named))
 
@@ -210,7 +236,7 @@ def find(name_or_dir: str | Path) -> Path:
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(adapter(path))
     if path.is_dir():
-        raise CheckpointError(f"{path}: has no config.json, so it is no Hugging Face model directory\n{missing(path)}")
+        raise CheckpointError(f"{path}: has no config.json, so it is no Hugging Face model directory; {missing(path)}")
     near = difflib.get_close_matches(name, zoo(), n=3, cutoff=0.5)
     raise ValueError(f"model {name!r}: neither a directory nor a shipped model ({', '.join(zoo())})"
                      + (f"; did you mean {' or '.join(near)}?" if near else ""))
@@ -239,6 +265,12 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         ValueError: an unknown name or architecture, a broken file, a missing tensor or one of the wrong shape, weights
             or a tokenizer in a format that is not read, or an argument out of its range, by name.
     """
+    for name, given, of, takes in (
+            ("name_or_dir", name_or_dir, (str, os.PathLike), "the name of a shipped model, or a directory"),
+            ("mesh", mesh, (Mesh, type(None)), "a jax.sharding.Mesh"),
+            ("tokenizer", tokenizer, (str, os.PathLike, Tokenizer, type(None)), "a directory or a Tokenizer")):
+        if not isinstance(given, of):
+            raise TypeError(f"{name}: got {shown(given)}, takes {takes}")
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long there

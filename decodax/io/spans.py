@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from decodax.io.text import Tokenizer
+from decodax.policy.arguments import shown, unicode
 
 Ids = Sequence[int] | np.ndarray
 Chat = Sequence[Mapping[str, Any]]
@@ -54,6 +55,8 @@ def spans(texts: Text | Iterable[Text], tokenizer: Tokenizer | None, bos: int | 
         raise ValueError("texts: got a mapping; a chat is a list of messages")
     if isinstance(whole, tuple) and not _is_ids(whole):
         raise ValueError("texts: got a tuple, which stands for one prompt and its continuation; takes a list of them")
+    if isinstance(whole, bytes) or not isinstance(whole, Iterable):
+        raise TypeError(f"texts: got {shown(whole)}, takes a text, token ids or a chat, or several")
     rows = [whole] if isinstance(whole, str) or _is_ids(whole) or _is_chat(whole) else list(whole)
     if not rows:
         raise ValueError("texts: got none")
@@ -63,6 +66,8 @@ def spans(texts: Text | Iterable[Text], tokenizer: Tokenizer | None, bos: int | 
 def _span(row: Any, name: str, tokenizer: Tokenizer | None, bos: int | None, vocab: int) -> Span:
     parts = row if isinstance(row, tuple) and not _is_ids(row) else (row,)
     written = [isinstance(part, str) or _is_chat(part) for part in parts]
+    for part in (part for part in parts if isinstance(part, str)):
+        unicode(name, part)
     if any(written) and tokenizer is None:
         raise ValueError(f"{name}: got text, but this model has no tokenizer; give token ids")
     if parts is row:

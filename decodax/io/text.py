@@ -49,6 +49,10 @@ class Tokenizer:
         self.template_files, self.directory = dict(template_files or {}), directory
         self._pieces: dict[bool, TokenBytes] = {}
 
+    def __repr__(self) -> str:
+        where = "" if self.directory is None else f", from {self.directory}"
+        return f"<Tokenizer of {self.backend.get_vocab_size():,} tokens, eos {list(self.eos_ids)}{where}>"
+
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
         """Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json, added_tokens.json,

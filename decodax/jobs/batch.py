@@ -276,5 +276,14 @@ def _plain(value: Any) -> Any:
 
 
 def _said(value: Any) -> str:
-    """`repr` without addresses in memory, which differ from process to process."""
+    """All that a value holds, in one text: dataclasses field by field, arrays by a digest, the rest by `repr` without
+    addresses in memory, which differ from process to process."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f for f in dataclasses.fields(value) if f.repr]
+        return f"{type(value).__qualname__}({', '.join(f'{f.name}={_said(getattr(value, f.name))}' for f in fields)})"
+    if type(value) is tuple:
+        return f"({', '.join(map(_said, value))}{',' * (len(value) == 1)})"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        found = np.asarray(value)
+        return f"{found.dtype}{found.shape} {hashlib.blake2b(found.tobytes(), digest_size=16).hexdigest()}"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

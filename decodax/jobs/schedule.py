@@ -17,6 +17,7 @@ from decodax.jobs.prefixes import mates
 from decodax.jobs.slots import Slots, Use, kin
 from decodax.request import OutOfTime, Request
 from decodax.result import LogProbs, Result, Statistics
+from decodax.struct import short
 
 BURST = 0.05
 """Seconds of rounds between two looks at the clock and at the source, where there is one to look at."""
@@ -32,6 +33,8 @@ class Ticket:
     Attributes:
         request: of this one prompt. tag: whatever its owner knows it by.
     """
+
+    __repr__ = short
 
     request: Request
     tag: Any = None

@@ -18,9 +18,10 @@ from decodax.jobs.schedule import Refused, Ticket, ahead_of, schedule
 from decodax.jobs.slots import Use, possible
 from decodax.kvcache.selection import in_bytes
 from decodax.methods import chosen, model, with_cache
-from decodax.policy.arguments import positive, shown, whole
-from decodax.request import OutOfTime, Request
+from decodax.policy.arguments import positive, shown, unicode, whole
+from decodax.request import OutOfTime, Request, without
 from decodax.result import Result
+from decodax.struct import short
 
 NOT_HERE = {"batch_size": "slots= says how many prompts run at once", "progress": "results come as they finish",
             "request_ids": "give each prompt an id", "guidance_scale": "decodax.generate guides",
@@ -40,6 +41,8 @@ class Served:
         index: its place among the prompts. id: its own, or None. result: of this one prompt, all its samples; None if
             there is an error. error: why it could not be answered, or None.
     """
+
+    __repr__ = short
 
     index: int
     id: Any
@@ -98,6 +101,8 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error: got {shown(on_error)}, takes {' or '.join(map(repr, ON_ERROR))}")
     lm, options = settled(lm, options, slots)
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts: got {shown(prompts)}, takes a list or an iterator of prompts")
     places = itertools.count()
 
     def wrong(index: int, error: Exception) -> Exception:
@@ -144,10 +149,7 @@ def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[s
     Raises:
         TypeError, ValueError: as `Request.read`; an option that is none of `serve`; or rows of the cache share memory.
     """
-    lm, options = model(lm), given(options)
-    for name, why in NOT_HERE.items():
-        if name in options:
-            raise TypeError(f"{name}: serve takes no such argument; {why}")
+    lm, options = model(lm), without("serve", given(options), NOT_HERE)
     if (cache := options.pop("cache", None)) is not None:
         lm = with_cache(lm, cache)
     options["algorithm"] = chosen(lm, options.get("algorithm"), slots)
@@ -172,10 +174,7 @@ def read(lm: LM, prompt: Any, where: int, own: Mapping[str, Any], options: Mappi
     Raises:
         ValueError, TypeError: as `Request.read`; or its rows cannot take the place of others.
     """
-    own = given(own)
-    for key, why in NOT_HERE.items():
-        if key in own:
-            raise TypeError(f"{key}: serve takes no such argument; {why}")
+    own = without("serve", given(own), NOT_HERE)
     if isinstance(prompt, Mapping) and "input_ids" not in prompt:
         raise TypeError(f"prompt: got {shown(prompt)}, takes {TAKES}")
     request = Request.read(lm, [prompt], request_ids=[where], **{**options, **own})
@@ -191,4 +190,4 @@ def address(name: Any) -> int:
     >>> dx.jobs.address("a-17")
     3923269141
     """
-    return int.from_bytes(hashlib.blake2b(str(name).encode(errors="surrogatepass"), digest_size=4).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(unicode("id", str(name)).encode(), digest_size=4).digest(), "big")

@@ -32,6 +32,10 @@ from decodax.kvcache.selection import Budget, Selection, in_bytes, layers_of
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
 from decodax.struct import static, struct
 
+TAKES = "a number of tokens from 1, a share of the text between 0 and 1, or bytes as '64MB'; or one of the first two " \
+    "for each layer"
+"""Of budgets, for errors."""
+
 
 @struct
 class Evicting(KeyValues):
@@ -333,7 +337,7 @@ class Eviction(CacheConfig):
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, str):
-            in_bytes(self.budget)
+            in_bytes(self.budget, takes=TAKES)
         else:
             for budget in self.budget if isinstance(self.budget, tuple) else (self.budget,):
                 self._check(budget)
@@ -345,8 +349,7 @@ class Eviction(CacheConfig):
     def _check(self, budget: Budget) -> None:
         tokens = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
         if not tokens and not (isinstance(budget, float) and 0 < budget < 1):
-            raise ValueError(f"budget: got {budget!r}, takes a number of tokens from 1, a share of the text between 0 "
-                             "and 1, or bytes as '64MB'; or one of the first two for each layer")
+            raise ValueError(f"budget: got {budget!r}, takes {TAKES}")
         if isinstance(budget, int) and budget <= (always := self.selection.score.always):
             raise ValueError(f"budget: got {budget}, takes more than the {always} tokens that {self.name} keeps in any "
                              "case")

@@ -37,6 +37,7 @@ from decodax.kvcache.query_scores import moved
 from decodax.kvcache.shapes import layers_of
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import slot_weights, window_attention_lse
+from decodax.struct import short
 
 STEP = 64
 """Texts are padded to multiples of so many tokens, so that there are few programs."""
@@ -57,6 +58,8 @@ class Reuse:
             it was not reused, or has been computed anew.
     """
 
+    __repr__ = short
+
     attention: np.ndarray
     change: np.ndarray
 
@@ -71,6 +74,8 @@ class Prefix:
         reuse: of a text that `blended` put together by the score of KVShare; a part of it, an edit and a file have
             none.
     """
+
+    __repr__ = short
 
     tokens: tuple[int, ...]
     kv: tuple[np.ndarray, ...]

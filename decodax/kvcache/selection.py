@@ -20,6 +20,7 @@ from jax import Array
 from decodax.kvcache.held import HeldLayer
 from decodax.kvcache.query_scores import Critical, WindowAttention
 from decodax.kvcache.scores import TokenScore
+from decodax.policy.arguments import shown
 
 Budget = int | float | str
 """Tokens of a layer's head, or (below 1) their share of the text so far, or bytes of a row's whole cache: "64MB"."""
@@ -28,8 +29,8 @@ UNITS = {"B": 1, **{prefix + "B": 1000 ** (i + 1) for i, prefix in enumerate(("k
          **{prefix + "iB": 1024 ** (i + 1) for i, prefix in enumerate(("K", "M", "G", "T"))}}
 
 
-def in_bytes(budget: str, name: str = "budget") -> int:
-    """How many bytes a budget says.
+def in_bytes(budget: str, name: str = "budget", takes: str = "bytes as '64MB' or '1.5GiB'") -> int:
+    """How many bytes a budget says; `name` and `takes` are for the error.
 
     >>> in_bytes("1.5MB"), in_bytes("2KiB")
     (1500000, 2048)
@@ -37,10 +38,10 @@ def in_bytes(budget: str, name: str = "budget") -> int:
     Raises:
         ValueError: no number with a unit.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", budget)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", budget) if isinstance(budget, str) else None
     unit = found and found[2].replace("KB", "kB")
     if not found or unit not in UNITS or not float(found[1]):
-        raise ValueError(f"{name}: got {budget!r}, takes bytes as '64MB' or '1.5GiB'")
+        raise ValueError(f"{name}: got {shown(budget)}, takes {takes}")
     return int(float(found[1]) * UNITS[unit])
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
-
-from decodax.registry import near
 
 GIB = 2 ** 30
 
@@ -87,7 +86,9 @@ def slice_of(name: str) -> Slice:
         return here()
     kind, _, shape = name.partition(":")
     if kind not in DEVICES:
-        raise ValueError(f"topology: got {name!r}; devices are {', '.join(DEVICES)}, and here{near(kind, DEVICES)}")
+        close = difflib.get_close_matches(kind, (*DEVICES, "here"), n=3, cutoff=0.5)
+        raise ValueError(f"topology: got {name!r}; devices are {', '.join(DEVICES)}, and here"
+                         + (f"; did you mean {' or '.join(close)}?" if close else ""))
     if not re.fullmatch(r"(\d+(x\d+)*)?", shape) or "0" in shape.split("x"):
         raise ValueError(f"topology: got {name!r}, takes a device and its topology, such as v5e:2x4 or h100:8")
     count = math.prod(int(n) for n in (shape or "1").split("x"))

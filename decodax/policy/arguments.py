@@ -8,6 +8,7 @@ Rows may be samples: `samples` of a prompt side by side. A list then has an entr
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import numbers
 import reprlib
@@ -31,7 +32,8 @@ def shown(value: Any) -> str:
     >>> shown(list(range(100)))
     '[0, 1, 2, 3, 4, 5, 6, 7, ...]'
     """
-    return _short.repr(value)
+    said = _short.repr(value)
+    return " ".join(said.split()) if "\n" in said else said      # arrays have several lines
 
 
 def outside() -> int:
@@ -56,6 +58,14 @@ def wrong(name: str, got: Any, takes: str) -> ValueError:
     return ValueError(f"{name}: got {shown(got)}, takes {takes}")
 
 
+def unknown_argument(name: str, where: str, known: Iterable[str]) -> TypeError:
+    """The error for an argument that `where` does not take: the near ones, then all `known` ones."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    meant = f" did you mean {' or '.join(near)}?" if near else ""
+    return TypeError(f"{name}: unknown argument;{meant} {where} takes {', '.join(names)}")
+
+
 def host(name: str, value: Any, takes: str) -> np.ndarray:
     """An array of any library, or nested lists, as a NumPy array.
 
@@ -70,6 +80,39 @@ def host(name: str, value: Any, takes: str) -> np.ndarray:
         return np.asarray(value)
     except Exception:       # each library has errors of its own
         raise wrong(name, value, takes) from None
+
+
+def scalar(name: str, value: Any, takes: str) -> Any:
+    """A NumPy or JAX scalar as Python's own number; anything else as it is."""
+    return host(name, value, takes).item() if getattr(value, "ndim", None) == 0 else value
+
+
+def text(name: str, value: Any) -> str:
+    """A text that is not empty and that UTF-8 can hold.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it is empty, or has half of a surrogate pair in it.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: got {shown(value)}, takes a text")
+    if not value:
+        raise wrong(name, value, "a text that is not empty")
+    return unicode(name, value)
+
+
+def unicode(name: str, value: str) -> str:
+    """The text.
+
+    Raises:
+        ValueError: it has half of a surrogate pair in it, which is no character and which UTF-8 cannot hold.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: got {shown(value)} with {value[error.start]!r} at place {error.start}, half of a "
+                         "surrogate pair; takes Unicode text") from None
+    return value
 
 
 def is_whole(value: Any) -> bool:
@@ -88,12 +131,11 @@ def whole(name: str, value: Any, low: int = 0, high: int = MOST) -> int:
     Raises:
         ValueError: something else; 3.0 and True are something else.
     """
-    if getattr(value, "ndim", None) == 0:
-        value = host(name, value, "a whole number").item()
-    if not is_whole(value) or not low <= value <= high:
+    found = scalar(name, value, "a whole number")
+    if not is_whole(found) or not low <= found <= high:
         most = "on" if high == MOST else f"to {high}" if high < 10 ** 9 else f"to 2**{high.bit_length()} - 1"
-        raise wrong(name, value, f"a whole number from {low} {most}")
-    return int(value)
+        raise wrong(name, found, f"a whole number from {low} {most}")
+    return int(found)
 
 
 def whole_rows(name: str, value: Any, count: int, low: int = 0, high: int = MOST, default: int = 0,
@@ -110,8 +152,26 @@ def whole_rows(name: str, value: Any, count: int, low: int = 0, high: int = MOST
     given = host(name, value, "whole numbers").tolist() if hasattr(value, "ndim") else value
     values = list(itertools.islice(given, count + 1))       # an iterator may have no end
     if len(values) != count:
-        raise ValueError(f"{name}: got {len(values)} values for {count} {of}")
+        raise ValueError(f"{name}: got {len(values)} values for {count} {of}, takes one, or one for each")
     return [default if v is None else whole(f"{name}[{i}]", v, low, high) for i, v in enumerate(values)]
+
+
+def number(name: str, value: Any, low: float = -np.inf, takes: str = "a number") -> float:
+    """A finite number above `low`, of any library.
+
+    Args:
+        takes: what it is called in the error.
+
+    Raises:
+        ValueError: something else; True is something else.
+    """
+    found = scalar(name, value, takes)
+    if not isinstance(found, numbers.Real) or isinstance(found, bool) or not low < found < np.inf:
+        raise wrong(name, value, takes)
+    try:
+        return float(found)
+    except OverflowError:
+        raise wrong(name, value, takes) from None
 
 
 def positive(name: str, value: Any) -> float:
@@ -120,9 +180,7 @@ def positive(name: str, value: Any) -> float:
     Raises:
         ValueError: something else, or one that is not finite.
     """
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < float(value) < float("inf"):
-        raise wrong(name, value, "a number above 0")
-    return float(value)
+    return number(name, value, 0, "a number above 0")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -131,9 +189,20 @@ def flag(name: str, value: Any) -> bool:
     Raises:
         ValueError: something else.
     """
-    if not isinstance(value, (bool, np.bool_)):
+    if not isinstance(found := scalar(name, value, "True or False"), bool):
         raise wrong(name, value, "True or False")
-    return bool(value)
+    return found
+
+
+def options_of(given: Any) -> dict[str, Any]:
+    """The argument `options`: a dictionary by name, or None.
+
+    Raises:
+        TypeError: something else.
+    """
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"options: got {shown(given)}, takes a dictionary of options by name")
+    return dict(given or {})
 
 
 def spread(values: Sequence[Any], batch: int, samples: int = 1) -> list[Any] | None:
@@ -187,24 +256,6 @@ def per_row(name: str, value: Any, batch: int, dtype: Any, neutral: Any, takes: 
         array = np.array([max(min(int(v), 2 ** 62), -2 ** 62) for v in array.reshape(-1)]).reshape(array.shape)
     array = array.astype(dtype)
     return np.broadcast_to(array, (batch,)) if entries is None else array[entries]
-
-
-def is_neutral(value: Any, neutral: Any) -> bool:
-    """Whether an argument asks for nothing: None, or one number that changes nothing; without such a number (`neutral`
-    None) also an empty list.
-
-    A number for each row always asks for something, so that other numbers do not compile anew.
-    """
-    if value is None:
-        return True
-    if neutral is None:
-        return isinstance(value, (list, tuple, set, frozenset, Mapping)) and not value
-    if isinstance(value, (bool, list, tuple, Mapping)):
-        return False
-    try:
-        return np.ndim(value) == 0 and bool(value == neutral)
-    except Exception:       # not a number, whatever it is
-        return False
 
 
 def _checked(name: str, value: Any, ids: Sequence[int], vocab_size: int | None) -> None:
@@ -306,9 +357,10 @@ def bias_rows(name: str, value: Any, batch: int, samples: int = 1) -> list[list[
              f"for {_each(batch, samples)}")
 
     def pairs(entry: Any) -> list[tuple[list[int], float]]:
-        items = list(entry.items()) if isinstance(entry, Mapping) else [tuple(pair) for pair in entry or ()]
+        items = list(entry.items()) if isinstance(entry, Mapping) else list(map(tuple, plain(name, entry, takes)))
         found = []
         for tokens, bias in items:
+            bias = scalar(name, bias, takes)
             tokens = plain(name, tokens, takes)
             # JSON has no keys but strings
             tokens = int(tokens) if isinstance(tokens, str) and tokens.isdecimal() else tokens

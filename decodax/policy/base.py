@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from decodax.cache import Window, parents, take
 from decodax.core import keys
+from decodax.core.contracts import array
 from decodax.core.keys import Purpose
 from decodax.core.types import Out
 from decodax.pallas_kernels import vocabulary
@@ -518,7 +519,8 @@ def _chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logi
     cold, only, noted = None, logits, []
     for transform, state in zip(transforms, states, strict=True):
         noted.append(transform.note(state, ctx, logits))
-        logits = transform.logits(state, ctx, logits)
+        size, logits = logits.shape[0], transform.logits(state, ctx, logits)
+        array(f"{type(transform).__name__}.logits", "logits", logits, "f[V]", {"V": size})
         if isinstance(transform, Temperature) and not isinstance(transform, WarmTemperature):
             zero = transform.temperature == 0
             cold, only = (zero, logits) if cold is None else (cold | zero, jnp.where(cold, only, logits))

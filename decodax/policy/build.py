@@ -6,7 +6,7 @@ count penalties in front, samplers that look at the distribution's shape behind 
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
@@ -15,13 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.core.contracts import hashable
 from decodax.policy.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
-from decodax.policy.arguments import bias_rows, id_rows, is_neutral, per_row, sequence_rows, whole, wrong
+from decodax.policy.arguments import (
+    bias_rows,
+    flag,
+    id_rows,
+    per_row,
+    sequence_rows,
+    shown,
+    unknown_argument,
+    whole,
+    wrong,
+)
 from decodax.policy.bans import AllowedTokens, BadWords, BeginSuppress, LogitBias, SequenceBias, SuppressTokens
 from decodax.policy.base import Policy, Reads, Stage, Temperature, Transform
 from decodax.policy.bregman import BregmanTopK
 from decodax.policy.degeneration import FSD, NonMonotonicEnd
 from decodax.policy.length import UNBOUNDED, ExponentialDecayLength, ForcedBOS, ForcedEOS, MinLength
+from decodax.policy.neutral import asks_nothing, is_neutral, is_zero
 from decodax.policy.penalties import EncoderRepetition, PresenceFrequency, Repetition
 from decodax.policy.repeats import Dry, EncoderNoRepeatNgram, NoRepeatNgram
 from decodax.policy.warpers import Epsilon, Eta, MinP, TopH, TopK, TopP, Typical
@@ -117,8 +129,8 @@ def assemble(batch: int, arguments: Mapping[str, Any], samples: int = 1) -> Poli
         TypeError, ValueError: as `build` does.
     """
     if unknown := sorted(arguments.keys() - DEFAULTS.keys()):
-        raise TypeError("; ".join(map(unknown_argument, unknown)))
-    given = {**DEFAULTS, **arguments}
+        raise unknown_argument(unknown[0], "build", DEFAULTS)
+    given = {**DEFAULTS, **{name: value for name, value in arguments.items() if value is not None}}
     batch = whole("batch", batch, 1)
     if given["vocab_size"] is not None:
         given["vocab_size"] = whole("vocab_size", given["vocab_size"], 1)
@@ -128,28 +140,28 @@ def assemble(batch: int, arguments: Mapping[str, Any], samples: int = 1) -> Poli
     ends = "eos" if given["eos_token_id"] is None else "eos_token_id"
     eos = a.ids(ends)
     given["eos"] = eos
-    for name, needs in COMPANIONS.items():
-        if given[needs] is None and given[name] is not DEFAULTS[name]:
-            raise ValueError(f"{name}: got {given[name]!r} without {needs}")
     # transformers marks last; a greedy row has its one token left there, so it is marked in front of the temperature
     own = _own(a)
     samplers = _samplers(a, own["probabilities"])
     cold = next(t.temperature == 0 for t in samplers if isinstance(t, Temperature))
     chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *own["logits"], *_watermark(a, cold),
              *_against_ngrams(a, cold), *samplers, *_watermark(a, ~cold), *own["last"]]
+    for name, needs in COMPANIONS.items():      # last: a value out of its range is named before one without effect
+        if given[needs] is None and not _is_default(given[name], DEFAULTS[name]):
+            raise ValueError(f"{name}: got {given[name]!r} without {needs}")
     return Policy(transforms=tuple(chain), eos=eos, stops=given["stops"], vocab_size=given["vocab_size"])
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether an argument has its default in each row, by value; an empty list is as good as None."""
+    if isinstance(value, (list, tuple)):
+        return all(v is None or _is_default(v, default) for v in value)
+    return value is default or (np.ndim(value) == 0 and bool(value == default))
 
 
 DEFAULTS = {p.name: p.default for p in inspect.signature(build).parameters.values()
             if p.name not in ("batch", "unknown")}
 """The arguments of `build` that say what policy it is."""
-
-
-def unknown_argument(name: str) -> str:
-    """The message for an argument that `build` does not have."""
-    near = difflib.get_close_matches(name, DEFAULTS, n=3, cutoff=0.5)
-    return f"{name}: unknown argument" + (f"; did you mean {' or '.join(near)}?" if near else
-                                          f"; known are {', '.join(sorted(DEFAULTS))}")
 
 
 class _Arguments:
@@ -158,8 +170,8 @@ class _Arguments:
     def __init__(self, batch: int, given: dict[str, Any], samples: int):
         self.batch, self.given, self.samples = batch, given, samples
 
-    def asks(self, name: str, neutral: Any = None) -> bool:
-        return not is_neutral(self.given[name], neutral)
+    def asks(self, name: str) -> bool:
+        return not is_neutral(name, self.given[name])
 
     def number(self, name: str, low: float = -np.inf, high: float = np.inf, *, neutral: float = 0.0,
                open_low: bool = False, open_high: bool = False) -> Any:
@@ -224,24 +236,24 @@ def _by_row(rows: list[Any], batch: int, read: Callable[[list[Any]], np.ndarray]
 def _penalties(a: _Arguments) -> list[Transform]:
     chain: list[Transform] = []
     last_n = a.count("penalty_last_n", -1, neutral=-1)
-    if a.asks("encoder_repetition_penalty", 1):
+    if a.asks("encoder_repetition_penalty"):
         chain.append(EncoderRepetition(a.number("encoder_repetition_penalty", 0, open_low=True, neutral=1)))
-    if a.asks("repetition_penalty", 1):
+    if a.asks("repetition_penalty"):
         penalty = a.number("repetition_penalty", 0, open_low=True, neutral=1)
         chain.append(Repetition(penalty, _array(np.zeros(a.batch, np.int32)), last_n))
     presence, frequency = a.number("presence_penalty"), a.number("frequency_penalty")
-    if a.asks("presence_penalty", 0) or a.asks("frequency_penalty", 0):
+    if a.asks("presence_penalty") or a.asks("frequency_penalty"):
         chain.append(PresenceFrequency(presence, frequency, last_n,
                                        _array(np.full(a.batch, a.given["penalty_last_n"] is not None))))
     if a.given["dry_sequence_breakers"] is None:
         a.given["dry_sequence_breakers"] = []
     dry = (a.number("dry_base", 1, neutral=1.75), a.count("dry_allowed_length", neutral=2),
            a.count("dry_penalty_last_n", -1, neutral=-1), a.sequences("dry_sequence_breakers", front=False))
-    if a.asks("dry_multiplier", 0):
+    if a.asks("dry_multiplier"):
         chain.append(Dry(a.number("dry_multiplier", 0), *dry))
-    if a.asks("no_repeat_ngram_size", 0):
+    if a.asks("no_repeat_ngram_size"):
         chain.append(NoRepeatNgram(a.count("no_repeat_ngram_size")))
-    if a.asks("encoder_no_repeat_ngram_size", 0):
+    if a.asks("encoder_no_repeat_ngram_size"):
         chain.append(EncoderNoRepeatNgram(a.count("encoder_no_repeat_ngram_size")))
     return chain
 
@@ -284,7 +296,7 @@ def _ends(a: _Arguments) -> list[Transform]:
         chain.append(ExponentialDecayLength(a.eos("exponential_decay_length_penalty"),
                                             parts.count("exponential_decay_length_penalty[0]"),
                                             parts.number("exponential_decay_length_penalty[1]", 0, open_low=True)))
-    if a.asks("nmst_epsilon", 0):
+    if a.asks("nmst_epsilon"):
         chain.append(NonMonotonicEnd(a.eos("nmst_epsilon"), a.number("nmst_epsilon", 0, 1, open_high=True)))
     if a.asks("suppress_tokens"):
         chain.append(SuppressTokens(a.ids("suppress_tokens", bounded=False)))
@@ -295,13 +307,14 @@ def _ends(a: _Arguments) -> list[Transform]:
 
 
 def _against_ngrams(a: _Arguments, cold: Any) -> list[Transform]:
-    if not a.asks("fsd_alpha", 0):
+    alpha, rest = a.number("fsd_alpha", 0, 1), (
+        a.number("fsd_beta", 0, 1, neutral=0.9), a.number("fsd_stop_weight", 0, neutral=0), a.ids("fsd_stop_words"),
+        whole("fsd_k", a.given["fsd_k"], 1), whole("fsd_n", a.given["fsd_n"], 1, 16))
+    if not a.asks("fsd_alpha"):
         return []
-    alpha = a.number("fsd_alpha", 0, 1)
     if ((alpha > 0) & ~cold).any():
         raise ValueError(f"fsd_alpha: got {a.given['fsd_alpha']!r} with a temperature; takes greedy rows")
-    return [FSD(alpha, a.number("fsd_beta", 0, 1, neutral=0.9), a.number("fsd_stop_weight", 0, neutral=0),
-                a.ids("fsd_stop_words"), whole("fsd_k", a.given["fsd_k"], 1), whole("fsd_n", a.given["fsd_n"], 1, 16))]
+    return [FSD(alpha, *rest)]
 
 
 def _own(a: _Arguments) -> dict[str, list[Transform]]:
@@ -314,6 +327,8 @@ def _own(a: _Arguments) -> dict[str, list[Transform]]:
             if said not in get_args(known):
                 raise ValueError(f"transforms: {type(t).__name__} has {name}={said!r}, takes one of "
                                  f"{', '.join(map(repr, get_args(known)))}")
+        for field in (field for field in dataclasses.fields(t) if field.metadata.get("static")):
+            hashable("transforms", getattr(t, field.name), f"{type(t).__name__}.{field.name}")
     prompts = a.batch // a.samples
     for leaf in jax.tree.leaves(given):
         if not np.ndim(leaf) or leaf.shape[0] not in (a.batch, prompts):
@@ -327,11 +342,6 @@ def _own(a: _Arguments) -> dict[str, list[Transform]]:
 def _temperature(a: _Arguments) -> np.ndarray:
     """`f32[B]`, 0 for greedy rows."""
     given, sample = a.given["temperature"], a.given["do_sample"]
-    if given is None and sample is None:
-        orphans = [name for name in SAMPLING if a.given[name] is not None]
-        if orphans:
-            raise ValueError(f"{orphans[0]}: got {a.given[orphans[0]]!r} without temperature, and without one decoding "
-                             "is greedy; give temperature, or do_sample=True for a temperature of 1")
     if given is None:
         a.given["temperature"] = 0.0 if sample is None else 1.0
     limits = np.finfo(np.float32)
@@ -345,7 +355,25 @@ def _temperature(a: _Arguments) -> np.ndarray:
                     a.samples)
     if ((temperature == 0) & drawn).any():
         raise wrong("temperature", given, "a number above 0 with do_sample=True")
+    if not drawn.any() and ((temperature != 0) & (temperature != 1)).any():
+        raise ValueError(f"temperature: got {shown(given)} with do_sample=False, which is greedy; takes one of them")
     return np.where(drawn, temperature, 0).astype(np.float32)
+
+
+def _without_effect(a: _Arguments, given: Any, cold: np.ndarray) -> None:
+    """Raises ValueError for what only shapes sampling where all rows are greedy, unless a temperature of 0 says so.
+
+    Args:
+        given: the temperature that was given, or None.
+    """
+    sample = a.given["do_sample"]
+    if not cold.all() or (given is not None and (sample is None or is_zero(given))):
+        return
+    asked = [name for name in SAMPLING if not asks_nothing(name, a.given[name], a.given["vocab_size"])]
+    if asked:
+        why = "without temperature, and without one decoding is greedy; give temperature, or do_sample=True for a " \
+            "temperature of 1" if sample is None else "with do_sample=False, which is greedy; takes do_sample=True"
+        raise ValueError(f"{asked[0]}: got {shown(a.given[asked[0]])} {why}")
 
 
 def _array(x: np.ndarray) -> Any:
@@ -355,37 +383,36 @@ def _array(x: np.ndarray) -> Any:
 
 def _samplers(a: _Arguments, own: list[Transform]) -> list[Transform]:
     """The temperature and what stands behind it, with the caller's `own` behind the truncations."""
+    given = a.given["temperature"]
     temperature, keep = _temperature(a), whole("min_tokens_to_keep", a.given["min_tokens_to_keep"], 1)
-    dynamic = a.asks("dynatemp_range", 0)
+    dynamic = a.asks("dynatemp_range")
     # a dynamic temperature acts behind truncation; greedy rows are greedy from here on all the same
     chain: list[Transform] = [Temperature(_array(np.where(temperature > 0, 1, 0).astype(np.float32) if dynamic
                                                  else temperature))]
-    if a.asks("top_n_sigma", 0):
+    if a.asks("top_n_sigma"):
         chain.append(TopNSigma(a.number("top_n_sigma")))
     if a.given["top_h"] is not None:
         chain.append(TopH(a.number("top_h", 0, 1, open_low=True, neutral=2)))     # above 1 a row is left alone
-    if a.asks("top_k", 0) and a.asks("top_k", -1):
+    if a.asks("top_k"):
         k = a.count("top_k", -1)
         most = int(k.max())
         chain.append(TopK(k, LARGEST_SORTED_K if max(most, keep) <= LARGEST_SORTED_K else None, keep))
-    if a.asks("top_p", 1):
+    if a.asks("top_p"):
         chain.append(TopP(a.number("top_p", 0, 1, neutral=1), keep))
-    if a.asks("min_p", 0):
+    if a.asks("min_p"):
         chain.append(MinP(a.number("min_p", 0, 1), keep))
-    if a.asks("typical_p", 1):
+    if a.asks("typical_p"):
         chain.append(Typical(a.number("typical_p", 0, 1, open_low=True, neutral=1), keep))
-    if a.asks("epsilon_cutoff", 0):
+    if a.asks("epsilon_cutoff"):
         chain.append(Epsilon(a.number("epsilon_cutoff", 0, 1, open_high=True), keep))
-    if a.asks("eta_cutoff", 0):
+    if a.asks("eta_cutoff"):
         chain.append(Eta(a.number("eta_cutoff", 0, 1, open_high=True), keep))
-    bregman = a.number("bregman_alpha", 1, neutral=1.5)
-    if a.asks("bregman_lambda", 0):
-        if not isinstance(a.given["bregman_dual"], bool):
-            raise wrong("bregman_dual", a.given["bregman_dual"], "True or False")
-        chain.append(BregmanTopK(a.number("bregman_lambda", 0), bregman, a.given["bregman_dual"]))
+    bregman, dual = a.number("bregman_alpha", 1, neutral=1.5), flag("bregman_dual", a.given["bregman_dual"])
+    if a.asks("bregman_lambda"):
+        chain.append(BregmanTopK(a.number("bregman_lambda", 0), bregman, dual))
     chain += own
     threshold = a.number("xtc_threshold", 0, 1, neutral=0.1)
-    if a.asks("xtc_probability", 0):
+    if a.asks("xtc_probability"):
         chain.append(XTC(a.number("xtc_probability", 0, 1), threshold))
     exponent, eta = a.number("dynatemp_exponent", 0, neutral=1), a.number("mirostat_eta", 0, neutral=0.1)
     if dynamic:
@@ -393,6 +420,7 @@ def _samplers(a: _Arguments, own: list[Transform]) -> list[Transform]:
                                         a.number("dynatemp_range", 0), exponent))
     if a.given["mirostat_tau"] is not None:
         chain.append(Mirostat2(a.number("mirostat_tau", 0, open_low=True), eta))
+    _without_effect(a, given, temperature == 0)
     return chain
 
 

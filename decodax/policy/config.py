@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import numbers
 import pathlib
 import re
 import warnings
@@ -19,6 +18,7 @@ from decodax.core.ids import named
 from decodax.policy.arguments import outside, shown
 from decodax.policy.base import Policy
 from decodax.policy.build import SAMPLING, build
+from decodax.policy.neutral import NEUTRAL, is_neutral, is_zero
 
 DECODING = frozenset({
     "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h",
@@ -52,12 +52,15 @@ IGNORED = DRIVER | frozenset({
     "renormalize_logits", "length_penalty", "early_stopping"})
 """Keys that are about other things than the distribution."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1), "num_beam_groups": (None, 1), "diversity_penalty": (None, 0.0),
-    "penalty_alpha": (None, 0.0), "dola_layers": (None,), "constraints": (None,), "force_words_ids": (None,),
-    "guidance_scale": (None, 1, 1.0), "remove_invalid_values": (None, False), "token_healing": (None, False)}
-"""Keys of decoding that no policy expresses, with the values that ask for nothing; passed as arguments, such values
+UNEXPRESSED = ("num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "dola_layers", "constraints",
+               "force_words_ids", "guidance_scale", "remove_invalid_values", "token_healing")
+"""Keys of decoding that no policy expresses. Passed as arguments, the values that ask for nothing (`neutral.NEUTRAL`)
 take the place of a file's."""
+
+
+def nothing(name: str) -> Any:
+    """The value with which an argument is passed to ask for nothing."""
+    return next(iter(NEUTRAL[name]), None)
 
 
 def read_config(source: str | pathlib.Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -108,14 +111,14 @@ def _settings(config: Mapping[str, Any], origin: str, strict: bool) -> dict[str,
         if name in DECODING:
             if (value := named(value) if name in IDS else value) is not None:
                 settings[name] = value
-        elif name in NEUTRAL:
-            if not _asks_nothing(name, value):
+        elif name in UNEXPRESSED:
+            if not is_neutral(name, value):
                 unmet.append(name)
-        elif name not in IGNORED:
+        elif name not in IGNORED and not is_neutral(name, value):
             unknown.append(f"{name}={value!r}")
     if unmet:
         message = (f"{origin}: {', '.join(f'{name}={config[name]!r}' for name in unmet)}: a policy does not express "
-                   f"this; pass {', '.join(f'{name}={NEUTRAL[name][-1]!r}' for name in unmet)} to decode without it")
+                   f"this; pass {', '.join(f'{name}={nothing(name)!r}' for name in unmet)} to decode without it")
         if strict:
             raise ValueError(message)
         warnings.warn(message, stacklevel=outside())
@@ -126,9 +129,9 @@ def _settings(config: Mapping[str, Any], origin: str, strict: bool) -> dict[str,
     return settings
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return any(value is neutral or (number and value == neutral) for neutral in NEUTRAL[name])
+def _greedy(settings: dict[str, Any]) -> dict[str, Any]:
+    """A file's settings without those that only shape sampling."""
+    return {name: value for name, value in settings.items() if name not in (*SAMPLING, "temperature")}
 
 
 def merge(config: Mapping[str, Any], origin: str, changes: Mapping[str, Any], *, strict: bool = True
@@ -138,18 +141,20 @@ def merge(config: Mapping[str, Any], origin: str, changes: Mapping[str, Any], *,
     Raises:
         ValueError: a key of decoding that a policy cannot express, in the config or among the changes.
     """
-    for name in changes.keys() & NEUTRAL.keys():
-        if not _asks_nothing(name, changes[name]):
-            takes = " or ".join(map(repr, NEUTRAL[name]))
+    for name in [name for name in UNEXPRESSED if name in changes]:
+        if not is_neutral(name, changes[name]):
+            takes = " or ".join(map(repr, (None, *NEUTRAL[name])))
             raise ValueError(f"{name}: got {shown(changes[name])}, which a policy does not express; takes {takes}")
-    settings = _settings({k: v for k, v in config.items() if k not in changes or k not in NEUTRAL}, origin, strict)
-    changes = {k: v for k, v in changes.items() if k not in NEUTRAL}
+    settings = _settings({k: v for k, v in config.items() if k not in changes or k not in UNEXPRESSED}, origin, strict)
+    changes = {k: v for k, v in changes.items() if k not in UNEXPRESSED}
     samples = settings.pop("do_sample", False)
     if changes.get("temperature") is None and changes.get("do_sample") is None:
         if samples:
             settings["do_sample"] = samples
         else:
-            settings = {name: value for name, value in settings.items() if name not in (*SAMPLING, "temperature")}
+            settings = _greedy(settings)
+    elif is_zero(changes.get("do_sample")):
+        settings = _greedy(settings)
     if "eos" in changes:
         settings.pop("eos_token_id", None)
     return {**settings, **changes}

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.policy.base import Context, PyTree, Transform
-from decodax.struct import static, struct
+from decodax.struct import short, static, struct
 
 SCHEMES = ("lefthash", "selfhash")
 
@@ -115,6 +115,8 @@ class Detection:
         p_value: `f64[B]` the chance of as many in unmarked text. green: `f64[B]` their share.
         scored: `i64[B]` how many tokens were counted.
     """
+
+    __repr__ = short
 
     z: np.ndarray
     p_value: np.ndarray

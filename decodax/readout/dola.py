@@ -13,6 +13,7 @@ from jax import Array, lax
 from decodax.cache import Cache, Window
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel, Out
+from decodax.policy.arguments import is_whole, plain, wrong
 from decodax.readout.base import Readout
 
 Layers = Literal["low", "high"] | Sequence[int]
@@ -119,9 +120,10 @@ def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
 def asked(lm: Loaded, given: Any, said: Callable[..., Any]) -> Any:
     """The model as the argument `dola_layers`, or a generation config, has it read."""
     def read(name: str, layers: Any) -> Any:
-        whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
-        if not isinstance(layers, str) and not (isinstance(layers, Sequence) and all(map(whole, layers))):
-            raise ValueError(f"dola_layers: got {layers!r}, takes 'low', 'high', or numbers of layers")
-        return dola(lm, cast(Any, layers))
+        takes = "'low', 'high', or numbers of layers"
+        rows = plain(name, layers, takes)
+        if not isinstance(rows, str) and not (isinstance(rows, list) and all(map(is_whole, rows))):
+            raise wrong(name, layers, takes)
+        return dola(lm, cast(Any, rows))
 
     return said("dola_layers", given, read, lm)

@@ -7,7 +7,8 @@ from typing import Any
 
 from decodax.core.loaded import Loaded
 from decodax.core.types import Algorithm
-from decodax.policy.arguments import shown, whole
+from decodax.policy.arguments import flag, number, positive, shown, whole, wrong
+from decodax.policy.neutral import is_neutral, is_zero
 from decodax.search.beams import BeamSearch
 from decodax.search.contrastive import ContrastiveSearch, hidden_width
 
@@ -32,21 +33,23 @@ def read(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any]) -> Algo
     """
     value = lambda name, read, default: said(name, given.get(name), read, default)
     width = value("num_beams", lambda name, x: whole(name, x, 1), 1)
-    alpha = value("penalty_alpha", _number, 0.0)
+    alpha = value("penalty_alpha", number, 0.0)
     if alpha:
         return _contrastive(lm, given, said, alpha, width)
+    options = dict(
+        length_penalty=value("length_penalty", number, 1.0), early_stopping=value("early_stopping", _early, False),
+        patience=value("patience", positive, 1.0), diversity_penalty=value("diversity_penalty", number, 0.0),
+        groups=value("num_beam_groups", lambda name, x: whole(name, x, 1), 1),
+        renormalize=value("renormalize_logits", flag, False))
     if width == 1:
         asked = [name for name in ("num_beam_groups", "diversity_penalty", "patience", "length_penalty",
-                                   "early_stopping") if given.get(name) not in (None, 1, 0, False)]
+                                   "early_stopping") if not is_neutral(name, given.get(name))]
         if asked:
             raise ValueError(f"{asked[0]}: got {shown(given[asked[0]])} with one beam; takes num_beams=2 or more")
         return None
-    return BeamSearch(
-        width, length_penalty=value("length_penalty", _number, 1.0),
-        early_stopping=value("early_stopping", _early, False), patience=value("patience", _number, 1.0),
-        groups=value("num_beam_groups", lambda name, x: whole(name, x, 1), 1),
-        diversity_penalty=value("diversity_penalty", _number, 0.0),
-        renormalize=value("renormalize_logits", _early, False))
+    if width % options["groups"]:
+        raise ValueError(f"num_beam_groups: got {options['groups']} for num_beams={width}, takes a divisor of it")
+    return BeamSearch(width, **options)
 
 
 def _contrastive(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any], alpha: float, width: int
@@ -55,20 +58,17 @@ def _contrastive(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any],
         raise ValueError(f"penalty_alpha: got {shown(alpha)} with num_beams={width}; takes one beam")
     if not 0 <= alpha <= 1:
         raise ValueError(f"penalty_alpha: got {shown(alpha)}, takes a number from 0 to 1")
-    if any(given.get(name) for name in ("temperature", "do_sample")):
+    if any(not is_neutral(name, x) and not is_zero(x) for name, x in (
+            ("temperature", given.get("temperature")), ("do_sample", given.get("do_sample")))):
         raise ValueError(f"penalty_alpha: got {shown(alpha)} with a temperature; contrastive search is greedy")
     k = said("top_k", given.get("top_k"), lambda name, x: whole(name, x, 1), CANDIDATES)
     return ContrastiveSearch(hidden_width(lm), alpha, min(k, lm.vocab_size))
 
 
-def _number(name: str, x: Any) -> float:
-    if isinstance(x, bool) or not isinstance(x, (int, float)) or x != x:
-        raise ValueError(f"{name}: got {shown(x)}, takes a number")
-    return float(x)
-
-
 def _early(name: str, x: Any) -> Any:
-    if not (isinstance(x, bool) or (name == "early_stopping" and x == "never")):
-        takes = "True, False or 'never'" if name == "early_stopping" else "True or False"
-        raise ValueError(f"{name}: got {shown(x)}, takes {takes}")
-    return x
+    if isinstance(x, str) and x == "never":
+        return x
+    try:
+        return flag(name, x)
+    except ValueError:
+        raise wrong(name, x, "True, False or 'never'") from None

@@ -22,6 +22,7 @@ from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.search.pool import Finished, append
 from decodax.search.step import Beams, Group, Step, Text
 from decodax.search.uid import UID
+from decodax.speculative.contracts import propose
 from decodax.speculative.grown import Grown
 from decodax.speculative.shapes.fixed import Fixed
 from decodax.speculative.source import Draft, Shape, Source
@@ -186,7 +187,7 @@ class BeamSearch(Algorithm):
         if self.drafter is None:
             return causal(s.newest[:, None], s.length - 1, s.running[:, None]), (s.algo, None)
         drawn: Any = "ranked"
-        proposal, drafts = self.drafter.propose(self._of_draft(params), policy, s, s.algo.drafts, drawn)
+        proposal, drafts = propose(self.drafter, self._of_draft(params), policy, s, s.algo.drafts, drawn)
         t = tree(s.newest, proposal, self.drafter.length)
         return window(t, s.length - 1, s.running, proposal.probes, proposal.begun), (s.algo.replace(drafts=drafts), t)
 

@@ -16,12 +16,15 @@ from decodax.cache import Feature, Window, take
 from decodax.core.packing import Packing
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.policy.arguments import shown
 from decodax.policy.base import Distribution
+from decodax.speculative.contracts import propose, verified
 from decodax.speculative.drafter import Drafter
 from decodax.speculative.grown import Grown, Trimmed
 from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Proposal, Tree, tree, window
 from decodax.speculative.verify import SeedExact, Verifier
+from decodax.struct import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +45,21 @@ class Speculative(Algorithm):
         ValueError: a shape other than a chain for a draft that makes its own.
     """
 
+    __repr__ = short
+
     draft: Draft | Source
     verify: Verifier = SeedExact()
     shape: Shape | None = None
     packed: bool = False
 
     def __post_init__(self) -> None:
+        for name, given, of, takes in (
+                ("draft", self.draft, (Draft, Source), "a Draft or a Source, such as decodax.drafts.PromptLookup()"),
+                ("verify", self.verify, Verifier, "a Verifier, such as decodax.SeedExact()"),
+                ("shape", self.shape, (Shape, type(None)), "a Shape, such as decodax.shapes.Chain(4), or None"),
+                ("packed", self.packed, bool, "True or False")):
+            if not isinstance(given, of):
+                raise TypeError(f"{name}: got {shown(given)}, takes {takes}")
         if self.shape is not None and isinstance(self.draft, Draft) and not self.shape.is_chain:
             raise ValueError(f"shape: {type(self.draft).__name__} makes its own trees and takes at most a Chain, got "
                              f"{type(self.shape).__name__}")
@@ -86,7 +98,7 @@ class Speculative(Algorithm):
         return self.drafter.init(params, s), None
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        proposal, state = self.drafter.propose(params, policy, s, s.algo[0], self.verify.drawn)
+        proposal, state = propose(self.drafter, params, policy, s, s.algo[0], self.verify.drawn)
         t = tree(s.newest, proposal, self.drafter.length)
         w = window(t, s.length - 1, s.running, proposal.probes, proposal.begun)
         return w.replace(hints=(*w.hints, self._packing(s.batch, w.width))) if self.packed else w, (state, t)
@@ -104,7 +116,8 @@ class Speculative(Algorithm):
 
     def judge(self, dist: Distribution, s: State, window: Window, out: Out, t: Tree) -> Decision:
         """The decision, before anybody is told."""
-        path, accepted, own = self.verify(dist if window.width == t.size else dist.first(t.size), s, t)
+        path, accepted, own = verified(self.verify, self.verify(
+            dist if window.width == t.size else dist.first(t.size), s, t), s.batch, t.longest)
         index = jnp.arange(t.longest + 1, dtype=jnp.int32)
         drafts = take(t.tokens, jnp.concatenate([path[:, 1:], path[:, :1]], 1))
         tokens = jnp.where(index < accepted[:, None], drafts, own[:, None])

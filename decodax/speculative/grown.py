@@ -8,6 +8,7 @@ from typing import Any
 from decodax.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Params
+from decodax.speculative.contracts import grow, propose
 from decodax.speculative.drafter import CHAINS, TREES, AroundSource
 from decodax.speculative.shapes.fixed import Chain
 from decodax.speculative.source import Draft, Grower, Shape, Source, fitted
@@ -35,7 +36,7 @@ class Grown(AroundSource, Draft):
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         source = fitted(self.source, policy.vocab_size)
-        proposal, state, nodes = self.form.grow(Grower(source, params, policy, s, drawn), state)
+        proposal, state, nodes = grow(self.form, Grower(source, params, policy, s, drawn), state)
         begun = self.source.begin(params, s, state, proposal, nodes)
         return proposal.replace(begun=begun), self.source.place(state, nodes)
 
@@ -48,7 +49,7 @@ class Trimmed(AroundSource, Draft):
     length: int
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        p, state = self.source.propose(params, policy, s, state, drawn)
+        p, state = propose(self.source, params, policy, s, state, drawn)
         if p.parents is not None or p.probes is not None:
             raise ValueError(f"shape: {type(self.source).__name__} proposes trees or probes, which a chain cannot cut")
         log_q = None if p.log_q is None else p.log_q[:, :self.length]

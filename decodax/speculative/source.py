@@ -22,6 +22,7 @@ from decodax.core.state import State
 from decodax.core.types import Params
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.draw import draw, race, winner
+from decodax.speculative.contracts import answered
 from decodax.speculative.drafter import CHAINS, Drafter
 from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, static, struct
@@ -202,7 +203,7 @@ class Grower:
     def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
         """An empty tree with room for so many nodes below the newest token, and candidates for the first level."""
         B = self.s.batch
-        state, answer = self.source.start(self.params, self.s, state, room)
+        state, answer = answered(self.source, "start", self.source.start(self.params, self.s, state, room), B, 1)
         tokens = jnp.zeros((B, 1 + room), jnp.int32).at[:, 0].set(self.s.newest)
         sees = jnp.broadcast_to(jnp.eye(1 + room, dtype=bool), (B, 1 + room, 1 + room))
         states = jax.tree.map(lambda x: jnp.repeat(x[:, None], 1 + room, 1), self.policy.drafted(self.s.policy))
@@ -225,7 +226,7 @@ class Grower:
         level = Level(tokens=tokens, positions=self.s.length[:, None] - 2 + own.sum(-1, dtype=jnp.int32),
                       parents=parents, sees=jnp.broadcast_to(above, own.shape)[:, :, 1:], at=g.filled - 1,
                       chained=chained)
-        state, answer = self.source.extend(self.params, self.s, g.source, level)
+        state, answer = answered(self.source, "extend", self.source.extend(self.params, self.s, g.source, level), B, w)
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g.filled, 1)
         states = jax.tree.map(put, g.states, self._followed(g, tokens, parents, chained))
         g = Growth(tokens=put(g.tokens, tokens), sees=put(g.sees, own), filled=g.filled + w, source=state,

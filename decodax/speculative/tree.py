@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import Window
+from decodax.core.contracts import array
 from decodax.core.types import PartialForward
 from decodax.struct import Struct, struct
 
@@ -75,7 +76,14 @@ class Proposal(Struct):
 
 
 def chain(tokens: Array, count: Array, log_q: Array | None = None) -> Proposal:
-    """A chain of the first `count` (`i32[B]`) of `tokens` (`i32[B, K]`), the `i`-th drawn from `log_q[:, i]`."""
+    """A chain of the first `count` (`i32[B]`) of `tokens` (`i32[B, K]`), the `i`-th drawn from `log_q[:, i]`.
+
+    Raises:
+        TypeError: an array of another dtype or shape.
+    """
+    sizes: dict[str, int] = {}
+    array("chain", "tokens", tokens, "i[B, K]", sizes)
+    array("chain", "count", count, "i[B]", sizes)
     live = jnp.arange(tokens.shape[1]) < count[:, None]
     return Proposal(tokens=tokens, live=live, log_q=log_q)
 

@@ -14,6 +14,7 @@ from decodax.core.state import State, Status
 from decodax.job import Job, collect, host_rows
 from decodax.request import Request
 from decodax.result import Result
+from decodax.struct import short
 
 SIZE = 64
 """Canvases of a prompt in a part of the store. Parts have one size, so that it grows without new programs."""
@@ -31,6 +32,8 @@ class Canvases:
             places.
         spent: positions that were denoised so far, of all rows. fed: none. generation: how often rows came back.
     """
+
+    __repr__ = short
 
     job: Job
     n: int

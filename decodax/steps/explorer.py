@@ -12,6 +12,7 @@ import numpy as np
 from decodax.result import Result
 from decodax.steps.canvases import Canvases
 from decodax.steps.forks import Forks
+from decodax.struct import short
 
 Score = Callable[[Any, Sequence[Any]], Any]
 """`score(prompt, texts)`: a number for each text that begins to answer a prompt (of a process reward model, a verifier,
@@ -31,6 +32,8 @@ class Explored:
         result: the rows as `decodax.generate` gives them.
         details: what else a search tells of each prompt (the threads of `apar`); None of most.
     """
+
+    __repr__ = short
 
     text: list[Any]
     index: np.ndarray
@@ -87,6 +90,8 @@ class Ranked:
     """How good rows are. Attributes: scores `f64[P, n]`; index `i64[P]` of the chosen ones, default the largest score;
     weights, log_evidence, details: as in `Explored`. texts: of searches whose texts are no single rows; `scores` and
     `index` are about them."""
+
+    __repr__ = short
 
     scores: np.ndarray
     index: np.ndarray | None = None

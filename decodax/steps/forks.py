@@ -19,8 +19,10 @@ from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
 from decodax.core.stops import StopTable, stop_strings
 from decodax.job import Job, collect, host_rows
+from decodax.policy.arguments import whole
 from decodax.request import Request
 from decodax.result import Result
+from decodax.struct import short
 
 WAITING = Status.LENGTH
 """What the device takes a row for that stands between two steps."""
@@ -41,6 +43,8 @@ class Forks:
         keys: of the places. spent: tokens made so far, also of rows that are gone. fed: tokens that were put in.
         generation: how often rows have forked. rounds: target forwards of the rows so far.
     """
+
+    __repr__ = short
 
     job: Job
     n: int
@@ -73,9 +77,8 @@ class Forks:
         Raises:
             ValueError, TypeError: as `decodax.generate`; or a method that works on rows of its own.
         """
-        ends, stop = stop_strings(until), stop_strings(options.pop("stop", None))
-        if step_tokens is not None and (isinstance(step_tokens, bool) or step_tokens < 1):
-            raise ValueError(f"step_tokens: got {step_tokens!r}, takes a whole number from 1 on, or None")
+        ends, stop = stop_strings(until, "until"), stop_strings(options.pop("stop", None))
+        step_tokens = None if step_tokens is None else whole("step_tokens", step_tokens, 1)
         if both := sorted(set(ends) & set(stop)):
             raise ValueError(f"until and stop: got {both[0]!r} in both")
         request = Request.read(lm, prompts, num_samples=n, **{"logprobs": 0, **options, "stop": [*stop, *ends] or None})

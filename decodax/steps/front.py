@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from decodax.core.contracts import instance
 from decodax.io.load import LM
 from decodax.methods import model
+from decodax.policy.arguments import options_of
+from decodax.request import without
 from decodax.steps.canvases import Canvases
-from decodax.steps.explorer import CanvasExplorer, Explored, Explorer
+from decodax.steps.explorer import CanvasExplorer, Explored, Explorer, Ranked
 from decodax.steps.forks import Forks
 from decodax.steps.table import explorer
 
@@ -44,15 +47,13 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
         ValueError: an unknown search or option, or one that is missing; or as `generate`.
         TypeError: as `generate`.
     """
-    lm = model(lm)
-    chosen = explorer(by, **(options or {})) if isinstance(by, str) else by
+    lm, options = model(lm), options_of(options)
+    chosen = explorer(by, **options) if isinstance(by, str) else by
     if not isinstance(chosen, (Explorer, CanvasExplorer)):
         raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
     if not isinstance(by, str) and options:
         raise ValueError("options: got some beside a search that is made already")
-    for name, why in NOT_HERE.items():
-        if sampling.get(name) is not None:
-            raise TypeError(f"{name}: explore takes no such argument; {why}")
+    sampling = without("explore", sampling, NOT_HERE)
     if (limit := (lm.generation_config or {}).get("max_time")) is not None:
         warnings.warn(f"generation config of {lm.name!r}: max_time: got {limit}, which ends no search", stacklevel=2)
     forks: Forks | Canvases
@@ -64,6 +65,7 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
     else:
         forks = chosen.begin(lm, prompts, until=until, step_tokens=step_tokens, **sampling)
         found = chosen.search(forks, asked(prompts, forks.prompts))
+    instance(f"{type(chosen).__name__}.search", found, Ranked, "a Ranked")
     texts = forks.texts() if found.texts is None else found.texts
     index = found.scores.argmax(1) if found.index is None else np.asarray(found.index)
     return Explored(text=[row[int(i)] for row, i in zip(texts, index, strict=True)], index=index, texts=texts,

@@ -23,6 +23,7 @@ from decodax.core.mesh import on_mesh
 from decodax.io.load import LM
 from decodax.memory import power
 from decodax.methods import model
+from decodax.struct import short
 
 MOST = 1024
 """Ways to begin a cover."""
@@ -105,6 +106,8 @@ class Covered:
     """The covers of a text behind a prefix. Attributes: paths, ends: of `covers`; log_probs: of each whole cover, a
     list of `f64[len(ends)]`."""
 
+    __repr__ = short
+
     paths: list[tuple[int, ...]]
     ends: list[np.ndarray]
     log_probs: list[np.ndarray]
@@ -160,6 +163,8 @@ class Healed:
     """Prompts whose end has been written again. Attributes: ids: of each, for `generate`; beyond: the text that its
     last token has behind the prompt; log_prob: of the text that was taken back, in all its covers, given what stands
     before it."""
+
+    __repr__ = short
 
     ids: list[list[int]]
     beyond: list[str]

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from decodax.struct import short
+
 Path = tuple[int, ...]
 """The new tokens of a text."""
 
@@ -32,6 +34,8 @@ class TextLattice:
         merges: how many nodes were merged. why: what ended the search: "calls", the budget; "queue", nothing was left;
             "logits", the model gave a NaN.
     """
+
+    __repr__ = short
 
     tokens: np.ndarray
     parents: np.ndarray

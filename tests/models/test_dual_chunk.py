@@ -135,7 +135,7 @@ def test_the_factor_is_that_of_the_length() -> None:
     config = dataclasses.replace(BASE, layers=(dataclasses.replace(BASE.layers[0], rope=dataclasses.replace(
         BASE.layers[0].rope, chunks=Chunks(12, 4, trained=32))),) * 2)
     short, long = (dataclasses.replace(lm(), model=Transformer(config, context=context)) for context in (None, 80))
-    with pytest.raises(ValueError, match=r"prompt and new tokens are 65, the model has 32 positions"):
+    with pytest.raises(ValueError, match=r"prompts\[\d\]: the prompt's tokens are 41, the model has 32 positions"):
         dx.generate(short, PROMPTS, max_new_tokens=24)
     assert dx.generate(long, PROMPTS, max_new_tokens=24).lengths.max() == 24
 

@@ -105,7 +105,8 @@ def test_prices_and_slices():
 def test_errors_name_what_is_wrong():
     for given, message in (
             (dict(model="llama-3-8"), "model: got 'llama-3-8', .*near ones: llama-3-8b"),
-            (dict(topology="v5x:2x4"), "topology: got 'v5x:2x4'; devices are v4, v5e"),
+            (dict(topology="v5x:2x4"), "topology: got 'v5x:2x4'; devices are v4, .*, and here; did you mean v5"),
+            (dict(topology="zz:2x2"), "topology: got 'zz:2x2'; devices are v4, .* l4, and here$"),
             (dict(topology="v5e:2by4"), "takes a device and its topology"),
             (dict(mesh=[(4, 4)]), "mesh: got 4x4, v5e:2x4 has 8 devices"),
             (dict(batch=3, mesh=[(2, 4)]), "batch: got 3, takes a multiple of the 2 replicas"),

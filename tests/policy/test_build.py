@@ -24,7 +24,7 @@ def test_the_default_is_greedy() -> None:
     assert build(2, do_sample=True).greedy.tolist() == [False, False]
     assert build(2, temperature=[0.5, 0.0]).greedy.tolist() == [False, True]
     assert build(2, temperature=0.5, do_sample=[True, False]).greedy.tolist() == [False, True]
-    assert build(2, temperature=0.5, do_sample=False).greedy.all()
+    assert build(2, temperature=1.0, do_sample=False).greedy.all()
 
 
 def test_neutral_values_add_nothing_and_values_for_each_row_always_do() -> None:
@@ -97,7 +97,7 @@ def test_sampling_arguments_without_a_temperature_are_an_error() -> None:
 def test_an_unknown_argument_lists_the_near_ones() -> None:
     with pytest.raises(TypeError, match="temprature: unknown argument; did you mean temperature"):
         build(1, temprature=1.0)
-    with pytest.raises(TypeError, match=r"known are .*top_p"):
+    with pytest.raises(TypeError, match=r"zzz: unknown argument; build takes allowed_token_ids, .*top_p.*vocab_size"):
         build(1, zzz=1.0)
 
 
@@ -172,8 +172,8 @@ def test_unknown_keys_are_named_in_a_warning() -> None:
 
 def test_every_key_of_transformers_config_is_accounted_for() -> None:
     transformers = pytest.importorskip("transformers")
-    from decodax.policy.config import DECODING, IGNORED, NEUTRAL
+    from decodax.policy.config import DECODING, IGNORED, UNEXPRESSED
     keys = set(transformers.GenerationConfig().to_dict()) | set(vars(transformers.GenerationConfig()))
-    unread = {key for key in keys - DECODING - IGNORED - set(NEUTRAL) if not key.startswith("_")}
+    unread = {key for key in keys - DECODING - IGNORED - set(UNEXPRESSED) if not key.startswith("_")}
     assert not unread
     assert generation_settings(transformers.GenerationConfig().to_dict()).get("top_k") is None

@@ -25,6 +25,7 @@ from decodax.diffusion.policies import Counts, Memory, Seen, Stop, Unmask, View
 from decodax.diffusion.rules.remasking import Keep
 from decodax.diffusion.rules.stops import behind, ends
 from decodax.diffusion.rules.unmasking import BlockQuota, current, number
+from decodax.struct import short
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +40,8 @@ class Filter:
     Raises:
         ValueError: weights whose shapes do not fit each other.
     """
+
+    __repr__ = short
 
     hidden: np.ndarray
     hidden_bias: np.ndarray

@@ -17,6 +17,7 @@ from jax import Array
 from decodax.cache import Feature, Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.contracts import propose
 from decodax.speculative.grown import Grown
 from decodax.speculative.source import Draft, Shape, Source
 from decodax.speculative.tree import Drawn, Proposal
@@ -75,8 +76,8 @@ class Fallback(Draft):
 
     def propose(self, params: Params, policy: Any, s: State, state: Both, drawn: Drawn) -> tuple[Proposal, Both]:
         one, two = _split(params)
-        a, first = self.first.propose(one, policy, s, state.first, drawn)
-        b, second = self.other.propose(two, policy, s, state.second, drawn)
+        a, first = propose(self.first, one, policy, s, state.first, drawn)
+        b, second = propose(self.other, two, policy, s, state.second, drawn)
         if a.match is None or a.parents is not None or a.log_q is not None:
             raise ValueError(f"first: got {type(self.first).__name__}, takes a Draft of deterministic chains that says "
                              "how long its matches are, SuffixAutomaton or PromptLookup")

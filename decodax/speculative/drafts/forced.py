@@ -12,6 +12,7 @@ from decodax.cache import Feature, Window
 from decodax.constraints.transform import Constrained
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.contracts import propose
 from decodax.speculative.drafter import CHAINS, Drafter
 from decodax.speculative.source import Draft
 from decodax.speculative.tree import Drawn, Proposal, chain
@@ -56,7 +57,7 @@ class Forced(Draft):
         tokens, count = forced(policy, s, self.length)
         if self.base is None:
             return chain(tokens, count), state
-        proposal, state = self.base.propose(params, policy, s, state, drawn)
+        proposal, state = propose(self.base, params, policy, s, state, drawn)
         if proposal.parents is not None or proposal.probes is not None or proposal.log_q is not None:
             raise ValueError(f"base: {type(self.base).__name__} drafts more than one chain, or draws it; takes one "
                              "that looks its chains up")

@@ -30,7 +30,7 @@ from decodax.speculative.drafts.model import Drafting, DraftModel
 from decodax.speculative.drafts.realigned import WIDTH, prefix, room_for, with_tokenizer
 from decodax.speculative.source import Answer, Level, Source
 from decodax.speculative.vocabulary import Merges, append
-from decodax.struct import Struct, static, struct
+from decodax.struct import Struct, short, static, struct
 
 
 @struct
@@ -80,6 +80,8 @@ class Intersection(Source):
     Raises:
         ValueError: room below 1.
     """
+
+    __repr__ = short
 
     source: DraftModel
     room: int = 2

@@ -21,7 +21,7 @@ from decodax.core.mesh import heads
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.speculative.source import Answer, Level, Source
-from decodax.struct import Struct, struct
+from decodax.struct import Struct, short, struct
 
 
 @struct
@@ -46,6 +46,8 @@ class DraftModel(Source):
 
     The vocabularies may be padded to different sizes, as those of small and large Qwen 2.5 are; see `Resized`.
     """
+
+    __repr__ = short
 
     model: Any
     weights: Any = dataclasses.field(default=None, compare=False, repr=False)

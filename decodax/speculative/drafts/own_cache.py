@@ -22,6 +22,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.policy.guidance import GuidedCache
 from decodax.speculative.source import Answer, Level, Source
+from decodax.struct import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,8 @@ class OwnCache(Source):
         packed: the target with other weights to draft with, as `decodax.quantize` gives it; None: its own.
         weights: those, if `packed` is a bare `Model`.
     """
+
+    __repr__ = short
 
     model: Any
     kind: Any

@@ -39,7 +39,7 @@ from decodax.speculative.drafts.model import catch_up
 from decodax.speculative.source import Draft, Drawn
 from decodax.speculative.tree import Proposal, chain
 from decodax.speculative.vocabulary import Vocabulary, append
-from decodax.struct import Struct, struct
+from decodax.struct import Struct, short, struct
 
 WIDTH = 32
 """Target tokens that are read at once."""
@@ -96,6 +96,8 @@ class Realigned(Draft):
     Raises:
         ValueError: a number below 1, or a `model` that is none.
     """
+
+    __repr__ = short
 
     model: Any
     length: int = 5

@@ -28,6 +28,7 @@ from jax import Array
 from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.contracts import propose
 from decodax.speculative.drafter import CHAINS, TREES
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.source import Children, Draft, Drawn, Grower, Growth, Source, fitted
@@ -191,7 +192,7 @@ class Staged(Draft):
         place = s.length[:, None] + jnp.arange(self.length)
         place = jnp.where(jnp.arange(self.length) < trunk.count[:, None], place, s.tokens.shape[1])
         text = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(s.tokens, place, trunk.tokens[:, :, 0])
-        p, _ = self.inner.propose(params, policy, s.replace(tokens=text, length=s.length + trunk.count), None,
+        p, _ = propose(self.inner, params, policy, s.replace(tokens=text, length=s.length + trunk.count), None,
                                   "coupled")
         if p.parents is not None or p.log_q is not None or p.probes is not None:
             raise ValueError(f"inner: got {type(self.inner).__name__}, takes a Draft of deterministic chains")

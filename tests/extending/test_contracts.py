@@ -1,0 +1,244 @@
+"""Parts of a user's own that break their contract: an error names the class, what it returned and what is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.cache import CacheConfig
+from decodax.choice.candidates import Rule
+from decodax.policy import Custom
+from decodax.search import BeamSearch
+from decodax.speculative.shapes import Chain
+from decodax.speculative.source import Draft, Shape, Source
+from decodax.speculative.tree import Proposal, chain
+from decodax.speculative.verify import SeedExact, Verifier
+from decodax.steps.explorer import Explorer
+from tests.kvcache.test_policies import SMALL
+
+IDS = [[3, 1, 4], [2, 7]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Draft):
+    """A draft that returns what `makes` says."""
+
+    makes: Any
+    length: int = 2
+
+    def propose(self, params: Any, policy: Any, s: Any, state: Any, drawn: Any) -> Any:
+        return self.makes(s, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field(Draft):
+    table: Any
+    length: int = 2
+
+    def propose(self, params: Any, policy: Any, s: Any, state: Any, drawn: Any) -> Any:
+        return chain(jnp.full((s.batch, 2), 3), jnp.full(s.batch, 2)), state
+
+
+@dataclasses.dataclass
+class Thawed(Draft):
+    length: int = 2
+
+    def propose(self, params: Any, policy: Any, s: Any, state: Any, drawn: Any) -> Any:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeping(Field):
+    def init(self, params: Any, s: Any) -> Any:
+        return jnp.zeros(s.batch, jnp.int32)
+
+    def observe(self, s: Any, window: Any, out: Any, decision: Any, state: Any) -> Any:
+        return self.table(state)
+
+
+def tokens(s: Any) -> Any:
+    return jnp.full((s.batch, 2), 3)
+
+
+TAKES = "takes a pair, a Proposal"
+
+
+@pytest.mark.parametrize(("makes", "message"), [
+    (lambda s, state: tokens(s), rf"^Own.propose: returned int32\[2, 2\], {TAKES}"),
+    (lambda s, state: (tokens(s), state), rf"^Own.propose: returned int32\[2, 2\], {TAKES}"),
+    (lambda s, state: chain(tokens(s), jnp.full(s.batch, 2)), rf"^Own.propose: returned a Proposal, {TAKES}"),
+    (lambda s, state: None, rf"^Own.propose: returned None, {TAKES}"),
+    (lambda s, state: (chain(tokens(s) * 1.0, jnp.full(s.batch, 2)), state),
+     r"^chain: got tokens of float32\[2, 2\], takes i\[B, K\]"),
+    (lambda s, state: (chain(tokens(s)[0], jnp.full(s.batch, 2)), state), r"^chain: got tokens of int32\[2\], takes"),
+    (lambda s, state: (chain(tokens(s), 2), state), r"^chain: got count of an int, takes i\[B\] with B=2"),
+    (lambda s, state: (chain(tokens(s)[:1], jnp.full(1, 2)), state),
+     r"^Own.propose: got tokens of int32\[1, 2\], takes i\[B, N\] with B=2"),
+    (lambda s, state: (Proposal(tokens(s), jnp.ones((s.batch, 2), jnp.int32)), state),
+     r"^Own.propose: got live of int32\[2, 2\], takes b\[B, N\] with B=2, N=2"),
+    (lambda s, state: (Proposal(tokens(s), jnp.ones((s.batch, 2), bool), parents=[0, 1]), state),
+     r"^Own.propose: got parents of a list, takes i\[B or 1, N\]"),
+    (lambda s, state: (Proposal(tokens(s), jnp.ones((s.batch, 2), bool), log_q=jnp.zeros((2, 2))), state),
+     r"^Own.propose: got log_q of float32\[2, 2\], takes f\[B, J, V\]")])
+def test_what_a_draft_proposes_is_checked(makes: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=dx.Speculative(Own(makes)))
+
+
+def test_so_is_what_is_cut_short() -> None:
+    with pytest.raises(TypeError, match=rf"^Own.propose: returned int32\[2, 2\], {TAKES}"):
+        dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=dx.Speculative(Own(lambda s, state: tokens(s)),
+                                                                          shape=Chain(1)))
+
+
+@pytest.mark.parametrize(("draft", "message"), [
+    (Field(np.zeros(3)), "^algorithm: Field.table is of type ndarray, which cannot be hashed; takes frozen"),
+    (Field(jnp.zeros(3)), "^algorithm: Field.table is of type ArrayImpl, which cannot"),
+    (Field([1]), "^algorithm: Field.table is of type list, which cannot"),
+    (Field(({1},)), r"^algorithm: Field.table\[0\] is of type set, which cannot"),
+    (Field(Field(np.zeros(3))), "^algorithm: Field.table is of type ndarray"),
+    (Thawed(3), "^algorithm: Thawed is a dataclass without frozen=True")])
+def test_what_cannot_be_hashed_is_named(draft: Any, message: str) -> None:
+    for algorithm in (dx.Speculative(draft), BeamSearch(2, draft=draft)):
+        with pytest.raises(TypeError, match=message):
+            dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(("moves", "message"), [
+    (lambda state: state * 1.0, r"its state \(s.algo\)\[0\] was int32\[2\] before a round and is float32\[2\] after"),
+    (lambda state: state[:, None], r"its state \(s.algo\)\[0\] was int32\[2\] before a round and is int32\[2, 1\]"),
+    (lambda state: None, r"its state \(s.algo\)\[0\] was int32\[2\] before a round and is nothing after it")])
+def test_a_state_that_changes_its_form_is_named(moves: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Speculative\(Keeping\): {message}"):
+        dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=dx.Speculative(Keeping(moves)))
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    (dict(draft="prompt-lookup"), "^draft: got 'prompt-lookup', takes a Draft or a Source"),
+    (dict(draft=SMALL), "^draft: got LM.*, takes a Draft or a Source"), (dict(draft=Field), "^draft: got <class"),
+    (dict(verify=SeedExact), "^verify: got <class .*, takes a Verifier"),
+    (dict(shape=3), "^shape: got 3, takes a Shape"), (dict(packed="yes"), "^packed: got 'yes', takes True or False")])
+def test_a_part_of_another_kind_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        dx.Speculative(**{"draft": Field(3), **given})
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge(Verifier):
+    says: Any
+    guarantee = "approximate"
+    drawn: Any = "ranked"
+
+    def __call__(self, dist: Any, s: Any, tree: Any) -> Any:
+        return self.says(s, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Single(Source):
+    says: Any
+
+    def start(self, params: Any, s: Any, state: Any, room: int) -> Any:
+        return self.says(s, state)
+
+    def extend(self, params: Any, s: Any, state: Any, level: Any) -> Any:
+        return self.says(s, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bent(Shape):
+    length: int = 2
+
+    def grow(self, grower: Any, state: Any) -> Any:
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Method(dx.Algorithm):
+    says: Any
+    emits = 1
+
+    def init(self, params: Any, s: Any) -> Any:
+        return None
+
+    def propose(self, params: Any, policy: Any, s: Any) -> Any:
+        if self.says is None:
+            return s.newest
+        return dx.Autoregressive().propose(params, policy, s)
+
+    def decide(self, params: Any, dist: Any, s: Any, window: Any, out: Any, algo: Any) -> Any:
+        return self.says(s)
+
+
+@pytest.mark.parametrize(("algorithm", "message"), [
+    (dx.Speculative(Field(3), Judge(lambda s, tree: s.newest)), r"^Judge: returned int32\[2\], takes a triple"),
+    (dx.Speculative(Field(3), Judge(lambda s, tree: (s.newest, s.newest, s.newest))),
+     r"^Judge: got path of int32\[2\], takes i\[B, D\] with B=2, D=3"),
+    (dx.Speculative(Single(lambda s, state: s.newest)), r"^Single.start: returned int32\[2\], takes a pair, the"),
+    (dx.Speculative(Single(lambda s, state: (state, s.newest))), r"^Single.start: returned \(None, int32\[2\]\)"),
+    (dx.Speculative(Single(3), shape=Bent()), r"^Bent.grow: returned None, takes a triple, a Proposal"),
+    (Method(None), r"^Method.propose: returned int32\[8\], takes a pair, a Window"),
+    (Method(lambda s: s.newest), r"^Method.decide: returned int32\[8\], takes a Decision"),
+    (Method(lambda s: dx.Decision(s.newest, s.newest, s.newest, s.newest, None)),
+     r"^Method.decide: got tokens of int32\[8\], takes i\[B, M\] with B=8")])
+def test_what_a_method_returns_is_checked(algorithm: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=algorithm)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind(CacheConfig):
+    says: Any
+
+    def __call__(self, layers: Any, batch: int, capacity: int, dtype: Any, inputs: Any = None) -> Any:
+        return self.says
+
+
+@pytest.mark.parametrize(("cache", "message"), [
+    (Kind(3), "^cache: the kind that was given: returned an int, takes a Cache"),
+    (lambda layers, batch, capacity, dtype, inputs=None: None, "^cache: the kind that was given: returned None, takes"),
+    (Kind(np.zeros(3)), "^cache: Kind.says is of type ndarray, which cannot be hashed"),
+    (Kind, "^cache: got <class .*, takes the name of a policy"),
+    (lambda x: x, "^cache: got <function .*, takes the name"),
+    (512, "^cache: got 512, takes the name of a policy, such as 'snapkv:budget=512'")])
+def test_what_a_kind_of_cache_makes_is_checked(cache: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        dx.generate(SMALL, IDS, max_new_tokens=4, cache=cache)
+
+
+@pytest.mark.parametrize(("fn", "message"), [
+    (lambda ctx, logits: None, r"^Custom.logits: got logits of None, takes f\[V\] with V="),
+    (lambda ctx, logits: logits[:3], r"^Custom.logits: got logits of float32\[3\], takes f\[V\] with V="),
+    (lambda ctx, logits: logits.astype(int), r"^Custom.logits: got logits of int32\[.*, takes f\[V\] with V="),
+    ([3], r"^transforms: Custom.fn is of type list, which cannot be hashed")])
+def test_what_a_transform_returns_is_checked(fn: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        dx.generate(SMALL, IDS, max_new_tokens=4, transforms=[Custom(fn, "nothing")])
+
+
+@dataclasses.dataclass(frozen=True)
+class Chooser(Rule):
+    def scores(self, candidates: Any) -> Any:
+        raise NotImplementedError
+
+    def choose(self, candidates: Any) -> Any:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Search(Explorer):
+    rows: int = 2
+
+    def search(self, forks: Any, asked: Any) -> Any:
+        return 0
+
+
+def test_what_a_rule_and_a_search_return_is_checked() -> None:
+    with pytest.raises(TypeError, match=r"^Chooser.choose: returned an int, takes a Choice"):
+        dx.choose("pycode", "x", Chooser(), n=2, max_new_tokens=2)
+    with pytest.raises(TypeError, match=r"^Search.search: returned an int, takes a Ranked"):
+        dx.explore("pycode", "x", Search(), max_new_tokens=2)
