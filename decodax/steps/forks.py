@@ -18,6 +18,7 @@ from decodax.core import drivers
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
 from decodax.core.stops import first_match, stop_strings
+from decodax.io.appended import appended
 from decodax.job import Job, collect, host_rows
 from decodax.request import Request
 from decodax.result import Result
@@ -203,7 +204,8 @@ class Forks:
         self.status, self.lengths = take(self.status), take(self.lengths)
 
     def feed(self, texts: Sequence[Sequence[str | Sequence[int] | None]]) -> None:
-        """Puts a text, or ids, behind rows that live; None: nothing. What does not fit ends the row.
+        """Puts a text, or ids, after rows that live; None: nothing. What does not fit ends the row. Texts become tokens
+        in their place (`decodax.io.appended`).
 
         Raises:
             ValueError: a link of the policy keeps a state of its own, which could not follow.
@@ -220,7 +222,7 @@ class Forks:
                 if isinstance(text, str):
                     if tokenizer is None:
                         raise ValueError("feed: got a text, and the model has no tokenizer")
-                    text = tokenizer.encode(text, add_special_tokens=False)
+                    text = appended(tokenizer, self.prompts[p] + self.tokens(p, i), text)
                 ids = [int(t) for t in text]
                 if self.lengths[p, i] + len(ids) >= self.bound[p, i]:
                     self.status[p, i] = Status.LENGTH

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decodax.io.appended import appended
 from decodax.scoring import score
 from decodax.steps.explorer import Explorer, Ranked, Score
 from decodax.steps.forks import Forks
@@ -128,9 +129,12 @@ class CoRAG(Explorer):
         lm = forks.job.request.lm
         if lm.tokenizer is None:
             raise ValueError("lm: has no tokenizer, and chains are judged by a text behind them")
-        encode = lambda text: lm.tokenizer.encode(text, add_special_tokens=False)
-        last, nothing = encode(self.last) if self.last else [], encode(self.nothing)
-        pairs = [([*forks.prompts[p], *forks.tokens(p, i), *last], nothing) for p, i in at]
+        pairs = []
+        for p, i in at:
+            chain = forks.prompts[p] + forks.tokens(p, i)
+            for text in filter(None, (self.last, self.nothing)):
+                before, chain = chain, chain + appended(lm.tokenizer, chain, text)
+            pairs.append((before, chain[len(before):]))
         for (p, i), value in zip(at, score(lm, pairs).sum if pairs else [], strict=True):
             out[p, i] = value
         return out
