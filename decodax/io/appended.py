@@ -1,8 +1,8 @@
 """Text that is put after tokens which are already there.
 
-A tokenizer encodes whole texts. Encoded by itself, a text that goes on within a word gets other tokens than it has in its
-place: SentencePiece and Metaspace begin every text with a space, so that "def fi" and "b(n)" would become "def fi b(n)".
-And the tokens before it can no longer change, although those of the whole text may span the border.
+A tokenizer encodes whole texts. Encoded by itself, a text that goes on within a word gets other tokens than it has in
+its place: SentencePiece and Metaspace begin every text with a space, so that "def fi" and "b(n)" would become
+"def fi b(n)". And the tokens before it can no longer change, although those of the whole text may span the border.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def appended(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
     """Returns the token ids that add exactly `text` to the text of `ids`.
 
     They are those that the tokenizer gives to the text in its place: the end of the text before it is encoded together
-    with it. Where a token of that spans the border, the part of it that belongs to `text` is spelled by as few tokens as
-    possible. A text that a tokenizer cannot spell, because it has no token for a character or replaces some, is added
-    as the tokenizer reads it.
+    with it. Where a token of that spans the border, the part of it that belongs to `text` is spelled by as few tokens
+    as possible. A text that a tokenizer cannot spell, because it has no token for a character or replaces some, is
+    added as the tokenizer reads it.
 
     Args:
         ids: the tokens before the text, such as a prompt and what was written after it.

@@ -204,8 +204,8 @@ class Forks:
         self.status, self.lengths = take(self.status), take(self.lengths)
 
     def feed(self, texts: Sequence[Sequence[str | Sequence[int] | None]]) -> None:
-        """Puts a text, or ids, after rows that live; None: nothing. What does not fit ends the row. Texts become tokens
-        in their place (`decodax.io.appended`).
+        """Puts a text, or ids, after rows that live; None: nothing. What fills a row ends it; what does not fit ends
+        it, too, and is not put there. Texts become tokens in their place (`decodax.io.appended`).
 
         Raises:
             ValueError: a link of the policy keeps a state of its own, which could not follow.
@@ -226,6 +226,7 @@ class Forks:
                 ids = [int(t) for t in text]
                 if self.lengths[p, i] + len(ids) >= self.bound[p, i]:
                     self.status[p, i] = Status.LENGTH
+                if self.lengths[p, i] + len(ids) > self.bound[p, i]:
                     continue
                 new[p * self.n + i] = ids
                 self.lengths[p, i] += len(ids)
@@ -251,9 +252,9 @@ class Forks:
         broken = (np.asarray(self.job.state.status) == Status.INVALID)[:self.rows].reshape(self.status.shape)
         self.status = np.where(broken, Status.INVALID, self.status)
 
-    def cut(self, p: int, i: int) -> None:
+    def cut(self, p: int, i: int, status: int = Status.LENGTH) -> None:
         """Ends a row where it stands."""
-        self.status[p, i] = Status.LENGTH
+        self.status[p, i] = status
 
     def rewind(self, made: np.ndarray) -> None:
         """Takes rows back to their first tokens, `made[p, i]` of the new ones; -1 leaves a row alone. They live again.
@@ -313,6 +314,26 @@ class Forks:
                     stop = self.stop if self.status[p, i] == Status.STOP and not raw else ()
                     row.append(lm.tokenizer.continuation(prompt, ids, stop=stop,
                                                          skip_special_tokens=self.job.request.skip_special_tokens))
+            out.append(row)
+        return out
+
+    def since(self, lengths: np.ndarray) -> list[list[Any]]:
+        """What each row has written after its first `lengths[p, i]` tokens (`i64[P, n]`, with the prompt), as in
+        `texts`, without the token that ended it. A character that those tokens only began belongs to it."""
+        request, out = self.job.request, []
+        for p, prompt in enumerate(self.prompts):
+            row: list[Any] = []
+            for i in range(self.n):
+                ids, made = self.tokens(p, i), int(lengths[p, i]) - len(prompt)
+                ids = ids[:-1] if self.status[p, i] == Status.EOS else ids
+                if request.lm.tokenizer is None:
+                    row.append(ids[made:])
+                    continue
+                text = request.lm.tokenizer.detokenizer(
+                    prompt, stop=self.stop if self.status[p, i] == Status.STOP else (),
+                    skip_special_tokens=request.skip_special_tokens)
+                text.feed(ids[:made])
+                row.append(text.feed(ids[made:]) + text.finish())
             out.append(row)
         return out
 
