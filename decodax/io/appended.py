@@ -19,7 +19,7 @@ CONTEXT = 64
 """Number of tokens before the text that are encoded again with it. No tokenizer merges over such a distance."""
 
 
-def appended(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+def appended(tokenizer: Tokenizer, ids: Sequence[int] | None, text: str) -> list[int]:
     """Returns the token ids that add exactly `text` to the text of `ids`.
 
     They are those that the tokenizer gives to the text in its place: the end of the text before it is encoded together
@@ -28,16 +28,17 @@ def appended(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
     added as the tokenizer reads it.
 
     Args:
-        ids: the tokens before the text, such as a prompt and what was written after it.
+        ids: the tokens before the text, such as a prompt and what was written after it. None: nothing is known of them
+            but that there are some.
         text: may hold special tokens by name.
 
     Raises:
         ValueError: as `Tokenizer.encode`.
     """
     spelling, data = _spelling(tokenizer), text.encode(errors="surrogatepass")
-    started = tokenizer.pieces().join(ids)[1]
-    tail = spelling.tail(ids)
-    # after a special token nothing is known of how a text goes on; a line break keeps its first word as it is
+    started = ids is None or tokenizer.pieces().join(ids)[1]
+    tail = spelling.tail(ids or ())
+    # where a text goes on after something that is no text, a line break before it keeps its first word as it is
     contexts = [tail] if tail else ["", "\n"] if started else [""]
     spanning: list[tuple[bytes, list[int]]] = []
     for context in contexts:
