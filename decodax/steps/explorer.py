@@ -137,8 +137,9 @@ def resample(weights: np.ndarray, rng: np.random.Generator, how: str = "multinom
     """
     n = len(weights)
     u = rng.random(n) if how == "multinomial" else (np.arange(n) + rng.random()) / n
-    chosen = np.minimum(np.searchsorted(np.cumsum(weights) / weights.sum(), u, side="right"), n - 1)
-    return settled(chosen)
+    ends = np.cumsum(weights)
+    chosen = np.searchsorted(ends / ends[-1], u, side="right")
+    return settled(np.minimum(chosen, np.flatnonzero(weights)[-1]))     # u may be rounded up to 1
 
 
 def settled(chosen: np.ndarray) -> np.ndarray:

@@ -347,6 +347,14 @@ class Forks:
         inside = (place >= first[:, None]) & (place < self.lengths.reshape(-1)[:, None])
         return np.where(inside, values, 0).sum(1).reshape(self.status.shape)
 
+    def log_weights(self) -> np.ndarray:
+        """`f64[P, n]`: the log of the weight that a method gives to each row so far, where it does not draw by the
+        policy (`decodax.search.AWRS`): weighted by it, its rows are draws by the policy. 0 of most methods."""
+        found = self.job.algorithm.findings(self.job.state).get("log_weight")
+        if found is None:
+            return np.zeros(self.status.shape)
+        return np.asarray(found)[:self.rows].astype(np.float64).reshape(self.status.shape)
+
     def result(self) -> Result:
         """All rows as `decodax.generate` gives them."""
         self._set(np.where(self.live, Status.TIME, self.status), self.bound)
