@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,20 +102,28 @@ class Asked(Rule):
     """The candidate that a model names when it sees them all in one prompt (universal self-consistency: Chen et al.,
     2023; "CHOPS": Khairi et al., 2025).
 
-    Nothing is generated: each candidate's number is scored behind the prompt.
+    Nothing is generated: each candidate's number, from 1 on, is scored after the prompt. With ten candidates or more, a
+    number that begins a longer one ("1" of "10") counts without the longer ones' share.
 
     Attributes:
-        lm: what `decodax.load` gave. ask: from a prompt and the candidates the text behind which a number stands.
+        lm: what `decodax.load` gave. ask: from a prompt and the candidates the text after which a number stands.
     """
 
     lm: LM
     ask: Callable[[Any, Sequence[str]], str] = ask_which
 
     def scores(self, candidates: Candidates) -> np.ndarray:
-        asked = self.ask(candidates.prompt, candidates.texts)
-        # numbers of one length, or longer ones would be less likely for it
-        width = len(str(len(candidates)))
-        return score(self.lm, [(asked, f"{i + 1:0{width}d}") for i in range(len(candidates))]).sum
+        asked, numbers = self.ask(candidates.prompt, candidates.texts), [str(i + 1) for i in range(len(candidates))]
+        found = score(self.lm, [(asked, number) for number in numbers])
+        ids = {number: tuple(row.tolist()) for number, row in zip(numbers, found.tokens, strict=True)}
+        sums, out = dict(zip(numbers, found.sum.tolist(), strict=True)), []
+        for number in numbers:
+            # "1" also begins "10": what the numbers of one digit more take of it is theirs
+            longer = [number + digit for digit in "0123456789" if number + digit in ids]
+            taken = sum(math.exp(sums[other] - sums[number]) for other in longer
+                        if ids[other][:len(ids[number])] == ids[number])
+            out.append(sums[number] + math.log1p(-taken) if taken < 1 else -math.inf)
+        return np.array(out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +137,7 @@ class Corrected(Rule):
     Temperatures are corrected as well.
 
     Attributes:
-        seed: of the draw.
+        seed: of the draw, with the address of the prompt (`Candidates.address`).
     """
 
     seed: int = 0
@@ -141,6 +150,6 @@ class Corrected(Rule):
 
     def choose(self, candidates: Candidates) -> Any:
         chosen = super().choose(candidates)
-        rng = np.random.default_rng([self.seed, len(candidates)])
+        rng = candidates.rng(self.seed)
         p = chosen.scores / chosen.scores.sum()
         return dataclasses.replace(chosen, index=int(rng.choice(len(candidates), p=p)))

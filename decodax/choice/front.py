@@ -78,9 +78,9 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
     if not isinstance(by, str) and options:
         raise ValueError("options: got some beside a rule that is made already")
     read = Request.read(lm, prompts, **sampling)
-    candidates = _drawn(lm, prompts, read.prompts, n - greedy, sampling) if n > greedy else []
+    candidates = _drawn(lm, prompts, read, n - greedy, sampling) if n > greedy else []
     if greedy:
-        best = _drawn(lm, prompts, read.prompts, 1, {**sampling, "temperature": 0.0})
+        best = _drawn(lm, prompts, read, 1, {**sampling, "temperature": 0.0})
         candidates = [_both(a, b) for a, b in zip(best, candidates, strict=True)] if candidates else best
     return _chosen(candidates, [chooser.choose(each) for each in candidates])
 
@@ -90,9 +90,9 @@ def _chosen(candidates: list[Candidates], choices: list[Choice]) -> Chosen:
     return Chosen(text, candidates, choices)
 
 
-def _drawn(lm: LM, prompts: Any, ids: Any, n: int, sampling: dict[str, Any]) -> list[Candidates]:
+def _drawn(lm: LM, prompts: Any, read: Request, n: int, sampling: dict[str, Any]) -> list[Candidates]:
     noted = {"logprobs": 0, **sampling}
-    return candidates_of(generate(lm, prompts, num_samples=n, **noted), _asked(prompts, ids), n)
+    return candidates_of(generate(lm, prompts, num_samples=n, **noted), _asked(prompts, read.prompts), n, read)
 
 
 def _asked(prompts: Any, ids: Any) -> list[Any]:
@@ -104,4 +104,4 @@ def _asked(prompts: Any, ids: Any) -> list[Any]:
 def _both(a: Candidates, b: Candidates) -> Candidates:
     join: Any = lambda x, y: None if x is None or y is None else np.concatenate([x, y])
     return Candidates([*a.texts, *b.texts], a.prompt, join(a.log_probs, b.log_probs), join(a.lengths, b.lengths),
-                      join(a.log_weights, b.log_weights))
+                      join(a.log_weights, b.log_weights), a.address)
