@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.methods import reader
 from decodax.result import Result
 from decodax.steps.canvases import Canvases
 from decodax.steps.forks import Forks
@@ -54,6 +55,8 @@ class Explorer(abc.ABC):
     """
 
     needs_reward = False
+    reads: str = ""
+    """What the search does with texts, for which it takes a model with a tokenizer; empty where ids will do."""
 
     @property
     @abc.abstractmethod
@@ -61,7 +64,12 @@ class Explorer(abc.ABC):
         """Rows that a prompt takes."""
 
     def begin(self, lm: Any, prompts: Any, **options: Any) -> Forks:
-        """The rows as the search begins; `options` of `Forks.begin`."""
+        """The rows as the search begins; `options` of `Forks.begin`.
+
+        Raises:
+            ValueError: a model without a tokenizer, where the search reads texts; or as `Forks.begin`.
+        """
+        lm = reader(lm, f"{type(self).__name__} {self.reads}") if self.reads else lm
         return Forks.begin(lm, prompts, self.rows, **options)
 
     @abc.abstractmethod

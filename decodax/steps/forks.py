@@ -20,6 +20,7 @@ from decodax.core.state import State, Status
 from decodax.core.stops import first_match, stop_strings
 from decodax.io.appended import appended
 from decodax.job import Job, collect, host_rows
+from decodax.methods import model
 from decodax.request import Request
 from decodax.result import Result
 
@@ -77,6 +78,8 @@ class Forks:
         ends, stop = stop_strings(until), stop_strings(options.pop("stop", None))
         if step_tokens is not None and (isinstance(step_tokens, bool) or step_tokens < 1):
             raise ValueError(f"step_tokens: got {step_tokens!r}, takes a whole number from 1 on, or None")
+        if ends and model(lm).tokenizer is None:
+            raise ValueError(f"until: got {ends[0]!r}, and the model has no tokenizer; takes step_tokens")
         if both := sorted(set(ends) & set(stop)):
             raise ValueError(f"until and stop: got {both[0]!r} in both")
         request = Request.read(lm, prompts, num_samples=n, **{"logprobs": 0, **options, "stop": [*stop, *ends] or None})

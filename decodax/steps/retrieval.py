@@ -55,6 +55,8 @@ class CoRAG(Explorer):
     nothing: str = NOTHING
     penalty: Score | None = None
 
+    reads = "puts texts into a row"
+
     def __post_init__(self) -> None:
         if self.way not in ("best-of-n", "tree"):
             raise ValueError(f"way: got {self.way!r}, takes 'best-of-n' or 'tree'")
@@ -127,8 +129,7 @@ class CoRAG(Explorer):
                     out[p, rows] = np.asarray(self.penalty(prompt, [texts[p][i] for i in rows]), np.float64)
             return out
         lm = forks.job.request.lm
-        if lm.tokenizer is None:
-            raise ValueError("lm: has no tokenizer, and chains are judged by a text behind them")
+        assert lm.tokenizer is not None
         pairs = []
         for p, i in at:
             chain = forks.prompts[p] + forks.tokens(p, i)

@@ -16,7 +16,7 @@ import pytest
 from scipy.special import logsumexp
 
 import decodax as dx
-from decodax import steps
+from decodax import choice, steps
 from decodax.cache import causal
 from decodax.models import Transformer, llama
 from decodax.search import AWRS
@@ -244,6 +244,58 @@ def test_a_star_expands_the_best_first_and_finds_the_best() -> None:
         assert reward(None, [out.text[p]])[0] == max(reward(None, ended))
     few = steps.explore(tiny(), [[1, 3]], steps.AStar(reward, n=40, branch=12, expansions=3), **OPTIONS)
     assert few.tokens <= 36 < out.tokens
+
+
+def test_a_tree_that_falls_back_branches_where_a_segment_begins() -> None:
+    """Segments of any length, which end with a string: texts end after `depth` of them, and not before."""
+    from tests.laws.test_systems import lm as worded
+    lm, depth, seen = worded("toy"), 4, []
+    rewind = Forks.rewind
+
+    def noted(forks: Forks, made: np.ndarray) -> None:
+        seen.extend((forks.tokens(0, i), int(made[0, i])) for i in np.flatnonzero(made[0] >= 0))
+        rewind(forks, made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forks, "rewind", noted)
+        out = steps.explore(lm, ["abcd"], steps.TreePO(n=8, first=(2, 2), divergence=1, depth=depth), until="e",
+                            max_new_tokens=60, temperature=1.0)
+    assert len(seen) == 6 and len({at for _, at in seen}) > 1
+    assert lm.tokenizer is not None
+    for ids, at in seen:
+        assert not at or "e" in lm.tokenizer.decode(ids[at - 1:at])
+    for i, text in enumerate(out.texts[0]):
+        count = len(re.findall("e[^e]*", text)) if out.result.lengths[i] < 60 else depth
+        assert count == depth, text
+
+
+@pytest.mark.parametrize("search", ["phi-decoding", "with-tools", "trimr", "corag"])
+def test_searches_over_texts_ask_for_a_tokenizer_first(search: str) -> None:
+    say = lambda *args: "x"
+    options = {"with-tools": dict(act=say), "trimr": dict(redundant=say, guidance="x"), "corag": dict(retrieve=say)}
+    with pytest.raises(ValueError, match="lm: has no tokenizer, and"):
+        steps.explore(tiny(), [[1, 3]], search, options=options.get(search, {}), **OPTIONS)
+    with pytest.raises(ValueError, match="until: got 'x', and the model has no tokenizer"):
+        steps.explore(tiny(), [[1, 3]], "treepo", until="x", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: dx.choose(tiny(), [[1, 3]], "likelihood"), lambda: steps.pedal(tiny(), ["a"], ["b"], shots=1),
+    lambda: steps.batch_prompt(tiny(), ["a"], str, lambda text, n: [(text, True)]),
+    lambda: steps.sketch_guided(tiny(), ["a"], str), lambda: steps.integrate(tiny(), [[1, 3]]),
+    lambda: choice.Sampled(tiny())([1, 3])])
+def test_what_reads_answers_asks_for_a_tokenizer_first(call: Any) -> None:
+    with pytest.raises(ValueError, match="lm: has no tokenizer, and"):
+        call()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["particle-filter", "step-beams", "a-star", "treepo", "smc", "smc-steering"])
+def test_searches_without_steps_take_a_text_for_a_step(name: str) -> None:
+    options = {"smc": dict(potential=potential), "smc-steering": dict(potential=potential), "treepo": dict(n=4)}
+    out = steps.explore(tiny(), [[1, 3]], name, options=options.get(name, dict(reward=reward)), max_new_tokens=NEW,
+                        temperature=1.0)
+    assert len(out.text[0]) == NEW or out.text[0][-1] == EOS
 
 
 @pytest.mark.matrix
