@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,4 +88,6 @@ def evenly(seeds: np.ndarray, requests: np.ndarray, samples: int) -> Arithmetic:
     shift = jax.vmap(lambda key: keys.address(keys.at(key, jnp.int32(0), Purpose.TRANSFORM))[0])(shared)
     cells = CELLS * samples
     cell = (np.asarray(shift).astype(np.int64)[:, None] + CELLS * np.arange(samples)) % cells
-    return Arithmetic((cell / cells).astype(np.float32).reshape(-1), np.full(cell.size, 1 / cells, np.float32))
+    low: Any = (cell / cells).astype(np.float32).reshape(-1)
+    size: Any = np.full(cell.size, 1 / cells, np.float32)
+    return Arithmetic(low, size)

@@ -87,10 +87,10 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
         own.fork(np.where(live[:, None], 0, np.arange(wide)))
         given: list[list[Any]] = [[None] * wide for _ in range(P)]
         active = first & live[:, None]
-        for p, row in enumerate(guesses):
-            for j in range(1, len(row) + 1 - any(step.status != Status.RUNNING for step in row)):
+        for p, drafted in enumerate(guesses):
+            for j in range(1, len(drafted) + 1 - any(step.ends for step in drafted)):
                 active[p, j] = True
-                given[p][j] = _joined(row[:j], alike)
+                given[p][j] = _joined(drafted[:j], alike)
         own.feed(given)
         active &= own.live
         written = _write(own, active, alike)
