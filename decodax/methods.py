@@ -32,7 +32,7 @@ def model(lm: Any) -> LM:
     return lm
 
 
-def reader(lm: Any, does: str) -> LM:
+def text_model(lm: Any, does: str) -> LM:
     """`model(lm)` for what reads and writes texts; `does` says so in the error.
 
     Raises:

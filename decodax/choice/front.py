@@ -13,7 +13,7 @@ from decodax.choice.candidates import Candidates, Choice, Rule, candidates_of
 from decodax.choice.finish import first_finish
 from decodax.choice.table import rule
 from decodax.io.load import LM
-from decodax.methods import reader
+from decodax.methods import text_model
 from decodax.request import Request
 
 FIRST = "first-finish"
@@ -61,7 +61,7 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
         ValueError: an unknown rule or option, or one that is missing; a model without a tokenizer; or as `generate`.
         TypeError: as `generate`.
     """
-    lm = reader(lm, "rules choose among texts")
+    lm = text_model(lm, "rules choose among texts")
     if n < 1:
         raise ValueError(f"n: got {n}, takes at least 1")
     for name in ("num_samples", "num_return_sequences"):

@@ -78,7 +78,7 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
     while (live := own.live[:, 0]).any():
         rounds += 1
         base = own.lengths.copy()
-        guesses: list[list[Step]] = [[] for _ in range(P)]
+        guesses: list[list[WrittenStep]] = [[] for _ in range(P)]
         ahead = theirs.ahead(np.zeros((P, 1), bool), tokens=1)      # a copy that the draft writes on
         for _ in range(depth):
             for p, row in enumerate(_write(ahead, ahead.live & live[:, None], alike)):
@@ -116,7 +116,7 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class WrittenStep:
     """A step that a row has written. Attributes: ids; text; status: of the row after it."""
 
     ids: list[int]
@@ -129,7 +129,7 @@ class Step:
         return self.status != Status.RUNNING
 
 
-def _write(forks: Forks, which: np.ndarray, alike: bool) -> list[list[Step | None]]:
+def _write(forks: Forks, which: np.ndarray, alike: bool) -> list[list[WrittenStep | None]]:
     """Lets rows write a step; None for the others. If it is to be read by a model that is not `alike`, which sees its
     text alone, a step goes on until there is a text that ends with a whole character."""
     before = forks.lengths.copy()
@@ -138,11 +138,12 @@ def _write(forks: Forks, which: np.ndarray, alike: bool) -> list[list[Step | Non
     while not alike and (more := wrote & forks.live & unread()).any():
         forks.extend(more, tokens=1)
     texts = forks.since(before)
-    return [[Step(forks.tokens(p, i)[before[p, i] - len(forks.prompts[p]):], texts[p][i], int(forks.status[p, i]))
-             if wrote[p, i] else None for i in range(forks.n)] for p in range(len(forks))]
+    ids = lambda p, i: forks.tokens(p, i)[before[p, i] - len(forks.prompts[p]):]
+    return [[WrittenStep(ids(p, i), texts[p][i], int(forks.status[p, i])) if wrote[p, i] else None
+             for i in range(forks.n)] for p in range(len(forks))]
 
 
-def _joined(steps: Sequence[Step], alike: bool) -> Any:
+def _joined(steps: Sequence[WrittenStep], alike: bool) -> Any:
     """Steps as they are fed to a model: as ids where it has the same tokens, so that no text is encoded again."""
     return list(itertools.chain(*(step.ids for step in steps))) if alike else "".join(step.text for step in steps)
 
@@ -229,7 +230,7 @@ def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: st
     return Calibrated([row[0] for row in own.texts()], [len(x) for x in p_values], accepted, p_values)
 
 
-def _end(own: Forks, p: int, chunk: Step) -> list[int]:
+def _end(own: Forks, p: int, chunk: WrittenStep) -> list[int]:
     """The target's end of sequence, where the draft's chunk ends with its own."""
     ends = np.asarray(own.job.request.policy.eos)[p * own.n]
     return ends[ends >= 0][:1].tolist() if chunk.status == Status.EOS else []

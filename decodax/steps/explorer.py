@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from decodax.methods import reader
+from decodax.methods import text_model
 from decodax.result import Result
 from decodax.steps.canvases import Canvases
 from decodax.steps.forks import Forks
@@ -69,7 +69,7 @@ class Explorer(abc.ABC):
         Raises:
             ValueError: a model without a tokenizer, where the search reads texts; or as `Forks.begin`.
         """
-        lm = reader(lm, f"{type(self).__name__} {self.reads}") if self.reads else lm
+        lm = text_model(lm, f"{type(self).__name__} {self.reads}") if self.reads else lm
         return Forks.begin(lm, prompts, self.rows, **options)
 
     @abc.abstractmethod

@@ -15,7 +15,7 @@ from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.io.load import LM
 from decodax.job import Job
-from decodax.methods import reader
+from decodax.methods import text_model
 from decodax.request import Request
 
 
@@ -83,7 +83,7 @@ def integrate(lm: LM | Any, prompts: Any, n: int = 8, *, template: Callable[[Any
     Raises:
         ValueError: as `generate`.
     """
-    lm = reader(lm, "answers are put in front of prompts as texts")
+    lm = text_model(lm, "answers are put in front of prompts as texts")
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     if n < 1:
         raise ValueError(f"n: got {n}, takes at least 1")

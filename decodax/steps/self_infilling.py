@@ -17,7 +17,7 @@ from decodax.core.state import Status
 from decodax.core.stops import stop_strings
 from decodax.io.appended import appended
 from decodax.io.load import LM
-from decodax.methods import reader
+from decodax.methods import text_model
 from decodax.policy.base import Context, PyTree, Transform
 from decodax.steps.forks import Forks
 from decodax.struct import struct
@@ -141,7 +141,7 @@ def self_infill(lm: LM | Any, prompts: Any, *, marks: Sequence[int | str], openi
     Raises:
         ValueError: a model without a tokenizer, a mark that is no token, or as `generate`.
     """
-    lm = reader(lm, "self_infill puts texts together")
+    lm = text_model(lm, "self_infill puts texts together")
     tokenizer = lm.tokenizer
     assert tokenizer is not None
     ids = [int(mark) if not isinstance(mark, str) else _mark(mark, tokenizer.encode(mark, add_special_tokens=False))
