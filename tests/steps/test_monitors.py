@@ -10,7 +10,10 @@ import pytest
 
 import decodax as dx
 from decodax import steps
+from decodax.io.text import Tokenizer
 from tests.laws.test_systems import lm as worded
+from tests.laws.toy import Toy
+from tests.small_tokenizers import KINDS
 
 OPTIONS: dict[str, Any] = dict(max_new_tokens=24, min_new_tokens=24)
 
@@ -36,6 +39,26 @@ def test_a_result_stands_behind_its_call_and_is_read() -> None:
         assert rest.row(0).tolist() == ids[-2:]
     assert lm.tokenizer is not None
     assert out.fed == sum(len(lm.tokenizer.encode(t, add_special_tokens=False)) for t in ("hg", "hgfa")) * 2
+
+
+@pytest.mark.wide(but=("sentencepiece",))
+@pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "byte-level"])
+def test_a_result_goes_on_within_the_word_before_it(kind: str) -> None:
+    tok = Tokenizer(KINDS[kind]())
+    lm = dx.LM(model=Toy(len(tok)), params=Toy(len(tok)).init_params(0), vocab_size=len(tok), tokenizer=tok)
+    seen: list[str] = []
+
+    def act(prompt: Any, text: str) -> str:
+        seen.append(text)
+        return "ib(n)"
+
+    tools = steps.WithTools(act, rounds=3, last="\n  retur")
+    out = steps.explore(lm, ["def f", "return n if"], tools, step_tokens=3, max_new_tokens=60, temperature=1.0)
+    assert len(seen) == 6
+    for text in out.text:
+        rounds = [t for t in seen if text.startswith(t)]
+        assert len(rounds) == 3 and all(text.startswith(t + "ib(n)") for t in rounds)
+        assert text.startswith(rounds[-1] + "ib(n)\n  retur")
 
 
 @pytest.mark.wide
