@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+import decodax as dx
+from decodax import steps
+from decodax.canvas import _template
 from decodax.io.appended import appended
 from decodax.io.text import Tokenizer
+from decodax.request import Request
+from tests.laws.toy import Toy
 from tests.small_tokenizers import KINDS
 
 WHOLE = ["def fib(n):\n    return fib(n - 1) + fib(n - 2)\n", "it's  what we don't know, I don't", "n < 2 ' quoted ' ?"]
@@ -75,3 +80,32 @@ def test_what_a_tokenizer_cannot_spell_is_read_as_it_reads_it() -> None:
         ids = tok.encode("return n")
         assert tok.continuation(ids, appended(tok, ids, " if n")) == " if n"
         assert appended(tok, ids, "?") == tok.encode("return n ?", add_special_tokens=False)[len(ids):]
+
+
+def toy(kind: str) -> dx.LM:
+    tok = Tokenizer(KINDS[kind]())
+    return dx.LM(model=Toy(len(tok)), params=Toy(len(tok)).init_params(0), vocab_size=len(tok), tokenizer=tok)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "unigram"])
+def test_texts_after_a_context_a_gap_and_a_system_text_go_on_from_there(kind: str) -> None:
+    lm = toy(kind)
+    tok = lm.tokenizer
+    assert tok is not None
+    first, second = Request.read(lm, ["b(n)", tok.encode("it's")], context="def fi", max_new_tokens=2).prompts
+    assert first[:len(tok.encode("def fi"))] == tok.encode("def fi") and tok.decode(first) == "def fib(n)"
+    assert second == tok.encode("def fi") + tok.encode("it's")         # ids stay as they are
+    ids = _template(lm, 0, ["def fi", 2, "b(n)"], 0)
+    at = len(tok.encode("def fi"))
+    assert ids[at:at + 2] == [0, 0]
+    assert tok.continuation(tok.encode("def fi"), ids[at + 2:]) == "b(n)"
+    run = steps.lag_decode(lm, ["b(n)"], window=1, steps=0, system="def fi")
+    assert tok.continuation(tok.encode("def fi"), run.queue[0]) == "b(n)"
+
+
+def test_a_text_within_another_has_no_space_that_is_not_its_own() -> None:
+    for kind in SPELLING:
+        tok = Tokenizer(KINDS[kind]())
+        ids = tok.encode("n")
+        for text in ("fib", " fib(n)", "\n", "return n\n"):
+            assert tok.continuation(ids, appended(tok, None, text)) == text
