@@ -91,6 +91,24 @@ class EquilibriumRanking(Rule):
         return best[[texts.index(t) for t in candidates.texts]]
 
 
+def apart(sums: np.ndarray, tokens: Sequence[np.ndarray]) -> np.ndarray:
+    """The log-probability of each label, and of no longer one that begins with it, as "10" begins with "1".
+
+    Args:
+        sums: `f64[n]`, log-probabilities of the labels. tokens: `i32[m]` of each.
+    """
+    known = {tuple(row.tolist()): float(value) for row, value in zip(tokens, sums, strict=True)}
+    begins = lambda a, b: len(a) < len(b) and b[:len(a)] == a
+    out = []
+    for row, value in zip(tokens, sums, strict=True):
+        longer = [label for label in known if begins(tuple(row.tolist()), label)]
+        # those that begin with another longer one are part of it
+        first = [label for label in longer if not any(begins(other, label) for other in longer)]
+        taken = sum(math.exp(known[label] - value) for label in first)
+        out.append(value + math.log1p(-taken) if taken < 1 else -math.inf)
+    return np.array(out)
+
+
 def ask_which(prompt: Any, texts: Sequence[str]) -> str:
     """How a model is asked which of several answers is the best."""
     listed = "".join(f"Answer {i + 1}: {text.strip()}\n" for i, text in enumerate(texts))
@@ -113,17 +131,9 @@ class Asked(Rule):
     ask: Callable[[Any, Sequence[str]], str] = ask_which
 
     def scores(self, candidates: Candidates) -> np.ndarray:
-        asked, numbers = self.ask(candidates.prompt, candidates.texts), [str(i + 1) for i in range(len(candidates))]
-        found = score(self.lm, [(asked, number) for number in numbers])
-        ids = {number: tuple(row.tolist()) for number, row in zip(numbers, found.tokens, strict=True)}
-        sums, out = dict(zip(numbers, found.sum.tolist(), strict=True)), []
-        for number in numbers:
-            # "1" also begins "10": what the numbers of one digit more take of it is theirs
-            longer = [number + digit for digit in "0123456789" if number + digit in ids]
-            taken = sum(math.exp(sums[other] - sums[number]) for other in longer
-                        if ids[other][:len(ids[number])] == ids[number])
-            out.append(sums[number] + math.log1p(-taken) if taken < 1 else -math.inf)
-        return np.array(out)
+        asked = self.ask(candidates.prompt, candidates.texts)
+        found = score(self.lm, [(asked, str(i + 1)) for i in range(len(candidates))])
+        return apart(found.sum, found.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
