@@ -144,7 +144,7 @@ def _template(lm: LM, mask: int, pieces: Any, row: int) -> list[int]:
                 raise ValueError(f"{name}: got a gap of {piece} tokens, takes a whole number from 1 to {LARGEST_GAP}")
             out += [mask] * int(piece)
         elif isinstance(piece, str) and lm.tokenizer is not None:
-            out += spell(lm, piece, f"{name}[{i}]", special=not out)
+            out += spell(lm, piece, f"{name}[{i}]", after=out)
         elif not hasattr(piece, "__len__") or len(piece):
             out += read_prompt(lm, piece, f"{name}[{i}]")
     if mask not in out:

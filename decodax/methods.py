@@ -34,6 +34,18 @@ def model(lm: Any) -> LM:
     return lm
 
 
+def text_model(lm: Any, does: str) -> LM:
+    """`model(lm)` for what reads and writes texts; `does` says so in the error.
+
+    Raises:
+        ValueError: the model has no tokenizer. TypeError: as `model`.
+    """
+    lm = model(lm)
+    if lm.tokenizer is None:
+        raise ValueError(f"lm: has no tokenizer, and {does}; takes a model that has one")
+    return lm
+
+
 @functools.lru_cache(maxsize=2)
 def _loaded(path: str) -> LM:
     return load(path)

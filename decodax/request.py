@@ -23,7 +23,7 @@ from decodax.constraints.transform import Closing, Constrained
 from decodax.core.stops import stop_strings
 from decodax.core.types import Algorithm
 from decodax.io.load import LM
-from decodax.io.prompts import read_prompts
+from decodax.io.prompts import prompt_rows, read_prompt, read_prompts, spell
 from decodax.kvcache.prefix import Prefix
 from decodax.memory import afford, power
 from decodax.methods import chosen, model, stop_table, with_cache
@@ -138,15 +138,14 @@ class Request:
         if not (is_whole(lm.pad) and 0 <= lm.pad < lm.vocab_size):
             raise ValueError(f"{said.origin} (generation_config.json or config.json): pad_token_id: got "
                              f"{shown(lm.pad)}, takes a token id below the vocabulary's size, {lm.vocab_size}")
-        ids = prompts if behind is not None else read_prompts(lm, prompts)
+        given = prompt_rows(prompts) if behind is None else [(row, "prompts") for row in prompts]
+        ids = [read_prompt(lm, row, name) for row, name in given] if behind is None else prompts
         count = len(ids)
         settle = prefixes = None
         if context is not None:
             prefixes = _prefixes(lm, context, count)
             before = _contexts(lm, context, count) if prefixes is None else [list(p.tokens) for p in prefixes]
-            # a tokenizer that begins texts with a token of its own has begun the context with it
-            again = lambda a, b: b[0] == lm.bos == a[0] and len(b) > 1
-            ids = [a + (b[1:] if again(a, b) else b) for a, b in zip(before, ids, strict=True)]
+            ids = _after(lm, before, ids, given)
             settle = np.array([len(row) for row in before], np.int32)
         if where not in ("generate", "infill") and count != 1:
             raise ValueError(f"{where}: takes one prompt, got {count}")
@@ -307,6 +306,14 @@ def _prefixes(lm: LM, context: Any, count: int) -> list[Prefix] | None:
     for row in rows:
         row.check(lm.model)
     return list(rows) * (count // len(rows))
+
+
+def _after(lm: LM, before: list[list[int]], ids: list[list[int]], given: list[tuple[Any, str]]) -> list[list[int]]:
+    """The ids of contexts with those of the prompts, of which texts go on from them."""
+    # a tokenizer that begins chats with a token of its own has begun the context with it
+    again = lambda a, b: b[0] == lm.bos == a[0] and len(b) > 1
+    return [a + (spell(lm, row, name, after=a) if isinstance(row, str) and row else b[1:] if again(a, b) else b)
+            for a, b, (row, name) in zip(before, ids, given, strict=True)]
 
 
 def _contexts(lm: LM, context: Any, count: int) -> list[list[int]]:

@@ -111,7 +111,8 @@ class Result:
 
         Weighted by `exp` of it, samples under a constraint, a truncation or another temperature are samples of the
         model, held to the texts that could be drawn. Under a constraint alone, at temperature 1, it is the log of the
-        share of the model's probability that the constraint left, summed over the tokens. Rows must sample: what greedy
+        share of the model's probability that the constraint left, summed over the tokens. Where a method weighs its
+        draws (`decodax.search.AWRS`), its `findings["log_weight"]` is part of it. Rows must sample: what greedy
         decoding takes was not drawn.
 
         Raises:
@@ -119,7 +120,8 @@ class Result:
         """
         if self.logprobs is None:
             raise ValueError("log_weights: needs log-probabilities; pass logprobs=0 to generate")
-        return (self.logprobs.raw.astype(np.float64) - self.logprobs.processed).sum(1)
+        own = (self.logprobs.raw.astype(np.float64) - self.logprobs.processed).sum(1)
+        return own + self.findings.get("log_weight", 0.0)
 
     def row(self, i: int) -> np.ndarray:
         """`i32[n]`: the new tokens of row `i`, without padding."""

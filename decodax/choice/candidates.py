@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from decodax.request import Request
 from decodax.result import Result
 from decodax.struct import short
 
@@ -22,6 +24,8 @@ class Candidates:
         log_probs: `f64[n]`, the natural log-probability of each under the model, summed over its tokens; None if it is
             not known. lengths: `i64[n]`, tokens of each; None if they are not known. log_weights: `f64[n]`, how much
             likelier each is under the model than under what it was drawn from (`Result.log_weights`), or None.
+        address: whole numbers that tell the random numbers of a prompt apart from those of others: the prompt's seed
+            and request id, whoever stands beside it; None: its text does.
     """
 
     __repr__ = short
@@ -31,6 +35,7 @@ class Candidates:
     log_probs: np.ndarray | None = None
     lengths: np.ndarray | None = None
     log_weights: np.ndarray | None = None
+    address: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.texts):
@@ -47,6 +52,11 @@ class Candidates:
         part = lambda x: None if x is None else np.asarray(x)[np.asarray(rows, int)]
         return dataclasses.replace(self, texts=[self.texts[int(i)] for i in rows], log_probs=part(self.log_probs),
                                    lengths=part(self.lengths), log_weights=part(self.log_weights))
+
+    def rng(self, seed: int) -> np.random.Generator:
+        """Random numbers of this prompt, for a rule that draws."""
+        said = hashlib.blake2b(repr(self.prompt).encode(errors="surrogatepass"), digest_size=8).digest()
+        return np.random.default_rng(np.random.SeedSequence([seed, *(self.address or said)]))
 
     @property
     def probable(self) -> np.ndarray:
@@ -95,8 +105,11 @@ class Rule(abc.ABC):
         return Choice(int(scores.argmax()), scores)
 
 
-def candidates_of(result: Result, prompts: Sequence[Any], samples: int) -> list[Candidates]:
+def candidates_of(result: Result, prompts: Sequence[Any], samples: int, request: Request) -> list[Candidates]:
     """The candidates of each prompt, from a generation with so many samples of each.
+
+    Args:
+        request: that these are answers to, or one of the same prompts.
 
     Raises:
         ValueError: the model has no tokenizer, so there are no texts.
@@ -109,5 +122,6 @@ def candidates_of(result: Result, prompts: Sequence[Any], samples: int) -> list[
     for i, prompt in enumerate(prompts):
         rows = slice(i * samples, (i + 1) * samples)
         out.append(Candidates(result.text[rows], prompt, None if sums is None else sums[rows],
-                              result.lengths[rows].astype(np.int64), None if weights is None else weights[rows]))
+                              result.lengths[rows].astype(np.int64), None if weights is None else weights[rows],
+                              (*request.seeds[i].tolist(), int(request.request_ids[i]))))
     return out

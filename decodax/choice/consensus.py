@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,6 +91,24 @@ class EquilibriumRanking(Rule):
         return best[[texts.index(t) for t in candidates.texts]]
 
 
+def apart(sums: np.ndarray, tokens: Sequence[np.ndarray]) -> np.ndarray:
+    """The log-probability of each label, and of no longer one that begins with it, as "10" begins with "1".
+
+    Args:
+        sums: `f64[n]`, log-probabilities of the labels. tokens: `i32[m]` of each.
+    """
+    known = {tuple(row.tolist()): float(value) for row, value in zip(tokens, sums, strict=True)}
+    begins = lambda a, b: len(a) < len(b) and b[:len(a)] == a
+    out = []
+    for row, value in zip(tokens, sums, strict=True):
+        longer = [label for label in known if begins(tuple(row.tolist()), label)]
+        # those that begin with another longer one are part of it
+        first = [label for label in longer if not any(begins(other, label) for other in longer)]
+        taken = sum(math.exp(known[label] - value) for label in first)
+        out.append(value + math.log1p(-taken) if taken < 1 else -math.inf)
+    return np.array(out)
+
+
 def ask_which(prompt: Any, texts: Sequence[str]) -> str:
     """How a model is asked which of several answers is the best."""
     listed = "".join(f"Answer {i + 1}: {text.strip()}\n" for i, text in enumerate(texts))
@@ -101,10 +120,11 @@ class Asked(Rule):
     """The candidate that a model names when it sees them all in one prompt (universal self-consistency: Chen et al.,
     2023). CHOPS (Khairi et al., 2025), which has the model write a checklist first, is not included.
 
-    Nothing is generated: each candidate's number is scored behind the prompt.
+    Nothing is generated: each candidate's number, from 1 on, is scored after the prompt. With ten candidates or more, a
+    number that begins a longer one ("1" of "10") counts without the longer ones' share.
 
     Attributes:
-        lm: what `decodax.load` gave. ask: from a prompt and the candidates the text behind which a number stands.
+        lm: what `decodax.load` gave. ask: from a prompt and the candidates the text after which a number stands.
     """
 
     lm: LM
@@ -112,9 +132,8 @@ class Asked(Rule):
 
     def scores(self, candidates: Candidates) -> np.ndarray:
         asked = self.ask(candidates.prompt, candidates.texts)
-        # numbers of one length, or longer ones would be less likely for it
-        width = len(str(len(candidates)))
-        return score(self.lm, [(asked, f"{i + 1:0{width}d}") for i in range(len(candidates))]).sum
+        found = score(self.lm, [(asked, str(i + 1)) for i in range(len(candidates))])
+        return apart(found.sum, found.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +147,7 @@ class Corrected(Rule):
     Temperatures are corrected as well.
 
     Attributes:
-        seed: of the draw.
+        seed: of the draw, with the address of the prompt (`Candidates.address`).
     """
 
     seed: int = 0
@@ -141,6 +160,6 @@ class Corrected(Rule):
 
     def choose(self, candidates: Candidates) -> Any:
         chosen = super().choose(candidates)
-        rng = np.random.default_rng([self.seed, len(candidates)])
+        rng = candidates.rng(self.seed)
         p = chosen.scores / chosen.scores.sum()
         return dataclasses.replace(chosen, index=int(rng.choice(len(candidates), p=p)))

@@ -13,7 +13,7 @@ from decodax.choice.best import Reward
 from decodax.choice.candidates import Candidates, Rule
 from decodax.choice.mbr import Utility, pair_utilities
 from decodax.choice.utilities import chrf
-from decodax.methods import model
+from decodax.methods import text_model
 
 Texts = Callable[[Any], Sequence[str]]
 """From a prompt further texts about it."""
@@ -35,7 +35,7 @@ class Sampled:
 
     def __call__(self, prompt: Any) -> list[str]:
         asked = [prompt] if self.ask is None else list(self.ask(prompt))
-        out = generate(model(self.lm), asked, num_samples=self.n, **self.sampling)
+        out = generate(text_model(self.lm, "samples are compared as texts"), asked, num_samples=self.n, **self.sampling)
         assert out.text is not None
         return out.text
 

@@ -47,5 +47,5 @@ def first_finish(lm: LM | str | os.PathLike[str], prompts: Any, n: int = 4,
         job.end(np.repeat(ended, n))
     result = job.result()
     rounds = np.where(np.isin(result.status, ENDED), result.stats.rounds, np.inf)
-    each = candidates_of(result, request.prompts, n)
+    each = candidates_of(result, request.prompts, n, request)
     return each, [Choice(int(row.argmin()), -row) for row in rounds.reshape(-1, n)]

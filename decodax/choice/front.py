@@ -15,7 +15,7 @@ from decodax.choice.finish import first_finish
 from decodax.choice.table import rule
 from decodax.core.contracts import instance
 from decodax.io.load import LM
-from decodax.methods import model
+from decodax.methods import text_model
 from decodax.policy.arguments import flag, options_of, whole
 from decodax.request import Request, without
 from decodax.struct import short
@@ -67,7 +67,7 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
         ValueError: an unknown rule or option, or one that is missing; a model without a tokenizer; or as `generate`.
         TypeError: as `generate`.
     """
-    lm, clock = model(lm), time.monotonic()
+    lm, clock = text_model(lm, "rules choose among texts"), time.monotonic()
     n, greedy, options = whole("n", n, 1), flag("greedy", greedy), options_of(options)
     sampling = without("choose", sampling, dict.fromkeys(("num_samples", "num_return_sequences"), "give n"))
     if by == FIRST:
@@ -83,9 +83,9 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
     read = Request.read(lm, prompts, **sampling)
     # both calls share the time
     left = lambda: {} if read.max_time is None else {"max_time": max(clock + read.max_time - time.monotonic(), 1e-6)}
-    candidates = _drawn(lm, prompts, read.prompts, n - greedy, {**sampling, **left()}) if n > greedy else []
+    candidates = _drawn(lm, prompts, read, n - greedy, {**sampling, **left()}) if n > greedy else []
     if greedy:
-        best = _drawn(lm, prompts, read.prompts, 1, {**sampling, **left(), "temperature": 0.0})
+        best = _drawn(lm, prompts, read, 1, {**sampling, **left(), "temperature": 0.0})
         candidates = [_both(a, b) for a, b in zip(best, candidates, strict=True)] if candidates else best
     choices = [instance(f"{type(chooser).__name__}.choose", chooser.choose(each), Choice, "a Choice")
                for each in candidates]
@@ -97,9 +97,9 @@ def _chosen(candidates: list[Candidates], choices: list[Choice]) -> Chosen:
     return Chosen(text, candidates, choices)
 
 
-def _drawn(lm: LM, prompts: Any, ids: Any, n: int, sampling: dict[str, Any]) -> list[Candidates]:
+def _drawn(lm: LM, prompts: Any, read: Request, n: int, sampling: dict[str, Any]) -> list[Candidates]:
     noted = {"logprobs": 0, **sampling}
-    return candidates_of(generate(lm, prompts, num_samples=n, **noted), _asked(prompts, ids), n)
+    return candidates_of(generate(lm, prompts, num_samples=n, **noted), _asked(prompts, read.prompts), n, read)
 
 
 def _asked(prompts: Any, ids: Any) -> list[Any]:
@@ -111,4 +111,4 @@ def _asked(prompts: Any, ids: Any) -> list[Any]:
 def _both(a: Candidates, b: Candidates) -> Candidates:
     join: Any = lambda x, y: None if x is None or y is None else np.concatenate([x, y])
     return Candidates([*a.texts, *b.texts], a.prompt, join(a.log_probs, b.log_probs), join(a.lengths, b.lengths),
-                      join(a.log_weights, b.log_weights))
+                      join(a.log_weights, b.log_weights), a.address)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.choice.consensus import apart
 from decodax.io.load import LM
 from decodax.scoring import score
 
@@ -127,8 +128,8 @@ def classify(lm: LM, prompts: Sequence[str], tree: Hierarchy, *, beta: float = 1
     """The class of each text in a tree of classes, by the decision that makes hierarchical F-beta largest.
 
     Args:
-        lm: what `load` gave; the probability of a leaf is that of its name behind the prompt. ask: the prompt of a
-            text.
+        lm: what `load` gave; the probability of a leaf is that of its name after the prompt, and of no longer name
+            that begins with it. ask: the prompt of a text.
 
     Returns:
         The names of nodes, which need not be leaves, and the leaves' probabilities `f64[B, m]`.
@@ -139,7 +140,8 @@ def classify(lm: LM, prompts: Sequence[str], tree: Hierarchy, *, beta: float = 1
     if tree.names is None:
         raise ValueError("tree: has no names, and a model is asked for names")
     leaves = [tree.names[i] for i in tree.leaves]
-    sums = score(lm, [(ask(text), name) for text in prompts for name in leaves]).sum.reshape(len(prompts), -1)
+    found, n = score(lm, [(ask(text), name) for text in prompts for name in leaves]), len(leaves)
+    sums = np.stack([apart(found.sum[i:i + n], found.tokens[i:i + n]) for i in range(0, len(found), n)])
     chances = np.exp(sums - sums.max(1, keepdims=True))
     chances /= chances.sum(1, keepdims=True)
     return [tree.names[i] for i in tree.best_node(chances, beta)], chances

@@ -103,7 +103,7 @@ class PruningMBR(MBR):
             raise ValueError("itself, weighted: the published rule compares with all references alike")
 
     def scores(self, candidates: Candidates) -> np.ndarray:
-        random, texts, n = np.random.default_rng(self.seed), candidates.texts, len(candidates)
+        random, texts, n = candidates.rng(self.seed), candidates.texts, len(candidates)
         left, seen = np.arange(n), 0
         utilities = np.zeros((n, 0))
         scores = np.full(n, -np.inf)
@@ -147,7 +147,7 @@ class LowRankMBR(MBR):
 
     def scores(self, candidates: Candidates) -> np.ndarray:
         texts, n = candidates.texts, len(candidates)
-        random = np.random.default_rng(self.seed)
+        random = candidates.rng(self.seed)
         chosen = random.permutation(n * n)[:math.ceil(n * n / self.reduction)]
         known = np.zeros((n, n), bool)
         known.reshape(-1)[chosen] = True

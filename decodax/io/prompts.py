@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from decodax.io.appended import appended
 from decodax.io.chat import ChatTemplateError
 from decodax.policy.arguments import host, is_whole, shown, wrong
 
@@ -36,7 +37,7 @@ def read_prompts(lm: LM, prompts: Any, name: str = "prompts") -> list[list[int]]
             an empty prompt where the model has no BOS token; all by name.
         TypeError: something that is no prompt at all.
     """
-    return [read_prompt(lm, row, where) for row, where in _rows(prompts, name)]
+    return [read_prompt(lm, row, where) for row, where in prompt_rows(prompts, name)]
 
 
 def read_prompt(lm: LM, prompt: Any, name: str) -> list[int]:
@@ -60,17 +61,21 @@ def read_prompt(lm: LM, prompt: Any, name: str) -> list[int]:
     return _known(lm, ids, f"{name}: {origin}")
 
 
-def spell(lm: LM, text: str | Sequence[Mapping[str, Any]], name: str, special: bool = True) -> list[int]:
+def spell(lm: LM, text: str | Sequence[Mapping[str, Any]], name: str, special: bool = True,
+          after: Sequence[int] = ()) -> list[int]:
     """Token ids of a text or a chat; none for an empty one.
 
     Args:
         special: whether the tokenizer adds BOS and others to a text; a chat's template has its own.
+        after: tokens before a text, which it goes on from (`decodax.io.appended`); nothing is added to it then.
     """
     if lm.tokenizer is None:
         raise ValueError(f"{name}: got text, but this model has no tokenizer; give token ids")
     try:
-        ids = lm.tokenizer.encode(text, add_special_tokens=special) if isinstance(text, str) \
-            else lm.tokenizer.encode_chat(text)
+        if isinstance(text, str):
+            ids = appended(lm.tokenizer, after, text) if after else lm.tokenizer.encode(text, special)
+        else:
+            ids = lm.tokenizer.encode_chat(text)
     except ChatTemplateError as error:
         raise ChatTemplateError(f"{name}: {error}") from error
     except (ValueError, TypeError) as error:
@@ -102,8 +107,8 @@ def collected(values: Any, name: str, takes: str) -> list[Any]:
     return entries
 
 
-def _rows(prompts: Any, name: str) -> list[tuple[Any, str]]:
-    """Each prompt by itself, with its name."""
+def prompt_rows(prompts: Any, name: str = "prompts") -> list[tuple[Any, str]]:
+    """Each prompt by itself, with its name for errors."""
     if isinstance(prompts, str):
         return [(prompts, f"{name}[0]")]
     if isinstance(prompts, (bytes, bytearray, memoryview)):

@@ -1,4 +1,4 @@
-"""Arithmetic sampling: several texts from evenly spaced codes, each of them a draw, none of them near another."""
+"""Arithmetic sampling: several texts from evenly spaced codes, each of them a draw of the model."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from decodax.policy.threshold import probabilities
 from decodax.struct import struct
 
 CELLS = 16
-"""Parts of the room between two samples' codes, of which each knows in which one it lies."""
+"""Number of cells between the codes of two neighbouring samples."""
 
 
 @struct
 class Arithmetic(Transform):
     """Takes the token in whose interval of the distribution function the row's code lies (Vilnis et al., 2023).
 
-    Of `N` samples the `i`-th has the code `(i + u) / N`, with one uniform `u` for all: so each is a draw from the
-    distribution, and together they cover it evenly. Behind a token the code is what it was within the token's interval.
-    Tokens stand in the order of their ids. It belongs at the chain's end.
+    Of `N` samples the `i`-th has the code `(i / N + u) mod 1`, with one uniform `u` in [0, 1) for each prompt. So the
+    code of each single sample is uniform, and the sample is a draw from the distribution, while each `N`-th of [0, 1)
+    holds the code of exactly one of the samples, which together cover the distribution evenly. After a token the code
+    is its place within the token's interval. Tokens stand in the order of their ids. The transform belongs at the
+    chain's end.
 
-    A code that is known to the last bit would make a text hang on the last bit of each sum: an interval of width `w` is
-    stretched by `1 / w`, and with it whatever rounding did to its ends, and so a text would differ from batch to batch.
-    Here a code is known up to a cell, a sixteenth of the room between samples at first, which is stretched with it.
-    Among the tokens that meet the cell one is drawn by how much of the cell they have. That changes nothing of the law,
-    and once a cell is the whole interval the row goes on like any other sample.
+    A code that is known to the last bit would make a text depend on the last bit of each sum: an interval of width `w`
+    is stretched by `1 / w`, together with the rounding errors of its ends, so that a text would differ from batch to
+    batch. Here a code is known up to a cell, at first a sixteenth of the distance between two samples, which is
+    stretched with it. Among the tokens that meet the cell, one is drawn by its share of the cell. This does not change
+    the law, and once a cell is the whole interval the row goes on like any other sample.
 
     Attributes:
         low, size: `f32[B]`, the cell of the code.
@@ -75,14 +77,17 @@ class Arithmetic(Transform):
 
 
 def evenly(seeds: np.ndarray, requests: np.ndarray, samples: int) -> Arithmetic:
-    """The transform for so many samples of each request, side by side.
+    """Returns the transform for `samples` rows of each request, side by side.
+
+    All samples of a request share one shift, which depends on the request's seed and id alone.
 
     Args:
         seeds: `u32[B, 2]`. requests: `u32[B]`.
     """
     shared = keys.row_keys(jnp.asarray(seeds), jnp.asarray(requests), jnp.full(len(requests), np.uint32(2 ** 32 - 1)))
     shift = jax.vmap(lambda key: keys.address(keys.at(key, jnp.int32(0), Purpose.TRANSFORM))[0])(shared)
-    cell = np.asarray(shift) % CELLS
-    low: Any = (np.arange(samples) + cell[:, None] / CELLS) / samples
-    size: Any = np.full(low.size, 1 / (CELLS * samples), np.float32)
-    return Arithmetic(low.astype(np.float32).reshape(-1), size)
+    cells = CELLS * samples
+    cell = (np.asarray(shift).astype(np.int64)[:, None] + CELLS * np.arange(samples)) % cells
+    low: Any = (cell / cells).astype(np.float32).reshape(-1)
+    size: Any = np.full(cell.size, 1 / cells, np.float32)
+    return Arithmetic(low, size)

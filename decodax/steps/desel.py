@@ -12,7 +12,7 @@ import numpy as np
 from decodax.api import generate
 from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
-from decodax.methods import model
+from decodax.methods import text_model
 from decodax.result import Result
 
 Spans = Callable[[str], Sequence[tuple[int, int]]]
@@ -84,9 +84,7 @@ def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None
     >>> len(out.texts[0]), out.greedy[0] <= len(out.items[0])
     (5, True)
     """
-    lm = model(lm)
-    if lm.tokenizer is None:
-        raise ValueError("lm: has no tokenizer, and desel looks for items in texts; takes one that has")
+    lm = text_model(lm, "desel looks for items in texts")
     if threshold not in ("mean", "least") and (isinstance(threshold, bool) or not isinstance(threshold, (int, float))):
         raise ValueError(f"threshold: got {threshold!r}, takes 'mean', 'least' or a log-probability")
     given = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from decodax.core.state import Status
+from decodax.io.appended import appended
 from decodax.io.load import LM
 from decodax.methods import model
 from decodax.scoring import score
@@ -44,8 +46,9 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
     """Lookahead Reasoning (Fu et al., 2025): reasoning in which whole steps are drafted.
 
     In a round the draft model writes `depth` steps one after the other. The target then writes, side by side, its own
-    version of each of them, behind those before it, and of the step behind the last. A step stands if it says the same
-    as the target's own; the first that does not is replaced by the target's. So a round makes 1 to `depth + 1` steps.
+    version of each of them, after those before it, and of the step after the last. A step stands if it says the same as
+    the target's own, and if the text ends with both of them or with neither; the first that does not is replaced by the
+    target's. So a round makes 1 to `depth + 1` steps.
 
     The text is not that of plain decoding, but what `same` takes for the same: by default steps equal but for white
     space and case, and then, with greedy rows, little else differs. The paper's judges, which compare meanings, are not
@@ -68,53 +71,81 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
     own = Forks.begin(target, prompts, wide, until=until, step_tokens=step_tokens, **sampling)
     theirs = Forks.begin(small, prompts, 1, until=until, step_tokens=step_tokens,
                          **{k: v for k, v in sampling.items() if k not in ("algorithm", "cache")})
-    P = len(own)
+    P, alike = len(own), _alike(target, small)
     steps, accepted, rounds = [0] * P, [0] * P, 0
-    alike = _alike(target, small)
     first = np.zeros((P, wide), bool)
     first[:, 0] = True
     while (live := own.live[:, 0]).any():
         rounds += 1
-        base = [len(own.tokens(p, 0)) for p in range(P)]
-        guesses: list[list[str]] = [[] for _ in range(P)]
-        ids: list[list[list[int]]] = [[] for _ in range(P)]
+        base = own.lengths.copy()
+        guesses: list[list[WrittenStep]] = [[] for _ in range(P)]
         ahead = theirs.ahead(np.zeros((P, 1), bool), tokens=1)      # a copy that the draft writes on
         for _ in range(depth):
-            before, made = [row[0] for row in ahead.texts()], [len(ahead.tokens(p, 0)) for p in range(P)]
-            wrote = ahead.extend(ahead.live & live[:, None])
-            after = ahead.texts()
-            for p in np.flatnonzero(wrote[:, 0]).tolist():
-                guesses[p].append(after[p][0][len(before[p]):])
-                ids[p].append(ahead.tokens(p, 0)[made[p]:])
-        # row j of the target stands behind j drafted steps
+            for p, row in enumerate(_write(ahead, ahead.live & live[:, None], alike)):
+                guesses[p] += [step for step in row if step is not None]
+        # row j of the target stands after j drafted steps; nothing stands after one that ended the draft's text
         own.fork(np.where(live[:, None], 0, np.arange(wide)))
         given: list[list[Any]] = [[None] * wide for _ in range(P)]
-        active = np.zeros((P, wide), bool)
-        for p in np.flatnonzero(live).tolist():
-            active[p, :len(guesses[p]) + 1] = True
-            for j in range(1, len(guesses[p]) + 1):
-                given[p][j] = list(itertools.chain(*ids[p][:j])) if alike else "".join(guesses[p][:j])
+        active = first & live[:, None]
+        for p, drafted in enumerate(guesses):
+            for j in range(1, len(drafted) + 1 - any(step.ends for step in drafted)):
+                active[p, j] = True
+                given[p][j] = _joined(drafted[:j], alike)
         own.feed(given)
-        begun = own.texts()
         active &= own.live
-        own.extend(active)
-        now = own.texts()
+        written = _write(own, active, alike)
         parents = np.tile(np.arange(wide), (P, 1))
-        added: list[list[Any]] = [[None] for _ in range(P)]
-        texts = own.texts(first)
         for p in np.flatnonzero(live).tolist():
             stands = 0
-            own_steps = [b[len(a):] for a, b in zip(begun[p], now[p], strict=True)]
-            while stands < len(guesses[p]) and active[p, stands + 1] and same(guesses[p][stands], own_steps[stands]):
+            for guess, mine in zip(guesses[p], written[p], strict=False):
+                # where one text ends and the other goes on, they do not say the same
+                if mine is None or mine.ends != guess.ends or not same(guess.text, mine.text):
+                    break
+                accepted[p] += 1
+                if mine.ends or not active[p, stands + 1]:
+                    break
                 stands += 1
             parents[p] = stands
-            accepted[p] += stands
             steps[p] += stands + 1
-            added[p] = [own.tokens(p, stands)[base[p]:] if alike else now[p][stands][len(texts[p][0]):]]
         own.fork(parents)
-        theirs.feed(added)
+        said = own.since(base)
+        theirs.feed([[own.tokens(p, 0)[base[p, 0] - len(own.prompts[p]):] if alike else said[p][0]]
+                     if own.live[p, 0] else [None] for p in range(P)])
         theirs.spent += ahead.spent
     return Drafted([row[0] for row in own.texts(first)], steps, accepted, rounds, own.spent, theirs.spent)
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenStep:
+    """A step that a row has written. Attributes: ids; text; status: of the row after it."""
+
+    ids: list[int]
+    text: str
+    status: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether the text ends with it."""
+        return self.status != Status.RUNNING
+
+
+def _write(forks: Forks, which: np.ndarray, alike: bool) -> list[list[WrittenStep | None]]:
+    """Lets rows write a step; None for the others. If it is to be read by a model that is not `alike`, which sees its
+    text alone, a step goes on until there is a text that ends with a whole character."""
+    before = forks.lengths.copy()
+    wrote = forks.extend(which)
+    unread = lambda: np.array([[not text or text.endswith("\ufffd") for text in row] for row in forks.since(before)])
+    while not alike and (more := wrote & forks.live & unread()).any():
+        forks.extend(more, tokens=1)
+    texts = forks.since(before)
+    ids = lambda p, i: forks.tokens(p, i)[before[p, i] - len(forks.prompts[p]):]
+    return [[WrittenStep(ids(p, i), texts[p][i], int(forks.status[p, i])) if wrote[p, i] else None
+             for i in range(forks.n)] for p in range(len(forks))]
+
+
+def _joined(steps: Sequence[WrittenStep], alike: bool) -> Any:
+    """Steps as they are fed to a model: as ids where it has the same tokens, so that no text is encoded again."""
+    return list(itertools.chain(*(step.ids for step in steps))) if alike else "".join(step.text for step in steps)
 
 
 def _alike(a: LM, b: LM) -> bool:
@@ -145,7 +176,8 @@ def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: st
     The target's perplexity of a chunk is ranked among those of earlier chunks of all chains: with `n` of them the
     conformal p-value is (1 + how many were at least as large) / (n + 1). A chunk whose p-value is below `1 - cut`, one
     of the most surprising, is replaced by the target's own. So a share of about `cut` of the chunks is the draft's,
-    whatever the model. Each perplexity joins the calibration set.
+    whatever the model. Each perplexity joins the calibration set. An end of sequence belongs to the chunk that it ends,
+    and a chunk may be nothing else. Where the draft cannot go on, the target does.
 
     Args:
         lm, draft: models. step_tokens, until: of a chunk. cut: share of chunks that stand. turns: chunks of a text.
@@ -163,46 +195,45 @@ def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: st
     own = Forks.begin(target, prompts, 1, until=until, step_tokens=step_tokens, **sampling)
     theirs = Forks.begin(small, prompts, 1, until=until, step_tokens=step_tokens,
                          **{k: v for k, v in sampling.items() if k not in ("algorithm", "cache")})
-    P = len(own)
+    P, alike, tokenizer = len(own), _alike(target, small), target.tokenizer
     known, accepted = list(calibration), [0] * P
     p_values: list[list[float]] = [[] for _ in range(P)]
-    ended = np.zeros(P, bool)
-    text = [""] * P
     for _ in range(turns):
-        ended |= ~own.live[:, 0] | ~theirs.live[:, 0]
-        if ended.all():
+        if not own.live.any():
             break
-        before = [row[0] for row in theirs.texts()]
         ahead = theirs.ahead(np.zeros((P, 1), bool), tokens=1)
-        wrote = ahead.extend(ahead.live & ~ended[:, None])[:, 0]
-        after = ahead.texts()
-        chunks = {int(p): after[p][0][len(before[p]):] for p in np.flatnonzero(wrote)}
-        asked = [p for p in chunks if chunks[p]]
-        told = score(target, [(own.prompts[p] + own.tokens(p, 0),
-                               target.tokenizer.encode(chunks[p], add_special_tokens=False)) for p in asked]) \
-            if asked else None
-        writes = np.zeros((P, 1), bool)
+        chunks = {p: row[0] for p, row in enumerate(_write(ahead, ahead.live & own.live, alike)) if row[0] is not None}
+        before = {p: own.prompts[p] + own.tokens(p, 0) for p in chunks}
+        new = {p: chunk.ids if alike else appended(tokenizer, before[p], chunk.text) + _end(own, p, chunk)
+               for p, chunk in chunks.items()}
+        asked = [p for p in new if new[p]]
+        told = score(target, [(before[p], new[p]) for p in asked]).logprobs if asked else []
+        # a draft that cannot go on leaves the chunk to the target
+        writes = own.live & np.array([[not new.get(p)] for p in range(P)])
         fed: list[list[Any]] = [[None] for _ in range(P)]
         back: list[list[Any]] = [[None] for _ in range(P)]
-        for k, p in enumerate(asked):
-            assert told is not None
-            surprise = float(np.exp(-np.mean(told.logprobs[k])))
+        for p, log_p in zip(asked, told, strict=True):
+            surprise = float(np.exp(-np.mean(log_p)))
             value = (1 + sum(x >= surprise for x in known)) / (len(known) + 1)
             known.append(surprise)
             p_values[p].append(value)
             if value >= 1 - cut:
                 accepted[p] += 1
-                fed[p] = back[p] = [chunks[p]]
-                if not ahead.live[p, 0]:
-                    ended[p] = True
+                fed[p], back[p] = [new[p]], [chunks[p].ids]
             else:
                 writes[p, 0] = True
-        was = [row[0] for row in own.texts()]
         own.feed(fed)
-        own.extend(writes)
-        now = own.texts()
-        for p in np.flatnonzero(writes[:, 0]).tolist():
-            back[p] = [now[p][0][len(was[p]):]]
+        for p in np.flatnonzero([row[0] is not None for row in fed]).tolist():
+            if chunks[p].status in (Status.EOS, Status.STOP) and own.live[p, 0]:
+                own.cut(p, 0, chunks[p].status)
+        for p, (chunk,) in enumerate(_write(own, writes, alike)):
+            if chunk is not None:
+                back[p] = [_joined([chunk], alike)]
         theirs.feed(back)
-        text = [row[0] for row in own.texts()]
-    return Calibrated(text, [len(x) for x in p_values], accepted, p_values)
+    return Calibrated([row[0] for row in own.texts()], [len(x) for x in p_values], accepted, p_values)
+
+
+def _end(own: Forks, p: int, chunk: WrittenStep) -> list[int]:
+    """The target's end of sequence, where the draft's chunk ends with its own."""
+    ends = np.asarray(own.job.request.policy.eos)[p * own.n]
+    return ends[ends >= 0][:1].tolist() if chunk.status == Status.EOS else []

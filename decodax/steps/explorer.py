@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.methods import text_model
 from decodax.result import Result
 from decodax.steps.canvases import Canvases
 from decodax.steps.forks import Forks
@@ -57,6 +58,8 @@ class Explorer(abc.ABC):
     """
 
     needs_reward = False
+    reads: str = ""
+    """What the search does with texts, for which it takes a model with a tokenizer; empty where ids will do."""
 
     @property
     @abc.abstractmethod
@@ -64,7 +67,12 @@ class Explorer(abc.ABC):
         """Rows that a prompt takes."""
 
     def begin(self, lm: Any, prompts: Any, **options: Any) -> Forks:
-        """The rows as the search begins; `options` of `Forks.begin`."""
+        """The rows as the search begins; `options` of `Forks.begin`.
+
+        Raises:
+            ValueError: a model without a tokenizer, where the search reads texts; or as `Forks.begin`.
+        """
+        lm = text_model(lm, f"{type(self).__name__} {self.reads}") if self.reads else lm
         return Forks.begin(lm, prompts, self.rows, **options)
 
     @abc.abstractmethod
@@ -142,8 +150,9 @@ def resample(weights: np.ndarray, rng: np.random.Generator, how: str = "multinom
     """
     n = len(weights)
     u = rng.random(n) if how == "multinomial" else (np.arange(n) + rng.random()) / n
-    chosen = np.minimum(np.searchsorted(np.cumsum(weights) / weights.sum(), u, side="right"), n - 1)
-    return settled(chosen)
+    ends = np.cumsum(weights)
+    chosen = np.searchsorted(ends / ends[-1], u, side="right")
+    return settled(np.minimum(chosen, np.flatnonzero(weights)[-1]))     # u may be rounded up to 1
 
 
 def settled(chosen: np.ndarray) -> np.ndarray:

@@ -17,8 +17,10 @@ import numpy as np
 from decodax.core import drivers
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
-from decodax.core.stops import StopTable, stop_strings
+from decodax.core.stops import first_match, stop_strings
+from decodax.io.appended import appended
 from decodax.job import Job, collect, host_rows
+from decodax.methods import model
 from decodax.policy.arguments import whole
 from decodax.request import Request
 from decodax.result import Result
@@ -79,6 +81,8 @@ class Forks:
         """
         ends, stop = stop_strings(until, "until"), stop_strings(options.pop("stop", None))
         step_tokens = None if step_tokens is None else whole("step_tokens", step_tokens, 1)
+        if ends and model(lm).tokenizer is None:
+            raise ValueError(f"until: got {ends[0]!r}, and the model has no tokenizer; takes step_tokens")
         if both := sorted(set(ends) & set(stop)):
             raise ValueError(f"until and stop: got {both[0]!r} in both")
         request = Request.read(lm, prompts, num_samples=n, **{"logprobs": 0, **options, "stop": [*stop, *ends] or None})
@@ -203,7 +207,8 @@ class Forks:
         self.status, self.lengths = take(self.status), take(self.lengths)
 
     def feed(self, texts: Sequence[Sequence[str | Sequence[int] | None]]) -> None:
-        """Puts a text, or ids, behind rows that live; None: nothing. What does not fit ends the row.
+        """Puts a text, or ids, after rows that live; None: nothing. What fills a row ends it; what does not fit ends
+        it, too, and is not put there. Texts become tokens in their place (`decodax.io.appended`).
 
         Raises:
             ValueError: a link of the policy keeps a state of its own, which could not follow.
@@ -220,10 +225,11 @@ class Forks:
                 if isinstance(text, str):
                     if tokenizer is None:
                         raise ValueError("feed: got a text, and the model has no tokenizer")
-                    text = tokenizer.encode(text, add_special_tokens=False)
+                    text = appended(tokenizer, self.prompts[p] + self.tokens(p, i), text)
                 ids = [int(t) for t in text]
                 if self.lengths[p, i] + len(ids) >= self.bound[p, i]:
                     self.status[p, i] = Status.LENGTH
+                if self.lengths[p, i] + len(ids) > self.bound[p, i]:
                     continue
                 new[p * self.n + i] = ids
                 self.lengths[p, i] += len(ids)
@@ -249,9 +255,9 @@ class Forks:
         broken = (np.asarray(self.job.state.status) == Status.INVALID)[:self.rows].reshape(self.status.shape)
         self.status = np.where(broken, Status.INVALID, self.status)
 
-    def cut(self, p: int, i: int) -> None:
+    def cut(self, p: int, i: int, status: int = Status.LENGTH) -> None:
         """Ends a row where it stands."""
-        self.status[p, i] = Status.LENGTH
+        self.status[p, i] = status
 
     def rewind(self, made: np.ndarray) -> None:
         """Takes rows back to their first tokens, `made[p, i]` of the new ones; -1 leaves a row alone. They live again.
@@ -322,6 +328,26 @@ class Forks:
             out.append(row)
         return out
 
+    def since(self, lengths: np.ndarray) -> list[list[Any]]:
+        """What each row has written after its first `lengths[p, i]` tokens (`i64[P, n]`, with the prompt), as in
+        `texts`, without the token that ended it. A character that those tokens only began belongs to it."""
+        request, out = self.job.request, []
+        for p, prompt in enumerate(self.prompts):
+            row: list[Any] = []
+            for i in range(self.n):
+                ids, made = self.tokens(p, i), int(lengths[p, i]) - len(prompt)
+                ids = ids[:-1] if self.status[p, i] == Status.EOS else ids
+                if request.lm.tokenizer is None:
+                    row.append(ids[made:])
+                    continue
+                text = request.lm.tokenizer.detokenizer(
+                    prompt, stop=self.stop if self.status[p, i] == Status.STOP else (),
+                    skip_special_tokens=request.skip_special_tokens)
+                text.feed(ids[:made])
+                row.append(text.feed(ids[made:]) + text.finish())
+            out.append(row)
+        return out
+
     def log_probs(self, processed: bool = False) -> np.ndarray:
         """`f64[P, n]`: of each row's new tokens under the model, or under the policy. What was fed counts 0."""
         record = self.job.state.record
@@ -331,6 +357,14 @@ class Forks:
         place = np.arange(values.shape[1])
         inside = (place >= first[:, None]) & (place < self.lengths.reshape(-1)[:, None])
         return np.where(inside, values, 0).sum(1).reshape(self.status.shape)
+
+    def log_weights(self) -> np.ndarray:
+        """`f64[P, n]`: the log of the weight that a method gives to each row so far, where it does not draw by the
+        policy (`decodax.search.AWRS`): weighted by it, its rows are draws by the policy. 0 of most methods."""
+        found = self.job.algorithm.findings(self.job.state).get("log_weight")
+        if found is None:
+            return np.zeros(self.status.shape)
+        return np.asarray(found)[:self.rows].astype(np.float64).reshape(self.status.shape)
 
     def result(self) -> Result:
         """All rows as `decodax.generate` gives them."""

@@ -15,7 +15,7 @@ from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.io.load import LM
 from decodax.job import Job
-from decodax.methods import model
+from decodax.methods import text_model
 from decodax.request import Request
 
 
@@ -83,15 +83,14 @@ def integrate(lm: LM | Any, prompts: Any, n: int = 8, *, template: Callable[[Any
     Raises:
         ValueError: as `generate`.
     """
-    lm = model(lm)
+    lm = text_model(lm, "answers are put in front of prompts as texts")
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     if n < 1:
         raise ValueError(f"n: got {n}, takes at least 1")
     common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, stop=stop, **options)
     if samples is None:
         drawn = generate(lm, given, num_samples=n, temperature=temperature, seed=seed, **common)
-        if drawn.text is None:
-            raise ValueError("lm: has no tokenizer, and answers are put in front of prompts as texts")
+        assert drawn.text is not None
         samples = [drawn.text[i * n:(i + 1) * n] for i in range(len(given))]
     if len(samples) != len(given) or any(len(row) != n for row in samples):
         raise ValueError(f"samples: takes {n} for each of the {len(given)} prompts")

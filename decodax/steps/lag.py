@@ -13,7 +13,7 @@ from typing import Any
 
 from decodax.api import generate
 from decodax.io.load import LM
-from decodax.io.prompts import read_prompts
+from decodax.io.prompts import prompt_rows, read_prompt, read_prompts, spell
 from decodax.methods import model
 from decodax.policy.arguments import whole
 
@@ -52,7 +52,8 @@ def lag_decode(lm: LM | Any, strings: Any, *, window: int, advance: int = 1, ste
         most: tokens that a step appends at most.
         end: the token or tokens with which a step ends; they are not appended. None: the model's own.
         halt: from what is left of a string whether it ends. A string shorter than the window ends in any case.
-        system: a text or ids that stand in front of each window, such as a list of rules.
+        system: a text or ids that stand in front of each window, such as a list of rules. Strings that are texts go on
+            from it.
         sampling: arguments of `generate`; greedy unless they say otherwise.
 
     Raises:
@@ -70,10 +71,11 @@ def lag_decode(lm: LM | Any, strings: Any, *, window: int, advance: int = 1, ste
     for name in ("num_samples", "num_return_sequences", "request_ids", "max_new_tokens", "eos_token_id"):
         if name in sampling:
             raise TypeError(f"{name}: lag_decode takes no such argument")
-    queue = [list(ids) for ids in read_prompts(lm, strings, "strings")]
+    front = [] if isinstance(system, (list, tuple)) and not system else read_prompts(lm, [system], "system")[0]
+    queue = [spell(lm, row, name, after=front) if front and isinstance(row, str) else list(read_prompt(lm, row, name))
+             for row, name in prompt_rows(strings, "strings")]
     if short := [len(ids) for ids in queue if len(ids) < window]:
         raise ValueError(f"strings: got one of {short[0]} tokens, takes at least the window's {window}")
-    front = [] if isinstance(system, (list, tuple)) and not system else read_prompts(lm, [system], "system")[0]
     ends = set(lm.eos if end is None else [end] if isinstance(end, int) else end)
     written: list[list[int]] = [[] for _ in queue]
     taken, halted = [0] * len(queue), [False] * len(queue)

@@ -46,6 +46,8 @@ class WithTools(Explorer):
     last: str | None = None
     reward: Score | None = None
 
+    reads = "puts texts into a row"
+
     @property
     def rows(self) -> int:
         return self.n
@@ -96,6 +98,8 @@ class TrimR(Explorer):
     least: int = 1
     n: int = 1
 
+    reads = "puts texts into a row"
+
     @property
     def rows(self) -> int:
         return self.n
@@ -103,14 +107,14 @@ class TrimR(Explorer):
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         shape = len(forks), self.n
         thoughts: list[list[list[str]]] = [[[] for _ in range(self.n)] for _ in range(len(forks))]
-        said, row, cut = [[""] * self.n for _ in range(len(forks))], np.zeros(shape, int), np.zeros(shape, bool)
+        row, cut = np.zeros(shape, int), np.zeros(shape, bool)
         while (going := forks.live & ~cut).any():
+            before = forks.lengths.copy()
             wrote = forks.extend(going)
-            texts = forks.texts()
+            said = forks.since(before)
             fed: list[list[str | None]] = [[None] * self.n for _ in range(len(forks))]
             for p, i in zip(*np.nonzero(wrote & forks.live), strict=True):
-                thoughts[p][i].append(texts[p][i][len(said[p][i]):])
-                said[p][i] = texts[p][i]
+                thoughts[p][i].append(said[p][i])
                 again = len(thoughts[p][i]) > self.least and bool(self.redundant(asked[p], thoughts[p][i]))
                 row[p, i] = row[p, i] + 1 if again else 0
                 if row[p, i] >= self.patience:

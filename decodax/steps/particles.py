@@ -29,6 +29,26 @@ def _checked_how(how: str) -> None:
         raise ValueError(f"resampling: got {how!r}, takes 'multinomial' or 'systematic'")
 
 
+def _written(forks: Forks, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lets rows write a step. Returns which of them have written (`bool[P, n]`), and by how much that changed the log
+    of the weight that their method gives them (`f64[P, n]`)."""
+    before = forks.log_weights()
+    wrote = forks.extend(which)
+    return wrote, np.subtract(forks.log_weights(), before, where=wrote, out=np.zeros(wrote.shape))
+
+
+def _potentials(potential: Score, forks: Forks, asked: Sequence[Any], which: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Potentials of the texts in `which`, of the others those of `old`.
+
+    Raises:
+        ValueError: one is a NaN or infinite, or there are not as many as texts.
+    """
+    value = scored(potential, forks, asked, which, old)
+    if np.isposinf(value).any():
+        raise ValueError("potential: got inf, takes the log of a potential, a finite number or -inf")
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class ParticleFilter(Explorer):
     """Particle filtering against a process reward model (Puri et al., 2025, "Rollout Roulette").
@@ -69,9 +89,9 @@ class ParticleFilter(Explorer):
         zeros = np.zeros((len(forks), self.n))
         score, last = zeros, zeros
         while (running := forks.live.any(1)).any():
-            wrote = forks.extend()
+            wrote, gained = _written(forks, forks.live)
             score = scored(self._odds, forks, asked, wrote, score)
-            weight = normal(score - last if self.increment else score)
+            weight = normal(score - last + gained if self.increment else score + gained)
             parents = np.tile(np.arange(self.n), (len(forks), 1))
             for p in np.flatnonzero(running).tolist():
                 parents[p] = resample(weight[p], forks.rng(p), self.resampling)
@@ -88,6 +108,11 @@ class ParticleFilter(Explorer):
 class SMC(Explorer):
     """Sequential Monte Carlo (Lew et al., 2023; twisted: Zhao et al., 2024): samples of the model's law times a
     potential of the whole text, and how much that is in all.
+
+    The model's law is that of the policy: a temperature, truncations and constraints are part of it. A method that
+    weighs its draws proposes, and its weights count: with `algorithm=decodax.search.AWRS(check)` the law is that of the
+    policy, held to what the check allows, times the potential, and the evidence has the share that is allowed. Rows
+    that weigh nothing are not written on.
 
     Attributes:
         potential: the log of the potential of a text, at most finite; -inf rules it out. Where a text has not ended yet
@@ -117,18 +142,20 @@ class SMC(Explorer):
 
     def _value(self, forks: Forks, asked: Sequence[Any], wrote: np.ndarray, old: np.ndarray) -> np.ndarray:
         over, going = wrote & ~forks.live, wrote & forks.live
-        value = scored(self.potential, forks, asked, over, old)
+        value = _potentials(self.potential, forks, asked, over, old)
         if self.twist is None and self.ended:
             return value
-        return scored(self.twist or self.potential, forks, asked, going, value)
+        return _potentials(self.twist or self.potential, forks, asked, going, value)
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         shape = len(forks), self.n
         weight, value, evidence = np.zeros(shape), np.zeros(shape), np.zeros(len(forks))
-        while forks.live.any():
-            new = self._value(forks, asked, forks.extend(), value)
+        while (active := forks.live & np.isfinite(weight)).any():
+            wrote, gained = _written(forks, active)
+            new = self._value(forks, asked, wrote, value)
             with np.errstate(invalid="ignore"):
-                weight = np.where(np.isneginf(new), -np.inf, weight + new - np.where(np.isneginf(value), 0, value))
+                change = gained + new - np.where(np.isneginf(value), 0, value)
+                weight = np.where(np.isneginf(new), -np.inf, weight + change)
             value = new
             parents = np.tile(np.arange(self.n), (len(forks), 1))
             for p in range(len(forks)):
@@ -150,7 +177,7 @@ class Steering(Explorer):
 
     Of the `n * factor` weights `w` those with `c w >= 1` stay as they are, where `c` is such that the sum of
     `min(1, c w)` is `n`; of the others some are kept by one stratified draw, and weigh `1 / c` (Fearnhead and Clifford,
-    2003). So the weighted particles keep their law.
+    2003). So the weighted particles keep their law, which is that of `SMC`.
 
     Attributes:
         potential: as in `SMC`. n: particles. factor: copies.
@@ -169,25 +196,25 @@ class Steering(Explorer):
         # the first copies hold the particles; a particle that has ended has one copy, with all of its weight
         weight, value = np.full(shape, -np.inf), np.zeros(shape)
         weight[:, :self.n] = -np.log(self.n)
-        while forks.live[:, :self.n].any() and np.isfinite(weight).any():
-            alive = forks.live[:, :self.n]
+        # a row that has ended, or that weighs nothing, writes no more
+        while (alive := (forks.live & np.isfinite(weight))[:, :self.n]).any():
             active = np.zeros(shape, bool)
             parents = np.tile(np.arange(self.rows), (len(forks), 1))
             new = np.full(shape, -np.inf)
             for p in range(len(forks)):
                 free = iter(range(self.n, self.rows))
                 for i in range(self.n):
-                    several = bool(alive[p, i]) and np.isfinite(weight[p, i])
+                    several = bool(alive[p, i])
                     places = [i, *(next(free) for _ in range(self.factor - 1))] if several else [i]
                     parents[p, places] = i
                     new[p, places] = weight[p, i] - np.log(len(places))
                     active[p, places] = several
             forks.fork(parents)
             value = np.take_along_axis(value, parents, 1)
-            wrote = forks.extend(active)
-            then = scored(self.potential, forks, asked, wrote, value)
+            wrote, gained = _written(forks, active)
+            then = _potentials(self.potential, forks, asked, wrote, value)
             with np.errstate(invalid="ignore"):
-                new = np.where(np.isneginf(then), -np.inf, new + np.where(wrote, then - value, 0))
+                new = np.where(np.isneginf(then), -np.inf, new + gained + np.where(wrote, then - value, 0))
             keep, weight = np.tile(np.arange(self.rows), (len(forks), 1)), np.full(shape, -np.inf)
             for p in range(len(forks)):
                 chosen, weight[p, :self.n] = kept(new[p], self.n, forks.rng(p))
@@ -218,19 +245,15 @@ def kept(log_weights: np.ndarray, n: int, rng: np.random.Generator) -> tuple[np.
     if np.isfinite(log_weights).sum() <= n:
         order = np.argsort(~np.isfinite(log_weights), kind="stable")[:n]
         return np.sort(order), log_weights[np.sort(order)]
-    shift = log_weights.max()
-    w = np.exp(log_weights - shift)
-    low, high = 0.0, n / w[w > 0].min()
-    for _ in range(200):
-        c = (low + high) / 2
-        low, high = (c, high) if np.minimum(1, c * w).sum() < n else (low, c)
-    sure = np.flatnonzero(c * w >= 1)
-    rest = np.flatnonzero((c * w < 1) & (w > 0))
-    some = n - len(sure)
-    ends = np.cumsum(w[rest]) / w[rest].sum() * some
-    at = np.minimum(np.searchsorted(ends, np.arange(some) + rng.random(), side="right"), len(rest) - 1)
-    chosen = np.concatenate([sure, rest[at]])
-    log = np.concatenate([log_weights[sure], np.full(some, shift - np.log(c))])
-    return chosen, log
-
-
+    order = np.argsort(-log_weights, kind="stable")[:np.isfinite(log_weights).sum()]
+    logs = log_weights[order]
+    # log of c where the first k are sure and the others share what is left; in logs, so that no range is too wide
+    tails = np.logaddexp.accumulate(logs[::-1])[::-1]
+    log_c = np.log(n - np.arange(n)) - tails[:n]
+    sure = int(np.argmax(log_c + logs[:n] <= 0))
+    some, rest = n - sure, np.sort(order[sure:])
+    ends = np.cumsum(np.exp(log_weights[rest] - tails[sure])) * some
+    at = np.minimum(np.searchsorted(ends / ends[-1] * some, np.arange(some) + rng.random(), side="right"),
+                    len(rest) - 1)
+    chosen = np.concatenate([np.sort(order[:sure]), rest[at]])
+    return chosen, np.concatenate([log_weights[chosen[:sure]], np.full(some, -log_c[sure])])

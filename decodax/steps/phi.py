@@ -86,6 +86,8 @@ class PhiDecoding(Explorer):
     temperature: float = 0.1
     vectors: Vectors = tf_idf
 
+    reads = "compares foresights as texts"
+
     @property
     def rows(self) -> int:
         return self.beams * self.samples
@@ -102,7 +104,6 @@ class PhiDecoding(Explorer):
             # the texts of the beams stand in the first rows
             spread = np.where(looks[:, None], np.repeat(np.arange(self.beams), self.samples), own)
             forks.fork(spread)
-            begun = forks.texts()
             start_p, start_n = forks.log_probs(), forks.lengths.copy()
             forks.extend(forks.live & looks[:, None])
             mean = (forks.log_probs() - start_p) / (forks.lengths - start_n + 1e-8)
@@ -113,17 +114,15 @@ class PhiDecoding(Explorer):
                     rest = np.flatnonzero(~keep[p])
                     keep[p, forks.rng(p).choice(rest, lacks, False, _soft(mean[p, rest], self.temperature))] = True
             before_p, before_n = forks.log_probs(), forks.lengths.copy()
-            cut = forks.texts(keep)
-            said = self._since(begun, cut)
+            said = forks.since(start_n)
             seen = forks.ahead(keep & forks.live)
-            ahead = seen.texts(keep)
+            ahead = seen.since(before_n)
             after = (seen.log_probs() - before_p) / (seen.lengths - before_n + 1e-8)
             parents = np.tile(own, (P, 1))
             for p in np.flatnonzero(looks).tolist():
                 rows = np.flatnonzero(keep[p])
                 gain = after[p, rows] - value[p, spread[p, rows]]
-                told = [ahead[p][i][len(cut[p][i]):] for i in rows]
-                chosen, agrees = self._choose(gain, told, forks.rng(p))
+                chosen, agrees = self._choose(gain, [ahead[p][i] for i in rows], forks.rng(p))
                 picked = rows[chosen]
                 parents[p, :self.beams] = picked
                 value[p] = after[p, picked]
@@ -132,10 +131,6 @@ class PhiDecoding(Explorer):
                 looks[p] &= not (agreed[p] and step + 1 >= self.first) and not (same and step >= self.first)
             forks.fork(parents)
         return self._finish(forks, value)
-
-    @staticmethod
-    def _since(begun: list[list[Any]], now: list[list[Any]]) -> list[list[Any]]:
-        return [[b[len(a):] for a, b in zip(*pair, strict=True)] for pair in zip(begun, now, strict=True)]
 
     def _choose(self, gain: np.ndarray, told: Sequence[str], rng: np.random.Generator) -> tuple[np.ndarray, bool]:
         """Which steps are taken, and whether most foresights say the same."""
@@ -152,16 +147,15 @@ class PhiDecoding(Explorer):
         P, n = len(forks), self.rows
         first = np.arange(n) < self.beams
         before_p, before_n = forks.log_probs(), forks.lengths.copy()
-        begun = forks.texts()
         forks.extend(forks.live & first, whole=True)
         mean = (forks.log_probs() - before_p) / (forks.lengths - before_n + 1e-8)
         score, index = np.full((P, n), -np.inf), np.zeros(P, int)
-        ended = forks.texts()
+        ended, since = forks.texts(), forks.since(before_n)
         for p in range(P):
             gain = mean[p, :self.beams] - value[p]
             score[p, :self.beams] = gain
             rng = forks.rng(p)
-            told = [ended[p][i][len(begun[p][i]):] or ended[p][i] for i in range(self.beams)]
+            told = [since[p][i] or ended[p][i] for i in range(self.beams)]
             good = np.flatnonzero((gain > 0) & np.array([bool(t.strip()) for t in told]))
             if not len(good):
                 index[p] = rng.choice(self.beams, p=_soft(-gain, self.temperature))

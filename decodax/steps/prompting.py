@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from decodax.api import generate
-from decodax.methods import model
+from decodax.methods import text_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,8 @@ def pedal(lm: Any, prompts: Any, exemplars: Sequence[str], n: int = 3, shots: in
     """
     if shots > len(exemplars):
         raise ValueError(f"shots: got {shots} with {len(exemplars)} exemplars, takes at most as many")
-    lm, given = model(lm), [prompts] if isinstance(prompts, str) else list(prompts)
+    lm = text_model(lm, "its answers are read as texts")
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
     asked = []
     for p, prompt in enumerate(given):
         rng = np.random.default_rng([seed, p])
@@ -88,7 +89,7 @@ def batch_prompt(lm: Any, items: Sequence[str], ask: Callable[[Sequence[str]], s
     Raises:
         ValueError: `read` gives another number of answers than there are items, or as `generate`.
     """
-    lm, rng = model(lm), np.random.default_rng(seed)
+    lm, rng = text_model(lm, "its answers are read as texts"), np.random.default_rng(seed)
     given: list[list[Hashable]] = [[] for _ in items]
     sure: list[Hashable | None] = [None] * len(items)
     open_, count, was = list(range(len(items))), 0, [0] * len(items)
@@ -138,8 +139,9 @@ def sketch_guided(lm: Any, prompts: Any, sketch: Callable[[Any], str], *,
     Raises:
         ValueError: as `generate`.
     """
+    lm = text_model(lm, "texts are held to a constraint")
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     sketches = [sketch(prompt) for prompt in given]
-    out = generate(model(lm), [ask(p, s) for p, s in zip(given, sketches, strict=True)], **constraint)
+    out = generate(lm, [ask(p, s) for p, s in zip(given, sketches, strict=True)], **constraint)
     assert out.text is not None
     return Sketched(out.text, sketches)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decodax.io.appended import appended
 from decodax.scoring import score
 from decodax.steps.explorer import Explorer, Ranked, Score
 from decodax.steps.forks import Forks
@@ -53,6 +54,8 @@ class CoRAG(Explorer):
     last: str | None = None
     nothing: str = NOTHING
     penalty: Score | None = None
+
+    reads = "puts texts into a row"
 
     def __post_init__(self) -> None:
         if self.way not in ("best-of-n", "tree"):
@@ -126,11 +129,13 @@ class CoRAG(Explorer):
                     out[p, rows] = np.asarray(self.penalty(prompt, [texts[p][i] for i in rows]), np.float64)
             return out
         lm = forks.job.request.lm
-        if lm.tokenizer is None:
-            raise ValueError("lm: has no tokenizer, and chains are judged by a text behind them")
-        encode = lambda text: lm.tokenizer.encode(text, add_special_tokens=False)
-        last, nothing = encode(self.last) if self.last else [], encode(self.nothing)
-        pairs = [([*forks.prompts[p], *forks.tokens(p, i), *last], nothing) for p, i in at]
+        assert lm.tokenizer is not None
+        pairs = []
+        for p, i in at:
+            chain = forks.prompts[p] + forks.tokens(p, i)
+            for text in filter(None, (self.last, self.nothing)):
+                before, chain = chain, chain + appended(lm.tokenizer, chain, text)
+            pairs.append((before, chain[len(before):]))
         for (p, i), value in zip(at, score(lm, pairs).sum if pairs else [], strict=True):
             out[p, i] = value
         return out

@@ -15,8 +15,9 @@ from jax import Array
 from decodax.api import generate
 from decodax.core.state import Status
 from decodax.core.stops import stop_strings
+from decodax.io.appended import appended
 from decodax.io.load import LM
-from decodax.methods import model
+from decodax.methods import text_model
 from decodax.policy.base import Context, PyTree, Transform
 from decodax.steps.forks import Forks
 from decodax.struct import struct
@@ -140,26 +141,27 @@ def self_infill(lm: LM | Any, prompts: Any, *, marks: Sequence[int | str], openi
     Raises:
         ValueError: a model without a tokenizer, a mark that is no token, or as `generate`.
     """
-    lm = model(lm)
+    lm = text_model(lm, "self_infill puts texts together")
     tokenizer = lm.tokenizer
-    if tokenizer is None:
-        raise ValueError("lm: has no tokenizer, and self_infill puts texts together; takes one that has")
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    ids = [int(mark) if not isinstance(mark, str) else _mark(mark, encode(mark)) for mark in marks]
+    assert tokenizer is not None
+    ids = [int(mark) if not isinstance(mark, str) else _mark(mark, tokenizer.encode(mark, add_special_tokens=False))
+           for mark in marks]
     if len(set(ids)) != 3:
         raise ValueError(f"marks: got {list(marks)!r}, takes three different tokens")
     ends = stop_strings(stop)
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, **sampling)
-    starts = [[ids[0], *encode(prompt)] for prompt in given]
-    parts, tokens = _infill(lm, starts, ids, encode(opening), ends, tau, options, False)
+    follow = lambda before, text: [*before, *appended(tokenizer, before, text)]
+    starts = [follow([ids[0]], prompt) for prompt in given]
+    begins = appended(tokenizer, None, opening)
+    parts, tokens = _infill(lm, starts, ids, begins, ends, tau, options, False)
     text, history = [part.text for part in parts], [[part] for part in parts]
     tails: list[str] = []
     for i in range(loops):
         if i:
             openings = [after[:at + len(opening)] if (at := after.rfind(opening)) >= 0 else opening
                         for after in tails]
-            behind = [[*start, ids[1], *encode(own)] for start, own in zip(starts, openings, strict=True)]
+            behind = [follow([*start, ids[1]], own) for start, own in zip(starts, openings, strict=True)]
             parts, spent = _infill(lm, behind, ids, [], ends, tau, options, True)
             parts = [dataclasses.replace(part, after=head + part.after) if part.complete else part
                      for part, head in zip(parts, openings, strict=True)]
@@ -210,17 +212,16 @@ def _infill(lm: LM, starts: list[list[int]], marks: list[int], opening: list[int
                       for p in range(len(starts))])
     forks.feed([[[marks[2]] if row[0] else None] for row in waits])
     forks.extend(waits)
-    read = lambda ids: tokenizer.continuation([], ids, stop=list(stop) or None)
+    read = lambda ids, first, last, stop=stop: tokenizer.continuation(ids[:first], ids[first:last], stop=stop or None)
     parts = []
     for p, start in enumerate(starts):
         ended = forks.status[p, 0] == Status.EOS
         ids = whole(p)[:-1] if ended else whole(p)
         suffix = ids.index(marks[1]) if marks[1] in ids else len(ids)
         middle = ids.index(marks[2]) if marks[2] in ids else len(ids)
-        before = [] if begun else ids[len(start):suffix]
         interrupted, complete = suffix < len(ids), bool(ended and middle < len(ids))
         closed = middle < len(ids) or waits[p, 0]       # the budget may end with the mark
-        after = ids[len(start) if begun else suffix + 1:middle]
-        parts.append(Parts(read(before) if not interrupted else tokenizer.decode(before), read(ids[middle + 1:]),
-                           read(after) if complete or not closed else "", interrupted, complete))
+        before = "" if begun else read(ids, len(start), suffix, () if interrupted else stop)
+        after = read(ids, len(start) if begun else suffix + 1, middle) if complete or not closed else ""
+        parts.append(Parts(before, read(ids, middle + 1, len(ids)), after, interrupted, complete))
     return parts, forks.spent

@@ -34,10 +34,11 @@ def repeats(text: str, length: int = 32, times: int = 8) -> bool:
 class TreePO(Explorer):
     """Trees of segments (Li et al., 2025, TreePO): several texts of a prompt that share what they begin with.
 
-    All unfinished texts are written on by a segment (`step_tokens`), and then branch: of the places that are free each
-    text gets one, and the rest is divided by weight, at most `divergence` for each text, and at the first branching a
-    number between `first`'s bounds. A text that repeats itself ends. When all have ended and places are left, the tree
-    branches again where a text of it stood before, chosen at random ("fallback").
+    All unfinished texts are written on by a segment, which is a step (`step_tokens`, `until`), and then branch: of the
+    places that are free each text gets one, and the rest is divided by weight, at most `divergence` for each text, and
+    at the first branching a number between `first`'s bounds. A text that repeats itself ends, where there is a
+    tokenizer that shows it. When all have ended and places are left, the tree branches again where a segment of it
+    begins, chosen at random ("fallback").
 
     Rules and defaults are those of the authors' code, with their weights: "even", or by the log-probability of the last
     segment, "likely" or "unlikely".
@@ -70,6 +71,7 @@ class TreePO(Explorer):
         held = np.zeros((P, self.n), bool)          # rows in which a text of the tree stands
         held[:, 0] = True
         segments = np.zeros((P, self.n), int)
+        ends = np.zeros((P, self.n, self.depth + 1), int)           # new tokens of a text after each of its segments
         parents = np.tile(own, (P, 1))
         for p in range(P):
             self._branch(p, held, parents, forks, np.ones(self.n), int(forks.rng(p).integers(self.first[0],
@@ -79,6 +81,8 @@ class TreePO(Explorer):
             before_p, before_n = forks.log_probs(), forks.lengths.copy()
             forks.extend(active)
             segments[active] += 1
+            for p, i in zip(*np.nonzero(active), strict=True):
+                ends[p, i, segments[p, i]] = forks.lengths[p, i] - len(forks.prompts[p])
             mean = (forks.log_probs() - before_p) / np.maximum(forks.lengths - before_n, 1)
             texts = forks.texts(active)
             parents = np.tile(own, (P, 1))
@@ -91,8 +95,9 @@ class TreePO(Explorer):
                 self._branch(p, held, parents, forks, np.exp(sign * mean[p]), self.divergence)
             forks.fork(parents)
             segments = np.take_along_axis(segments, parents, 1)
+            ends = np.take_along_axis(ends, parents[..., None], 1)
             if not (held & forks.live).any() and not held.all():
-                self._fall_back(forks, held, segments)
+                ends = self._fall_back(forks, held, segments, ends)
         tokens = np.maximum(forks.lengths - np.array([[len(x)] for x in forks.prompts]), 1)
         score = forks.log_probs() / tokens if self.reward is None else scored(
             self.reward, forks, asked, held, np.full((P, self.n), -np.inf))
@@ -111,17 +116,16 @@ class TreePO(Explorer):
                 j = next(places)
                 parents[p, j], held[p, j] = i, True
 
-    def _fall_back(self, forks: Forks, held: np.ndarray, segments: np.ndarray) -> None:
-        """Lets free rows begin again within a text of the tree: they go on from a beginning of it."""
+    def _fall_back(self, forks: Forks, held: np.ndarray, segments: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Lets free rows begin again where a segment of a text begins. Returns the new `ends`."""
         parents = np.tile(np.arange(self.n), (len(held), 1))
         lengths = np.where(held, -1, 0)
         for p in range(len(forks)):
             rng, done, free = forks.rng(p), np.flatnonzero(held[p]), np.flatnonzero(~held[p])
-            step = forks.step_tokens or 1
             for j in free:
                 i = int(rng.choice(done))
-                made = int(forks.lengths[p, i]) - len(forks.prompts[p])
-                at = int(rng.integers(0, max((made - 1) // step, 0) + 1))
-                parents[p, j], lengths[p, j], held[p, j], segments[p, j] = i, at * step, True, at
+                at = int(rng.integers(0, max(segments[p, i], 1)))
+                parents[p, j], lengths[p, j], held[p, j], segments[p, j] = i, ends[p, i, at], True, at
         forks.fork(parents)
         forks.rewind(lengths)
+        return np.take_along_axis(ends, parents[..., None], 1)

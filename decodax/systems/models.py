@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from decodax.io.appended import appended
 from decodax.speculative import (
     Block,
     Distance,
@@ -218,7 +219,7 @@ def _reflective(lm: Any, draft: Any, probe: Any = "\nIs that right? Again:\n", a
     if isinstance(probe, str):
         if lm.tokenizer is None:
             raise ValueError("probe: got a text, and the model has no tokenizer")
-        probe = lm.tokenizer.encode(probe, add_special_tokens=False)
+        probe = appended(lm.tokenizer, None, probe)
     return Reflective(drafts.DraftModel(draft), shape=shapes.Chain(length), probe=tuple(probe), alpha=alpha)
 
 

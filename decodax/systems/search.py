@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from decodax.io.appended import appended
 from decodax.models.transformer import Transformer
 from decodax.search import (
     AWRS,
@@ -81,14 +82,14 @@ def _grid(lm: Any, phrases: Any = None, beams: int = 4, length_penalty: float = 
 
 
 def _phrases(name: str, lm: Any, given: Any) -> Any:
-    """Phrases as token ids: texts are encoded as they stand, so that a leading space is part of them."""
+    """Phrases as token ids: texts are encoded as they stand within a text, so that a leading space is part of them."""
     if not given:
         raise ValueError(f"system: {name!r} needs phrases=, a list of texts or of lists of token ids")
     if isinstance(given, str):
         given = [given]
     if (text := next((p for p in given if isinstance(p, str)), None)) is not None and lm.tokenizer is None:
         raise ValueError(f"phrases: got {text!r} for a model without a tokenizer; takes lists of token ids")
-    encode = lambda p: lm.tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p
+    encode = lambda p: appended(lm.tokenizer, None, p) if isinstance(p, str) else p
     return tuple(tuple(encode(p)) for p in given)
 
 

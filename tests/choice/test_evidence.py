@@ -50,6 +50,10 @@ def test_the_best_node_and_the_best_set_are_those_of_a_full_search() -> None:
 
 def test_texts_are_classified_by_the_names_of_leaves(tiny_model: Path) -> None:
     lm = dx.load(tiny_model)
+    # of labels that begin alike, each has its own share
+    labels = {"1": 0.5, "10": 0.2, "100": 0.05, "2": 0.3, "11": 0.1}
+    own = choice.consensus.apart(np.log(list(labels.values())), [np.array(list(map(int, name))) for name in labels])
+    np.testing.assert_allclose(np.exp(own), [0.2, 0.15, 0.05, 0.3, 0.1])
     names, chances = choice.classify(lm, ["a b", "c"], TREE, ask=lambda text: f"{text}: ")
     sums = dx.score(lm, [("c: ", TREE.names[i]) for i in TREE.leaves]).sum      # type: ignore[index]
     np.testing.assert_allclose(chances[1], np.exp(sums) / np.exp(sums).sum(), rtol=1e-5)

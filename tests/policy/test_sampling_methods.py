@@ -115,9 +115,8 @@ def test_a_real_model_goes_on_as_it_would_where_the_bound_is_low() -> None:
     assert soon.lengths.max() < 24
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("samples", [8])
-def test_even_samples_are_samples_and_even(samples: int) -> None:
+@pytest.mark.parametrize("samples", [1, 3, 8])
+def test_each_even_sample_is_a_draw_and_all_of_them_are_even(samples: int) -> None:
     V, steps, groups = 5, 3, 12_000
     p = np.random.default_rng(0).dirichlet(np.ones(V), size=steps).astype(np.float32)
     seeds: Any = np.stack([np.zeros(groups, np.uint32), np.arange(groups, dtype=np.uint32)], 1)
@@ -135,16 +134,16 @@ def test_even_samples_are_samples_and_even(samples: int) -> None:
             state = t.advance(t.note(state, ctx, logits), out[-1], 0.0)
         return jnp.stack(out)
 
-    tokens = np.asarray(jax.jit(jax.vmap(text))(link, address))
-    seen: Any = np.zeros((V,) * steps)
-    np.add.at(seen, tuple(tokens.T), 1)
-    want = np.einsum("a,b,c->abc", *p) * count
+    tokens = np.asarray(jax.jit(jax.vmap(text))(link, address)).reshape(groups, samples, steps)
+    want = np.einsum("a,b,c->abc", *p) * groups
     some = want > 5
-    assert chi2.sf(((seen - want) ** 2 / want)[some].sum(), some.sum()) > 1e-4
-    first = tokens[:, 0].reshape(groups, samples)
-    counts = np.stack([(first == v).sum(1) for v in range(V)], 1)
-    assert (np.abs(counts - p[0] * samples) < 1.2).all()        # of an interval each sample's code meets its share
-    assert np.abs(np.cov(counts[:, 0])) < 0.5 * samples * p[0, 0] * (1 - p[0, 0])
+    for i in range(samples):            # of each sample by itself; false alarms: 1e-4 for each
+        seen: Any = np.zeros((V,) * steps)
+        np.add.at(seen, tuple(tokens[:, i].T), 1)
+        assert chi2.sf(((seen - want) ** 2 / want)[some].sum(), some.sum()) > 1e-4, i
+    counts = np.stack([(tokens[..., 0] == v).sum(1) for v in range(V)], 1)
+    # an interval of width p holds the codes of p N samples, less than one more or less
+    assert (np.abs(counts - p[0] * samples) < 1 + 1e-3).all()
 
 
 @pytest.mark.wide

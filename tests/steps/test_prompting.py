@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -13,7 +15,9 @@ import decodax as dx
 from decodax import choice, steps
 from decodax.cache import causal
 from decodax.choice import Candidates
+from decodax.io.text import Tokenizer
 from tests.laws.test_systems import lm as worded
+from tests.small_tokenizers import of_words
 
 SHORT: dict[str, Any] = dict(max_new_tokens=8, min_new_tokens=8)
 
@@ -124,6 +128,38 @@ def test_rules_that_ask() -> None:
     asked = choice.Asked(lm, lambda p, texts: p + "".join(texts))
     np.testing.assert_allclose(asked.scores(candidates),
                                dx.score(lm, [("efabcdabh", str(i)) for i in range(1, 5)]).sum)
+
+
+def test_a_judge_scores_the_numbers_that_its_prompt_lists() -> None:
+    """"1" and "10" begin alike: each number has its own share, and together they have that of their first digits."""
+    lm = dataclasses.replace(worded("toy"), tokenizer=Tokenizer(of_words("0 1 2 3 4 5 6 7 8 9 a b c d e f")))
+    for n in (4, 10, 13):
+        scores = choice.Asked(lm, lambda p, texts: p + "".join(texts)).scores(Candidates(["a"] * n, "b"))
+        read = dx.score(lm, [("b" + "a" * n, str(i)) for i in range(1, n + 1)])
+        assert {len(row) for row in read.tokens} == ({1} if n == 4 else {1, 2})
+        np.testing.assert_allclose(np.delete(scores, 0), np.delete(read.sum, 0), rtol=1e-6)
+        np.testing.assert_allclose(np.exp(scores).sum(), np.exp(read.sum[:9]).sum(), rtol=1e-5)
+        assert (scores[0] < read.sum[0] - 1e-4) == (n >= 10)
+        listed = choice.consensus.ask_which("b", ["a"] * n)
+        assert re.findall(r"Answer (\S+):", listed) == [str(i) for i in range(1, n + 1)]
+
+
+def test_draws_among_candidates_are_the_prompts_own() -> None:
+    """Each prompt of a call has random numbers of its own, whoever stands beside it."""
+    lm, count = worded("toy"), 40
+    options: dict[str, Any] = dict(temperature=1.0, top_k=3, max_new_tokens=2, eos_token_id=[])
+    shares = dict(log_weights=np.log([0.5, 0.5]), texts=["x", "y"])
+    places = [choice.Corrected().choose(Candidates(address=(0, 0, i), **shares)).index for i in range(400)]
+    assert abs(sum(places) - 200) < 80          # false alarms: 1 in 10^15
+    named = [choice.Corrected().choose(Candidates(prompt=f"p{i}", **shares)).index for i in range(400)]
+    assert abs(sum(named) - 200) < 80
+    together = dx.choose(lm, ["ab"] * count, "local-normalization", n=2, **options)
+    addresses = [each.address for each in together.candidates]
+    assert len(set(addresses)) == count
+    alone = dx.choose(lm, ["ab"], "local-normalization", n=2, request_ids=[7], **options)
+    assert alone.candidates[0].address == addresses[7] and alone.index == together.index[7:8]
+    other = dx.choose(lm, ["ab"], "local-normalization", n=2, greedy=True, request_ids=[7], seed=1, **options)
+    assert other.candidates[0].address not in addresses
 
 
 def test_draws_corrected_for_truncation_are_the_models() -> None:

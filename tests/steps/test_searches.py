@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 from scipy.special import logsumexp
 
 import decodax as dx
-from decodax import steps
+from decodax import choice, steps
 from decodax.cache import causal
 from decodax.models import Transformer, llama
+from decodax.search import AWRS
+from decodax.steps import Forks
 from decodax.steps.explorer import log_mean, normal, settled
 from decodax.steps.particles import kept
 from decodax.steps.phi import k_means, tf_idf
@@ -116,6 +119,83 @@ def test_steering_is_unbiased() -> None:
     assert abs(got - [first.get(x, 0) for x in range(V)]).max() < 0.06
 
 
+def ends_alone(prompt: Any, texts: Any) -> list[float]:
+    """Rules out all texts that have not ended; so rows end beside others that weigh nothing."""
+    return [0.0 if EOS in t else -np.inf for t in map(list, texts)]
+
+
+def by_chance(prompt: Any, texts: Any) -> list[float]:
+    """Rules out half of all texts, and weighs the others by numbers far apart."""
+    return [-np.inf if (h := zlib.crc32(bytes(t))) % 2 else h % 3000 - 1500.0 for t in map(list, texts)]
+
+
+SEARCHES = {"smc": steps.SMC, "multinomial": functools.partial(steps.SMC, resampling="multinomial", least=1.0),
+            "twisted": functools.partial(steps.SMC, twist=lambda prompt, texts: [-np.inf] * len(texts)),
+            "late": functools.partial(steps.SMC, ended=True), "steering": functools.partial(steps.Steering, factor=2)}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("rule", [ends_alone, by_chance, lambda prompt, texts: [-np.inf] * len(texts)])
+def test_searches_end_whatever_is_ruled_out(name: str, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 60 prompts, each with random numbers of its own: no step is taken when no row with a weight is left."""
+    taken, extend = [], Forks.extend
+
+    def counted(forks: Forks, which: Any = None, *args: Any, **options: Any) -> Any:
+        taken.append(int(forks.live.sum() if which is None else (which & forks.live).sum()))
+        assert taken[-1], "a step that no row takes"
+        return extend(forks, which, *args, **options)
+
+    monkeypatch.setattr(Forks, "extend", counted)
+    out = steps.explore(tiny(), [[1, 3]] * 60, SEARCHES[name](rule, n=3), **OPTIONS)
+    assert len(taken) <= NEW and out.weights is not None and out.log_evidence is not None
+    np.testing.assert_allclose(out.weights.sum(1), 1)
+    for p in range(60):
+        if np.isfinite(out.log_evidence[p]):
+            values = np.array(rule(None, out.texts[p]))
+            assert np.isfinite(values[out.weights[p] > 0]).all() and out.weights[p, out.index[p]] > 0
+
+
+@pytest.mark.parametrize("search", [steps.SMC(potential, n=4, least=1.0), steps.SMC(potential, n=4, ended=True),
+                                    steps.Steering(potential, n=3, factor=2)],
+                         ids=["smc", "late", "steering"])
+def test_the_weights_of_a_method_that_proposes_count(search: Any) -> None:
+    """The evidence is that of policy, check and potential together, on average; false alarms: 1 in 15,000 for each."""
+    def allowed(ids: list[int]) -> bool:
+        return ids[0] != 3 and ids.count(1) < 2
+
+    weights = {t: p * float(np.exp(potential(None, [t])[0])) for t, p in law((1, 3)).items() if allowed(list(t))}
+    want, count = sum(weights.values()), 250
+    out = steps.explore(tiny(), [[1, 3]] * count, search, algorithm=AWRS(allowed), **OPTIONS)
+    assert out.log_evidence is not None and out.weights is not None
+    evidence = np.exp(out.log_evidence)
+    assert abs(evidence.mean() - want) < 4 * evidence.std() / np.sqrt(count)
+    assert all(allowed(list(t)) for row, w in zip(out.texts, out.weights, strict=True)
+               for t, weight in zip(row, w, strict=True) if weight and len(t))
+    # weighted by the evidence, particles are draws from the law: here of the first token
+    share = np.array([sum(w for t, w in weights.items() if t[0] == x) for x in range(V)]) / want
+    each = np.array([np.bincount([t[0] if len(t) else EOS for t in row], w, V) for row, w in
+                     zip(out.texts, out.weights, strict=True)]) * evidence[:, None] / evidence.mean()
+    assert (abs(each.mean(0) - share) < 4 * each.std(0) / np.sqrt(count) + 1e-9).all()
+
+
+def test_a_particle_filter_takes_the_weights_of_its_method() -> None:
+    """Where only 1 in 5 or 4 in 5 of a particle's next step is allowed, it is resampled by that."""
+    seen: list[list[float]] = []
+
+    def noted(weights: Any, rng: Any, how: str = "multinomial") -> Any:
+        seen.append(weights.tolist())
+        return np.arange(len(weights))
+
+    search = steps.ParticleFilter(lambda prompt, texts: [0.5] * len(texts), n=4, increment=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decodax.steps.particles.resample", noted)
+        steps.explore(tiny(), [[1, 3]], search, algorithm=AWRS(lambda ids: True), **OPTIONS)
+        assert all(np.allclose(row, 0.25) for row in seen) and seen
+        seen.clear()
+        steps.explore(tiny(), [[1, 3]], search, algorithm=AWRS(lambda ids: ids[-1] != 3), **OPTIONS)
+    assert not all(np.allclose(row, 0.25) for row in seen)
+
+
 def reward(prompt: Any, texts: Any) -> list[float]:
     return [1 / (1 + np.exp(-(0.7 * sum(x == 3 for x in t) - 0.5 * sum(x == 1 for x in t)))) for t in map(list, texts)]
 
@@ -166,6 +246,58 @@ def test_a_star_expands_the_best_first_and_finds_the_best() -> None:
     assert few.tokens <= 36 < out.tokens
 
 
+def test_a_tree_that_falls_back_branches_where_a_segment_begins() -> None:
+    """Segments of any length, which end with a string: texts end after `depth` of them, and not before."""
+    from tests.laws.test_systems import lm as worded
+    lm, depth, seen = worded("toy"), 4, []
+    rewind = Forks.rewind
+
+    def noted(forks: Forks, made: np.ndarray) -> None:
+        seen.extend((forks.tokens(0, i), int(made[0, i])) for i in np.flatnonzero(made[0] >= 0))
+        rewind(forks, made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forks, "rewind", noted)
+        out = steps.explore(lm, ["abcd"], steps.TreePO(n=8, first=(2, 2), divergence=1, depth=depth), until="e",
+                            max_new_tokens=60, temperature=1.0)
+    assert len(seen) == 6 and len({at for _, at in seen}) > 1
+    assert lm.tokenizer is not None
+    for ids, at in seen:
+        assert not at or "e" in lm.tokenizer.decode(ids[at - 1:at])
+    for i, text in enumerate(out.texts[0]):
+        count = len(re.findall("e[^e]*", text)) if out.result.lengths[i] < 60 else depth
+        assert count == depth, text
+
+
+@pytest.mark.parametrize("search", ["phi-decoding", "with-tools", "trimr", "corag"])
+def test_searches_over_texts_ask_for_a_tokenizer_first(search: str) -> None:
+    say = lambda *args: "x"
+    options = {"with-tools": dict(act=say), "trimr": dict(redundant=say, guidance="x"), "corag": dict(retrieve=say)}
+    with pytest.raises(ValueError, match="lm: has no tokenizer, and"):
+        steps.explore(tiny(), [[1, 3]], search, options=options.get(search, {}), **OPTIONS)
+    with pytest.raises(ValueError, match="until: got 'x', and the model has no tokenizer"):
+        steps.explore(tiny(), [[1, 3]], "treepo", until="x", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: dx.choose(tiny(), [[1, 3]], "likelihood"), lambda: steps.pedal(tiny(), ["a"], ["b"], shots=1),
+    lambda: steps.batch_prompt(tiny(), ["a"], str, lambda text, n: [(text, True)]),
+    lambda: steps.sketch_guided(tiny(), ["a"], str), lambda: steps.integrate(tiny(), [[1, 3]]),
+    lambda: choice.Sampled(tiny())([1, 3])])
+def test_what_reads_answers_asks_for_a_tokenizer_first(call: Any) -> None:
+    with pytest.raises(ValueError, match="lm: has no tokenizer, and"):
+        call()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["particle-filter", "step-beams", "a-star", "treepo", "smc", "smc-steering"])
+def test_searches_without_steps_take_a_text_for_a_step(name: str) -> None:
+    options = {"smc": dict(potential=potential), "smc-steering": dict(potential=potential), "treepo": dict(n=4)}
+    out = steps.explore(tiny(), [[1, 3]], name, options=options.get(name, dict(reward=reward)), max_new_tokens=NEW,
+                        temperature=1.0)
+    assert len(out.text[0]) == NEW or out.text[0][-1] == EOS
+
+
 @pytest.mark.wide
 def test_foresight_and_trees_write_whole_texts() -> None:
     points = lambda texts: np.array([[len(t)] for t in texts], float)
@@ -203,6 +335,14 @@ def test_parts() -> None:
         assert len(set(chosen.tolist())) == 3
         total[chosen] += np.exp(new)
     np.testing.assert_allclose(total / 4000, np.exp(logs), atol=0.02)
+    # weights however far apart
+    for _ in range(200):
+        wide = np.where(rng.random(9) < 0.2, -np.inf, rng.normal(0, 2000, 9))
+        chosen, new = kept(wide, 4, rng)
+        some = np.isfinite(new)
+        assert len(set(chosen.tolist())) == 4 and some.sum() == min(np.isfinite(wide).sum(), 4)
+        assert np.isfinite(wide[chosen][some]).all() and wide.argmax() in chosen
+        assert (new[some] >= wide[chosen][some] - 1e-9).all()
     assert np.isclose(logsumexp(logs), 0)
 
 
@@ -213,6 +353,8 @@ def test_parts() -> None:
     ("a-star", dict(reward=reward, n=2, branch=2), "branch: got 2 for 2 rows"),
     ("particle-filter", dict(reward=lambda p, t: [2.0] * len(t)), "reward: got 2 to 2"),
     ("step-beams", dict(reward=lambda p, t: [np.nan] * len(t)), "score: got array"),
+    ("smc", dict(potential=lambda p, t: [np.inf] * len(t)), "potential: got inf"),
+    ("smc-steering", dict(potential=lambda p, t: [np.inf] * len(t), n=4, factor=2), "potential: got inf"),
     (5, {}, "by: got int")])
 def test_what_makes_no_sense_is_refused(given: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
