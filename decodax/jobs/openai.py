@@ -129,5 +129,5 @@ def _language(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     inner = form.get("json_schema") if isinstance(form, Mapping) and form.get("type") == "json_schema" else None
     if not isinstance(inner, Mapping) or inner.get("schema") is None:
         raise LineError(f"response_format: got {form!r:.80}, takes {{'type': 'json_schema', 'json_schema': {{'schema': "
-                        "...}}}} or {'type': 'text'}")
+                        "...}} or {'type': 'text'}")
     return [*found, ("response_format", "json_schema", inner["schema"])]

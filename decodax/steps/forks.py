@@ -17,7 +17,7 @@ import numpy as np
 from decodax.core import drivers
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
-from decodax.core.stops import first_match, stop_strings
+from decodax.core.stops import StopTable, stop_strings
 from decodax.io.appended import appended
 from decodax.job import Job, collect, host_rows
 from decodax.methods import model
