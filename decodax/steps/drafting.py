@@ -77,7 +77,6 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
     first[:, 0] = True
     while (live := own.live[:, 0]).any():
         rounds += 1
-        base = own.lengths.copy()
         guesses: list[list[WrittenStep]] = [[] for _ in range(P)]
         ahead = theirs.ahead(np.zeros((P, 1), bool), tokens=1)      # a copy that the draft writes on
         for _ in range(depth):
@@ -95,6 +94,8 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
         active &= own.live
         written = _write(own, active, alike)
         parents = np.tile(np.arange(wide), (P, 1))
+        stood: list[list[Any]] = [[None] for _ in range(P)]
+        said: list[list[Any]] = [[None] for _ in range(P)]
         for p in np.flatnonzero(live).tolist():
             stands = 0
             for guess, mine in zip(guesses[p], written[p], strict=False):
@@ -107,10 +108,16 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
                 stands += 1
             parents[p] = stands
             steps[p] += stands + 1
+            # what the draft wrote goes back to it as ids, what the target wrote as ids or as text
+            stood[p], mine = [_joined(guesses[p][:stands], True)], written[p][stands]
+            assert mine is not None
+            said[p] = [_joined([mine], alike)]
         own.fork(parents)
-        said = own.since(base)
-        theirs.feed([[own.tokens(p, 0)[base[p, 0] - len(own.prompts[p]):] if alike else said[p][0]]
-                     if own.live[p, 0] else [None] for p in range(P)])
+        if alike:
+            theirs.feed([[a[0] + b[0]] if a[0] is not None else [None] for a, b in zip(stood, said, strict=True)])
+        else:
+            theirs.feed(stood)
+            theirs.feed(said)
         theirs.spent += ahead.spent
     return Drafted([row[0] for row in own.texts(first)], steps, accepted, rounds, own.spent, theirs.spent)
 
