@@ -41,10 +41,10 @@ def first_finish(lm: LM | str | os.PathLike[str], prompts: Any, n: int = 4,
     job = Job.begin(request)
     while job.running:
         job.advance(None, rounds=BURST)
-        if request.max_time is not None and time.monotonic() > clock + request.max_time:
-            job.expire()
         ended = np.isin(job.status, ENDED).reshape(len(request), n).any(1)
         job.end(np.repeat(ended, n))
+        if request.max_time is not None and time.monotonic() > clock + request.max_time:
+            job.expire()
     result = job.result()
     rounds = np.where(np.isin(result.status, ENDED), result.stats.rounds, np.inf)
     each = candidates_of(result, request.prompts, n, request)

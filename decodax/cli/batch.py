@@ -160,7 +160,7 @@ def _progress(total: int | None, quiet: bool) -> Iterator[Callable[[Progress], N
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console, last, done, text = Console(stderr=True), -EVERY, 0, ""
+    console, last, done, text = Console(stderr=True), float("-inf"), 0, ""
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)

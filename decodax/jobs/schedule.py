@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,8 @@ Waiting = collections.deque[tuple[Ticket, Any]]
 def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
              read: Callable[[Any], Ticket | Refused | None] = lambda item: item, ahead: int | None = None,
              end: float | None = None, longest: int = 1, more: int = 1, memory: int | None = None,
-             token_budget: int | None = None, use: Use | None = None) -> Iterator[tuple[Any, Result | Exception]]:
+             token_budget: int | None = None,
+             use: Use | None = None) -> Generator[tuple[Any, Result | Exception], None, None]:
     """Runs prompts through places that are filled again as they become free; gives tags and results as they finish, or
     the error of a prompt that cannot be answered.
 

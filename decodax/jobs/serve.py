@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 from decodax.io.load import LM
@@ -52,7 +52,7 @@ class Served:
 
 def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int = 16, ahead: int | None = None,
           memory: str | None = None, token_budget: int | None = None, max_time: float | None = None,
-          on_error: str = "return", use: Use | None = None, **options: Any) -> Iterator[Served]:
+          on_error: str = "return", use: Use | None = None, **options: Any) -> Generator[Served, None, None]:
     """Continues prompts of any number and gives each result as it comes, not in their order.
 
     The tokens of a prompt are those that `generate` gives it alone with the same options and the same address,

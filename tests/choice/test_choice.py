@@ -182,6 +182,11 @@ def test_the_first_that_ends_is_taken(lm: LM, monkeypatch: pytest.MonkeyPatch) -
         assert found.text == [whole.text[i * 5 + j] for i, j in enumerate(found.index)]
     found = dx.choose(lm, PROMPTS, "first-finish", n=5, **{**options, "max_new_tokens": 1, "stop": None})
     assert found.index == [0, 0]        # nobody ends
+    # the time is out at the first look
+    found = dx.choose(lm, PROMPTS, "first-finish", n=5, **{**options, "stop": None, "eos_token_id": []}, max_time=1e-9)
+    assert all(each.lengths is not None and (each.lengths <= 32).all() for each in found.candidates)
+    with pytest.raises(TypeError, match="batch_size: first-finish takes no such argument"):
+        dx.choose(lm, PROMPTS, "first-finish", batch_size=1)
 
 
 def test_candidates_are_checked() -> None:

@@ -139,7 +139,7 @@ def test_closing_ends_the_thread() -> None:
     answers = dx.serve(SMALL, (PROMPTS[i % 12] for i in itertools.count()), slots=2, max_new_tokens=3)
     next(answers)
     assert threads()
-    answers.close()     # type: ignore[attr-defined]
+    answers.close()
     for thread in threads():
         thread.join(5)
     assert threads() == []

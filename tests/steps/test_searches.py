@@ -361,6 +361,12 @@ def test_what_makes_no_sense_is_refused(given: Any, options: dict[str, Any], mes
         steps.explore(tiny(), [[1, 3]], given, options=options, **OPTIONS)
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_time", 1.0), ("batch_size", 2), ("num_samples", 3)])
+def test_what_a_search_does_not_honour_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: explore takes no such argument; "):
+        steps.explore(tiny(), [[1, 3]], "particle-filter", options=dict(reward=reward, n=2), **{name: value})
+
+
 @pytest.mark.matrix
 def test_the_guide_runs_as_it_stands() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "explore.md").read_text()
