@@ -17,6 +17,23 @@ WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a
                          type(None): "None"}
 
 
+def built(make: Callable[..., Any], options: Mapping[str, Any], **beside: Any) -> Any:
+    """What `make` makes of options, and of what stands beside them.
+
+    Raises:
+        ValueError: an option of another kind (`check_options`), unless `make` has an error about it that begins with
+            its name; or as `make`.
+    """
+    try:
+        found = make(**beside, **options)
+    except Exception as error:
+        if not (isinstance(error, ValueError) and str(error).startswith(tuple(options))):
+            check_options(make, options)
+        raise
+    check_options(make, options)
+    return found
+
+
 def check_options(make: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Checks options by type: numbers, texts, True and False, one of several texts, tuples of them, and functions.
     What is annotated as anything else is left to `make`.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 from decodax.core.types import Algorithm
-from decodax.options import check_options
+from decodax.options import built
 
 Guarantee = Literal["seed-exact", "distribution-exact", "approximate"]
 """What holds of a method's output: see `Algorithm.guarantee`."""
@@ -222,8 +222,7 @@ def made(what: str, table: Mapping[str, Named], name: str, options: Mapping[str,
         raise ValueError(f"{what}: {name!r} takes no option {unknown[0]!r}; takes {', '.join(entry.options)}")
     if missing := [key for key, value in entry.options.items() if value is ... and key not in options]:
         raise ValueError(f"{what}: {name!r} needs {missing[0]}=")
-    check_options(entry.make, options)
-    return entry.make(**options)
+    return built(entry.make, options)
 
 
 def near(name: str, known: Collection[str]) -> str:
@@ -254,10 +253,9 @@ def system(name: str, lm: Any = None, draft: Any = None, **options: Any) -> Algo
     if unknown := sorted(options.keys() - found.options.keys()):
         raise ValueError(f"system: {name!r} takes no option {unknown[0]!r}; takes "
                          f"{', '.join(f'{k}={v!r}' for k, v in found.options.items()) or 'none'}")
-    check_options(found.make, options)
     given = {"lm": lm, "draft": draft}
     takes = inspect.signature(found.make).parameters
-    return found.make(**{k: v for k, v in given.items() if k in takes}, **options)
+    return built(found.make, options, **{k: v for k, v in given.items() if k in takes})
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:

@@ -451,13 +451,14 @@ def _reach(lm: LM, lengths: np.ndarray, budget: np.ndarray, name: str) -> None:
     Args:
         name: the argument that says how many tokens follow.
     """
-    row, most = int(lengths.argmax()), int((lengths + budget).argmax())
+    totals: Any = lengths + budget
+    row, most = int(lengths.argmax()), int(totals.argmax())
     bounds = [x for x in (lm.model.max_positions, lm.model.trained_positions) if x is not None]
     if bounds and lengths[row] > min(bounds):
         _room(lm, int(lengths[row]), f"prompts[{row}]", "the prompt's tokens")
     else:
         fit = min(bounds, default=0) - int(lengths[most])
-        _room(lm, int((lengths + budget)[most]), name, hint="; what comes behind that is seldom of use. There is room "
+        _room(lm, int(totals[most]), name, hint="; what comes behind that is seldom of use. There is room "
               f"for {fit} new tokens, and progress=True shows how far a long call is")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import reprlib
 from typing import Any, Self, TypeVar, dataclass_transform
 
@@ -51,15 +52,14 @@ def _part(value: Any, depth: int) -> str:
     if dataclasses.is_dataclass(type(value)) and (own is short or hasattr(own, "__wrapped__")):
         return _named(value, depth)
     if type(value) in (list, tuple, dict):
-        some: list[Any] = list(value.items() if isinstance(value, dict) else value)[:3]
-        said = [f"{k!r}: {_part(x, depth - 1)}" for k, x in some] if isinstance(value, dict) else [
-            _part(x, depth - 1) for x in some]
-        left = [f"... {len(value)} in all"] if len(value) > len(some) else []
-        opening, closing = {list: "[]", tuple: "()", dict: "{}"}[type(value)]
-        return f"{opening}{', '.join([*said, *left])}{closing}" if depth > 0 or not value else \
-            f"{opening}{len(value)} entries{closing}"
-    said = reprlib.repr(value) if isinstance(value, (str, bytes, set, frozenset)) else repr(value)
-    return said if len(said) <= 200 else f"{said[:196]}...>"
+        around = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
+        if value and depth <= 0:
+            return f"{around[0]}{len(value)} entries{around[1]}"
+        parts = [f"{name!r}: {_part(x, depth - 1)}" for name, x in itertools.islice(value.items(), 3)] if isinstance(
+            value, dict) else [_part(x, depth - 1) for x in value[:3]]
+        return around[0] + ", ".join(parts + [f"... {len(value)} in all"] * (len(value) > 3)) + around[1]
+    whole = reprlib.repr(value) if isinstance(value, (str, bytes, set, frozenset)) else repr(value)
+    return whole if len(whole) <= 200 else f"{whole[:196]}...>"
 
 
 class Struct:

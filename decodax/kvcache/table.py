@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from decodax.cache.base import CacheConfig
-from decodax.options import check_options
+from decodax.options import built
 from decodax.registry import near, options
 
 Effect = Literal["exact", "approximate"]
@@ -84,8 +84,7 @@ def kv(name: str, **given: Any) -> CacheConfig:
     if unknown := sorted(given.keys() - found.options.keys()):
         raise ValueError(f"kv: {name!r} takes no option {unknown[0]!r}; takes "
                          f"{', '.join(f'{k}={v!r}' for k, v in found.options.items())}")
-    check_options(found.make, given)
-    return found.make(**given)
+    return built(found.make, given)
 
 
 def find(name: str) -> CachePolicy:

@@ -166,12 +166,15 @@ def number(name: str, value: Any, low: float = -np.inf, takes: str = "a number")
         ValueError: something else; True is something else.
     """
     found = scalar(name, value, takes)
-    if not isinstance(found, numbers.Real) or isinstance(found, bool) or not low < found < np.inf:
+    if not isinstance(found, numbers.Real) or isinstance(found, bool):
         raise wrong(name, value, takes)
     try:
-        return float(found)
+        number = float(found)
     except OverflowError:
         raise wrong(name, value, takes) from None
+    if not low < number < np.inf:
+        raise wrong(name, value, takes)
+    return number
 
 
 def positive(name: str, value: Any) -> float:

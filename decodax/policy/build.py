@@ -81,7 +81,7 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
 
     Args:
         do_sample, temperature: greedy at temperature 0, or with `do_sample=False`; that is the default.
-            `do_sample=True` alone means temperature 1.
+            `do_sample=True` alone means temperature 1. `do_sample=False` goes with a temperature of 0 or 1 alone.
         top_k: 0 or -1 keeps all. top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h: as in transformers.
         repetition_penalty: on the whole text, as in transformers, or on its last `penalty_last_n` tokens (llama.cpp).
         presence_penalty, frequency_penalty: on the generated tokens (OpenAI, vLLM), or, with `penalty_last_n`, on the
@@ -110,8 +110,9 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
 
     Raises:
         TypeError: an unknown argument, with the known ones nearest to it.
-        ValueError: a value that is not allowed, an argument without the one it needs, or only sampling arguments
-            without a word on the temperature.
+        ValueError: a value that is not allowed, or one that would have no effect: an argument without the one it
+            needs, sampling arguments without a word on the temperature or beside `do_sample=False`. Values that ask
+            for nothing (`decodax.policy.neutral`) are taken anywhere.
 
     >>> [type(t).__name__ for t in build(2, temperature=[0.7, 0.0], top_p=0.9, top_k=0).transforms]
     ['Temperature', 'TopP']

@@ -317,7 +317,7 @@ def test_a_search_that_is_cut_short_gives_what_it_has() -> None:
     (dict(num_beams=0), "num_beams: got 0"), (dict(num_beams=2.5), "num_beams: got 2.5"),
     (dict(num_beams=2, num_samples=3), "num_samples: got 3 for 2 beams"),
     (dict(num_beams=2, early_stopping="always"), "early_stopping: got 'always', takes True, False or 'never'"),
-    (dict(num_beams=4, num_beam_groups=3), "groups: got 3 for a width of 4"),
+    (dict(num_beams=4, num_beam_groups=3), "num_beam_groups: got 3 for num_beams=4"),
     (dict(num_beams=2, patience=2.0), "patience: got 2.0 with early_stopping=False"),
     (dict(num_beam_groups=2), "num_beam_groups: got 2 with one beam"),
     (dict(num_beams=2, num_samples=1, num_return_sequences=1), "num_samples and num_return_sequences: got both"),
