@@ -17,7 +17,7 @@ DEAD = -1
 LARGEST = 20_000
 """States that an automaton may have."""
 
-STEPS = 5_000_000
+STEPS = 3_000_000
 """Steps through a nondeterministic automaton that making it deterministic may take: about a second."""
 
 
