@@ -115,7 +115,6 @@ class TokenDfa:
                    sizes[:-1].astype(np.int32),
                    np.append(_forced(following, final, trie, barred), DEAD).astype(np.int32))
 
-
     def longest(self, start: int) -> int | None:
         """The most tokens of a text from a state, without the end of the sequence; None: there is no bound."""
         last = len(self.next) - 1
