@@ -113,13 +113,12 @@ class TokenDfa:
         for column, a in enumerate(used.tolist()):
             source, target = np.divmod(pairs[a], states)
             table[source, column] = target
-        source, column = np.nonzero(table >= 0)
+        live, columns = np.nonzero(table >= 0)
         last = [states - 1] if ends else np.flatnonzero(final).tolist()
-        far = levels(last, table[source, column], source, states)
+        far = levels(last, table[live, columns], live, states)
         return cls(classes.reshape(-1).astype(np.int32), table, np.where(far < 0, FAR, far).astype(np.int32),
                    sizes[:-1].astype(np.int32),
                    np.append(_forced(following, final, trie, barred), DEAD).astype(np.int32))
-
 
     def longest(self, start: int) -> int | None:
         """The most tokens of a text from a state, without the end of the sequence; None: there is no bound."""

@@ -78,8 +78,8 @@ class StopTable(Struct):
         bits = next(b for b in (8, 16, 32) if room <= 1 << (b - 1))
         code = lambda state, hit: (state + (hit.astype(np.int64) << (bits - 1))).astype(f"u{bits // 8}")
         before = []
-        for state in fresh:
-            there, met = _from(state, delta, out, *_flat(starts, lifted))
+        for begin in fresh:
+            there, met = _from(begin, delta, out, *_flat(starts, lifted))
             before.append(code(np.where(lifted, states + np.searchsorted(fresh, there), there), met))
 
         # a column is the result from the root, whatever the state before, and exceptions to it

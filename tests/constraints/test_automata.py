@@ -27,8 +27,9 @@ TEXTS = ["".join(letters) for n in range(5) for letters in itertools.product("ab
 def expression(rng: random.Random, depth: int = 3) -> str:
     """A random one; anchors may stand anywhere."""
     one = lambda: expression(rng, depth - 1)
+    groups = [lambda: f"({one()})", lambda: f"(?:{one()})", lambda: f"(?s:{one()})"] * (depth > 0)
     atom = lambda: rng.choice([lambda: rng.choice("abé."), lambda: rng.choice([r"\n", "[^a]", "[ab]", r"\s", r"\w"]),
-                               *([lambda: f"({one()})", lambda: f"(?:{one()})", lambda: f"(?s:{one()})"] * (depth > 0))])()
+                               *groups])()
     kinds: list[Callable[[], str]] = [
         atom, atom, atom, lambda: rng.choice(["^", "$", "$", r"\A", r"\Z"]),
         lambda: atom() + rng.choice(["*", "+", "?", "*?", "{2}", "{1,2}", "{0,2}?", "{,1}", "{2,}"])]
@@ -37,10 +38,10 @@ def expression(rng: random.Random, depth: int = 3) -> str:
     return "|".join(alternatives)
 
 
-@pytest.mark.parametrize("first", often([0], range(0, 3000, 300)))
+@pytest.mark.parametrize("first", often([0], range(0, 3000, 150)))
 def test_random_expressions_match_what_python_matches(first: int) -> None:
     anchored = 0
-    for seed in range(first, first + 300):
+    for seed in range(first, first + 150):
         pattern = expression(random.Random(seed))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -51,7 +52,7 @@ def test_random_expressions_match_what_python_matches(first: int) -> None:
             assert mine.accepts(data) == bool(theirs.fullmatch(text)), (pattern, text)
             assert part.accepts(data) == bool(found.search(text)), (pattern, text)
         anchored += any(x in pattern for x in ("^", "$", r"\A", r"\Z"))
-    assert anchored > 150
+    assert anchored > 75
 
 
 @pytest.mark.parametrize(("pattern", "valid", "wrong"), [
@@ -86,13 +87,12 @@ def test_the_smallest_automaton_is_that_of_moores_rounds(seed: int) -> None:
                     state = int(following[state, byte]) if state >= 0 else -1
                 assert small.accepts(bytes(text[:n])) == bool(state >= 0 and final[state])
         # by hand: pairs that some text tells apart
-        apart = small.final[:, None] != small.final
-        for _ in range(len(small)):
-            go = lambda i, j, byte: (a := small.next[i, byte]) != (b := small.next[j, byte]) and (
-                a < 0 or b < 0 or apart[a, b])
-            apart |= np.array([[any(go(i, j, byte) for byte in range(256)) for j in range(len(small))]
-                               for i in range(len(small))])
-        assert small.empty or (apart | np.eye(len(small), dtype=bool)).all()
+        whole_next = np.where(small.next < 0, len(small), small.next)
+        whole_next, ends = np.vstack([whole_next, np.full((1, 256), len(small))]), np.append(small.final, False)
+        apart = ends[:, None] != ends
+        for _ in range(len(ends)):
+            apart |= apart[whole_next[:, None], whole_next[None]].any(-1)
+        assert small.empty or (apart | np.eye(len(ends), dtype=bool))[:-1, :-1].all()
 
 
 QUICK: dict[str, tuple[Any, int | None]] = {
@@ -120,14 +120,16 @@ def test_long_repetitions_are_made_quickly(name: str) -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: regex("a{1000000000}"), r"^regex: 'a\{1000000000\}': a repetition of 1000000000 times makes more than"),
+    (lambda: regex("a{1000000000}"), r"^regex: 'a\{1000000000\}': a repetition of 1000000000 times makes more"),
     (lambda: regex("((a{1,100}){1,100}){1,100}"), "^regex: .*a repetition of 100 times makes more than 1000000"),
     (lambda: regex("(a|b)*a(a|b){20}"), f"^regex: .*more than {LARGEST} states"),
-    (lambda: regex("(a?){10000}"), "^regex: .*more than 5000000 steps"),
+    (lambda: regex("(a?){10000}"), "^regex: .*more than 3000000 steps"),
     (lambda: regex(".{0,4000}"), f"^regex: .*32001 states, more than {LARGEST}"),
     (lambda: json_schema({"type": "string", "maxLength": 10 ** 9}), "^json_schema: .*1000000000 times"),
-    (lambda: json_schema({"type": "string", "pattern": "a", "maxLength": 10 ** 7}), "^json_schema: .*10000000 times"),
-    (lambda: json_schema({"type": "array", "items": {"type": "null"}, "maxItems": 10 ** 8}), "^json_schema: .*maxItems"),
+    (lambda: json_schema({"type": "string", "pattern": "a", "maxLength": 10 ** 7}),
+     "^json_schema: .*10000000 times"),
+    (lambda: json_schema({"type": "array", "items": {"type": "null"}, "maxItems": 10 ** 8}),
+     "^json_schema: .*maxItems"),
     (lambda: ebnf('start: "a"~1000000000'), "^grammar: .*1000000000 times")])
 def test_what_is_too_large_is_refused_quickly(make: Callable[[], Any], message: str) -> None:
     clock = time.process_time()

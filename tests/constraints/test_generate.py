@@ -108,9 +108,9 @@ def test_every_budget_closes(lm: LM) -> None:
     assert whole.text is not None and all(re.fullmatch("(ab)+", t) for t in whole.text)
 
 
-COMPLETE: list[dict[str, Any]] = [dict(choices=["yes", "no"]), dict(regex="ab|cd"), dict(json_schema={"type": "boolean"}),
-                                  dict(grammar='start: "a" "b"~2'), dict(regex="(ab){1,2}", stop="zz"),
-                                  dict(regex="a|a{9}", max_new_tokens=4)]
+COMPLETE: list[dict[str, Any]] = [
+    dict(choices=["yes", "no"]), dict(regex="ab|cd"), dict(json_schema={"type": "boolean"}),
+    dict(grammar='start: "a" "b"~2'), dict(regex="(ab){1,2}", stop="zz"), dict(regex="a|a{9}", max_new_tokens=4)]
 """Texts that are complete where none goes on, or none that fits into the budget."""
 DECODED: dict[str, dict[str, Any]] = {
     "greedy": {}, "sampled": dict(temperature=1.0), "drafted": dict(algorithm="prompt-lookup:length=4"),
@@ -125,8 +125,9 @@ def test_a_complete_text_ends_without_an_end_of_sequence(lm: LM, way: str) -> No
         given: dict[str, Any] = {**dict(max_new_tokens=12, eos_token_id=[]), **one, **DECODED[way]}
         out = dx.generate(lm, ["one", "no no abab aa"], **given)
         assert {*out.status} == {dx.Status.STOP}, (one, out.status, out.text)
-        pattern = {"choices": "yes|no", "json_schema": "true|false", "grammar": "abb"}.get(next(iter(one)), one.get("regex"))
-        assert out.text is not None and all(re.fullmatch(pattern or "", text) for text in out.text), out.text
+        whole = {"choices": "yes|no", "json_schema": "true|false", "grammar": "abb"}
+        pattern = one.get("regex", whole.get(next(iter(one)), ""))
+        assert out.text is not None and all(re.fullmatch(pattern, text) for text in out.text), out.text
 
 
 def test_a_free_row_beside_one_that_closes_is_as_it_was(lm: LM) -> None:
@@ -137,7 +138,8 @@ def test_a_free_row_beside_one_that_closes_is_as_it_was(lm: LM) -> None:
 
 
 def test_a_least_length_that_nothing_can_have_is_said(lm: LM) -> None:
-    for given, most in ((dict(choices=["ab", "abc"]), 3), (dict(regex="a{1,5}"), 5), (dict(json_schema={"const": 1}), 1)):
+    cases = (dict(choices=["ab", "abc"]), 3), (dict(regex="a{1,5}"), 5), (dict(json_schema={"const": 1}), 1)
+    for given, most in cases:
         with pytest.raises(ValueError, match=rf"^min_new_tokens: got 9 for prompt 0, and the longest .* takes {most} "):
             dx.generate(lm, "one", min_new_tokens=9, max_new_tokens=20, **given)      # type: ignore[arg-type]
     out = dx.generate(lm, "one", regex="(ab)+", min_new_tokens=9, max_new_tokens=20)

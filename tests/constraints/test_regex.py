@@ -199,7 +199,8 @@ def test_what_is_no_schema_is_an_error(schema: Any) -> None:
 
 SAYS_NOTHING: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "https://example.com/a", "id": "#a", "title": "t",
-    "description": "d", "$comment": "c", "default": 3, "examples": [1], "example": 1, "deprecated": True, "$anchor": "q",
+    "description": "d", "$comment": "c", "default": 3, "examples": [1], "example": 1, "deprecated": True,
+    "$anchor": "q",
     "readOnly": True, "writeOnly": False, "contentMediaType": "text/plain", "contentEncoding": "base64",
     "contentSchema": {"not": {}}, "$vocabulary": {}, "$dynamicAnchor": "z", "x-order": 3, "x-minLength": 2,
     "propertyOrder": 3, "enumNames": ["a"], "tsType": "T", "xml": {}, "externalDocs": {}, "discriminator": {},
@@ -229,7 +230,8 @@ def test_a_keyword_of_another_type_says_nothing(type_: str, name: str) -> None:
     assert not json_schema({"type": type_, name: {"a": False}}).empty
 
 
-@pytest.mark.parametrize("name", ["maxLenght", "minlength", "Pattern", "additionalPropertys", "exclusiveMinimun", "anyof"])
+@pytest.mark.parametrize("name", ["maxLenght", "minlength", "Pattern", "additionalPropertys", "exclusiveMinimun",
+                                  "anyof"])
 def test_a_word_that_is_nearly_a_keyword_is_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=f"^json_schema: #/{name}: no such keyword; did you mean"):
         json_schema({"type": "string", name: 3})
@@ -262,7 +264,7 @@ def test_draft_4_says_by_a_switch_that_a_bound_is_left_out() -> None:
     ({"anyOf": [{"type": "null"}, {"type": "string", "minLength": 3, "maxLength": 2}]},
      "#/anyOf/1: minLength 3 is above maxLength 2"),
     ({"type": "integer", "minimum": 3, "maximum": 2}, "#: no number lies between minimum 3 and maximum 2"),
-    ({"type": "number", "minimum": 3, "exclusiveMaximum": 3}, "#: no number lies between minimum 3 and exclusiveMaximum"),
+    ({"type": "number", "minimum": 3, "exclusiveMaximum": 3}, "#: no number lies between minimum 3 and exclusiveMax"),
     ({"type": "string", "maxLength": float("inf")}, "#/maxLength: got inf, takes numbers that are finite"),
     ({"type": "string", "maxLength": float("nan")}, "#/maxLength: got nan, takes numbers that are finite"),
     ({"type": "array", "items": {"type": "null"}, "minItems": -float("inf")}, "#/minItems: got -inf"),
