@@ -114,7 +114,7 @@ class _Spelling:
 
 @functools.lru_cache(maxsize=4)
 def _spelling(tokenizer: Tokenizer) -> _Spelling:
-    named, special = tokenizer.pieces(False), tokenizer.pieces().skipped
+    named, special = tokenizer.pieces(False), frozenset(tokenizer.pieces().skipped)
     names = {i: name for name, i in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
     # a byte to fall back on is taken where nothing else has these bytes
     fallback = lambda i: bool(re.fullmatch("<0x[0-9A-F]{2}>", names.get(i, "")))

@@ -143,7 +143,7 @@ class Coded(Sized):
         return self.replace(codes=tuple(made))
 
     @property
-    def view(self) -> Coded:
+    def view(self) -> Cache:
         """What drafts read: of codes in halves, the upper ones."""
         codec = self.kind.codec
         if not isinstance(codec, HierarchicalAffine):
