@@ -19,10 +19,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.kvcache.entropy import decoded, encoded, frequencies
+from decodax.kvcache.entropy import decoded, encoded, frequencies, from_16_bits, in_16_bits
 from decodax.kvcache.prefix import Prefix
 
 VERSION = 1
+
+LARGEST = (1 << 15) - 1
+"""Steps of a difference, so that with its sign it fits 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ class CacheGen:
     Attributes:
         group: tokens of which the first is an anchor.
         steps: of differences, in standard deviations, for the first third of the layers, the second and the last.
-        most: the largest number of steps of a difference; beyond it differences are cut.
+        most: the largest number of steps of a difference, up to 32,767; beyond it differences are cut.
     """
 
     group: int = 10
@@ -40,9 +43,9 @@ class CacheGen:
     most: int = 255
 
     def __post_init__(self) -> None:
-        if self.group < 1 or self.most < 1 or len(self.steps) != 3 or min(self.steps) <= 0:
+        if self.group < 1 or not 1 <= self.most <= LARGEST or len(self.steps) != 3 or min(self.steps) <= 0:
             raise ValueError(f"group, steps, most: got {self.group}, {self.steps} and {self.most}, takes 1 or more, "
-                             "three numbers above 0, and 1 or more")
+                             f"three numbers above 0, and 1 to {LARGEST}")
 
     def save(self, prefix: Prefix, file: str | os.PathLike[str] | io.BufferedIOBase) -> None:
         """Writes a prefix into a file, which `load_prefix` reads."""
@@ -69,7 +72,7 @@ class CacheGen:
         share = frequencies(symbols, int(symbols.max(initial=0)) + 1)
         state, words = encoded(symbols, share)
         return {"anchors": codes, "scales": scales, "sizes": sizes, "low": low.astype(np.int16),
-                "share": (share - (share == 1 << 16)).astype(np.uint16), "state": state, "words": words}
+                "share": in_16_bits(share), "state": state, "words": words}
 
 
 def anchors(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -121,9 +124,7 @@ def _restored(own: dict[str, np.ndarray], group: int) -> np.ndarray:
     G, T, w = own["shape"]
     behind, of = others(T, group)
     first = own["anchors"] * own["scales"][:, None]
-    share = own["share"].astype(np.int64)
-    share += share == (1 << 16) - 1     # a channel of one symbol alone
-    numbers = decoded(own["state"], own["words"], share, len(behind)) + own["low"]
+    numbers = decoded(own["state"], own["words"], from_16_bits(own["share"]), len(behind)) + own["low"]
     x = np.empty((T, G * w), np.float32)
     x[::group] = first
     x[behind] = first[of] + numbers * own["sizes"]

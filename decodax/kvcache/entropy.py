@@ -10,19 +10,35 @@ WHOLE = 1 << 16
 
 
 def frequencies(symbols: np.ndarray, count: int) -> np.ndarray:
-    """`i64[C, count]` of the symbols `[T, C]` below `count` of each stream: what occurs has 1 or more, of `WHOLE`."""
+    """`i64[C, count]` of the symbols `[T, C]` below `count` of each stream: what occurs has 1 or more, of `WHOLE`.
+
+    Raises:
+        ValueError: more symbols in a stream than `WHOLE`.
+    """
     T, C = symbols.shape
     if not T:
         return np.full((C, count), WHOLE // count) + (np.arange(count) < WHOLE % count)
     seen = np.zeros((C, count), np.int64)
     np.add.at(seen, (np.arange(C)[None].repeat(T, 0), symbols), 1)
-    share = np.where(seen > 0, np.maximum(seen * WHOLE // T, 1), 0)
-    # what rounding left over goes to the most frequent one, which has the most to give and to take
-    most = share.argmax(1)
-    share[np.arange(C), most] += WHOLE - share.sum(1)
-    if (share < 0).any() or ((share == 0) & (seen > 0)).any():
-        raise ValueError(f"symbols: got {count} in a stream, takes fewer than {WHOLE >> 1}")
+    kinds = (seen > 0).sum(1)
+    if (most := max(kinds, default=0)) > WHOLE:
+        raise ValueError(f"symbols: got {most} in a stream, takes at most {WHOLE}")
+    # one for each that occurs, and of the rest by how often; what rounding leaves over goes to the most frequent one
+    share = (seen > 0) + seen * (WHOLE - kinds)[:, None] // T
+    share[np.arange(C), seen.argmax(1)] += WHOLE - share.sum(1)
     return share
+
+
+def in_16_bits(share: np.ndarray) -> np.ndarray:
+    """`u16[C, count]` of frequencies. A symbol that is alone in its stream has `WHOLE`, which does not fit, and is
+    written as one less: the sum of its stream then tells it from one that has that many (`from_16_bits`)."""
+    return (share - (share == WHOLE)).astype(np.uint16)
+
+
+def from_16_bits(stored: np.ndarray) -> np.ndarray:
+    """The frequencies `i64[C, count]` that `in_16_bits` was given."""
+    share = stored.astype(np.int64)
+    return share + ((share == WHOLE - 1) & (share.sum(1, keepdims=True) == WHOLE - 1))
 
 
 def encoded(symbols: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,10 +12,8 @@ import pytest
 import decodax as dx
 from decodax.kvcache import Prefix, load_prefix, read_prefix, save_prefix
 from decodax.kvcache.cachegen import CacheGen
-from decodax.kvcache.entropy import decoded, encoded, frequencies
+from decodax.kvcache.entropy import WHOLE, decoded, encoded, frequencies, from_16_bits, in_16_bits
 from tests.kvcache.test_policies import DEEP, PROMPTS
-
-pytestmark = pytest.mark.wide
 
 
 @pytest.mark.parametrize(("length", "count"), [(0, 3), (1, 1), (300, 1), (400, 7), (400, 200)])
@@ -34,6 +32,56 @@ def test_symbols_come_back_and_take_the_bits_of_their_entropy(length: int, count
             decoded(state, words[:-1], share, length)
 
 
+def stored(symbols: np.ndarray, count: int) -> np.ndarray:
+    """Symbols from what a file holds of them."""
+    share = frequencies(symbols, count)
+    assert (share.sum(1) == WHOLE).all() and (share >= 0).all()
+    np.testing.assert_array_equal(from_16_bits(in_16_bits(share)), share)
+    return decoded(*encoded(symbols, share), from_16_bits(in_16_bits(share)), len(symbols))
+
+
+def test_streams_of_extreme_frequencies_come_back() -> None:
+    """Beside one another: one symbol alone, all but one or two of the tokens the same, and two halves."""
+    at = np.arange(WHOLE)
+    long = np.stack([at * 0 + 1, (at == 9) * 2, (at == 0) + (at == WHOLE - 1), at.clip(0, 2), at % 2], 1)
+    assert frequencies(long, 3).max(1).tolist() == [WHOLE, WHOLE - 1, WHOLE - 2, WHOLE - 2, WHOLE // 2]
+    np.testing.assert_array_equal(stored(long, 3), long)
+
+
+@pytest.mark.parametrize(("symbols", "count"), [
+    (np.zeros(0, np.int64), 3), (np.array([4]), 7), (np.arange(500), 500),
+    (np.concatenate([np.arange(300), np.arange(2_000) % 2]), 300)])
+def test_short_streams_come_back(symbols: np.ndarray, count: int) -> None:
+    np.testing.assert_array_equal(stored(symbols[:, None], count), symbols[:, None])
+
+
+def test_as_many_symbols_as_there_are_shares_have_one_each() -> None:
+    assert (frequencies(np.arange(WHOLE)[:, None], WHOLE) == 1).all()
+    with pytest.raises(ValueError, match=r"^symbols: got 65537 in a stream, takes at most 65536"):
+        frequencies(np.arange(WHOLE + 1)[:, None], WHOLE + 1)
+
+
+def test_streams_of_random_frequencies_come_back() -> None:
+    """Beside one another, from nearly even to nearly one symbol alone."""
+    random = np.random.default_rng(0)
+    for _ in range(8):
+        count, length = int(random.integers(1, 40)), int(random.integers(1, 400))
+        chances = random.dirichlet(np.full(count, 10.0 ** random.uniform(-3, 1)), 30)
+        symbols = np.stack([random.choice(count, length, p=p) for p in chances], 1)
+        np.testing.assert_array_equal(stored(symbols, count), symbols)
+
+
+def test_channels_that_are_nearly_still_come_back_from_a_file() -> None:
+    """Of 65,536 differences none, one and two are not 0."""
+    group, tokens = 2, 2 * WHOLE
+    x = np.zeros((1, tokens, 3), np.float32)
+    x[0, 1, 1] = x[0, 1:5:group, 2] = 1.0
+    file = io.BytesIO()
+    CacheGen(group, most=2_000).save(Prefix((0,) * tokens, (x,)), file)
+    back = load_prefix(io.BytesIO(file.getvalue()))
+    np.testing.assert_allclose(back.kv[0], x, atol=0.01)
+
+
 def written(prefix: Prefix, **given: Any) -> tuple[Prefix, int]:
     file = io.BytesIO()
     save_prefix(prefix, file, **given)
@@ -47,6 +95,7 @@ def alike(tokens: int = 600) -> Prefix:
     return Prefix(tuple(range(tokens)), tuple(drift() for _ in range(3)))
 
 
+@pytest.mark.wide
 def test_a_file_holds_the_rule() -> None:
     """Anchors in 8 bits, the rest within half a step of its channel, and coarser in deeper layers."""
     held = alike()
@@ -63,6 +112,7 @@ def test_a_file_holds_the_rule() -> None:
     assert off[0] < off[1] < off[2]
 
 
+@pytest.mark.wide
 def test_bytes_of_smaller_steps_give_the_tokens_of_the_text() -> None:
     held = read_prefix(DEEP, PROMPTS[0])
     back, _ = written(held, group=1)
@@ -74,6 +124,7 @@ def test_bytes_of_smaller_steps_give_the_tokens_of_the_text() -> None:
     assert dx.generate(DEEP, [[3, 1], [4]], context=fine, **options).tokens.tolist() == want.tokens.tolist()
 
 
+@pytest.mark.wide
 def test_a_part_that_is_written_stays_where_it_was_read() -> None:
     held = read_prefix(DEEP, PROMPTS[0])
     part, _ = written(held[2:])
@@ -92,3 +143,5 @@ def test_what_it_cannot_read_or_write_is_refused(tmp_path: Any) -> None:
         load_prefix(tmp_path / "other.npz")
     with pytest.raises(ValueError, match=r"^group, steps, most: got 0"):
         CacheGen(0)
+    with pytest.raises(ValueError, match=r"^group, steps, most: got 10, .* and 32768, takes .* and 1 to 32767"):
+        CacheGen(most=1 << 15)
