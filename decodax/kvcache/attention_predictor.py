@@ -359,9 +359,9 @@ class Expectation(CacheConfig):
         if self.sinks < 0 or self.recent < 1 or self.sinks % self.block or self.recent % self.block:
             raise ValueError(f"sinks, recent: got {self.sinks} and {self.recent}, takes whole blocks of {self.block} "
                              "tokens, and of the latest at least one")
-        if self.budget < self.sinks + self.recent + 2 * self.block:
-            raise ValueError(f"budget: got {self.budget}, takes room for two blocks of {self.block} tokens beside the "
-                             f"{self.sinks} first tokens and the {self.recent} latest")
+        if not isinstance(self.budget, int) or self.budget < self.sinks + self.recent + 2 * self.block:
+            raise ValueError(f"budget: got {self.budget!r}, takes a number of tokens with room for two blocks of "
+                             f"{self.block} beside the {self.sinks} first tokens and the {self.recent} latest")
 
     @property
     def blocks(self) -> int:

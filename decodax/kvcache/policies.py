@@ -30,7 +30,17 @@ from decodax.kvcache.recycling import Recycled
 from decodax.kvcache.retrieval import KeyBounds, Retrieval
 from decodax.kvcache.retrospective import Retrospection
 from decodax.kvcache.ring import Mode, RingChoice
-from decodax.kvcache.selection import AcrossLayers, AdaptiveHeads, Budget, Chunks, NearestTop, Pyramid, Top, TwoStages
+from decodax.kvcache.selection import (
+    AcrossLayers,
+    AdaptiveHeads,
+    Budget,
+    Chunks,
+    LatestHalf,
+    NearestTop,
+    Pyramid,
+    Top,
+    TwoStages,
+)
 from decodax.kvcache.shared import Sharing
 from decodax.kvcache.sinks import Sinks
 from decodax.kvcache.table import cache_policy
@@ -60,8 +70,8 @@ def _tova(budget: Budget = 512, every: Every = 1) -> CacheConfig:
 @cache_policy("h2o", "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
               "Zhang et al. 2023", "the tokens that have received the most attention, and the latest ones")
 def _h2o(budget: Budget = 1024, recent: int | None = None, every: Every = 32) -> CacheConfig:
-    half = budget // 2 if isinstance(budget, int) else 0
-    return Eviction(Top(Accumulated(half if recent is None else recent, every=every)), budget, every, name="h2o")
+    kept = LatestHalf(Accumulated(every=every)) if recent is None else Top(Accumulated(recent, every=every))
+    return Eviction(kept, budget, every, name="h2o")
 
 
 @cache_policy("observed-attention", "Observed attention", "kvpress 2024",

@@ -75,9 +75,12 @@ class Decoupled(Top):
         if layer <= self.layer or isinstance(budget, int):
             return at_least(kept(budget, longest), self.window)
         on = at_least(kept(self.passed, longest), self.window)
-        share = float(budget) / self.passed if isinstance(self.passed, float) else None
-        rest = [n if share is None else int(n * share) for n in on.tolist()]
-        return at_least(np.minimum(np.array(rest, np.int32), on), self.window)
+        if isinstance(self.passed, int):
+            rest = kept(budget, longest)
+        else:       # a share of what goes on, rounded as the authors do
+            share = float(budget) / float(self.passed)
+            rest = np.array([int(n * share) for n in on.tolist()], np.int32)
+        return at_least(np.minimum(rest, on), self.window)
 
 
 def at_least(table: np.ndarray, window: int) -> np.ndarray:
@@ -116,11 +119,14 @@ class Propagation(CacheConfig):
     def fit(self, new: int) -> Propagation:
         return dataclasses.replace(self, eviction=self.eviction.fit(new))
 
+    def beyond(self, longest: int) -> int:
+        return self.eviction.beyond(longest)
+
     def of_model(self, lm: Any) -> Propagation:
         if not isinstance(lm.model, Transformer):
             raise ValueError(f"cache: {self.name} stops a prompt at a layer, which takes a Transformer, got a "
                              f"{type(lm.model).__name__}")
-        return dataclasses.replace(self, width=lm.model.config.width)
+        return dataclasses.replace(self, eviction=self.eviction.of_model(lm), width=lm.model.config.width)
 
     def at(self, depth: int) -> int:
         """The last layer that reads all."""

@@ -119,6 +119,16 @@ class Top(Selection):
 
 
 @dataclasses.dataclass(frozen=True)
+class LatestHalf(Top):
+    """Half of what stays are the latest tokens, the other half the best of the others (H2O), whatever the budget is
+    counted in."""
+
+    def choose(self, held: HeldLayer, count: Array) -> Array:
+        latest = held.index >= (held.count - count // 2)[:, None]
+        return best(jnp.where(latest, jnp.inf, self.score(held)), held.valid, count)
+
+
+@dataclasses.dataclass(frozen=True)
 class NearestTop(Top):
     """`Top`, where a share of a text is the nearest number of tokens, and not the one below (PrefixKV)."""
 

@@ -313,7 +313,8 @@ class ByButler(CacheConfig):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.budget <= 0 or not (isinstance(self.budget, int) or self.budget < 1):
+        tokens = isinstance(self.budget, int) and self.budget >= 1
+        if self.sinks < 0 or not (tokens or (isinstance(self.budget, float) and 0 < self.budget < 1)):
             raise ValueError(f"budget, sinks: got {self.budget!r} and {self.sinks}, takes a number of tokens from 1 or "
                              "a share below 1, and 0 or more")
 

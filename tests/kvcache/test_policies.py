@@ -34,6 +34,7 @@ from decodax.kvcache.fit_token_butler import first_butler
 from decodax.kvcache.key_scores import KeyNorm, LagRelative
 from decodax.kvcache.less import LayerKernels
 from decodax.kvcache.packed import SEGMENT, pack, segment_attention, segments_of, unpack
+from decodax.kvcache.propagation import Decoupled
 from decodax.kvcache.query_scores import WindowAttention
 from decodax.kvcache.selection import AdaptiveHeads, Top
 from decodax.models import Transformer, llama
@@ -301,6 +302,77 @@ def test_heads_of_any_lengths_share_memory_and_are_attended_to() -> None:
             np.testing.assert_allclose(lse[b, w, h], jax.nn.logsumexp(scores), atol=1e-5)
         else:
             assert lse[b, w, h] < -1e29 and not out[b, w, h].any()
+
+
+SIZED = [name for name, policy in POLICIES.items() if "budget" in policy.options]
+LENGTH, LEFT = 40, 12       # of a prompt, and how many tokens of it are to stay
+BYTES = LEFT * sum(2 * (4 * 8 + 4) for _ in range(2))       # of two layers of two heads
+READING = ("a2ats", "token-butler")     # all tokens stay, and each query reads so many
+UNEVEN = ("pyramidkv",)     # the paper divides tokens among layers as its authors do, and shares as kvpress does
+
+
+def sized(name: str, budget: Any) -> Any:
+    """A policy whose layers all evict."""
+    every = {"skip": ()} if "skip" in POLICIES[name].options and name != "critiprefill" else {}
+    return kv(name, **OPTIONS[name] | every | {"budget": budget})
+
+
+def refusal(name: str, budget: Any) -> str | None:
+    """What a policy says of a form of budget that it does not take."""
+    try:
+        sized(name, budget)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+FORMS = (LEFT / LENGTH, f"{BYTES}B")
+EVICTING = [name for name in SIZED if name not in READING and not any(refusal(name, form) for form in FORMS)]
+
+
+def kept_of(name: str, budget: Any) -> list[list[int]]:
+    """The positions that each layer keeps of a prompt, those of all heads together."""
+    prompt = np.random.default_rng(7).integers(0, 16, LENGTH + 1).tolist()      # the newest token is not cached yet
+    job = Job.begin(Request.read(DEEP, [prompt], cache=sized(name, budget), max_new_tokens=4))
+    cache = job.state.cache
+    while not hasattr(cache, "positions"):
+        cache = cache.base
+    return [sorted(at for at in np.asarray(x)[0].ravel().tolist() if at >= 0) for x in cache.positions]
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_policy_takes_a_form_of_budget_or_names_what_it_takes(name: str) -> None:
+    assert refusal(name, 24) is None
+    for form in FORMS:
+        assert (refusal(name, form) or "budget").startswith("budget")
+
+
+@pytest.mark.wide(but=("h2o",))
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_share_or_bytes_keep_what_as_many_tokens_keep(name: str) -> None:
+    """The parts of a policy that are counted in tokens survive, whatever the budget is counted in."""
+    tokens, share, size = (kept_of(name, budget) for budget in (LEFT, *FORMS))
+    assert sum(map(len, tokens)) > 0
+    for other in (share, size):
+        if name in UNEVEN:
+            assert sum(map(len, other)) == sum(map(len, tokens))
+        else:
+            assert other == tokens
+
+
+def test_a_share_of_a_prompt_of_which_a_number_of_tokens_goes_on_is_as_many_tokens() -> None:
+    """FastKV's deep layers, which see so many tokens of it."""
+    rule = Decoupled(WindowAttention(4), 4, layer=0, passed=20)
+    for layer in (0, 1):
+        share, tokens = (rule.table(budget, LENGTH, layer, 2)[LENGTH] for budget in (LEFT / LENGTH, LEFT))
+        assert share == tokens == LEFT
+
+
+@pytest.mark.parametrize("budget", [LEFT, *FORMS])
+def test_half_of_what_h2o_keeps_are_the_latest_tokens(budget: Any) -> None:
+    for layer in kept_of("h2o", budget):
+        late = [at for at in layer if at >= LENGTH - LEFT // 2]
+        assert len(late) == LEFT // 2 * 2 and len(layer) == LEFT * 2        # of two heads
 
 
 @pytest.mark.wide(but=("knorm",))
