@@ -88,7 +88,7 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
         fsd_alpha, fsd_beta, fsd_k, fsd_n, fsd_stop_words, fsd_stop_weight: frustratingly simple decoding (`FSD`), for
             greedy rows: the weight of the n-gram model, its smoothing, the tokens looked at, the longest n-gram, and
             ids of tokens for which it counts less. `fsd_k` and `fsd_n` are static.
-        nmst_epsilon: the end of a sequence is ever likelier (`NonMonotonicEnd`).
+        nmst_epsilon: the bound on the probability of the end of a sequence, which rises to 1 (`NonMonotonicEnd`).
         min_tokens_to_keep: for the truncations that have it in transformers; static.
         transforms: further ones, `[B, ...]` fields, each where its `stage` says (see `Transform`), in the given order.
         eos, eos_token_id: tokens that end a row: an id, a list, or a list for each row.

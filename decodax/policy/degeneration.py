@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -66,9 +67,13 @@ class FSD(Transform):
 class NonMonotonicEnd(Transform):
     """NMST (Choi et al., 2023): the end's probability is at least `1 - (1 - epsilon) ** t` at the `t`-th token.
 
-    It need not rise from token to token, and yet tends to 1, so that every text ends. With `s`, the sigmoid of the
-    end's logit, it is `(1 - s) (1 - (1 - epsilon) ** t) + s`; the others share the rest as they did. The paper
-    trains models with this head; any model can be decoded with it.
+    It need not rise from token to token, and yet tends to 1, so that every text ends. With `s`, the model's own
+    probability of the end, it is `(1 - s) (1 - (1 - epsilon) ** t) + s`; the others share the rest as they did.
+
+    The paper trains a model whose `s` is the sigmoid of the end's logit, apart from the softmax of the others. Logits
+    of other models mean nothing up to a constant, so `s` is the sigmoid of the end's log-odds here, the logit less the
+    logarithm of the others' summed exponentials. That is the paper's `s` where the others are normalised, and the
+    softmax of any other model, which the rule leaves as it is where `epsilon` is near 0.
 
     Attributes:
         ends: `i32[B, E]`, -1 for none. epsilon: `f32[B]` in (0, 1); 0 changes nothing.
@@ -82,10 +87,10 @@ class NonMonotonicEnd(Transform):
         time = (ctx.length - ctx.prompt_length + 1).astype(jnp.float32)
         sums = lambda keep: _log_sum(jnp.where(keep, logits, -jnp.inf))
         end, rest = sums(ends), sums(~ends)
-        bound = -jnp.expm1(time * jnp.log1p(-self.epsilon))
-        s = 1 / (1 + jnp.exp(-end))
-        p = (1 - s) * bound + s
-        new = jnp.where(ends, logits - end + jnp.log(p), logits - rest + jnp.log1p(-p))
+        late = time * jnp.log1p(-self.epsilon)          # log of 1 less the bound
+        s = jax.nn.sigmoid(end - rest)
+        p = (1 - s) * -jnp.expm1(late) + s
+        new = jnp.where(ends, logits - end + jnp.log(p), logits - rest + jax.nn.log_sigmoid(rest - end) + late)
         left_alone = (self.epsilon == 0) | (end == -jnp.inf) | (rest == -jnp.inf) | jnp.isnan(logits).any()
         return jnp.where(left_alone, logits, new)
 

@@ -69,6 +69,8 @@ class MinLength(Transform):
 class ExponentialDecayLength(Transform):
     """Raises the logits of `eos` by their size times `factor ** n - 1`, `n` tokens beyond `start` new ones.
 
+    It goes by the size of raw logits, as transformers does: a constant added to all of them changes it.
+
     Attributes:
         eos: `i32[B, E]`, padded with -1. start: `i32[B]` new tokens. factor: `f32[B]`; 1 changes nothing.
     """

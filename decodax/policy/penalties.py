@@ -30,6 +30,8 @@ def _scale(logits: Array, factor: Array) -> Array:
 class Repetition(Transform):
     """Divides positive logits of earlier tokens by `penalty` and multiplies negative ones (CTRL; Keskar et al., 2019).
 
+    It goes by the sign of raw logits, as the paper and other engines do: a constant added to all of them changes it.
+
     Attributes:
         penalty: `f32[B]`, 1 changes nothing.
         ignore: `i32[B]`, this many tokens at the beginning do not count.
@@ -50,7 +52,8 @@ class Repetition(Transform):
 
 @struct
 class EncoderRepetition(Transform):
-    """The inverse of `Repetition` on the tokens of the prompt: above 1 it favours them. `penalty`: `f32[B]`."""
+    """The inverse of `Repetition` on the tokens of the prompt: above 1 it favours them. It goes by the sign of raw
+    logits, too. `penalty`: `f32[B]`."""
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "bag"
 

@@ -1,12 +1,21 @@
-"""Law 2, transform by transform: each is exact at every draft position, so speculation samples as plain decoding."""
+"""Law 2, transform by transform: each is exact at every draft position, so speculation samples as plain decoding. And
+a constant that is added to all logits changes no distribution."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from decodax.autoregressive import Autoregressive
+from decodax.policy import build
+from decodax.policy.arithmetic import Arithmetic
+from decodax.policy.base import Context, Transform, WarmTemperature
+from decodax.policy.custom import Custom
+from decodax.policy.length import ExponentialDecayLength
+from decodax.policy.penalties import EncoderRepetition, Repetition
 from decodax.speculative import Speculative
 from decodax.speculative.drafts import PromptLookup
-from tests.laws.cases import decode, prompts, texts
+from tests.laws.cases import POLICIES, VOCABULARY, decode, prompts, texts
 from tests.matrix import often
 
 ONE_BY_ONE = {
@@ -39,3 +48,47 @@ def test_a_transform_is_exact_under_speculation(transform):
                       for alg in (Autoregressive(), Speculative(PromptLookup(length=3))))
     assert texts(drafted) == texts(plain)
     assert np.asarray(drafted.stats.accepted).sum() > 0
+
+
+BY_SIGN = {Repetition, EncoderRepetition, ExponentialDecayLength}
+"""These go by the sign or the size of raw logits, by the definition of their papers and of the engines that have
+them."""
+MORE = {
+    "min-p": dict(min_p=0.1, temperature=1.0), "fsd": dict(fsd_alpha=0.45), "suppress": dict(suppress_tokens=[2, 3]),
+    "top-p": dict(top_p=0.8, temperature=1.0), "sequence": dict(sequence_bias={(6, 7): 3.0}), "bans": dict(
+        bad_words_ids=[[3], [4, 5]]), "mirostat": dict(temperature=1.0, mirostat_tau=2.0, mirostat_eta=0.2),
+    "presence": dict(presence_penalty=0.3, frequency_penalty=0.2), "n-gram": dict(no_repeat_ngram_size=2),
+    "bound": dict(nmst_epsilon=0.05), "tempered": dict(temperature=0.3)}
+CHAINS = POLICIES | {name: given if name in MORE else dict(temperature=1.1) | given
+                     for name, given in (ONE_BY_ONE | MORE).items()}
+
+
+TEXT = Context(jnp.asarray(np.resize([1, 3, 3, 7, 2, 4, 5, 6, 3, 3], 24), jnp.int32), jnp.int32(8), jnp.int32(4),
+               jax.random.key(0))
+
+
+def links(name):
+    """The transforms of a chain for one row."""
+    chain = build(1, vocab_size=VOCABULARY, eos_token_id=[1], **CHAINS[name])
+    return [jax.tree.map(lambda x: x[0], link) for link in chain.transforms] + [WarmTemperature(jnp.float32(0.3))]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_constant_added_to_all_logits_changes_no_distribution(name):
+    """Logits are multiples of 1/64, so that the sums are exact, and so is what a threshold leaves."""
+    logits = jnp.asarray(np.round(np.random.default_rng(1).normal(size=VOCABULARY) * 128) / 64, jnp.float32)
+    for link in links(name):
+        after = jax.jit(lambda x, link=link: jax.nn.softmax(link.logits(link.init(TEXT), TEXT, x)))
+        gone = max(float(jnp.abs(after(logits + by) - after(logits)).max()) for by in (-9.0, 25.0))
+        if type(link) in BY_SIGN:
+            assert gone > 1e-3
+        else:
+            assert gone < 1e-4
+
+
+def test_the_law_covers_the_transforms():
+    known = lambda cls: {cls}.union(*(known(sub) for sub in cls.__subclasses__()))
+    every = {cls for cls in known(Transform) if cls.__module__.startswith("decodax.policy.")} - {Transform}
+    seen = {type(link) for name in CHAINS for link in links(name)}
+    # Custom is the user's, and Arithmetic is made by a call for all samples of a prompt
+    assert every - seen == {Custom, Arithmetic}

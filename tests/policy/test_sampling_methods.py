@@ -66,16 +66,53 @@ def test_bregman_top_k_leaves_bad_rows_and_a_cost_of_0_alone() -> None:
     assert alone[0] == 0 and (alone[1:] == -jnp.inf).all()
 
 
-def test_an_end_comes_as_likely_as_its_bound_says() -> None:
-    logits, eps = np.array([0.3, -1.0, 2.0, 0.7]), 0.1
-    for t in (1, 2, 9):
-        ctx = Context(jnp.zeros(0, jnp.int32), jnp.int32(4 + t), jnp.int32(5), jax.random.key(0))
-        out = NonMonotonicEnd(jnp.array([1, -1]), jnp.float32(eps)).logits(None, ctx, jnp.asarray(logits, jnp.float32))
-        s, f = 1 / (1 + np.exp(1.0)), 1 - (1 - eps) ** t
-        end = (1 - s) * f + s
-        others = np.exp(np.delete(logits, 1))
-        want = np.insert((1 - end) * others / others.sum(), 1, end)
-        np.testing.assert_allclose(jnp.exp(out), want, rtol=1e-5)
+def ending(logits: np.ndarray, t: int, epsilon: float) -> np.ndarray:
+    """The distribution of the `t`-th token, of which token 1 ends the text."""
+    ctx = Context(jnp.zeros(0, jnp.int32), jnp.int32(4 + t), jnp.int32(5), jax.random.key(0))
+    link = NonMonotonicEnd(jnp.array([1, -1]), jnp.float32(epsilon))
+    return np.asarray(jax.nn.softmax(link.logits(None, ctx, jnp.asarray(logits, jnp.float32))))
+
+
+def test_an_end_comes_as_likely_as_the_papers_formula_says() -> None:
+    """With others that are normalised, as its head leaves them: figures by hand of the formula of NMST."""
+    others = np.log([0.5, 0.3, 0.2])
+    head = np.insert(others, 1, -np.log(3.0))       # s is the sigmoid of the end's logit: a quarter
+    # 1 - 0.9 = 0.1: 0.75 * 0.1 + 0.25; 1 - 0.9 ** 2 = 0.19: 0.75 * 0.19 + 0.25
+    for t, end in ((1, 0.325), (2, 0.3925)):
+        want = [0.5 * (1 - end), end, 0.3 * (1 - end), 0.2 * (1 - end)]
+        np.testing.assert_allclose(ending(head, t, 0.1), want, rtol=1e-5)
+
+
+def test_a_constant_added_to_all_logits_leaves_the_end_as_likely() -> None:
+    for seed in range(8):
+        logits = np.random.default_rng(seed).normal(size=6) * 3
+        for t in (1, 30):
+            np.testing.assert_allclose(ending(logits + 25, t, 0.02), ending(logits, t, 0.02), rtol=1e-4)
+
+
+def test_an_end_is_no_likelier_than_the_model_and_the_bound_make_it() -> None:
+    """So a small epsilon leaves a model as it is, and in the end every text ends."""
+    for seed in range(8):
+        logits = np.random.default_rng(seed).normal(size=6) * 3 + 12
+        plain = np.asarray(jax.nn.softmax(jnp.asarray(logits, jnp.float32)))
+        for t, epsilon in ((1, 1e-6), (50, 1e-6), (5, 0.1), (200, 0.1)):
+            bound, end = 1 - (1 - epsilon) ** t, ending(logits, t, epsilon)[1]
+            assert max(plain[1], bound) - 1e-6 <= end <= plain[1] + bound + 1e-6
+    assert ending(np.array([9.0, -30.0, 9.0]), 400, 0.1)[1] > 0.999999
+
+
+@pytest.mark.wide
+def test_a_real_model_goes_on_as_it_would_where_the_bound_is_low() -> None:
+    lm = dx.load("pycode")
+    prompts = ["def add(a, b):\n", "import os\n", "class Tree:\n"]
+    options: dict[str, Any] = dict(max_new_tokens=24, min_new_tokens=0, seed=3)
+    for temperature in (0.0, 0.8):
+        plain, ended = (dx.generate(lm, prompts, temperature=temperature, **given, **options)
+                        for given in ({}, {"nmst_epsilon": 1e-6}))
+        assert ended.tokens.tolist() == plain.tokens.tolist()
+        assert plain.lengths.min() > 1
+    soon = dx.generate(lm, prompts, temperature=0.8, nmst_epsilon=0.5, **options)
+    assert soon.lengths.max() < 24
 
 
 @pytest.mark.wide
