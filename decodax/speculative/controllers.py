@@ -70,7 +70,8 @@ class Controller(abc.ABC):
     @abc.abstractmethod
     def init(self, of: Arms, batch: int) -> Any:
         """Its state. Every leaf has an explicit dtype and a leading batch axis, since what a decoding state carries is
-        selected, repeated and sharded by rows; `for_rows` gives what is the batch's that axis."""
+        selected, repeated and sharded by rows; `for_rows` gives what is the batch's that axis. Rows come and go: one in
+        whose place another begins has the state that this gives, and `of_batch` says whose holds for the batch."""
 
     @abc.abstractmethod
     def choose(self, of: Arms, state: Any, s: State) -> Array:
@@ -90,9 +91,11 @@ def for_rows(state: T, batch: int) -> T:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
 
 
-def of_batch(state: T) -> T:
-    """What is the batch's, of a state that has it once a row."""
-    return jax.tree.map(lambda x: x[0], state)
+def of_batch(state: T, round: Array) -> T:
+    """What is the batch's, of a state that has it once a row: that of the row which has been told of most rounds
+    (`round`, `i32[B]`). Rows that have just come in were told of none, and an update gives all rows what it makes of
+    this: so the batch's memory lasts as long as any of its rows."""
+    return jax.tree.map(lambda x: x[jnp.argmax(round)], state)
 
 
 @struct
@@ -103,12 +106,14 @@ class Rates(Struct):
         tried, held: `f32[B, A, K]` fading counts by row, arm and depth; arms with one draft share them.
         wait: `i32[B]` rounds until drafts that were given up are probed again; the batch's.
         probes: `i32[B]` how often they failed in a row, at least 1 once they were tried; 0 before; the batch's.
+        round: `i32[B]` of how many rounds it was told.
     """
 
     tried: Array
     held: Array
     wait: Array
     probes: Array
+    round: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +160,8 @@ class Automatic(Controller):
         tried = jnp.full((len(of), of.longest), 0.5, jnp.float32)
         free = jnp.array(of.on_paper)[:, None] & (jnp.arange(of.longest) == 0)
         zero = jnp.zeros((), jnp.int32)
-        return for_rows(Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), wait=zero, probes=zero), batch)
+        return for_rows(Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), wait=zero, probes=zero,
+                              round=zero), batch)
 
     def choose(self, of: Arms, state: Rates, s: State) -> Array:
         arms, lengths = jnp.arange(len(of)), jnp.array(of.lengths)
@@ -168,7 +174,7 @@ class Automatic(Controller):
         time = (left[:, None] / tokens).max(0) * jnp.array(self.costs, jnp.float32)
         best = jnp.argmin(time)
         costly = (lengths > 0) & ~jnp.array(of.on_paper)
-        wait, probes = of_batch((state.wait, state.probes))
+        wait, probes = of_batch((state.wait, state.probes), state.round)
         probe = (lengths[best] == 0) & (wait <= 0) & (probes > 0) & costly.any()
         return jnp.where(probe, jnp.argmin(jnp.where(costly, time, jnp.inf)), best).astype(jnp.int32)
 
@@ -178,10 +184,12 @@ class Automatic(Controller):
         extra = jnp.where(jnp.isfinite(plain), jnp.maximum(costs[seen.arm] / plain - 1, 0), 0)
         drafted = lengths[seen.arm] > 0
         failed = drafted & ~seen.held[:, :1].any()
-        probes = jnp.where(failed, jnp.minimum(state.probes + 1, 16), jnp.where(drafted, 0, state.probes))
+        waited, before, round = of_batch((state.wait, state.probes, state.round), state.round)
+        probes = jnp.where(failed, jnp.minimum(before + 1, 16), jnp.where(drafted, 0, before))
         wait = jnp.minimum(extra / self.probing * 2.0 ** (probes - 1), self.patience).astype(jnp.int32)
-        state = state.replace(wait=jnp.where(drafted, wait, state.wait - 1), probes=jnp.maximum(probes, drafted))
-        return self.note(of, state, seen)
+        wait, probes, round = for_rows((jnp.where(drafted, wait, waited - 1), jnp.maximum(probes, drafted), round + 1),
+                                       len(seen.running))
+        return self.note(of, state.replace(wait=wait, probes=probes, round=round), seen)
 
     def note(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
         """Adds what was seen of an arm's drafts to the rates of all arms with the same draft."""
@@ -191,10 +199,11 @@ class Automatic(Controller):
         return state.replace(tried=state.tried * fade + same,
                              held=state.held * fade + (same & seen.held[:, None, :]))
 
+
 @struct
 class Pulls(Struct):
-    """What a bandit remembers, the batch's: for each arm `count` `f32[A]`, `reward` `f32[A]` summed, log-weights
-    `weight` `f32[A]`; `round` `i32[]`."""
+    """What a bandit remembers, the batch's (`of_batch`): for each arm `count` `f32[A]`, `reward` `f32[A]` summed,
+    log-weights `weight` `f32[A]`; `round` `i32[]`, of how many rounds it was told."""
 
     count: Array
     reward: Array
@@ -240,7 +249,7 @@ class Bandit(Controller):
         return for_rows(Pulls(count=zero(), reward=zero(), weight=zero(), round=jnp.zeros((), jnp.int32)), batch)
 
     def choose(self, of: Arms, state: Pulls, s: State) -> Array:
-        state = of_batch(state)
+        state = of_batch(state, state.round)
         if self.rule == "exp3":
             # a coin of the first running row's: the choice changes speed only
             key = keys.at(s.key[jnp.argmax(s.running)], state.round, Purpose.ARM)
@@ -250,7 +259,7 @@ class Bandit(Controller):
         return jnp.argmax(jnp.where(state.count == 0, jnp.inf, state.reward / pulls + bonus)).astype(jnp.int32)
 
     def update(self, of: Arms, state: Pulls, seen: RoundOutcome) -> Pulls:
-        state, rows = of_batch(state), seen.running
+        state, rows = of_batch(state, state.round), seen.running
         costs = jnp.array(self.costs or (1.0,) * len(of), jnp.float32)
         best = max(n / c for n, c in zip((k + 1 for k in of.lengths), self.costs or (1.0,) * len(of), strict=True))
         tokens = jnp.where(rows, seen.tokens, 0).sum() / jnp.maximum(rows.sum(), 1)
@@ -266,10 +275,12 @@ class Bandit(Controller):
 
 @struct
 class BassState(Struct):
-    """`Bass`'s memory, the batch's: the length `i32[]`, and whether it was cut last time, `i32[]`."""
+    """`Bass`'s memory, the batch's (`of_batch`): the length `i32[]`, whether it was cut last time, `i32[]`, and of how
+    many rounds it was told, `round` `i32[]`."""
 
     length: Array
     cut: Array
+    round: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,19 +303,20 @@ class Bass(Controller):
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
 
     def init(self, of: Arms, batch: int) -> BassState:
-        return BassState(length=jnp.full(batch, min(self.start, of.longest), jnp.int32),
-                         cut=jnp.zeros(batch, jnp.int32))
+        zero = jnp.zeros((), jnp.int32)
+        return for_rows(BassState(length=zero + min(self.start, of.longest), cut=zero, round=zero), batch)
 
     def choose(self, of: Arms, state: BassState, s: State) -> Array:
         lengths = jnp.array(of.lengths)
-        fits = jnp.where(lengths <= of_batch(state).length, lengths, -1)
+        fits = jnp.where(lengths <= of_batch(state.length, state.round), lengths, -1)
         return jnp.where(fits.max() >= 0, jnp.argmax(fits), jnp.argmin(lengths)).astype(jnp.int32)
 
     def update(self, of: Arms, state: BassState, seen: RoundOutcome) -> BassState:
-        drafted = jnp.array(of.lengths)[seen.arm]
+        drafted, state = jnp.array(of.lengths)[seen.arm], of_batch(state, state.round)
         grown = jnp.minimum(state.length + self.grow, of.longest)
         cut = state.length - -(-state.length // self.shrink) - state.cut
         most = jnp.where(seen.running, seen.accepted, 0).max()
         whole = most >= drafted
-        return BassState(length=jnp.where(whole, grown, jnp.maximum(jnp.maximum(cut, most), 1)),
-                         cut=jnp.broadcast_to(~whole, state.cut.shape).astype(jnp.int32))
+        length = jnp.where(whole, grown, jnp.maximum(jnp.maximum(cut, most), 1))
+        return for_rows(BassState(length=length, cut=(~whole).astype(jnp.int32), round=state.round + 1),
+                        len(seen.running))

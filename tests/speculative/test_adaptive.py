@@ -10,10 +10,13 @@ import pytest
 from decodax.autoregressive import Autoregressive
 from decodax.core import keys
 from decodax.core.keys import Purpose
-from decodax.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, shapes
+from decodax.io.load import LM
+from decodax.jobs.slots import Slots
+from decodax.request import Request
+from decodax.speculative import NOTHING, Adaptive, Automatic, Bandit, Bass, Speculative, drafts, shapes
 from decodax.speculative.controllers import RoundOutcome
 from decodax.speculative.source import Grower, Growth
-from tests.laws.cases import decode, prompts, texts
+from tests.laws.cases import VOCABULARY, decode, model, prompts, texts
 
 COSTS = (1.0, 1.4, 1.8)
 
@@ -81,6 +84,77 @@ def test_costly_drafts_that_fail_are_probed_within_their_share():
         state = update(state, outcomes[arm])
     assert 1 <= probes
     assert spent / rounds <= 0.02
+
+
+RULES = {"ucb": Bandit(), "exp3": Bandit("exp3"), "bass": Bass(start=4), "automatic": Automatic(COSTS)}
+SHARED = {"ucb": ("count", "reward", "round"), "exp3": ("weight", "round"), "bass": ("length", "cut", "round"),
+          "automatic": ("wait", "probes", "round")}
+
+
+def told(name, rows, rounds, state=None):
+    """What a rule remembers of a batch behind some rounds, in which the arms took turns and few drafts held."""
+    rule, alg = RULES[name], of(RULES[name], costly=True)
+    update = jax.jit(lambda state, outcome: rule.update(alg, state, outcome))
+    state = rule.init(alg, rows) if state is None else state
+    for i in range(rounds):
+        state = update(state, seen(1 + i % 2, [2] * rows, [int(i % 3 == 0)] * rows))
+    return state
+
+
+def put(state, seat, fresh):
+    """With a fresh row in a seat, as slots bring it."""
+    return jax.tree.map(lambda x, new: x.at[seat].set(new[0]), state, fresh)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_batchs_memory_outlasts_the_rows_that_leave_it(name):
+    """In whichever seat a row begins anew, it neither resets what the batch has learnt nor keeps anything of its own
+    from before; and when all rows are new, so is the memory."""
+    rule, alg = RULES[name], of(RULES[name], costly=True)
+    old, fresh = told(name, 3, 7), rule.init(alg, 1)
+    memory = lambda state, at: [np.asarray(getattr(state, field))[at].tolist() for field in SHARED[name]]
+    assert memory(old, 0) != memory(fresh, 0)
+    after = told(name, 3, 1, old)
+    for seats in ((0,), (1,), (2,), (0, 1), (1, 2)):
+        state = old
+        for seat in seats:
+            state = put(state, seat, fresh)
+        if name != "automatic":         # whose choice goes by the rates of each row, too
+            assert rule.choose(alg, state, rows_of(3)) == rule.choose(alg, old, rows_of(3))
+        state = told(name, 3, 1, state)
+        assert [memory(state, row) for row in range(3)] == [memory(after, 0)] * 3
+    state = old
+    for seat in range(3):
+        state = put(state, seat, fresh)
+    assert memory(told(name, 3, 2, state), 1) == memory(told(name, 3, 2), 1)
+
+
+def rows_of(count):
+    s = rows(*[50] * count)
+    s.key = keys.row_keys(*np.zeros((3, count), np.uint32))
+    return s
+
+
+def test_slots_bring_rows_that_do_not_reset_a_bandit():
+    """Seat 0 ends first, and a prompt that comes later takes it while the others go on."""
+    network, weights = model("toy")
+    lm = LM(model=network, params=weights, vocab_size=VOCABULARY)
+    alg = Adaptive(lookups(2, 4), Bandit())
+    given = dict(algorithm=alg, eos_token_id=[], temperature=0.0)
+    first = Request.read(lm, prompts(3), max_new_tokens=[3, 30, 30], **given)
+    slots = Slots(first.select([0]), 3, first.longest + 30, first.more)
+    slots.admit([first.select([i]) for i in range(3)], range(3))
+    while not (done := slots.finished()):
+        slots.advance(rounds=1)
+    assert [tag for tag, _ in done] == [0]
+    before = jax.device_get(slots._state.algo[0])
+    slots.admit([Request.read(lm, prompts(1, seed=9), max_new_tokens=30, **given)], ["late"])
+    held = jax.device_get(slots._state.algo[0])
+    assert held.round[0] == 0 < before.round.max() == held.round.max()
+    slots.advance(rounds=1)
+    after = jax.device_get(slots._state.algo[0])
+    assert (after.round == before.round.max() + 1).all()
+    assert after.count.sum(1).tolist() == [float(before.count[1].sum()) + 1] * slots.rows
 
 
 @pytest.mark.wide
