@@ -177,9 +177,22 @@ class Cache(Struct, abc.ABC):
 
     @property
     def view(self) -> Cache:
-        """What a method reads that drafts with the model itself, where that is less than what the model answers from:
-        a part of the tokens, or fewer bits."""
-        return self
+        """What a method reads of it that drafts with the model itself: less than what the model answers from, fewer
+        bits of it for instance.
+
+        Raises:
+            ValueError: it has no smaller view of itself.
+        """
+        raise ValueError(f"cache: {type(self).__name__} has no smaller view of itself for drafts to read")
+
+    def view_of(self, kind: Any) -> Cache:
+        """The cache of a kind that stands beside it for drafts to read (`decodax.cache.views`).
+
+        Raises:
+            ValueError: none of that kind does.
+        """
+        raise ValueError(f"cache: drafts read a cache of the kind {kind}, and none stands beside "
+                         f"{type(self).__name__}; takes the model as the method runs it (Algorithm.through)")
 
     def adopt(self, prefix: Cache) -> Self:
         """With the beginning that all rows' texts have in common, which `prefix`, a dense cache of one row, holds: for

@@ -17,16 +17,17 @@ from jax import Array
 from decodax.cache.base import Cache, CacheConfig, Draftable, Entries, Feature, PyTree, ReadPrompt
 from decodax.cache.dense import dense
 from decodax.cache.wrapper import Wrapper
-from decodax.struct import struct
+from decodax.struct import static, struct
 
 
 @struct
 class Viewed(Wrapper):
-    """`base`, which the model answers from, and `small`, which drafts read. Both take in what is committed: an entry is
-    a pair of theirs."""
+    """`base`, which the model answers from, and `small` of a `kind`, which drafts read. Both take in what is committed:
+    an entry is a pair of theirs. Where drafts read caches of several kinds, `base` is such a pair, too."""
 
     base: Any
     small: Any
+    kind: Any = static()
 
     @property
     def supports(self) -> frozenset[Feature]:       # type: ignore[override]
@@ -43,6 +44,9 @@ class Viewed(Wrapper):
     @property
     def view(self) -> Cache:
         return self.small
+
+    def view_of(self, kind: Any) -> Cache:
+        return self.small if kind == self.kind else self.base.view_of(kind)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = self.base.attend(layer, q, k, v, window, **options)
@@ -95,6 +99,10 @@ class WithView(CacheConfig):
     small: Any
     base: Any = dense
 
+    def holds(self, kind: Any) -> bool:
+        """Whether drafts can read a cache of this kind."""
+        return kind == self.small or (isinstance(self.base, WithView) and self.base.holds(kind))
+
     def fit(self, new: int) -> WithView:
         return dataclasses.replace(self, small=_fitted(self.small, new), base=_fitted(self.base, new))
 
@@ -107,7 +115,7 @@ class WithView(CacheConfig):
             raise ValueError(f"cache: got {type(self.base).__name__}, which stands beside no other cache, and drafts "
                              "read one of their own; takes another policy, or a draft model")
         make = lambda kind: kind(layers, batch, capacity, dtype, inputs)
-        return Viewed(base=make(self.base), small=make(self.small))
+        return Viewed(base=make(self.base), small=make(self.small), kind=self.small)
 
 
 def _fitted(kind: Any, new: int) -> Any:

@@ -68,6 +68,9 @@ class Wrapper(Cache):
     def view(self) -> Cache:
         return self.replace(base=self.base.view)
 
+    def view_of(self, kind: Any) -> Cache:
+        return self.replace(base=self.base.view_of(kind))
+
     def scratch(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 

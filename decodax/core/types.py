@@ -14,6 +14,7 @@ import jax
 from jax import Array
 
 from decodax.cache import Cache, Entries, Feature, Window, take
+from decodax.core.composed import Composed
 from decodax.core.record import Record
 from decodax.core.state import State
 from decodax.struct import Struct, struct
@@ -276,11 +277,12 @@ class Observer(Protocol):
         """
 
 
-class Algorithm(abc.ABC):
+class Algorithm(Composed, abc.ABC):
     """A decoding method: derive a frozen dataclass from this. It is compared by value, and static under jit.
 
     Only `emits`, `init`, `propose` and `decide` must be defined; the rest has defaults that suit a method which reads
-    the cache, has rounds of one shape, and no weights of its own.
+    the cache, has rounds of one shape, and no weights but those of the drafts that it holds (`Composed`). One around
+    another method derives from `decodax.core.around.Around`.
 
     Numbers that a user may change between calls without a retrace belong in the policy or the state, not here.
     """
@@ -326,22 +328,14 @@ class Algorithm(abc.ABC):
     @property
     def cache_needs(self) -> frozenset[Feature]:
         """What it asks of the cache beyond chains that grow at the end. With "rewrites" it writes entries of tokens
-        that are not emitted yet; else the core holds back what has not been emitted."""
-        return frozenset()
-
-    @property
-    def weights(self) -> PyTree:
-        """Weights that it was made with, for `Params.draft`; None without any."""
-        return None
+        that are not emitted yet; else the core holds back what has not been emitted. By default what its parts ask
+        for."""
+        return frozenset().union(*(part.cache_needs for part in self.parts))
 
     @property
     def roles(self) -> dict[str, PyTree]:
         """Weights of further models that it was made with, for `Params.others`."""
         return {}
-
-    def bare(self) -> Algorithm:
-        """This method without those weights, as the compiled programs take it."""
-        return self
 
     @property
     def samples(self) -> int | None:
@@ -374,10 +368,6 @@ class Algorithm(abc.ABC):
         `Result.findings`."""
         return {}
 
-    def fit(self, budget: int) -> Algorithm:
-        """This method for texts of at most `budget` new tokens, where it left a size open."""
-        return self
-
     def most_rounds(self, budget: int, rows: int) -> int:
         """More rounds than a batch of `rows` can take for `budget` new tokens a row."""
         # each round of a running row makes progress, at least one position in `emits` of a canvas
@@ -399,11 +389,6 @@ class Algorithm(abc.ABC):
         """What learns from the prompt while it is prefilled; None: nothing does. Prefill is compiled once for each
         observer and model, so methods with equal observers share it."""
         return None
-
-    def through(self, model: Model) -> Model:
-        """The model as the method runs it: a model that wraps the given one may run its layers in another way, and keep
-        more than keys and values in its cache."""
-        return model
 
     def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State] | None:
         """The model and a prefilled state under classifier-free guidance of `scale` by a rule of the method's own; None

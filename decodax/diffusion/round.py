@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Feature, Window, take
+from decodax.cache import Window, take
 from decodax.constraints.canvas import OUTSIDE, OnCanvas, Region, accepted
+from decodax.core.around import Around
 from decodax.core.keys import Purpose
 from decodax.core.record import record
 from decodax.core.state import State
@@ -23,6 +24,9 @@ from decodax.diffusion.stats import statistics
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Distribution
 from decodax.struct import Struct, struct
+
+if TYPE_CHECKING:
+    from decodax.diffusion.algorithm import MaskedDiffusion
 
 
 @struct
@@ -37,30 +41,23 @@ class _Text(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Round(Algorithm):
+class Round(Around):
     """One kind of round of the sampler `of`. A `wide` round reads the whole text and writes the cache if there is one.
     A narrow one scores `size` nodes a row, or as many as the caching rule gives if that is None. `phase` is set for
     rules with phases."""
 
-    of: Any
+    of: MaskedDiffusion
     wide: bool
     size: int | None = None
     phase: int | None = None
 
     @property
-    def emits(self) -> int:
-        return self.of.emits
+    def inner(self) -> Any:
+        return self.of
 
     @property
-    def caches(self) -> bool:
-        return self.of.caches
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return self.of.cache_needs
-
-    def init(self, params: Params, s: State) -> Canvas:
-        return self.of.init(params, s)
+    def variants(self) -> tuple[Algorithm, ...]:
+        return ()
 
     @property
     def branches(self) -> int:
@@ -216,7 +213,7 @@ class Round(Algorithm):
             refreshed=jnp.where(ok, c.round, c.refreshed) if self.wide else c.refreshed,
             record=None if noted is None else jax.tree.map(write, c.record, noted))
         if of.verify.assists:
-            again = again.replace(assistant=of.verify.settle(c.assistant, entries, c.start, start))
+            again = again.replace(assistant=of.verify.settle(c.assistant, entries, c.start, start))    # type: ignore[attr-defined]
         there = look(s, again, W, view.eos)
         again = again.replace(
             opened=jnp.where(moved, there.masked.sum(1, dtype=jnp.int32), c.opened),
@@ -313,7 +310,7 @@ class Round(Algorithm):
         agreed = entries = None
         if of.verify.assists:
             last = take(c.tokens, jnp.maximum(c.start - 1, 0)[:, None])[:, 0]
-            token, agreed, entries = of.verify.judge(params.draft, c.assistant, flat, last, logits,
+            token, agreed, entries = of.verify.judge(params.draft, c.assistant, flat, last, logits,       # type: ignore[attr-defined]
                                                      lambda x: over(x).processed())
         else:
             draws = [here.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,

@@ -19,62 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Feature, Window, causal
+from decodax.cache import Window, causal
+from decodax.core.around import Around
 from decodax.core.packing import Packing
 from decodax.core.prefill import Extend
 from decodax.core.state import State, Status
 from decodax.core.types import Algorithm, Decision, Out, Params
-
-
-@dataclasses.dataclass(frozen=True)
-class Around(Algorithm):
-    """A method with another's state and weights."""
-
-    method: Algorithm
-
-    @property
-    def emits(self) -> int:
-        return self.method.emits
-
-    @property
-    def guarantee(self) -> str:
-        return self.method.guarantee
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return self.method.cache_needs
-
-    @property
-    def weights(self) -> Any:
-        return self.method.weights
-
-    @property
-    def roles(self) -> dict[str, Any]:
-        return self.method.roles
-
-    def bare(self) -> Around:
-        return dataclasses.replace(self, method=self.method.bare())
-
-    def through(self, model: Any) -> Any:
-        return self.method.through(model)
-
-    def findings(self, s: State) -> dict[str, Array]:
-        return self.method.findings(s)
-
-    def most_rounds(self, budget: int, rows: int) -> int:
-        return self.method.most_rounds(budget, rows)
-
-    def init(self, params: Params, s: State) -> Any:
-        return self.method.init(params, s)
-
-    def choose(self, params: Params, policy: Any, s: State) -> Array:
-        return self.method.choose(params, policy, s)
-
-    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        return self.method.propose(params, policy, s)
-
-    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        return self.method.decide(params, dist, s, window, out, algo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +36,14 @@ class Piggyback(Around):
             one prompt. readers: prompts of which parts are read in one round.
     """
 
+    method: Algorithm
     budget: int
     chunk: int
     readers: int
+
+    @property
+    def inner(self) -> Algorithm:
+        return self.method
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:
@@ -103,13 +58,16 @@ class Piggyback(Around):
 class Mixed(Around):
     """A round in which some rows read and the others decode; arguments as of `Piggyback`."""
 
+    method: Algorithm
     budget: int
     chunk: int
     readers: int
 
+    commits = None      # of a row that reads it keeps a chunk
+
     @property
-    def variants(self) -> tuple[Algorithm, ...]:
-        return tuple(dataclasses.replace(self, method=method) for method in self.method.variants)
+    def inner(self) -> Algorithm:
+        return self.method
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         reads = Extend.left(s)

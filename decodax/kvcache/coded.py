@@ -143,11 +143,12 @@ class Coded(Sized):
         return self.replace(codes=tuple(made))
 
     @property
-    def view(self) -> Coded:
+    def view(self) -> Cache:
         """What drafts read: of codes in halves, the upper ones."""
         codec = self.kind.codec
-        upper = dataclasses.replace(codec, lower=False) if isinstance(codec, HierarchicalAffine) else codec
-        return self.replace(kind=dataclasses.replace(self.kind, codec=upper))
+        if not isinstance(codec, HierarchicalAffine):
+            return super().view
+        return self.replace(kind=dataclasses.replace(self.kind, codec=dataclasses.replace(codec, lower=False)))
 
     def filled(self, kv: Sequence[Array], length: Array, held: Array, studies: Sequence[PyTree] | None = None) -> Coded:
         """With the first `held` (`i32[B]`) of the tokens `f[B, G, S, d + e]` of each layer, which were kept of texts of

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,8 +18,9 @@ from jax import Array
 
 from decodax.cache import Cache, Entries, Feature, Window
 from decodax.core import drivers
+from decodax.core.around import AroundModel
 from decodax.core.state import State
-from decodax.core.types import Algorithm, CacheKind, Model, Out, Params
+from decodax.core.types import Algorithm, Model, Out, Params
 from decodax.memory import bucket
 from decodax.struct import Struct, struct
 
@@ -113,16 +113,11 @@ def _least(a: Array | None, b: Array | None) -> Array | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Guided(Model):
+class Guided(AroundModel):
     """`base` under guidance; its cache is a `GuidedCache`, made from a state by `guide`."""
-
-    base: Model
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         raise NotImplementedError("a guided cache is made from a state, by guide()")
-
-    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Guided:
-        return dataclasses.replace(self, base=self.base.wrap_cache(wrap))
 
     def apply(self, params: Any, window: Window, cache: Any) -> Out:
         with_prompt = self.base.apply(params, window, cache.conditional)

@@ -153,12 +153,6 @@ class BeamSearch(Algorithm):
         return dataclasses.replace(self, length_penalty=1.0, patience=1.0, diversity_penalty=0.0, strength=0.0,
                                    draft=None if self.draft is None else self.draft.bare())
 
-    def fit(self, budget: int) -> BeamSearch:
-        return self if self.draft is None else dataclasses.replace(self, draft=self.draft.fit(budget))
-
-    def through(self, model: Any) -> Any:
-        return model if self.draft is None else self.draft.through(model)
-
     @property
     def observer(self) -> Any:
         reader = None if self.drafter is None else self.drafter.reader

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import Feature, Window
+from decodax.core.around import Around
 from decodax.core.record import record
 from decodax.core.state import State, Status
 from decodax.core.types import DEAD_END, INVALID, Algorithm, Decision, Out, Params
@@ -155,7 +156,7 @@ class Cascade(Algorithm):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Order(Algorithm):
+class _Order(Around):
     """The round of a cascade that scores its n-grams at one order.
 
     A window has the prompt's newest token, the barrier, and behind it the row's n-grams side by side.
@@ -164,18 +165,13 @@ class _Order(Algorithm):
     cascade: Cascade
     order: int
 
-    commits = 1
+    @property
+    def inner(self) -> Cascade:
+        return self.cascade
 
     @property
-    def emits(self) -> int:
-        return self.cascade.emits
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return self.cascade.cache_needs
-
-    def init(self, params: Params, s: State) -> Survivors:
-        return self.cascade.init(params, s)
+    def variants(self) -> tuple[Algorithm, ...]:
+        return ()
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         readers = [type(t).__name__ for t, state in zip(policy.transforms, s.policy, strict=True)

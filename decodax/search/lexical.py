@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class _Lexical(BeamSearch):
         """The phrases as data."""
         raise NotImplementedError
 
-    def bare(self) -> BeamSearch:
+    def bare(self) -> Self:
         # of phrases the compiled program has their lengths
         return dataclasses.replace(super().bare(), phrases=tuple((0,) * len(p) for p in self.phrases))  # type: ignore
 

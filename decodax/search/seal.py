@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +98,8 @@ class CorpusBeams(BeamSearch):
     def weights(self) -> Any:
         return (*super().weights, self.corpus)
 
-    def bare(self) -> BeamSearch:
-        return dataclasses.replace(super().bare(), corpus=None)     # type: ignore[call-arg]
+    def bare(self) -> Self:
+        return dataclasses.replace(super().bare(), corpus=None)     # type: ignore[call-arg, return-value]
 
     def memory(self, params: Params, like: Array) -> Span:
         corpus: Corpus | None = params.draft[2]

@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from decodax.cache import Cache, Window
+from decodax.core.around import AroundModel
 from decodax.core.round import run
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
@@ -93,7 +94,7 @@ def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 class _Ahead(AroundSource, Draft):
     """The draft `source`, which writes on its own half only."""
 
-    source: Any
+    source: Overlapping
 
     @property
     def length(self) -> int:
@@ -130,14 +131,9 @@ class _There(Verifier):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Target(Model):
+class _Target(AroundModel):
     """`base` on the target's half; the other one gets zeros, which it writes to a copy of the cache that nobody reads.
     """
-
-    base: Model
-
-    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        return self.base.init_cache(batch, capacity, params=params, inputs=inputs)
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         # a head may close over what a branch computes, so it is taken from a call beside it, whose rest is never run
@@ -149,9 +145,6 @@ class _Target(Model):
 
         hidden, entries, layers = _only(TARGET, forward)
         return dataclasses.replace(beside, hidden=hidden, entries=entries, layers=layers)
-
-    def outputs(self, params: Any, layer: int) -> Array:
-        return self.base.outputs(params, layer)
 
 
 def _only(role: int, fn: Callable[[], T], before: Any = None) -> T:

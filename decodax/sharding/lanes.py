@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from decodax.axes import constrain
 from decodax.cache import Cache, Window
+from decodax.core.around import AroundModel
 from decodax.core.round import run
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Model, Out, Params
@@ -56,13 +57,8 @@ def divisible(s: State) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatheredLogits(Model):
+class GatheredLogits(AroundModel):
     """`base`, its logits whole on each device."""
-
-    base: Model
-
-    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        return self.base.init_cache(batch, capacity, params=params, inputs=inputs)
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         out = self.base.apply(params, window, cache)
@@ -71,6 +67,3 @@ class GatheredLogits(Model):
             return constrain(out.head(hidden), PartitionSpec())
 
         return dataclasses.replace(out, head=head)
-
-    def outputs(self, params: Any, layer: int) -> Array:
-        return self.base.outputs(params, layer)

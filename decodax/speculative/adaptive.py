@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache import Feature, Window, take
+from decodax.core.around import Around
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.speculative.algorithm import Speculative
@@ -108,9 +109,6 @@ class Adaptive(Algorithm):
     def weights(self) -> Any:
         return tuple(draft.weights for draft in self.drafts)
 
-    def bare(self) -> Adaptive:
-        return dataclasses.replace(self, arms=tuple(arm.bare() for arm in self.arms))
-
     @property
     def variants(self) -> tuple[_Arm, ...]:
         """What the core runs: one algorithm an arm."""
@@ -168,26 +166,28 @@ class Adaptive(Algorithm):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arm(Algorithm):
+class _Arm(Around):
     """The rounds of one arm, told to all."""
 
     adaptive: Adaptive
     index: int
 
     @property
-    def arm(self) -> Speculative:
-        return self.adaptive.arms[self.index]
+    def inner(self) -> Adaptive:
+        """All arms: they have a state, weights and a cache together."""
+        return self.adaptive
 
     @property
-    def emits(self) -> int:
-        return self.adaptive.emits
+    def arm(self) -> Speculative:
+        return self.adaptive.arms[self.index]
 
     @property
     def commits(self) -> int:
         return self.arm.commits
 
-    def init(self, params: Params, s: State) -> Any:
-        return self.adaptive.init(params, s)
+    @property
+    def variants(self) -> tuple[Algorithm, ...]:
+        return ()
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         control, states, papers = s.algo

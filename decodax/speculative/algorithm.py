@@ -82,21 +82,6 @@ class Speculative(Algorithm):
     def cache_needs(self) -> frozenset[Feature]:
         return self.drafter.cache_needs
 
-    @property
-    def weights(self) -> Any:
-        """What a front door puts into `Params.draft`."""
-        return self.draft.weights
-
-    def bare(self) -> Speculative:
-        """This algorithm without the weights that it was made with, as the compiled programs take it."""
-        return dataclasses.replace(self, draft=self.draft.bare())
-
-    def fit(self, budget: int) -> Speculative:
-        return dataclasses.replace(self, draft=self.draft.fit(budget))
-
-    def through(self, model: Any) -> Any:
-        return self.draft.through(model)
-
     def init(self, params: Params, s: State) -> Any:
         return self.drafter.init(params, s), None
 

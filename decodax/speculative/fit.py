@@ -11,8 +11,9 @@ import numpy as np
 
 from decodax.cache import Window
 from decodax.core import drivers
+from decodax.core.around import Around
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.memory import bucket
 from decodax.policy import build
 from decodax.speculative.algorithm import Speculative
@@ -20,21 +21,14 @@ from decodax.speculative.shapes import Fixed, from_acceptance
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted(Algorithm):
+class Counted(Around):
     """`of`, with a count of how often each draft position is accepted: `i32[B, N]` beside its own state."""
 
     of: Speculative
 
     @property
-    def emits(self) -> int:
-        return self.of.emits
-
-    @property
-    def weights(self) -> Any:
-        return self.of.weights
-
-    def bare(self) -> Counted:
-        return dataclasses.replace(self, of=self.of.bare())
+    def inner(self) -> Speculative:
+        return self.of
 
     def init(self, params: Params, s: State) -> Any:
         return self.of.init(params, s), jnp.zeros((s.batch, len(tree_of(self.of).paths)), jnp.int32)
@@ -130,6 +124,7 @@ def begun(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tok
     tokens = np.zeros((B, size), np.int32)
     for row, given in zip(tokens, samples, strict=True):
         row[:len(given)] = given
+    algorithm = algorithm.fit(max_new_tokens)
     alg, params = algorithm.bare(), Params(lm.params, algorithm.weights)
     policy = build(B, vocab_size=lm.vocab_size, **sampling)
     s = drivers.begin(alg, lm.model, params, policy, jnp.asarray(tokens), lengths, size=size, seed=np.uint32(seed),

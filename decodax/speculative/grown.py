@@ -10,7 +10,7 @@ from decodax.core.state import State
 from decodax.core.types import Params
 from decodax.speculative.drafter import CHAINS, TREES, AroundSource
 from decodax.speculative.shapes.fixed import Chain
-from decodax.speculative.source import Draft, Grower, Shape, fitted
+from decodax.speculative.source import Draft, Grower, Shape, Source, fitted
 from decodax.speculative.tree import Drawn, Proposal
 
 
@@ -18,7 +18,7 @@ from decodax.speculative.tree import Drawn, Proposal
 class Grown(AroundSource, Draft):
     """A `Source` grown into trees by a `Shape`."""
 
-    source: Any
+    source: Source
     shape: Shape | None = None
 
     @property
@@ -44,7 +44,7 @@ class Grown(AroundSource, Draft):
 class Trimmed(AroundSource, Draft):
     """The first `length` drafts of a chain."""
 
-    source: Any
+    source: Draft
     length: int
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:

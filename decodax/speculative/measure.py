@@ -13,7 +13,7 @@ import numpy as np
 
 from decodax.core import drivers
 from decodax.core.types import Model, Params
-from decodax.memory import bucket
+from decodax.memory import bucket, power
 from decodax.policy import build
 from decodax.speculative.adaptive import NOTHING, Adaptive
 from decodax.speculative.algorithm import Speculative
@@ -23,7 +23,8 @@ from decodax.speculative.shapes import Chain
 
 def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: int = 1, length: int = 128,
             vocab_size: int, repeats: int = 5, rounds: int = 8, **sampling: Any) -> tuple[float, ...]:
-    """Seconds of a round of each arm.
+    """Seconds of a round of each arm, as `Adaptive` runs it: all drafts look at the round, and the target keeps what
+    any of them reads.
 
     Args:
         weights: the target's. Drafts bring their own.
@@ -32,33 +33,32 @@ def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: i
         sampling: the policy, as in `decodax.generate`.
 
     Raises:
-        ValueError: no arms, or a number below 1.
+        ValueError: a number below 1, or arms that `Adaptive` refuses.
     """
-    if not arms:
-        raise ValueError("arms: got none, takes one or more")
     for name, value in (("batch", batch), ("length", length), ("repeats", repeats), ("rounds", rounds)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, takes 1 or more")
-    room = (max(arm.emits for arm in arms) * rounds) * (repeats + 1)
+    room = (max((arm.emits for arm in arms), default=1) * rounds) * (repeats + 1)
+    together = Adaptive(tuple(arms), Automatic((1.0,) * len(arms))).fit(room)
+    model, params, bare = model.fit(power(room)), Params(weights, together.weights), together.bare()
     size = bucket(length + room)
     # the same few tokens over and over, so that drafts which look into the text find some
     tokens = np.zeros((batch, size), np.int32)
     tokens[:, :length] = np.random.default_rng(0).integers(0, vocab_size, (batch, 16))[:, np.arange(length) % 16]
     policy = build(batch, vocab_size=vocab_size, **sampling)
     states = []
-    for arm in arms:
-        params, alg = Params(weights, arm.weights), arm.bare()
+    for alg in bare.variants:
         s = drivers.begin(alg, model, params, policy, jnp.asarray(tokens), np.full(batch, length, np.int32), size=size,
                           max_new=np.full(batch, room, np.int32))
-        states.append((alg, params, drivers.prefill(alg, model, params, s, width=min(128, size))))
+        states.append((alg, drivers.prefill(alg, model, params, s, width=min(128, size))))
     seconds: list[list[float]] = [[] for _ in arms]
     for _ in range(repeats + 1):
-        for i, (alg, params, s) in enumerate(states):
+        for i, (alg, s) in enumerate(states):
             before = int(np.asarray(s.stats.rounds).max())
             clock = time.perf_counter()
             s = jax.block_until_ready(drivers.advance(alg, model, params, policy, s, jnp.int32(rounds)))
             spent, done = time.perf_counter() - clock, int(np.asarray(s.stats.rounds).max()) - before
-            states[i] = alg, params, s
+            states[i] = alg, s
             if done:
                 seconds[i].append(spent / done)
     return tuple(statistics.median(x[1:] or x) for x in seconds)       # the first of each was compiling

@@ -8,7 +8,7 @@ depends on what the other computes, so the two can run at the same time on devic
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from decodax.cache import Window
 from decodax.core.state import State
@@ -28,6 +28,10 @@ class Overlapping(AroundSource, Draft):
     """
 
     written: ClassVar[tuple[str, ...]]
+
+    @property
+    def reader(self) -> Self | None:
+        return None if self.source.reader is None else self
 
     @abc.abstractmethod
     def offer(self, params: Params, s: State, state: Any) -> tuple[Proposal, Any]:

@@ -27,7 +27,7 @@ from decodax.speculative.drafter import AroundSource
 from decodax.speculative.fit import continued
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.shapes.threshold import Drafted, entropy
-from decodax.speculative.source import Draft, Drawn, Grower, fitted
+from decodax.speculative.source import Draft, Drawn, Grower, Source, fitted
 from decodax.speculative.tree import Proposal
 from decodax.speculative.verify import SeedExact
 from decodax.struct import Struct, struct
@@ -77,7 +77,7 @@ class Examples(Struct):
 class Watched(AroundSource, Draft):
     """Chains of `length` from a source, with a note of what was drafted and how much of it held in `rounds` rounds."""
 
-    source: Any
+    source: Source
     length: int
     rounds: int
 

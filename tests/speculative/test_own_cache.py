@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,11 +10,14 @@ import jax
 import pytest
 
 import decodax as dx
+from decodax.core import drivers
 from decodax.kvcache import kv
 from decodax.kvcache.codecs import HierarchicalAffine
 from decodax.kvcache.coded import Coding
 from decodax.models import Diffusion
-from decodax.speculative.drafts import OwnCache
+from decodax.speculative import NOTHING, Automatic, automatic
+from decodax.speculative.drafts import Fallback, Merged, OwnCache, PromptLookup
+from decodax.speculative.fit import Counted
 from decodax.speculative.shapes import Chain, Fixed
 from tests.kvcache.test_policies import DEEP, PROMPTS
 from tests.matrix import often
@@ -77,6 +81,62 @@ def test_drafts_do_not_depend_on_batch_mates() -> None:
     method = CASES["choices while decoding"][0]
     alone, together = run(method, rows=(1,)), run(method)
     assert alone.stats.accepted.tolist() == together.stats.accepted[1:2].tolist()
+
+
+OWN, RING = OwnCache(DEEP, SNAP), OwnCache(DEEP, kv("streaming-llm", sinks=2, recent=8))
+BOTH = tuple(dx.Speculative(draft, shape=Chain(3)) for draft in (OWN, RING))
+NEVER, ALWAYS = 1e6, 1.0
+WRAPPED: dict[str, tuple[Any, Any]] = {     # the method, and the arm whose drafts it verifies
+    "adaptive": (dx.Adaptive((NOTHING, BOTH[0]), Automatic((NEVER, ALWAYS))), BOTH[0]),
+    "adaptive, two caches": (dx.Adaptive(BOTH, Automatic((ALWAYS, NEVER))), BOTH[0]),
+    "adaptive, the other cache": (dx.Adaptive(BOTH, Automatic((NEVER, ALWAYS))), BOTH[1]),
+    "fallback": (dx.Speculative(Fallback(PromptLookup(3), OWN, at_least=99, shape=Chain(3))), BOTH[0]),
+    "merged": (dx.Speculative(Merged((OWN, OWN), Chain(3))), BOTH[0]),
+    "counted": (Counted(dx.Speculative(OWN, shape=Chain(3))), BOTH[0]),
+}
+
+
+@pytest.mark.wide(but=["adaptive, the other cache", "fallback"])
+@pytest.mark.parametrize("case", WRAPPED)
+def test_drafts_in_a_wrapper_are_accepted_as_often_as_alone(case: str) -> None:
+    """They read their own small cache there, too, and not the whole one, whose drafts would all hold."""
+    wrapped, alone = (run(method) for method in WRAPPED[case])
+    assert wrapped.tokens.tolist() == alone.tokens.tolist()
+    for count in ("rounds", "accepted"):
+        assert getattr(wrapped.stats, count).tolist() == getattr(alone.stats, count).tolist()
+    assert (alone.stats.accepted < alone.stats.drafted).any()
+
+
+@pytest.mark.wide
+def test_several_small_caches_stand_beside_the_whole_one() -> None:
+    model = dx.Adaptive(BOTH, Automatic((ALWAYS, NEVER))).through(DEEP.model)
+    cache = model.init_cache(2, 64)
+    assert all(cache.view_of(draft.kind).capacity == 64 for draft in (OWN, RING))
+    assert type(cache.view_of(OWN.kind)) is not type(cache.view_of(RING.kind))
+    again = dx.Adaptive((*BOTH, dx.Speculative(OWN, shape=Chain(2))), Automatic((1.0,) * 3)).through(DEEP.model)
+    assert again == model       # a kind that two arms read stands there once
+
+
+def test_a_whole_cache_is_not_handed_out_as_a_view() -> None:
+    coded = DEEP.model.with_cache(kv("kivi", group=4, residual=8))
+    whole, codes = DEEP.model.init_cache(2, 64), coded.init_cache(2, 64)
+    with pytest.raises(ValueError, match=r"^cache: drafts read a cache of the kind .*, and none stands beside Dense"):
+        whole.view_of(SNAP)
+    for cache in (whole, codes):
+        with pytest.raises(ValueError, match=r"^cache: (Dense|Coded) has no smaller view of itself"):
+            _ = cache.view
+
+
+@pytest.mark.wide
+def test_automatic_measures_the_rounds_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the cache with all views, with the drafts that look on: the programs are those of its arms."""
+    seen = []
+    begin = drivers.begin
+    monkeypatch.setattr(drivers, "begin", lambda alg, *rest, **more: seen.append(alg) or begin(alg, *rest, **more))
+    method = automatic(DEEP, OWN, (2,), batch=2, length=40, repeats=1)
+    found = [dataclasses.replace(alg, adaptive=dataclasses.replace(alg.adaptive, controller=method.controller))
+             for alg in seen]
+    assert found == [*method.fit(3 * 8 * 2).bare().variants]      # 3 tokens a round, twice 8 rounds
 
 
 def test_what_is_written_in_two_halves_drafts_as_the_first() -> None:

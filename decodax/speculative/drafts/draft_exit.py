@@ -57,7 +57,7 @@ class DraftExit(AroundSource, Source):
         ValueError: a number out of range, or a draft that makes its own trees.
     """
 
-    source: Any
+    source: Source
     length: int = 8
     gamma: float = 0.8
     alpha: float = 0.9

@@ -9,17 +9,17 @@ chooses for each row, and both sources run.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Window
+from decodax.cache import Feature, Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.grown import Grown
-from decodax.speculative.source import Draft, Drawn
-from decodax.speculative.tree import Proposal
+from decodax.speculative.source import Draft, Shape, Source
+from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, struct
 
 
@@ -45,17 +45,17 @@ class Fallback(Draft):
             second one with probes.
     """
 
-    first: Any
-    second: Any
+    first: Draft
+    second: Draft | Source
     at_least: int = 5
-    shape: Any = None
+    shape: Shape | None = None
 
     def __post_init__(self) -> None:
         if self.at_least < 1:
             raise ValueError(f"at_least: got {self.at_least}, takes 1 or more")
 
     @property
-    def other(self) -> Any:
+    def other(self) -> Draft:
         """The second as a `Draft`."""
         return self.second if isinstance(self.second, Draft) else Grown(self.second, self.shape)
 
@@ -63,16 +63,11 @@ class Fallback(Draft):
     def length(self) -> int:
         return max(self.first.length, self.other.length)
 
-    @property
-    def weights(self) -> Any:
-        return self.first.weights, self.second.weights
+    if not TYPE_CHECKING:       # of a class variable
 
-    def bare(self) -> Fallback:
-        return dataclasses.replace(self, first=self.first.bare(), second=self.second.bare())
-
-    @property
-    def reader(self) -> Fallback | None:
-        return None if self.first.reader is None and self.other.reader is None else self
+        @property
+        def cache_needs(self) -> frozenset[Feature]:
+            return self.first.cache_needs | self.other.cache_needs
 
     def init(self, params: Params, s: State) -> Both:
         one, two = _split(params)

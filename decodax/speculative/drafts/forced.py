@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -43,25 +43,8 @@ class Forced(Draft):
         return CHAINS if self.base is None else self.base.cache_needs
 
     @property
-    def weights(self) -> Any:
-        return None if self.base is None else self.base.weights
-
-    def bare(self) -> Self:
-        return self if self.base is None else dataclasses.replace(self, base=self.base.bare())
-
-    @property
-    def exact(self) -> bool:
-        return self.base is None or self.base.exact
-
-    @property
     def reader(self) -> Drafter | None:
         return None if self.base is None else self.base.reader
-
-    def fit(self, budget: int) -> Self:
-        return self if self.base is None else dataclasses.replace(self, base=self.base.fit(budget))
-
-    def through(self, model: Any) -> Any:
-        return model if self.base is None else self.base.through(model)
 
     def init(self, params: Params, s: State) -> Any:
         return None if self.base is None else self.base.init(params, s)

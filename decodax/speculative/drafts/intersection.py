@@ -110,6 +110,10 @@ class Intersection(Source):
     def bare(self) -> Intersection:
         return dataclasses.replace(self, weights=None)
 
+    def for_vocabulary(self, size: int) -> Intersection:
+        """As it is: the draft model keeps a vocabulary of its own."""
+        return self
+
     def init(self, params: Params, s: State) -> Mapped:
         if not isinstance(params.draft, CommonTokens):
             raise ValueError("params: Intersection needs its CommonTokens in Params.draft")

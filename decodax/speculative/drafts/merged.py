@@ -11,18 +11,19 @@ distribution that it came from, and the target's distribution is kept. Sources d
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Window, take
+from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
+from decodax.speculative.drafter import TREES
 from decodax.speculative.shapes.fixed import Chain, Fixed
-from decodax.speculative.source import Draft, Drawn, Grower, fitted
-from decodax.speculative.tree import Proposal
+from decodax.speculative.source import Draft, Grower, Source, fitted
+from decodax.speculative.tree import Drawn, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Merged(Draft):
             wants siblings drawn without replacement.
     """
 
-    sources: tuple[Any, ...]
+    sources: tuple[Source, ...]
     shape: Fixed = Chain(4)
 
     def __post_init__(self) -> None:
@@ -50,16 +51,11 @@ class Merged(Draft):
     def length(self) -> int:
         return self.shape.length
 
-    @property
-    def weights(self) -> Any:
-        return tuple(source.weights for source in self.sources)
+    if not TYPE_CHECKING:       # of a class variable
 
-    def bare(self) -> Merged:
-        return dataclasses.replace(self, sources=tuple(source.bare() for source in self.sources))
-
-    @property
-    def reader(self) -> Merged | None:
-        return None if all(source.reader is None for source in self.sources) else self
+        @property
+        def cache_needs(self) -> frozenset[Feature]:
+            return TREES.union(*(source.cache_needs for source in self.sources))
 
     def init(self, params: Params, s: State) -> Any:
         return tuple(source.init(own, s) for source, own in zip(self.sources, self._own(params), strict=True))

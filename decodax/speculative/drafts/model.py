@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from decodax.axes import constrain
 from decodax.cache import Cache, Draftable, Window, causal, take
+from decodax.core.around import AroundModel
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.mesh import heads
 from decodax.core.state import State
@@ -112,7 +113,7 @@ class DraftModel(Source):
 
 
 @dataclasses.dataclass(frozen=True)
-class Resized(Model):
+class Resized(AroundModel):
     """A model over another one's vocabulary, where the ids that both have are the same tokens.
 
     What it predicts is limited to the `entries` ids of the other's logits: ids that the other lacks are left out before
@@ -121,12 +122,8 @@ class Resized(Model):
     any q keeps the verifiers exact. None leaves logits or ids as they are.
     """
 
-    base: Model
     reads: int | None = None
     entries: int | None = None
-
-    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        return self.base.init_cache(batch, capacity, params=params, inputs=inputs)
 
     def apply(self, params: Any, window: Window, cache: Any) -> Out:
         if self.reads is not None:

@@ -68,14 +68,14 @@ class OwnCache(Source):
         return model.wrap_cache(self._kind)
 
     def _kind(self, own: Any) -> Any:
-        if not self.alone:
-            return WithView(self.kind, own)
-        if own != dense:
+        if not self.alone:      # of several drafts that read a cache of one kind it stands there once
+            return own if isinstance(own, WithView) and own.holds(self.kind) else WithView(self.kind, own)
+        if own not in (dense, self.kind):
             raise ValueError(f"cache: got {own}, but the method brings a cache of its own; takes none")
         return self.kind
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Draftable, Answer]:
-        view = _view(s)
+        view = self._view(s)
         out = self._apply(params, causal(s.newest[:, None], s.length - 1), view)
         scratch = view.scratch(out.entries, 1 + room)
         scratch = scratch.append(out.entries, s.length[:, None] - 1, jnp.zeros((), jnp.int32))
@@ -85,7 +85,7 @@ class OwnCache(Source):
         sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)   # all stand below the newest token
         window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
-        out = self._apply(params, window, state.replace(base=_view(s)).seen_by(sees))
+        out = self._apply(params, window, state.replace(base=self._view(s)).seen_by(sees))
         return state.append(out.entries, level.positions, level.at + 1), Answer(out.logits(), out.hidden)
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> None:
@@ -96,7 +96,7 @@ class OwnCache(Source):
             return self.model.apply(params.target, window, cache)
         return self.packed.apply(params.draft, window, cache)
 
-
-def _view(s: State) -> Cache:
-    """What drafts read of the target's cache; under guidance of that of the branch with the prompt."""
-    return (s.cache.conditional if isinstance(s.cache, GuidedCache) else s.cache).view
+    def _view(self, s: State) -> Cache:
+        """What drafts read of the target's cache; under guidance of that of the branch with the prompt."""
+        cache: Cache = s.cache.conditional if isinstance(s.cache, GuidedCache) else s.cache
+        return cache.view if self.alone else cache.view_of(self.kind)

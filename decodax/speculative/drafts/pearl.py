@@ -22,7 +22,7 @@ from decodax.cache import Window
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.overlap import Overlapping
-from decodax.speculative.source import Grower, fitted
+from decodax.speculative.source import Grower, Source, fitted
 from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, struct
 
@@ -51,7 +51,7 @@ class Pearl(Overlapping):
         gamma: tokens that it writes in a round, 2 or more.
     """
 
-    source: Any
+    source: Source
     gamma: int = 4
     written: ClassVar[tuple[str, ...]] = ("written",)
 

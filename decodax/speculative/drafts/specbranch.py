@@ -34,7 +34,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.speculative.lengths import Lengths
 from decodax.speculative.overlap import Overlapping
-from decodax.speculative.source import Grower, fitted
+from decodax.speculative.source import Grower, Source, fitted
 from decodax.speculative.tree import Drawn, Proposal
 from decodax.struct import Struct, struct
 
@@ -77,7 +77,7 @@ class SpecBranch(Overlapping):
         ValueError: a number out of range.
     """
 
-    source: Any
+    source: Source
     gamma: int = 4
     branches: int = 3
     least: float = 0.4

@@ -28,7 +28,7 @@ from jax import Array
 from decodax.cache import Feature, Window, take
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
-from decodax.speculative.drafter import TREES
+from decodax.speculative.drafter import CHAINS, TREES
 from decodax.speculative.shapes.layers import at_least
 from decodax.speculative.source import Children, Draft, Drawn, Grower, Growth, Source, fitted
 from decodax.speculative.tree import Proposal
@@ -78,7 +78,7 @@ class Staged(Draft):
     """
 
     draft: Source
-    inner: Any
+    inner: Draft | Source
     length: int = 7
     nodes: int | None = None
     width: int = 4
@@ -106,28 +106,12 @@ class Staged(Draft):
         """How many tokens are guessed at once; no more than the trunk may still take."""
         return min(self.guesses if isinstance(self.inner, Source) else self.inner.length, self.length - 1)
 
-    @property
-    def weights(self) -> Any:
-        return self.draft.weights, self.inner.weights
-
-    @property
-    def exact(self) -> bool:
-        return self.draft.exact
-
     if not TYPE_CHECKING:       # of a class variable
 
         @property
         def cache_needs(self) -> frozenset[Feature]:
-            return TREES if self.spare else self.draft.cache_needs
-
-    def through(self, model: Any) -> Any:
-        return self.draft.through(model)
-
-    def fit(self, budget: int) -> Staged:
-        return dataclasses.replace(self, draft=self.draft.fit(budget), inner=self.inner.fit(budget))
-
-    def bare(self) -> Staged:
-        return dataclasses.replace(self, draft=self.draft.bare(), inner=self.inner.bare())
+            guesses = self.inner.cache_needs if isinstance(self.inner, Source) else CHAINS      # others read no cache
+            return self.draft.cache_needs | guesses | (TREES if self.spare else CHAINS)
 
     def init(self, params: Params, s: State) -> Any:
         if params.draft is None:
@@ -207,6 +191,7 @@ class Staged(Draft):
         place = s.length[:, None] + jnp.arange(self.length)
         place = jnp.where(jnp.arange(self.length) < trunk.count[:, None], place, s.tokens.shape[1])
         text = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(s.tokens, place, trunk.tokens[:, :, 0])
+        assert isinstance(self.inner, Draft)
         p, _ = self.inner.propose(params, policy, s.replace(tokens=text, length=s.length + trunk.count), None,
                                   "coupled")
         if p.parents is not None or p.log_q is not None or p.probes is not None:

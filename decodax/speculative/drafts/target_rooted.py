@@ -57,7 +57,7 @@ class TargetRooted(AroundSource, Source):
         ValueError: keep below 1, or a draft that makes its own trees; in tracing, fewer tokens than are kept.
     """
 
-    source: Any
+    source: Source
     keep: int = 16
 
     def __post_init__(self) -> None:

@@ -1,0 +1,212 @@
+"""What is made of other drafts, methods or models loses nothing of them: all of them are found here, none is listed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import jax
+import numpy as np
+import pytest
+
+import decodax
+from decodax.cache import CacheConfig, Feature
+from decodax.core.around import Around, AroundModel
+from decodax.core.composed import Composed
+from decodax.core.types import Algorithm, Model
+from decodax.diffusion.round import Round
+from decodax.jobs.piggyback import Mixed, Piggyback
+from decodax.search.beams import BeamSearch
+from decodax.search.cascade import _Order
+from decodax.search.lexical import DynamicBeams, GridBeams, _Lexical
+from decodax.search.seal import CorpusBeams
+from decodax.sharding.apart import _Ahead, _There
+from decodax.speculative import NOTHING, Adaptive, Automatic, Speculative
+from decodax.speculative.adaptive import _Arm
+from decodax.speculative.drafter import Drafter
+from decodax.speculative.drafts import DraftExit, Fallback, Forced, Merged, Pearl, SpecBranch, Staged, TargetRooted
+from decodax.speculative.drafts.intersection import Intersection
+from decodax.speculative.fit import Counted
+from decodax.speculative.grown import Grown, Trimmed
+from decodax.speculative.predictor import Watched
+from decodax.speculative.reflective import Reflective
+from decodax.speculative.shapes import Fixed
+from decodax.speculative.source import Draft, Source
+from decodax.speculative.verify import Verifier
+
+for module in pkgutil.walk_packages(decodax.__path__, "decodax."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+
+
+def kinds(cls: type) -> list[type]:
+    """The classes of the library that derive from it."""
+    found = [x for sub in cls.__subclasses__() for x in (sub, *kinds(sub))]
+    return [x for x in dict.fromkeys(found) if x.__module__.startswith("decodax.")]
+
+
+def below(cls: type) -> list[type]:
+    """Those of them that can be made."""
+    return [x for x in kinds(cls) if not inspect.isabstract(x)]
+
+
+def holding(cls: type, *bases: type) -> dict[str, str]:
+    """The fields of a dataclass whose annotation names one of the kinds, or what derives from them."""
+    names = {x.__name__ for base in bases for x in (base, *kinds(base))}
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    return {f.name: str(f.type) for f in fields if names & set(re.findall(r"\w+", str(f.type)))}
+
+
+def public(cls: type) -> set[str]:
+    return {name for name in vars(cls) if not name.startswith("_")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(Drafter):
+    """What is asked of it shows in what it is then."""
+
+    number: int = 1
+    exact: bool = False     # type: ignore[assignment]
+    weighed: bool = True
+    budget: int = 0
+    size: int = 0
+    length: ClassVar[int] = 2
+    cache_needs: ClassVar[frozenset[Feature]] = frozenset(("truncation",))
+
+    @property
+    def weights(self) -> Any:
+        return np.float32(self.number) if self.weighed else None
+
+    @property
+    def reader(self) -> Self:
+        return self
+
+    def bare(self) -> Self:
+        return dataclasses.replace(self, weighed=False)
+
+    def fit(self, budget: int) -> Self:
+        return dataclasses.replace(self, budget=budget)
+
+    def for_vocabulary(self, size: int) -> Self:
+        return dataclasses.replace(self, size=size)
+
+    def through(self, model: Any) -> Any:
+        return (*model, self.number)
+
+
+class ToldDraft(Told, Draft):
+    propose: Any = None
+
+
+class ToldSource(Told, Source):
+    start: Any = None
+    extend: Any = None
+
+
+ToldDraft.__abstractmethods__ = ToldSource.__abstractmethods__ = frozenset()        # type: ignore[attr-defined]
+DRAFT, ONE, TWO = ToldDraft(1), ToldSource(1), ToldSource(2)
+LINKED = (NOTHING, Speculative(ONE), Speculative(TWO, shape=Fixed.balanced(2, 2)))
+
+MADE: dict[type, Callable[[], Any]] = {
+    Grown: lambda: Grown(ONE), Trimmed: lambda: Trimmed(DRAFT, 1), Pearl: lambda: Pearl(ONE),
+    SpecBranch: lambda: SpecBranch(ONE), TargetRooted: lambda: TargetRooted(ONE), DraftExit: lambda: DraftExit(ONE),
+    Watched: lambda: Watched(ONE, 2, 3), _Ahead: lambda: _Ahead(Pearl(ONE)),
+    Fallback: lambda: Fallback(DRAFT, TWO), Merged: lambda: Merged((ONE, TWO)), Forced: lambda: Forced(base=DRAFT),
+    Staged: lambda: Staged(ONE, TWO), Intersection: lambda: Intersection(ONE),      # type: ignore[arg-type]
+    Speculative: lambda: Speculative(ONE), Reflective: lambda: Reflective(ONE, probe=(1,)),
+    BeamSearch: lambda: BeamSearch(2, draft=ONE),
+    Adaptive: lambda: Adaptive(LINKED, Automatic((1.0,) * 3)),
+    _Arm: lambda: _Arm(MADE[Adaptive](), 1), Counted: lambda: Counted(Speculative(ONE)),
+    Piggyback: lambda: Piggyback(Speculative(ONE), 64, 16, 1), Mixed: lambda: Mixed(Speculative(ONE), 64, 16, 1)}
+WITHOUT = {Round, _Order}
+"""Those around methods that take no draft."""
+REFUSING = {cls: functools.partial(cls, 2, draft=ONE, **given) for cls, given in (
+    (CorpusBeams, {}), *((cls, {"phrases": [[1]]}) for cls in (_Lexical, DynamicBeams, GridBeams)))}
+"""Those that inherit a field for drafts and refuse one."""
+OWN = {(Intersection, "weights"), (Intersection, "for_vocabulary"), (Intersection, "cache_needs")}
+"""What one answers itself: Intersection's draft model has a vocabulary, weights and a cache of its own."""
+
+HOLDERS = [cls for base in (Drafter, Algorithm) for cls in below(base) if holding(cls, Drafter, Algorithm)]
+
+
+def told(whole: Any) -> list[Told]:
+    """The innermost drafts that it is made of."""
+    return [x for part in whole.parts for x in ([part] if isinstance(part, Told) else told(part))]
+
+
+def markers(weights: Any) -> set[float]:
+    return {float(x) for x in jax.tree.leaves(weights)} & {1.0, 2.0}
+
+
+def test_a_field_that_may_hold_a_draft_says_so() -> None:
+    """Else the walk below would not find it. These of type Any hold networks, weights and kinds of caches."""
+    open_ones = {(cls.__name__, f.name) for base in (Drafter, Algorithm) for cls in below(base)
+                 if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls) if str(f.type) == "Any"}
+    assert {name for _, name in open_ones} <= {"model", "weights", "packed", "kind", "warm"}
+
+
+def test_the_wrappers_are_found() -> None:
+    assert {Adaptive, _Arm, Counted, Fallback, Merged, Staged, Forced, Piggyback, Round} <= set(HOLDERS)
+
+
+@pytest.mark.parametrize("cls", HOLDERS)
+def test_a_wrapper_of_drafts_forwards_what_is_asked_of_it(cls: type) -> None:
+    if cls in WITHOUT:
+        assert issubclass(cls, Around)
+        return
+    if cls in REFUSING:
+        with pytest.raises(ValueError, match=r"draft: got .*takes none"):
+            REFUSING[cls]()
+        return
+    whole = MADE[cls]()
+    inner = told(whole)
+    assert inner, "takes fields that hold its drafts"
+    numbers = {float(x.number) for x in inner}
+    if (cls, "weights") not in OWN:
+        assert markers(whole.weights) >= numbers
+        assert not any(x.weighed for x in told(whole.bare())) and len(told(whole.bare())) == len(inner)
+    assert {x.budget for x in told(whole.fit(8))} == {8}
+    assert set(whole.through(())) == {int(x) for x in numbers}
+    assert (cls, "cache_needs") in OWN or whole.cache_needs >= {"truncation"}
+    if isinstance(whole, Drafter):
+        assert whole.reader is not None
+        assert not whole.exact
+        if (cls, "for_vocabulary") not in OWN:
+            assert {x.size for x in told(whole.for_vocabulary(5))} == {5}
+    else:
+        assert whole.observer is not None
+        assert whole.guarantee == "approximate"
+
+
+def test_a_method_around_another_one_is_a_wrapper() -> None:
+    around = [cls for cls in below(Algorithm) if holding(cls, Algorithm)]
+    assert {cls for cls in around if not issubclass(cls, Around)} == {Adaptive}
+
+
+def test_wrappers_answer_for_all_of_the_contract() -> None:
+    """A member that is added to a contract is added to its wrapper, or this fails."""
+    assert public(Algorithm) | public(Composed) <= public(Around) | public(Composed)
+    assert public(Algorithm) & public(Composed) == set()
+    assert public(Model) <= public(AroundModel)
+    assert public(Verifier) - {"length"} <= public(_There) | {"drawn"}
+
+
+def test_kinds_of_caches_around_others_forward_what_they_are_asked() -> None:
+    """Those with a `put_on` of their own put the inner kind on the model in their place."""
+    around = [cls for cls in below(CacheConfig) if holding(cls, CacheConfig) and "put_on" not in public(cls)]
+    assert {cls.__name__ for cls in around} >= {"Pruned", "Propagation"}
+    for cls in around:
+        assert {"fit", "of_model", "beyond"} <= public(cls), cls
+
+
+def test_models_around_others_are_wrappers() -> None:
+    around = [cls for cls in below(Model) if set(holding(cls, Model)) & {"base", "inner", "model"}]
+    rest = {cls.__name__ for cls in around if not issubclass(cls, AroundModel)}
+    # Phd answers for its copies; these two read features of a network of a kind
+    assert rest <= {"Phd"}, rest
