@@ -213,7 +213,7 @@ class Round(Around):
             refreshed=jnp.where(ok, c.round, c.refreshed) if self.wide else c.refreshed,
             record=None if noted is None else jax.tree.map(write, c.record, noted))
         if of.verify.assists:
-            again = again.replace(assistant=of.verify.settle(c.assistant, entries, c.start, start))
+            again = again.replace(assistant=of.verify.settle(c.assistant, entries, c.start, start))    # type: ignore[attr-defined]
         there = look(s, again, W, view.eos)
         again = again.replace(
             opened=jnp.where(moved, there.masked.sum(1, dtype=jnp.int32), c.opened),
@@ -310,7 +310,7 @@ class Round(Around):
         agreed = entries = None
         if of.verify.assists:
             last = take(c.tokens, jnp.maximum(c.start - 1, 0)[:, None])[:, 0]
-            token, agreed, entries = of.verify.judge(params.draft, c.assistant, flat, last, logits,
+            token, agreed, entries = of.verify.judge(params.draft, c.assistant, flat, last, logits,       # type: ignore[attr-defined]
                                                      lambda x: over(x).processed())
         else:
             draws = [here.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,

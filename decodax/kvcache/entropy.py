@@ -21,8 +21,8 @@ def frequencies(symbols: np.ndarray, count: int) -> np.ndarray:
     seen = np.zeros((C, count), np.int64)
     np.add.at(seen, (np.arange(C)[None].repeat(T, 0), symbols), 1)
     kinds = (seen > 0).sum(1)
-    if (kinds > WHOLE).any():
-        raise ValueError(f"symbols: got {kinds.max()} in a stream, takes at most {WHOLE}")
+    if (most := max(kinds, default=0)) > WHOLE:
+        raise ValueError(f"symbols: got {most} in a stream, takes at most {WHOLE}")
     # one for each that occurs, and of the rest by how often; what rounding leaves over goes to the most frequent one
     share = (seen > 0) + seen * (WHOLE - kinds)[:, None] // T
     share[np.arange(C), seen.argmax(1)] += WHOLE - share.sum(1)

@@ -119,11 +119,14 @@ class Propagation(CacheConfig):
     def fit(self, new: int) -> Propagation:
         return dataclasses.replace(self, eviction=self.eviction.fit(new))
 
+    def beyond(self, longest: int) -> int:
+        return self.eviction.beyond(longest)
+
     def of_model(self, lm: Any) -> Propagation:
         if not isinstance(lm.model, Transformer):
             raise ValueError(f"cache: {self.name} stops a prompt at a layer, which takes a Transformer, got a "
                              f"{type(lm.model).__name__}")
-        return dataclasses.replace(self, width=lm.model.config.width)
+        return dataclasses.replace(self, eviction=self.eviction.of_model(lm), width=lm.model.config.width)
 
     def at(self, depth: int) -> int:
         """The last layer that reads all."""

@@ -99,7 +99,7 @@ class CorpusBeams(BeamSearch):
         return (*super().weights, self.corpus)
 
     def bare(self) -> Self:
-        return dataclasses.replace(super().bare(), corpus=None)     # type: ignore[call-arg]
+        return dataclasses.replace(super().bare(), corpus=None)     # type: ignore[call-arg, return-value]
 
     def memory(self, params: Params, like: Array) -> Span:
         corpus: Corpus | None = params.draft[2]

@@ -34,6 +34,7 @@ from decodax.kvcache.fit_token_butler import first_butler
 from decodax.kvcache.key_scores import KeyNorm, LagRelative
 from decodax.kvcache.less import LayerKernels
 from decodax.kvcache.packed import SEGMENT, pack, segment_attention, segments_of, unpack
+from decodax.kvcache.propagation import Decoupled
 from decodax.kvcache.query_scores import WindowAttention
 from decodax.kvcache.selection import AdaptiveHeads, Top
 from decodax.models import Transformer, llama
@@ -357,6 +358,14 @@ def test_a_share_or_bytes_keep_what_as_many_tokens_keep(name: str) -> None:
             assert sum(map(len, other)) == sum(map(len, tokens))
         else:
             assert other == tokens
+
+
+def test_a_share_of_a_prompt_of_which_a_number_of_tokens_goes_on_is_as_many_tokens() -> None:
+    """FastKV's deep layers, which see so many tokens of it."""
+    rule = Decoupled(WindowAttention(4), 4, layer=0, passed=20)
+    for layer in (0, 1):
+        share, tokens = (rule.table(budget, LENGTH, layer, 2)[LENGTH] for budget in (LEFT / LENGTH, LEFT))
+        assert share == tokens == LEFT
 
 
 @pytest.mark.parametrize("budget", [LEFT, *FORMS])

@@ -133,10 +133,10 @@ def test_automatic_measures_the_rounds_that_it_runs(monkeypatch: pytest.MonkeyPa
     seen = []
     begin = drivers.begin
     monkeypatch.setattr(drivers, "begin", lambda alg, *rest, **more: seen.append(alg) or begin(alg, *rest, **more))
-    method = automatic(DEEP, OWN, (2, 3), batch=2, length=40, repeats=1)
+    method = automatic(DEEP, OWN, (2,), batch=2, length=40, repeats=1)
     found = [dataclasses.replace(alg, adaptive=dataclasses.replace(alg.adaptive, controller=method.controller))
              for alg in seen]
-    assert found == [*method.fit(4 * 8 * 2).bare().variants]      # 4 tokens a round, twice 8 rounds
+    assert found == [*method.fit(3 * 8 * 2).bare().variants]      # 3 tokens a round, twice 8 rounds
 
 
 def test_what_is_written_in_two_halves_drafts_as_the_first() -> None:

@@ -192,6 +192,7 @@ class Staged(Draft):
         place = s.length[:, None] + jnp.arange(self.length)
         place = jnp.where(jnp.arange(self.length) < trunk.count[:, None], place, s.tokens.shape[1])
         text = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(s.tokens, place, trunk.tokens[:, :, 0])
+        assert isinstance(self.inner, Draft)
         p, _ = propose(self.inner, params, policy, s.replace(tokens=text, length=s.length + trunk.count), None,
                                   "coupled")
         if p.parents is not None or p.log_q is not None or p.probes is not None:
