@@ -74,7 +74,7 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-def _named(message: Mapping[str, Any], read: Sequence[str]) -> Mapping[str, Any]:
+def _named(message: Message, read: Sequence[str]) -> Message:
     """The message, with its reasoning under the first of the names that the template reads (`read`) if under none."""
     given = next((message[name] for name in REASONING if name in message), None)
     if given is None or not read or any(name in message for name in read):
@@ -95,7 +95,7 @@ def _reads(tree: nodes.Template) -> tuple[str, ...]:
               and isinstance(a.node.node, nodes.Name) and a.node.node.name == "namespace"}
     others |= {loop.target.name for loop in tree.find_all(nodes.For)
                if isinstance(loop.target, nodes.Name) and of_content(nodes.Output([loop.iter]))}
-    found: list[tuple[nodes.Node, str | None]] = [(n.node, n.attr) for n in tree.find_all(nodes.Getattr)]
+    found: list[tuple[Any, str | None]] = [(n.node, n.attr) for n in tree.find_all(nodes.Getattr)]
     found += [(n.node, text(n.arg)) for n in tree.find_all(nodes.Getitem)]
     found += [(n.node.node, text(n.args[0])) for n in tree.find_all(nodes.Call)
               if isinstance(n.node, nodes.Getattr) and n.node.attr == "get" and n.args]

@@ -312,10 +312,8 @@ def test_names_of_wrappers_are_taken_off(wrapper: str, bare: bool, directory: Pa
 def test_names_of_wrappers_are_taken_off_in_other_families(kind: str, tmp_path: Path) -> None:
     """Of models without an output head in the file, too."""
     small = dict(vocab_size=32, hidden_size=16, n_embd=16, d_model=16, d_ff=16, d_kv=8, num_heads=2, n_layer=1,
-                 n_head=2,
-                 num_layers=1, num_hidden_layers=1, n_positions=16, state_size=8, head_dim=16, expand=2, n_groups=1)
-    if kind == "mamba2":
-        small["num_heads"] = 2
+                 n_head=2, num_layers=1, num_hidden_layers=1, n_positions=16, state_size=8, head_dim=16, expand=2,
+                 n_groups=1)
     config = transformers.AutoConfig.for_model(kind, **small)
     auto = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
     auto.from_config(config).save_pretrained(tmp_path)

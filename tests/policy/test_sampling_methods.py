@@ -115,20 +115,6 @@ def test_a_real_model_goes_on_as_it_would_where_the_bound_is_low() -> None:
     assert soon.lengths.max() < 24
 
 
-@pytest.mark.wide
-def test_a_real_model_goes_on_as_it_would_where_the_bound_is_low() -> None:
-    lm = dx.load("pycode")
-    prompts = ["def add(a, b):\n", "import os\n", "class Tree:\n"]
-    options: dict[str, Any] = dict(max_new_tokens=24, min_new_tokens=0, seed=3)
-    for temperature in (0.0, 0.8):
-        plain, ended = (dx.generate(lm, prompts, temperature=temperature, **given, **options)
-                        for given in ({}, {"nmst_epsilon": 1e-6}))
-        assert ended.tokens.tolist() == plain.tokens.tolist()
-        assert plain.lengths.min() > 1
-    soon = dx.generate(lm, prompts, temperature=0.8, nmst_epsilon=0.5, **options)
-    assert soon.lengths.max() < 24
-
-
 @pytest.mark.parametrize("samples", [1, 3, 8])
 def test_each_even_sample_is_a_draw_and_all_of_them_are_even(samples: int) -> None:
     V, steps, groups = 5, 3, 12_000
