@@ -100,7 +100,8 @@ class Packed(Struct, abc.ABC):
         count = N // block
 
         def one(i: Array) -> Array:
-            return self.part(i * block, block).product(x, dtype)
+            own, i = lax.optimization_barrier((self, i))    # else XLA converts the whole in front of the loop
+            return own.part(i * block, block).product(x, dtype)
 
         made = lax.map(one, jnp.arange(count, dtype=jnp.int32)).transpose(1, 0, 2).reshape(len(x), -1)
         if rest := N - count * block:
@@ -109,11 +110,11 @@ class Packed(Struct, abc.ABC):
 
     def part(self, start: Array | int, size: int) -> Self:
         """`size` outputs from `start`."""
-        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), self)
+        return jax.tree.map(lambda a: _as_bits(lambda b: lax.dynamic_slice_in_dim(b, start, size), a), self)
 
     def rows(self, which: Array, dtype: Any) -> Array:
         """The rows `f[..., K]` of outputs `which`, `i32[...]`: embeddings, of a table that is also the head."""
-        return jax.tree.map(lambda a: _gathered(a, which), self).values(dtype)
+        return jax.tree.map(lambda a: _as_bits(lambda b: b[which], a), self).values(dtype)
 
     def placed(self, outputs: str | None, inputs: str | None) -> Self:
         """The same for a mesh over whose axes it will lie as `specs` says."""
@@ -217,11 +218,13 @@ def _made(x: Array) -> Array:
     return lax.cond(some == some, lambda: x, lambda: x.at[0].set(jnp.nan))
 
 
-def _gathered(a: Array, which: Array) -> Array:
-    """`a[which]`. XLA's CPU gathers half precision by way of a float32 copy of the whole, made in front of the loop."""
-    if platform() != "cpu" or a.dtype not in (jnp.bfloat16, jnp.float16):
-        return a[which]
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(a, jnp.uint16)[which], a.dtype)
+def _as_bits(take: Callable[[Array], Array], a: Array) -> Array:
+    """`take(a)`, which takes some entries of an array. XLA's CPU takes those of floats of less than 32 bits by way of a
+    copy of the whole in a wider dtype, made in front of the loop."""
+    bits = a.dtype.itemsize * 8
+    if platform() != "cpu" or bits >= 32 or not jnp.issubdtype(a.dtype, jnp.floating):
+        return take(a)
+    return lax.bitcast_convert_type(take(lax.bitcast_convert_type(a, f"uint{bits}")), a.dtype)
 
 
 @struct

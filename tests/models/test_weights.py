@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.checkpoint import load_model, load_t5
 from decodax.models import Transformer, formats, llama
-from decodax.models.formats import Float8, Int4, Int8, Scaled, pack
+from decodax.models.formats import Float8, Int4, Scaled, pack
 from decodax.models.packed import Packed, multiply
 from decodax.policy import build
 from tests.extending.pages import DOCS, run_file
@@ -102,9 +106,30 @@ def test_a_broken_weight_or_activation_makes_no_number(name: str) -> None:
 SMALL = llama(vocab=96, width=32, layers=2, heads=4, kv_heads=2, mlp=64, tied=True)
 
 
+@functools.cache
+def as_shipped() -> list[str]:
+    """What `compiled_packed` prints, where XLA optimises as it does for users."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "tests.models.compiled_packed", *COMPILED]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True,
+                          cwd=Path(__file__).parents[2])
+    return done.stdout.splitlines()
+
+
+COMPILED = ("int8", "int4", "int4:group=16", "fp8", "bfloat16", "float16", "qserve")
+
+
+def test_compiled_products_convert_in_vectors_and_write_no_kernel() -> None:
+    """One row and 8 of each format. The two controls are what XLA makes of a plain product."""
+    lines = as_shipped()
+    assert [line for line in lines if line.split()[1] in ("1", "8")][:-2] == [
+        f"{name} {rows} fine" for name in COMPILED for rows in (1, 8)]
+    assert lines[-2].startswith("plain 1 ['converts within a product") and "writes a kernel" in lines[-1]
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    packed, x = Int8().pack(kernel(96, 50)), jax.random.normal(jax.random.key(1), (8, 96))
-    np.testing.assert_array_equal(jax.jit(multiply)(x, packed)[:1], jax.jit(multiply)(x[:1], packed))
+    assert [line for line in as_shipped() if line.endswith("]") and "plain" not in line] == [
+        f"{name} {sizes} [True, True]" for name in COMPILED for sizes in ("96 50", "768 800")]
 
 
 @pytest.mark.wide
@@ -164,7 +189,7 @@ def test_no_kernel_is_converted_in_front_of_the_loop(weights: str) -> None:
     model = Transformer(llama(vocab=704, width=96, layers=1, heads=4, kv_heads=2, mlp=320, tied=True))
     params = Params(jax.eval_shape(lambda: pack(model.init_params(jax.random.key(0)), weights)))
     alg, tokens = Autoregressive(), np.zeros((2, 64), np.int32)
-    chain = build(2, vocab_size=640)
+    chain = build(2, vocab_size=704)
     state = jax.eval_shape(lambda p: drivers.begin(alg, model, p, chain, tokens, np.full(2, 4, np.int32), size=64,
                                                    max_new=np.full(2, 8, np.int32), seed=np.uint32(0)), params)
     text = drivers.advance.lower(alg, model, params, chain, state, jnp.int32(9)).compile().as_text()
