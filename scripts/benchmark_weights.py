@@ -6,8 +6,8 @@
 
 The 125M Llama shape of `benchmark.py` with random weights, the same on both sides, greedy, prompt 32. llama.cpp reads
 them as f32, f16, q8_0 and q4_0. What is compared is run in turn, again and again; the table gives medians, and ratios
-of what ran next to each other (median of the ratios). Without the two packages llama.cpp's columns are left out. "Read" is
-the bytes of weights and cache over the best time, and the best speed at which all cores read memory, taken in turn.
+of what ran next to each other (median of the ratios). Without the two packages llama.cpp's columns are left out.
+"Read" is the bytes of weights and cache over the best time, and the best speed at which all cores read memory, in turn.
 
 The bars, on JAX 0.12: int8 1.6 times arrays at batch 1, int4 1.3; 0.8 at batch 8 and for a window of 8.
 """
