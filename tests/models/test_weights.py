@@ -24,6 +24,7 @@ from decodax.core.types import Params
 from decodax.io.checkpoint import load_model, load_t5
 from decodax.models import Transformer, formats, llama
 from decodax.models.formats import Float8, Int4, Scaled, pack
+from decodax.models.formats.integers import Integers, nibbles
 from decodax.models.packed import Packed, multiply
 from decodax.policy import build
 from tests.extending.pages import DOCS, run_file
@@ -90,6 +91,19 @@ def test_a_product_is_that_of_the_values(name: str, rows: int, K: int, N: int) -
     assert half.dtype == jnp.bfloat16 and jax.jit(lambda x, w: multiply(x, w, jnp.float32))(
         x.astype(jnp.bfloat16), packed).dtype == jnp.float32
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=2e-2 * K**0.5 * np.abs(whole(packed)).max())
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@pytest.mark.parametrize("kind", ["scaled", "integers"])
+def test_a_group_may_have_inputs_of_both_halves(kind: str, rows: int) -> None:
+    """Three groups of 128: the second has inputs whose codes lie in low and in high bits."""
+    codes = np.random.default_rng(0).integers(-8, 8, (20, 384))
+    steps = np.array([[1, 8, 3]], np.float32).repeat(20, 0)
+    x = np.random.default_rng(1).integers(-127, 128, (rows, 384)).astype(np.float32)
+    kernel: Packed = (Scaled(codes=nibbles(codes, 0), scales=jnp.asarray(steps)) if kind == "scaled" else
+                      Integers(codes=nibbles(codes, 8), steps=jnp.asarray(steps, jnp.float16)))
+    expected = x.astype(np.float64) @ (codes * steps.repeat(128, 1)).T
+    np.testing.assert_allclose(jax.jit(multiply)(x, kernel), expected, rtol=1e-6, atol=0.1)
 
 
 @pytest.mark.parametrize("name", STEPS)
