@@ -5,16 +5,22 @@ weights. A `Packed` kernel takes the place of an array in a model's weights; `mu
 know of it.
 
 XLA converts a packed kernel within a product on a TPU or GPU; for groups of inputs with scales of their own it does not
-on a TPU, which has `packed_matmul` for them. On CPU it does so, at the memory's speed, only in a
-product of one row of less than 16 KB, whose kernel lies as `[outputs, inputs]`; else it first writes the whole
-converted kernel to memory (32,000 x 768 in int8, 8 rows: 38 ms, and 6 for float32). So there a few rows are multiplied
-one by one, and more of them block by block, each block small enough to stay in the processor's own memory.
+on a TPU, which has `packed_matmul` for them.
+
+On CPU it would write the converted kernel to memory, or add up the inputs of an output one after the other, since the
+order of additions is not its own to change; which of both depends on its version. So the program spells out sums that
+are vectors: `partial_sums` cuts the inputs of a kernel into slices of one width, converts each slice and adds its
+products to those of the others, entry by entry, and `total` adds up the few sums that are left of an output. A few rows
+are multiplied so, each with the same additions as alone. More rows are multiplied by XLA's own product, with a block of
+outputs converted at a time that is small enough to stay in the processor's own memory.
 """
 
 from __future__ import annotations
 
 import abc
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -26,19 +32,29 @@ from decodax.axes import free_axes, platform
 from decodax.struct import Struct, static, struct
 
 ROWS = 8
-"""On CPU, up to so many rows are multiplied one by one. A round of the 125M shape with 8 rows in int8 takes 26 to 35 ms
-so, 44 to 54 by blocks, and 35 to 41 in float32."""
+"""On CPU, up to so many rows are multiplied by partial sums."""
+
+LANES = 32
+"""On CPU, slices of the inputs have a multiple of this width."""
+
+SLICES = 15
+"""On CPU, the most slices of inputs that share their scales: XLA computes what more slices than that are cut from
+by itself, and writes it to memory."""
 
 BLOCK = 1 << 18
-"""On CPU, weights that are converted at a time for more rows."""
+"""On CPU, weights that are converted at a time for more rows than those."""
+
+FEW = 1 << 20
+"""On CPU, weights that are converted at a time for 2 to `ROWS` rows. 8 rows and 2,048 x 768 in int8 take 0.84 ms so and
+0.99 with `BLOCK`, in float32 0.77 (beside other work)."""
+
+SUMS = 1 << 18
+"""On CPU, partial sums of one row that are written at a time."""
 
 OUTPUTS = 256
 """On CPU, outputs that a few rows are multiplied by at a time where nothing is to be converted: of a whole kernel that
 lies as `[N, K]` XLA writes a transposed copy to memory. A round of the 125M shape with 8 rows takes 43 ms so, 39 by
 blocks; a window of 8, 42 and 37."""
-
-INPUTS = 2048
-"""On CPU, inputs of a row that are multiplied at a time."""
 
 
 class Packed(Struct, abc.ABC):
@@ -67,12 +83,20 @@ class Packed(Struct, abc.ABC):
         """`f[R, N]` in `dtype` from `x`, `f[R, K]`."""
         if platform() != "cpu" or free_axes():
             return self.product(x, dtype)
-        if len(x) <= (ROWS if self.converts else 1):
-            return self._one_by_one(_made(x), dtype)
+        if self.few(x):
+            x = _made(x)
         N, K = self.shape
+        if len(x) == 1:
+            block = SUMS // slices(K)[0]
+            return self.product(x, dtype) if N < 2 * block else self.by_blocks(x, dtype, block)
         if N == 1 or (len(x) > 4 * ROWS and not self.converts):
             return self.product(x, dtype)
-        return self.by_blocks(x, dtype, BLOCK // K + 1 if self.converts else OUTPUTS)
+        block = (FEW if self.few(x) else BLOCK) // K + 1
+        return self.by_blocks(x, dtype, block if self.converts else OUTPUTS)
+
+    def few(self, x: Array) -> bool:
+        """Whether `product` multiplies rows by `partial_sums`."""
+        return platform() == "cpu" and not free_axes() and len(x) <= (ROWS if self.converts else 1)
 
     def by_blocks(self, x: Array, dtype: Any, block: int) -> Array:
         """As `times`, with the weights of `block` outputs converted at a time. `N` is 2 or more."""
@@ -81,24 +105,21 @@ class Packed(Struct, abc.ABC):
         count = N // block
 
         def one(i: Array) -> Array:
-            return self.part(i * block, block).product(x, dtype)
+            own, i = lax.optimization_barrier((self, i))    # else XLA converts the whole in front of the loop
+            return own.part(i * block, block).product(x, dtype)
 
         made = lax.map(one, jnp.arange(count, dtype=jnp.int32)).transpose(1, 0, 2).reshape(len(x), -1)
         if rest := N - count * block:
             made = jnp.concatenate([made, self.part(N - rest, rest).product(x, dtype)], 1)
         return made
 
-    def _one_by_one(self, x: Array, dtype: Any) -> Array:
-        # without the barrier XLA fuses products with what follows, and then writes converted kernels to memory
-        return jnp.concatenate(lax.optimization_barrier([self.product(x[i:i + 1], dtype) for i in range(len(x))]))
-
     def part(self, start: Array | int, size: int) -> Self:
         """`size` outputs from `start`."""
-        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), self)
+        return jax.tree.map(lambda a: _as_bits(lambda b: lax.dynamic_slice_in_dim(b, start, size), a), self)
 
     def rows(self, which: Array, dtype: Any) -> Array:
         """The rows `f[..., K]` of outputs `which`, `i32[...]`: embeddings, of a table that is also the head."""
-        return jax.tree.map(lambda a: _gathered(a, which), self).values(dtype)
+        return jax.tree.map(lambda a: _as_bits(lambda b: b[which], a), self).values(dtype)
 
     def placed(self, outputs: str | None, inputs: str | None) -> Self:
         """The same for a mesh over whose axes it will lie as `specs` says."""
@@ -125,16 +146,74 @@ def dot(x: Array, kernel: Array, dtype: Any) -> Array:
     """`x @ kernel.T`: `f[R, N]` from `f[R, K]` and `f[N, K]`, as it is fastest on the platform.
 
     Args:
+        kernel: what is converted already.
         dtype: of the result.
     """
     if platform() != "cpu":
         return jnp.matmul(x, kernel.T, preferred_element_type=dtype)
-    if len(x) > 1:      # the other way round, XLA writes the kernel once more, transposed
+    if len(x) > 1 or free_axes():       # the other way round, XLA writes the kernel once more, transposed
         return lax.dot_general(kernel, x, (((1,), (1,)), ((), ()))).T.astype(dtype)
-    parts = [x[:, i:i + INPUTS] @ kernel[:, i:i + INPUTS].T for i in range(0, x.shape[1], INPUTS)]
-    if len(parts) > 1:      # not fused, see `Packed.times`
-        parts = lax.optimization_barrier(parts)
-    return functools.reduce(jnp.add, parts).astype(dtype)
+    return total(partial_sums(x, lambda start, stop: kernel[:, start:stop])).astype(dtype)
+
+
+def slices(K: int, group: int | None = None) -> tuple[int, list[tuple[int, int]]]:
+    """How `K` inputs are cut: the width of slices, and of each where it starts and how many of its first inputs are
+    those of the slice before.
+
+    Args:
+        group: inputs that have a scale of their own. A slice has inputs of one group, or whole groups of less than
+            `LANES`.
+
+    >>> slices(80), slices(128, group=64)
+    ((32, [(0, 0), (32, 0), (48, 16)]), (32, [(0, 0), (32, 0), (64, 0), (96, 0)]))
+    """
+    size = K if group is None or group < LANES else group
+    unit = LANES if size == group else math.lcm(LANES, group or 1)
+    several = max(SLICES * size // K, 1)
+    width = min(-(-size // (unit * several)) * unit, size)
+    within = [min(start, size - width) for start in range(0, size, width)]
+    return width, [(base + start, i * width - start) for base in range(0, K, size) for i, start in enumerate(within)]
+
+
+def partial_sums(x: Array, part: Callable[[int, int], Array], scales: Array | None = None, group: int | None = None
+                 ) -> Array:
+    """The product of a few rows and a kernel on CPU, as sums whose `total` it is.
+
+    Args:
+        x: `f32[R, K]`.
+        part: the kernel's inputs from a start to a stop, `f32[N, stop - start]`. It cuts codes before it converts them.
+        scales: `f32[N, groups]`, of each group of inputs; None: 1.
+        group: see `slices`; default that of `scales`.
+
+    Returns:
+        `f32[N, R, width]`.
+    """
+    K = x.shape[1]
+    groups = 1 if scales is None else scales.shape[1]
+    width, cut = slices(K, K // groups if scales is not None else group)
+    if len(x) > 1:      # converted once for all rows
+        whole = lax.optimization_barrier(part(0, K))
+        part = lambda start, stop: whole[:, start:stop]
+    sums: list[Array | None] = [None] * groups
+    for start, again in cut:
+        some = x[:, start:start + width]
+        if again:
+            some = jnp.where(jnp.arange(width) < again, 0, some)
+        own, g = part(start, start + width)[:, None] * some, start * groups // K
+        sums[g] = own if (before := sums[g]) is None else before + own
+    return functools.reduce(jnp.add, (y if scales is None else y * scales[:, g, None, None]
+                                      for g, y in enumerate(sums) if y is not None))
+
+
+def total(sums: Array) -> Array:
+    """`f32[R, N]` from `partial_sums`, whose entries are added up in an order that does not depend on the program."""
+    made = lax.optimization_barrier(sums)       # else XLA computes them again for each addition
+    made = jnp.pad(made, ((0, 0), (0, 0), (0, -made.shape[-1] % 8)))
+    made = functools.reduce(jnp.add, [made[..., i:i + 8] for i in range(0, made.shape[-1], 8)])
+    while made.shape[-1] > 1:
+        half = made.shape[-1] // 2
+        made = made[..., :half] + made[..., half:]
+    return made[..., 0].T
 
 
 def _made(x: Array) -> Array:
@@ -144,11 +223,13 @@ def _made(x: Array) -> Array:
     return lax.cond(some == some, lambda: x, lambda: x.at[0].set(jnp.nan))
 
 
-def _gathered(a: Array, which: Array) -> Array:
-    """`a[which]`. XLA's CPU gathers half precision by way of a float32 copy of the whole, made in front of the loop."""
-    if platform() != "cpu" or a.dtype not in (jnp.bfloat16, jnp.float16):
-        return a[which]
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(a, jnp.uint16)[which], a.dtype)
+def _as_bits(take: Callable[[Array], Array], a: Array) -> Array:
+    """`take(a)`, which takes some entries of an array. XLA's CPU takes those of floats of less than 32 bits by way of a
+    copy of the whole in a wider dtype, made in front of the loop."""
+    bits = a.dtype.itemsize * 8
+    if platform() != "cpu" or bits >= 32 or not jnp.issubdtype(a.dtype, jnp.floating):
+        return take(a)
+    return lax.bitcast_convert_type(take(lax.bitcast_convert_type(a, f"uint{bits}")), a.dtype)
 
 
 @struct

@@ -11,6 +11,7 @@ table gives medians, and ratios of what ran next to each other (median of the ra
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,40 @@ def median(values: Any) -> float:
 def ratio(times: dict[str, list[float]], of: str, to: str) -> float:
     """The median of `of / to`, pair by pair."""
     return median(np.array(times[of]) / np.array(times[to]))
+
+
+def read_speed(megabytes: int = 512) -> float:
+    """GB/s that this machine reads from memory with all of its cores."""
+    parts = np.array_split(_ones(megabytes), os.cpu_count() or 1)
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(len, parts))      # starts the threads
+        clock = time.perf_counter()
+        list(pool.map(lambda part: np.dot(part, part), parts))
+        return megabytes * 2**20 / (time.perf_counter() - clock) / 1e9
+
+
+@functools.cache
+def _ones(megabytes: int) -> np.ndarray:
+    return np.ones(megabytes << 18, np.float32)
+
+
+def must_read(weights: Any, cache: Any, live: float) -> int:
+    """Bytes that a round of decoding has to read: the weights, of an embedding table nothing unless it is the head too,
+    and the live part of a cache, a share of its slots."""
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    table = size(weights["embed"]) if "lm_head" in weights else 0
+    return int(size(weights) - table + live * size(cache))
+
+
+def of_machine(spent: dict[str, list[float]], side: str, read: int) -> tuple[float, str]:
+    """The share of the machine's read bandwidth that a side takes, and both as text.
+
+    Args:
+        spent: milliseconds a round of the side, and "read": what `read_speed` gave in turn with it.
+        read: see `must_read`.
+    """
+    own, machine = read / min(spent[side]) / 1e6, max(spent["read"])
+    return own / machine, f"{own:.1f} of {machine:.1f} GB/s"
 
 
 class Bench:
@@ -165,6 +201,12 @@ class Bench:
                                     "ms a step",
                              ratio=ratio(times, "transformers", "decodax"), bar=f"at least {bar:.2f}",
                              note=f"{same:.1%} of tokens equal", times=times))
+            times = in_turn({"decode": self.decode(batch), "read": read_speed}, self.repeats)
+            cache = self.begin(Autoregressive(), batch, 256, self.new)[1].cache
+            share, figure = of_machine(times, "decode", must_read(self.params.target, cache,
+                                                                  (PROMPT + self.new / 2) / 256))
+            rows.append(dict(what=f"decode, batch {batch}: what it reads against what the machine reads at best",
+                             figure=figure, ratio=share, bar="none", times=times))
         return rows
 
     def capacity(self) -> list[dict[str, Any]]:

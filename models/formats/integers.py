@@ -11,11 +11,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from decodax.axes import platform
 from decodax.models.formats.qserve import EXACT, hadamard
-from decodax.models.packed import Packed, dot
+from decodax.models.packed import Packed, dot, partial_sums, total
+from decodax.pallas_kernels.packed_matmul.reference import scaled
 from decodax.struct import struct
 
 GROUP = 128
@@ -43,22 +44,47 @@ class Integers(Packed):
     def values(self, dtype: Any) -> Array:
         if self.codes.dtype != jnp.uint8:
             return self.codes.astype(dtype)
-        codes = jnp.concatenate([self.codes & 15, self.codes >> 4], -1).astype(jnp.int32).astype(jnp.float32) - 8
-        if self.steps is None:
-            return codes.astype(dtype)
-        N, K = self.shape
-        each = codes.reshape(N, self.steps.shape[-1], -1) * self.steps.astype(jnp.float32)[..., None]
-        return jnp.clip(jnp.round(each), -128, 127).reshape(N, K).astype(dtype)
+        half = self.codes.shape[-1]
+        return jnp.concatenate([self._integers(0, half), self._integers(half, 2 * half)], -1).astype(dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
         """`[R, N]` from `f[R, K]`; `dtype` may be int32."""
         if platform() != "cpu":
             return dot(x.astype(jnp.int8), self.values(jnp.int8), jnp.int32).astype(dtype)
-        kernel, parts = self.values(jnp.float32), []        # XLA has no fast products of integers there
-        for start in range(0, x.shape[1], EXACT):
-            parts.append(dot(x[:, start:start + EXACT].astype(jnp.float32), kernel[:, start:start + EXACT],
-                             jnp.float32))
+        whole, K = self.shape[-1], self.codes.shape[-1]
+        steps = self._steps
+        group = None if steps is None else whole // steps.shape[-1]
+        size = max(EXACT // (group or 1), 1) * (group or 1)     # XLA has no fast products of integers there
+        parts = []
+        for half in range(0, whole, K):
+            for first in range(half, half + K, size):
+                last = min(first + size, half + K)
+                rows = x[:, first:last].astype(jnp.float32)
+                part = lambda start, stop, first=first: self._integers(first + start, first + stop)
+                parts.append(total(partial_sums(rows, part, group=group)) if self.few(x) else
+                             dot(rows, part(0, last - first), jnp.float32))
+        parts = lax.optimization_barrier(parts)     # fused, XLA would write converted kernels to memory
         return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)
+
+    def _integers(self, start: int, stop: int) -> Array:
+        """`f32[N, stop - start]`, of inputs that belong to one half, and to whole groups or to one."""
+        if self.codes.dtype != jnp.uint8:
+            return self.codes[:, start:stop].astype(jnp.float32)
+        half = self.codes.shape[-1]
+        codes = self.codes[:, start % half:start % half + stop - start]
+        # by way of int32, which XLA's CPU converts in vectors
+        codes = (codes >> 4 if start >= half else codes & 15).astype(jnp.int32).astype(jnp.float32) - 8
+        steps = self._steps
+        if steps is None:
+            return codes
+        group = 2 * half // steps.shape[-1]
+        own = steps[:, start // group:-(-stop // group)].astype(jnp.float32)
+        return jnp.clip(jnp.round(scaled(codes, own)), -128, 127)
+
+    @property
+    def _steps(self) -> Array | None:
+        """The steps of groups that lie within a half."""
+        return self.steps if self.steps is None or self.steps.shape[-1] % 2 == 0 else jnp.repeat(self.steps, 2, -1)
 
 
 @struct

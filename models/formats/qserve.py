@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from decodax.axes import platform
 from decodax.models.formats.format import Format
 from decodax.models.names import flatten
-from decodax.models.packed import Packed, dot
+from decodax.models.packed import Packed, dot, partial_sums, total
 from decodax.models.transformer import Transformer, Weights
 from decodax.struct import struct
 
@@ -81,12 +81,15 @@ class Nibbles(Packed):
             size = min(EXACT // self.group * self.group, half)
             own = sums = jnp.float32
         parts = []
-        for start in range(0, half, size):
-            stop = min(start + size, half)
+        for first in range(0, half, size):
+            last = min(first + size, half)
             for high in (False, True):
-                rows = x[:, high * half + start:high * half + stop].astype(own)
-                parts.append(dot(rows, self._integers(start, stop, high, own), sums))
-        parts = lax.optimization_barrier(parts)     # not fused, see `Packed.times`
+                rows = x[:, high * half + first:high * half + last].astype(own)
+                part = lambda start, stop, first=first, high=high: self._integers(first + start, first + stop, high,
+                                                                                  own)
+                parts.append(total(partial_sums(rows, part, group=None if self.steps is None else self.group))
+                             if self.few(x) else dot(rows, part(0, last - first), sums))
+        parts = lax.optimization_barrier(parts)     # fused, XLA would write converted kernels to memory
         return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
@@ -95,13 +98,13 @@ class Nibbles(Packed):
         return super().specs(outputs, inputs if divides else None, sizes)
 
     def _integers(self, start: int, stop: int, high: bool, dtype: Any) -> Array:
-        """The integers `[..., N, stop - start]` of bytes from `start` to `stop`, which begin and end with a group."""
+        """The integers `[..., N, stop - start]` of bytes from `start` to `stop`, which have whole groups or one's."""
         half, codes = self.codes.shape[-1], self.codes[..., start:stop]
         # by way of int32, which XLA's CPU converts in vectors
         codes = (codes >> 4 if high else codes & 15).astype(jnp.int32).astype(dtype)
         if self.steps is None or self.zeros is None:
             return codes
-        first, last = ((i + high * half) // self.group for i in (start, stop))
+        first, last = (start + high * half) // self.group, -(-(stop + high * half) // self.group)
         steps, zeros = (a[..., first:last, None].astype(dtype) for a in (self.steps, self.zeros))
         # in int8 a code times its step wraps around, and with the zero back again
         return (codes.reshape(*steps.shape[:-1], -1) * steps + zeros).reshape(codes.shape)

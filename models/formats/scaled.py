@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -11,10 +13,13 @@ from jax import Array, lax
 
 from decodax.axes import platform
 from decodax.models.formats.format import Format
-from decodax.models.packed import Packed, dot
+from decodax.models.packed import LANES, Packed, dot, partial_sums, total
 from decodax.pallas_kernels.packed_matmul import Axes, packed_matmul
 from decodax.pallas_kernels.packed_matmul.reference import scaled
 from decodax.struct import static, struct
+
+Convert = Callable[[Array, Any], Array]
+"""Codes, and the numbers of a dtype that they stand for."""
 
 
 @struct
@@ -42,7 +47,7 @@ class Scaled(Packed):
         return self.codes.dtype != jnp.float32
 
     def values(self, dtype: Any) -> Array:
-        codes = [_decoded(codes, jnp.float32) for codes in self._halves()]
+        codes = [convert(codes, jnp.float32) for codes, convert in self._halves()]
         parts = [c if s is None else scaled(c, s) for c, s in zip(codes, self._scales(len(codes)), strict=True)]
         return jnp.concatenate(parts, -1).astype(dtype) if len(parts) > 1 else parts[0].astype(dtype)
 
@@ -62,7 +67,7 @@ class Scaled(Packed):
     def here(self) -> Self:
         if platform() == "cpu" or self.codes.dtype != jnp.uint8:
             return self
-        return self.replace(codes=jnp.concatenate(self._halves(), -1).astype(jnp.int4))
+        return self.replace(codes=jnp.concatenate([convert(codes, jnp.int4) for codes, convert in self._halves()], -1))
 
     def product(self, x: Array, dtype: Any) -> Array:
         if platform() != "cpu" and self.scales is not None and self.scales.shape[-1] > 1:
@@ -71,39 +76,56 @@ class Scaled(Packed):
         own = jnp.dtype(jnp.float32) if platform() == "cpu" else x.dtype
         halves = self._halves()
         whole = self.scales is not None and self.scales.shape[-1] == 1      # one scale an output: after the product
-        parts = []
-        for i, (codes, s) in enumerate(zip(halves, self._scales(len(halves)), strict=True)):
-            kernel = _decoded(codes, own)
-            if s is not None and not whole:
-                kernel = scaled(kernel, s)
-            part = x[:, i * codes.shape[-1]:(i + 1) * codes.shape[-1]].astype(own)
-            parts.append(dot(part, kernel, jnp.promote_types(own, dtype)))
-        y = parts[0]
-        if len(parts) > 1:      # not fused, see `Packed.times`
-            first, second = lax.optimization_barrier(tuple(parts))
-            y = first + second
+        multiply = self._sums if self.few(x) else self._dot
+        rows = jnp.split(x.astype(own), len(halves), -1)
+        parts = [multiply(row, codes, convert, None if whole else s, jnp.promote_types(own, dtype))
+                 for row, (codes, convert), s in zip(rows, halves, self._scales(len(halves)), strict=True)]
+        if self.few(x):
+            y = total(functools.reduce(jnp.add, parts))
+        else:       # fused with what follows, XLA would write converted kernels to memory
+            y = functools.reduce(jnp.add, lax.optimization_barrier(parts) if len(parts) > 1 else parts)
         return (y * self.scales[..., 0] if whole and self.scales is not None else y).astype(dtype)
 
-    def _halves(self) -> tuple[Array, ...]:
-        if self.codes.dtype != jnp.uint8:
-            return (self.codes,)
-        return lax.shift_right_arithmetic(self.codes.astype(jnp.int8) << 4, jnp.int8(4)), lax.shift_right_arithmetic(
-            self.codes.astype(jnp.int8), jnp.int8(4))
+    def _dot(self, x: Array, codes: Array, convert: Convert, scales: Array | None, dtype: Any) -> Array:
+        kernel = convert(codes, x.dtype)
+        return dot(x, kernel if scales is None else scaled(kernel, scales), dtype)
+
+    def _sums(self, x: Array, codes: Array, convert: Convert, scales: Array | None, dtype: Any) -> Array:
+        part = lambda start, stop: convert(codes[:, start:stop], x.dtype)
+        if scales is None or (group := x.shape[1] // scales.shape[1]) >= LANES:
+            return partial_sums(x, part, scales)
+        return partial_sums(x, lambda start, stop: scaled(part(start, stop), scales[:, start // group:stop // group]),
+                            group=group)
+
+    def _halves(self) -> tuple[tuple[Array, Convert], ...]:
+        """Codes that belong to inputs which follow one another, and how they are converted."""
+        if self.codes.dtype == jnp.uint8:
+            return (self.codes, _low), (self.codes, _high)
+        if self.codes.dtype == jnp.float8_e4m3fn and platform() == "cpu":
+            return (lax.bitcast_convert_type(self.codes, jnp.uint8), _float8),
+        return (self.codes, lambda codes, dtype: codes.astype(dtype)),
 
     def _scales(self, parts: int) -> tuple[Array | None, ...]:
         if self.scales is None or self.scales.shape[-1] == 1:
             return (self.scales,) * parts
-        return tuple(jnp.split(self.scales, parts, -1)) if parts > 1 else (self.scales,)
+        groups = self.scales.shape[-1]
+        return tuple(jnp.split(self.scales if groups % parts == 0 else jnp.repeat(self.scales, parts, -1), parts, -1))
 
 
-def _decoded(codes: Array, dtype: Any) -> Array:
-    """Codes as numbers; XLA's CPU converts 8-bit floats one by one, and those of 16 bits in vectors."""
-    if codes.dtype == jnp.float8_e4m3fn and platform() == "cpu":
-        bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint16)
-        # sign, exponent and digits where float16 has them, whose exponents begin eight lower; NaN is all ones
-        half = lax.bitcast_convert_type(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), jnp.float16)
-        return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(dtype) * jnp.asarray(256, dtype))
-    return codes.astype(dtype)
+def _low(codes: Array, dtype: Any) -> Array:
+    return lax.shift_right_arithmetic(codes.astype(jnp.int8) << 4, jnp.int8(4)).astype(dtype)
+
+
+def _high(codes: Array, dtype: Any) -> Array:
+    return lax.shift_right_arithmetic(codes.astype(jnp.int8), jnp.int8(4)).astype(dtype)
+
+
+def _float8(codes: Array, dtype: Any) -> Array:
+    """From the bits of 8-bit floats, which XLA's CPU converts one by one, and 16-bit floats in vectors."""
+    bits = codes.astype(jnp.uint16)
+    # sign, exponent and digits where float16 has them, whose exponents begin eight lower; NaN is all ones
+    half = lax.bitcast_convert_type(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), jnp.float16)
+    return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(dtype) * jnp.asarray(256, dtype))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from decodax.axes import free_axes, platform
 from decodax.models.calibration import Statistic
 from decodax.models.formats.clusters import means, nearest
 from decodax.models.formats.format import Format
-from decodax.models.packed import BLOCK, Packed, dot
+from decodax.models.packed import BLOCK, Packed, dot, partial_sums, total
 from decodax.struct import static, struct
 
 SLICES = 8
@@ -88,9 +88,10 @@ class Lookup(Packed):
         slices = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, SLICES * width - K))).reshape(R, SLICES, width)
 
         def add(s: Array, y: Array) -> Array:
-            kernel = self._slice(jnp.uint8(1) << s.astype(jnp.uint8), jnp.float32)
-            # not fused, see `Packed.times`
-            return y + lax.optimization_barrier(dot(slices[:, s], kernel, jnp.float32))
+            part = lambda start, stop: self._slice(jnp.uint8(1) << s.astype(jnp.uint8), jnp.float32, start, stop)
+            # not fused: XLA would write converted kernels to memory
+            return y + lax.optimization_barrier(total(partial_sums(slices[:, s], part)) if R == 1 else
+                                                dot(slices[:, s], part(0, width), jnp.float32))
 
         return lax.fori_loop(0, SLICES, add, jnp.zeros((R, N), jnp.float32)).astype(dtype)
 
@@ -102,7 +103,7 @@ class Lookup(Packed):
         """XLA's TPU reads 4-bit codes of either width within the product, and planes eight times."""
         if platform() == "cpu" or self.codes.dtype == jnp.uint4:
             return self
-        ones = [jnp.concatenate([(plane >> s) & 1 for s in range(SLICES)], -1) for plane in self._planes]
+        ones = [jnp.concatenate([(plane >> s) & 1 for s in range(SLICES)], -1) for plane in self._planes()]
         codes = functools.reduce(jnp.bitwise_or, (one << p for p, one in enumerate(ones)))
         return self.replace(codes=codes[..., :self.inputs].astype(jnp.uint4))
 
@@ -118,13 +119,14 @@ class Lookup(Packed):
     def _width(self) -> int:
         return -(-self.inputs // SLICES)
 
-    @property
-    def _planes(self) -> list[Array]:
-        return jnp.split(self.codes, self.bits, -1)
+    def _planes(self, start: int = 0, stop: int | None = None) -> list[Array]:
+        stop = self._width if stop is None else stop
+        return [self.codes[..., first + start:first + stop] for first in range(0, self.codes.shape[-1], self._width)]
 
-    def _slice(self, bit: Array, dtype: Any) -> Array:
-        """The weights `f[..., N, ceil(K / 8)]` of the slice that has this bit of the planes' bytes."""
-        return _chosen([(plane & bit) != 0 for plane in self._planes], self.table.astype(dtype))
+    def _slice(self, bit: Array, dtype: Any, start: int = 0, stop: int | None = None) -> Array:
+        """The weights `f[..., N, stop - start]` of the slice that has this bit of the planes' bytes, which has
+        `ceil(K / 8)`, from one to another."""
+        return _chosen([(plane & bit) != 0 for plane in self._planes(start, stop)], self.table.astype(dtype))
 
 
 @struct
