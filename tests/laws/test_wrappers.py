@@ -203,8 +203,9 @@ class BesideDraft(Around):
 
 def test_a_wrapper_with_a_draft_of_its_own_keeps_it() -> None:
     whole = BesideDraft(MADE[Adaptive](), DRAFT)
-    assert [x.inner for x in whole.variants] == list(whole.inner.variants)
-    assert {x.draft for x in whole.variants} == {DRAFT}
+    variants: Any = whole.variants
+    assert [x.inner for x in variants] == list(whole.inner.variants)
+    assert {x.draft for x in variants} == {DRAFT}
     beams = BesideDraft(BeamSearch(4), DRAFT).answering(2)
     assert beams == BesideDraft(BeamSearch(4).answering(2), DRAFT)
 
