@@ -186,10 +186,10 @@ class Cache(Struct, abc.ABC):
         raise ValueError(f"cache: {type(self).__name__} has no smaller view of itself for drafts to read")
 
     def view_of(self, kind: Any) -> Cache:
-        """The cache of a kind that stands beside it for drafts to read (`decodax.cache.views`).
+        """The cache of the given kind that stands beside it, which drafts read (`decodax.cache.views`).
 
         Raises:
-            ValueError: none of that kind does.
+            ValueError: no cache of that kind stands beside it.
         """
         raise ValueError(f"cache: drafts read a cache of the kind {kind}, and none stands beside "
                          f"{type(self).__name__}; takes the model as the method runs it (Algorithm.through)")

@@ -22,8 +22,8 @@ from decodax.struct import static, struct
 
 @struct
 class Viewed(Wrapper):
-    """`base`, which the model answers from, and `small` of a `kind`, which drafts read. Both take in what is committed:
-    an entry is a pair of theirs. Where drafts read caches of several kinds, `base` is such a pair, too."""
+    """`base`, which the model answers from, and `small`, which drafts read, a cache of the given `kind`. Both take in
+    what is committed: an entry is a pair of theirs. Where drafts read caches of several kinds, `base` is a `Viewed`."""
 
     base: Any
     small: Any

@@ -24,8 +24,8 @@ class Candidates:
         log_probs: `f64[n]`, the natural log-probability of each under the model, summed over its tokens; None if it is
             not known. lengths: `i64[n]`, tokens of each; None if they are not known. log_weights: `f64[n]`, how much
             likelier each is under the model than under what it was drawn from (`Result.log_weights`), or None.
-        address: whole numbers that tell the random numbers of a prompt apart from those of others: the prompt's seed
-            and request id, whoever stands beside it; None: its text does.
+        address: whole numbers, the prompt's seed and request id, which address the random numbers that a rule draws for
+            it, so that they do not depend on the other prompts of a call. None: the prompt's text is the address.
     """
 
     __repr__ = short

@@ -15,8 +15,11 @@ from decodax.core.types import Algorithm, CacheKind, Decision, Model, Observer, 
 
 
 class Around(Algorithm):
-    """A method around another one: derive a frozen dataclass with that one in a field from this, say which it is
-    (`inner`), and override what differs. All of the contract of `Algorithm` is forwarded, as a test says of it."""
+    """A method around another one, which it holds in a field.
+
+    Derive a frozen dataclass, return that field from `inner`, and override what differs: every other member of
+    `Algorithm` is forwarded to `inner`.
+    """
 
     @property
     @abc.abstractmethod
@@ -68,7 +71,7 @@ class Around(Algorithm):
         return self.inner.answers
 
     def answering(self, count: int) -> Self:
-        return self._with(lambda part: part.answering(count))
+        return self._around(self.inner.answering(count))
 
     def outcome(self, s: State) -> State:
         return self.inner.outcome(s)
@@ -82,8 +85,7 @@ class Around(Algorithm):
     @property
     def variants(self) -> tuple[Algorithm, ...]:
         """The rounds of each shape, with this around them."""
-        around: Callable[[Any], Algorithm] = lambda variant: self._with(lambda _: variant)
-        return tuple(around(variant) for variant in self.inner.variants)
+        return tuple(map(self._around, self.inner.variants))
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
         return self.inner.choose(params, policy, s)
@@ -104,11 +106,18 @@ class Around(Algorithm):
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         return self.inner.decide(params, dist, s, window, out, algo)
 
+    def _around(self, method: Any) -> Self:
+        """The same around another method; other drafts and methods in its fields stay."""
+        inner = self.inner
+        return self._with(lambda part: method if part is inner else part)
+
 
 @dataclasses.dataclass(frozen=True)
 class AroundModel(Model):
-    """A model around `base`: derive a frozen dataclass from this and override what differs. All of the contract of
-    `Model` is forwarded, as a test says of it."""
+    """A model around `base`.
+
+    Derive a frozen dataclass and override what differs: every other member of `Model` is forwarded to `base`.
+    """
 
     base: Model
 

@@ -53,8 +53,8 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
 
 
 def _stops(table: Any, tokens: Array, state: Array, left: Array) -> tuple[Array, Array]:
-    """The automaton run over `i32[B, M]` tokens, `left` of each that may follow it: its states and completed matches
-    after each."""
+    """Runs the automaton over `tokens` (`i32[B, M]`): its states, and whether a match was completed, after each.
+    `left`: `i32[B, M]`, how many more tokens may follow each."""
     if table is None:
         return jnp.broadcast_to(state[:, None], tokens.shape), jnp.zeros(tokens.shape, bool)
 

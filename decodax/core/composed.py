@@ -7,10 +7,10 @@ from typing import Any, Self
 
 
 class Composed:
-    """A method or a draft that may be made of others (its `parts`), which are fields of it or stand in a tuple that is.
+    """A method or a draft that may be made of others, its `parts`: fields of it, or members of a field that is a tuple.
 
-    What is asked of the whole is asked of its parts, unless it answers otherwise: so a wrapper of another draft, or of
-    another method, loses nothing of it by saying nothing.
+    Each member of this class is by default answered from the parts. So a wrapper that overrides nothing keeps the
+    weights, the sizes and the cache of what it wraps.
     """
 
     @property
@@ -21,8 +21,8 @@ class Composed:
 
     @property
     def weights(self) -> Any:
-        """Weights that it was made with, a pytree: what becomes `Params.draft`. Those of its part; of several parts a
-        tuple; None without any."""
+        """Weights that it was made with, a pytree, which becomes `Params.draft`. By default those of its part; of
+        several parts a tuple of the weights of each; None without parts."""
         each = tuple(part.weights for part in self.parts)
         return each[0] if len(each) == 1 else each or None
 
@@ -36,13 +36,13 @@ class Composed:
 
     def through(self, model: Any) -> Any:
         """The target's model as it is run: a model that wraps the given one may run its layers in another way, and keep
-        more than keys and values in its cache."""
+        more than keys and values in its cache. By default the parts wrap it one after another."""
         for part in self.parts:
             model = part.through(model)
         return model
 
     def _with(self, change: Any) -> Self:
-        """The same with other parts."""
+        """The same with `change(part)` in place of each part."""
         one = lambda x: change(x) if isinstance(x, Composed) else x
         new = {name: tuple(map(one, value)) if isinstance(value, tuple) else one(value)
                for name, value in _fields(self).items() if _composed(value)}

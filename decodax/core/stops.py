@@ -109,12 +109,12 @@ class StopTable(Struct):
         return cls(jnp.asarray(columns.astype(index)), jnp.asarray(table), jnp.int32(states if fresh else 0))
 
     def start(self, batch: int) -> Array:
-        """`i32[B]`: nothing matched yet, behind a text that has begun."""
+        """`i32[B]`: the states of rows whose texts have begun and in which nothing has matched yet."""
         return jnp.zeros(batch, jnp.int32)
 
     def begin(self, tokens: Array, length: Array, policy: Any = None) -> Array:
-        """`i32[B]`: nothing matched yet, behind the first `length` (`i32[B]`) of `tokens` (`i32[B, T]`), which may have
-        begun a text. `policy` is that of the rows, of which strings need nothing."""
+        """`i32[B]`: the states after prompts, the first `length` (`i32[B]`) of `tokens` (`i32[B, T]`). Nothing has
+        matched yet, and a prompt may have begun a text or not. `policy`, that of the rows, is not read here."""
         after = self.advance(jnp.broadcast_to(self.fresh, tokens.shape), jnp.maximum(tokens, 0))[0]
         begun = (after < self.fresh) & (jnp.arange(tokens.shape[1]) < length[:, None])
         return jnp.where(begun.any(1), 0, self.fresh)
@@ -131,8 +131,8 @@ class StopTable(Struct):
         return jax.lax.scan(visit, self.begin(tokens, prompt_length), (tokens.T, places))[0]
 
     def advance(self, state: Array, token: Array, left: Array | int = 0) -> tuple[Array, Array]:
-        """The states after `token` (`i32[...]`) and whether it completed a stop string: `i32[...]`, `bool[...]`. `left`
-        is how many more tokens the row may have, of which strings need nothing.
+        """The states after `token` (`i32[...]`) and whether it completed a stop string: `i32[...]`, `bool[...]`.
+        `left`, the number of tokens that the row may still get, is not read here.
 
         >>> table = StopTable.build([b"a", b"b", b"cab"], ["ab"])
         >>> state, hit = table.advance(table.start(2), jnp.array([0, 2]))
@@ -170,7 +170,7 @@ def stop_strings(stop: str | Iterable[str] | None, name: str = "stop") -> tuple[
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: got {reprlib.repr(s)}, which is no Unicode text ({error.reason})") from None
         if total > LONGEST:
-            raise ValueError(f"{name}: got strings of more than {LONGEST} bytes together, takes at most so many")
+            raise ValueError(f"{name}: got strings of more than {LONGEST} bytes together, takes at most that")
     return strings
 
 

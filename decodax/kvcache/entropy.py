@@ -30,8 +30,8 @@ def frequencies(symbols: np.ndarray, count: int) -> np.ndarray:
 
 
 def in_16_bits(share: np.ndarray) -> np.ndarray:
-    """`u16[C, count]` of frequencies. A symbol that is alone in its stream has `WHOLE`, which does not fit, and is
-    written as one less: the sum of its stream then tells it from one that has that many (`from_16_bits`)."""
+    """`u16[C, count]` of frequencies. A symbol that is alone in its stream has `WHOLE`, which does not fit. It is
+    written as `WHOLE - 1`: the sum of its stream tells it from a symbol with that frequency (`from_16_bits`)."""
     return (share - (share == WHOLE)).astype(np.uint16)
 
 

@@ -70,8 +70,8 @@ class Controller(abc.ABC):
     @abc.abstractmethod
     def init(self, of: Arms, batch: int) -> Any:
         """Its state. Every leaf has an explicit dtype and a leading batch axis, since what a decoding state carries is
-        selected, repeated and sharded by rows; `for_rows` gives what is the batch's that axis. Rows come and go: one in
-        whose place another begins has the state that this gives, and `of_batch` says whose holds for the batch."""
+        selected, repeated and sharded by rows; `for_rows` gives what is the batch's that axis. A row that
+        begins in the place of another one has the state that this gives; `of_batch` finds the batch's among them."""
 
     @abc.abstractmethod
     def choose(self, of: Arms, state: Any, s: State) -> Array:
@@ -92,9 +92,9 @@ def for_rows(state: T, batch: int) -> T:
 
 
 def of_batch(state: T, round: Array) -> T:
-    """What is the batch's, of a state that has it once a row: that of the row which has been told of most rounds
-    (`round`, `i32[B]`). Rows that have just come in were told of none, and an update gives all rows what it makes of
-    this: so the batch's memory lasts as long as any of its rows."""
+    """Returns the batch's part of a state that has a copy of it for each row: the copy of the row with the largest
+    `round` (`i32[B]`), the number of updates it has seen. A row that has just come in has seen none, and an update
+    gives all rows the new copy, so the batch's memory lasts as long as any of its rows."""
     return jax.tree.map(lambda x: x[jnp.argmax(round)], state)
 
 
@@ -106,7 +106,7 @@ class Rates(Struct):
         tried, held: `f32[B, A, K]` fading counts by row, arm and depth; arms with one draft share them.
         wait: `i32[B]` rounds until drafts that were given up are probed again; the batch's.
         probes: `i32[B]` how often they failed in a row, at least 1 once they were tried; 0 before; the batch's.
-        round: `i32[B]` of how many rounds it was told.
+        round: `i32[B]` number of updates that it has seen; the batch's.
     """
 
     tried: Array
@@ -203,7 +203,7 @@ class Automatic(Controller):
 @struct
 class Pulls(Struct):
     """What a bandit remembers, the batch's (`of_batch`): for each arm `count` `f32[A]`, `reward` `f32[A]` summed,
-    log-weights `weight` `f32[A]`; `round` `i32[]`, of how many rounds it was told."""
+    log-weights `weight` `f32[A]`; `round` `i32[]`, the number of updates that it has seen."""
 
     count: Array
     reward: Array
@@ -275,8 +275,8 @@ class Bandit(Controller):
 
 @struct
 class BassState(Struct):
-    """`Bass`'s memory, the batch's (`of_batch`): the length `i32[]`, whether it was cut last time, `i32[]`, and of how
-    many rounds it was told, `round` `i32[]`."""
+    """`Bass`'s memory, the batch's (`of_batch`): the length `i32[]`, whether it was cut last time, `i32[]`, and the
+    number of updates that it has seen, `round` `i32[]`."""
 
     length: Array
     cut: Array

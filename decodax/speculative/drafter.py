@@ -39,8 +39,8 @@ class Drafter(Composed):
     def reader(self) -> Drafter | None:
         """What of it learns from the prompt: whose `observe` is called with each prefill chunk, on the same state.
 
-        None: nothing does. A drafter that learns from prompts returns itself; so does by default one of whose parts
-        some learn. Prefill is compiled once for each reader, so the less is in it, the more methods share the program.
+        None: nothing does. A drafter that learns from prompts returns itself; by default, so does one with a part that
+        learns. Prefill is compiled once for each reader, so the less is in it, the more methods share the program.
         """
         return None if all(part.reader is None for part in self.parts) else self
 
@@ -55,7 +55,7 @@ class Drafter(Composed):
 
 
 class AroundSource(Drafter):
-    """A drafter around another one, its field `source`, whose state is its own, too."""
+    """A drafter around another one, its field `source`, to which it forwards everything. Both have one state."""
 
     if TYPE_CHECKING:
         source: Any

@@ -283,7 +283,7 @@ class Forks:
             self._restart(moved, np.asarray(self.job.state.prompt_length))
 
     def _restart(self, rows: np.ndarray, front: np.ndarray) -> None:
-        """Has the automaton of stop strings read the tokens of `rows` (`bool[B]`) again that stand behind `front`."""
+        """Lets the automaton of stop strings read the tokens of `rows` (`bool[B]`) after the first `front` again."""
         s, stops = self.job.state, self.job.policy.stops
         if isinstance(stops, StopTable):        # where a constraint ends rows as well, none is fed or rewound
             stop = np.where(rows, np.asarray(stops.resume(s.tokens, jnp.asarray(front), s.length)), np.asarray(s.stop))

@@ -27,9 +27,9 @@ class WithTools(Explorer):
     """A text that stops at a call, and goes on with what it gave: interleaved retrieval (IterDRAG: Yue et al., 2024),
     calls of tools.
 
-    A text makes one call at a time, to which one result is put behind it. Texts side by side are answered together.
-    What DTA-Llama (Zhu et al., 2025) does, several calls of one text whose results come back together, is left to
-    `act`: a step may name several, and what `act` returns stands for all.
+    A text makes one call at a time, and one result is put after it. Calls of texts side by side are answered together.
+    In DTA-Llama (Zhu et al., 2025) a text makes several calls whose results come back together. That is left to `act`:
+    a step may name several calls, and `act` returns one text with all results.
 
     A step ends where a call does (`until`). `act` then sees the text and says what is put behind it, the result; for
     all rows side by side, in threads. Nothing that has been read is read again. Behind `rounds` calls of a row, `last`

@@ -1,4 +1,4 @@
-"""What is made of other drafts, methods or models loses nothing of them: all of them are found here, none is listed."""
+"""A class that is made of other drafts, methods or models loses nothing of them. The tests find all such classes."""
 
 from __future__ import annotations
 
@@ -189,6 +189,27 @@ def test_a_method_around_another_one_is_a_wrapper() -> None:
     assert {cls for cls in around if not issubclass(cls, Around)} == {Adaptive}
 
 
+@dataclasses.dataclass(frozen=True)
+class BesideDraft(Around):
+    """Around a method, with a draft of its own in another field."""
+
+    method: Algorithm
+    draft: Drafter
+
+    @property
+    def inner(self) -> Algorithm:
+        return self.method
+
+
+def test_a_wrapper_with_a_draft_of_its_own_keeps_it() -> None:
+    whole = BesideDraft(MADE[Adaptive](), DRAFT)
+    variants: Any = whole.variants
+    assert [x.inner for x in variants] == list(whole.inner.variants)
+    assert {x.draft for x in variants} == {DRAFT}
+    beams = BesideDraft(BeamSearch(4), DRAFT).answering(2)
+    assert beams == BesideDraft(BeamSearch(4).answering(2), DRAFT)
+
+
 def test_wrappers_answer_for_all_of_the_contract() -> None:
     """A member that is added to a contract is added to its wrapper, or this fails."""
     assert public(Algorithm) | public(Composed) <= public(Around) | public(Composed)
@@ -208,5 +229,5 @@ def test_kinds_of_caches_around_others_forward_what_they_are_asked() -> None:
 def test_models_around_others_are_wrappers() -> None:
     around = [cls for cls in below(Model) if set(holding(cls, Model)) & {"base", "inner", "model"}]
     rest = {cls.__name__ for cls in around if not issubclass(cls, AroundModel)}
-    # Phd answers for its copies; these two read features of a network of a kind
+    # Phd answers for its copies
     assert rest <= {"Phd"}, rest

@@ -126,8 +126,8 @@ def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusi
     """`bound`: the paper's gamma, in nats; the paper has 0.1 and 0.35 for reasoning, 0.35 and 0.6 for chat. `block`:
     its k; the paper's models are trained with all block sizes from 2 to 16; default the model's. A block's entries are
     written by the first forward of the next one (the paper's algorithm 3). For models made from autoregressive ones
-    whose masks attend to one another and predict their own positions. No shipped model is one; this trains one from
-    `pycode`, whose directory `runs/pycode-sbd/model` then is:
+    whose masks attend to one another and predict their own positions. No shipped model is one. This trains one from
+    `pycode` and writes it to `runs/pycode-sbd/model`:
 
         python scripts/train_diffusion.py --preset pycode-diffusion --attention causal-prefix --block 16 \\
             --output runs/pycode-sbd

@@ -117,8 +117,8 @@ def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, m
 def apd(lm: Any, draft: Any, weight: float = 0.7, lookahead: int = 32, window: int | None = 16) -> MaskedDiffusion:
     """`weight`: of the diffusion model in the product, the authors' R. `lookahead`: masked positions that are scored, M
     (theirs: 100 and more). `window`: positions recomputed before them, W (None: all). The two models share a
-    vocabulary. No shipped model sees the whole text and has such a draft; this makes one of `pycode`, whose directory
-    `runs/pycode-full/model` then is:
+    vocabulary. No shipped model sees the whole text and has such a draft; this makes one of `pycode` and
+    writes it to `runs/pycode-full/model`:
 
         python scripts/train_diffusion.py --preset pycode-diffusion --block 0 --output runs/pycode-full
     """

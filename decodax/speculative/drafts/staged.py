@@ -194,7 +194,7 @@ class Staged(Draft):
         text = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(s.tokens, place, trunk.tokens[:, :, 0])
         assert isinstance(self.inner, Draft)
         p, _ = propose(self.inner, params, policy, s.replace(tokens=text, length=s.length + trunk.count), None,
-                                  "coupled")
+                       "coupled")
         if p.parents is not None or p.log_q is not None or p.probes is not None:
             raise ValueError(f"inner: got {type(self.inner).__name__}, takes a Draft of deterministic chains")
         return p.tokens[:, :most], jnp.minimum(p.count, most)
