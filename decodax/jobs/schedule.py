@@ -157,13 +157,11 @@ def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
                 for ticket_and_kin in chosen:
                     waiting.remove(ticket_and_kin)
                 source.allow(ahead - len(waiting))
-                tags, empty = [ticket.tag for ticket, _ in chosen], len(slots.free) == len(slots.seats)
+                tags = [ticket.tag for ticket, _ in chosen]
                 try:
                     slots.admit([ticket.request for ticket, _ in chosen], tags, prefix)
-                except (ValueError, TypeError) as error:
-                    if not empty:
-                        raise
-                    yield from ((tag, error) for tag in tags)       # no row that ran is lost with them
+                except (ValueError, TypeError) as error:        # found before anything ran, so rows that run go on
+                    yield from ((tag, error) for tag in tags)
                 yield from slots.finished()         # of prompts that may make no token
             if slots.running:
                 leave = min(slots.few, -(-slots.running // slots.first.samples))
