@@ -37,7 +37,7 @@ FUNCTIONS: dict[str, Function] = {entry.name: entry for entry in (
     Function("steps.integrate", "Integrative Decoding: Improve Factuality via Implicit Self-consistency",
              "Cheng et al. 2024", "one answer by the mean of rows, each with another sampled answer in front"),
     Function("steps.pedal", "PEDAL: Enhancing Greedy Decoding with Large Language Models using Diverse Exemplars",
-             "Prabhu 2024", "greedy answers behind different exemplars, and one out of them by the model"),
+             "Prabhu 2024", "greedy answers after different exemplars, and one made from them by the model"),
     Function("steps.batch_prompt", "BatchPrompt: Accomplish more with less", "Lin et al. 2024",
              "many items in one prompt, asked again in other orders"),
     Function("steps.sketch_guided", "Sketch-Guided Constrained Decoding for Boosting Blackbox Large Language Models "

@@ -21,8 +21,8 @@ class Composed:
 
     @property
     def weights(self) -> Any:
-        """Weights that it was made with, a pytree: what becomes `Params.draft`. Those of its part; of several parts a
-        tuple; None without any."""
+        """Weights that it was made with, a pytree: what becomes `Params.draft`. By default those of its part, a tuple
+        of those of several parts, and None without any."""
         each = tuple(part.weights for part in self.parts)
         return each[0] if len(each) == 1 else each or None
 

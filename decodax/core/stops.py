@@ -109,11 +109,11 @@ class StopTable(Struct):
         return cls(jnp.asarray(columns.astype(index)), jnp.asarray(table), jnp.int32(states if fresh else 0))
 
     def start(self, batch: int) -> Array:
-        """`i32[B]`: nothing matched yet, behind a text that has begun."""
+        """`i32[B]`: nothing matched yet, after a text that has begun."""
         return jnp.zeros(batch, jnp.int32)
 
     def begin(self, tokens: Array, length: Array, policy: Any = None) -> Array:
-        """`i32[B]`: nothing matched yet, behind the first `length` (`i32[B]`) of `tokens` (`i32[B, T]`), which may have
+        """`i32[B]`: nothing matched yet, after the first `length` (`i32[B]`) of `tokens` (`i32[B, T]`), which may have
         begun a text. `policy` is that of the rows, of which strings need nothing."""
         after = self.advance(jnp.broadcast_to(self.fresh, tokens.shape), jnp.maximum(tokens, 0))[0]
         begun = (after < self.fresh) & (jnp.arange(tokens.shape[1]) < length[:, None])
@@ -170,7 +170,7 @@ def stop_strings(stop: str | Iterable[str] | None, name: str = "stop") -> tuple[
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: got {reprlib.repr(s)}, which is no Unicode text ({error.reason})") from None
         if total > LONGEST:
-            raise ValueError(f"{name}: got strings of more than {LONGEST} bytes together, takes at most so many")
+            raise ValueError(f"{name}: got strings of more than {LONGEST} bytes together, takes shorter ones")
     return strings
 
 

@@ -27,11 +27,11 @@ class WithTools(Explorer):
     """A text that stops at a call, and goes on with what it gave: interleaved retrieval (IterDRAG: Yue et al., 2024),
     calls of tools.
 
-    A text makes one call at a time, to which one result is put behind it. Texts side by side are answered together.
+    A text makes one call at a time, and one result is put after it. Texts side by side are answered together.
     What DTA-Llama (Zhu et al., 2025) does, several calls of one text whose results come back together, is left to
     `act`: a step may name several, and what `act` returns stands for all.
 
-    A step ends where a call does (`until`). `act` then sees the text and says what is put behind it, the result; for
+    A step ends where a call does (`until`). `act` then sees the text and returns the result, which is put after it; for
     all rows side by side, in threads. Nothing that has been read is read again. Behind `rounds` calls of a row, `last`
     is put there, if it is given ("So the answer is"), and `act` is asked no more.
 

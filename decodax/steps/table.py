@@ -32,7 +32,7 @@ EXPLORERS: dict[str, Named] = {entry.name: entry for entry in (
     Named("treepo", "TreePO: Bridging the Gap of Policy Optimization and Efficacy and Inference Efficiency with "
           "Heuristic Tree-based Modeling", "Li et al. 2025", "a tree of segments that share their beginnings", TreePO),
     Named("with-tools", "Inference Scaling for Long-Context Retrieval Augmented Generation", "Yue et al. 2024",
-          "a text that stops at a call, and goes on behind what it gave (IterDRAG); one call of a text at a time",
+          "a text that stops at a call, and goes on after its result (IterDRAG); one call of a text at a time",
           WithTools),
     Named("corag", "Chain-of-Retrieval Augmented Generation", "Wang et al. 2025",
           "chains of questions and what a retriever finds, of which the best is looked for", CoRAG),
