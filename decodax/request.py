@@ -285,7 +285,7 @@ class Request:
 
 
 class OutOfTime(TimeoutError):
-    """The time of a request was out before it could begin.
+    """The time of a request was out before its constraints had been built.
 
     Attributes:
         request: without its constraints, so it must not run.
