@@ -192,6 +192,9 @@ def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any) -> S
     Pieces never hold half a character, nor the beginning of what may turn out to be a stop string; together they are
     the text that `generate` returns, and the tokens are the same. After the last piece `.result` holds the result.
     `max_time` counts from this call, with the time that the reader takes.
+
+    Raises:
+        TimeoutError: `max_time` was out before the constraints had been built. Others as `generate`.
     """
     return Stream(lm, prompt, **options)
 

@@ -285,7 +285,7 @@ class Request:
 
 
 class OutOfTime(TimeoutError):
-    """The time of a request was out before it could begin.
+    """The time of a request was out before its constraints had been built.
 
     Attributes:
         request: without its constraints, so it must not run.
@@ -458,8 +458,8 @@ def _reach(lm: LM, lengths: np.ndarray, budget: np.ndarray, name: str) -> None:
         _room(lm, int(lengths[row]), f"prompts[{row}]", "the prompt's tokens")
     else:
         fit = min(bounds, default=0) - int(lengths[most])
-        _room(lm, int(totals[most]), name, hint="; what comes behind that is seldom of use. There is room "
-              f"for {fit} new tokens, and progress=True shows how far a long call is")
+        _room(lm, int(totals[most]), name, hint="; later tokens are seldom of use. There is room for "
+              f"{fit} new tokens, and progress=True shows how far a long call is")
 
 
 def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[dict[str, Any], Any]:

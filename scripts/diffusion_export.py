@@ -73,7 +73,7 @@ SEES = {
     "block-causal": ("the bound on the likelihood of block diffusion", "by blocks of {block}, counted from the first "
                      "token: a token sees its block and those before it"),
     "causal-prefix": ("the bound on the likelihood of block diffusion and cross-entropy of next tokens (set block "
-                      "decoding)", "causal; a block of {block} masks behind the text sees it and itself"),
+                      "decoding)", "causal; a block of {block} masks after the text sees it and itself"),
 }
 """By attention: the loss, and who sees whom."""
 

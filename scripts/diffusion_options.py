@@ -83,7 +83,7 @@ class Options:
     Attributes:
         apart: share of rows whose prompt does not see the answer, for models that read prompts from a cache.
         attention: of a model to be trained; None: "block-causal" with blocks and "full" without. "causal-prefix" is
-            what set block decoding needs: causal text, and behind it a block of masks that see one another.
+            what set block decoding needs: causal text, and after it a block of masks that see one another.
         stage: None trains by the bound on the likelihood; "certainty" and "filter" follow it, on the model's answers.
         span: tokens of a block of answer in those stages.
         answers: problems that the model answers, or texts that it goes on with, for those stages.
@@ -234,7 +234,7 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--block", type=int, help="block diffusion with blocks of so many positions; 0: masked diffusion "
                    "over the whole sequence (default: preset)")
     p.add_argument("--attention", choices=["full", "block-causal", "causal-prefix"], help="who sees whom; "
-                   "causal-prefix, for set block decoding: the text is causal, and a block of masks behind it sees "
+                   "causal-prefix, for set block decoding: the text is causal, and a block of masks after it sees "
                    "it and itself (default: block-causal with blocks, full without)")
     p.add_argument("--shift", action="store_true", help="logits predict the next position, as of autoregressive models")
     p.add_argument("--weights", nargs="*", metavar="TASK=SHARE", help="shares of tasks in a batch that are not 1 "

@@ -66,6 +66,7 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
     Raises:
         ValueError: an unknown rule or option, or one that is missing; a model without a tokenizer; or as `generate`.
         TypeError: as `generate`.
+        TimeoutError: `max_time` was out before the constraints had been built.
     """
     lm, clock = text_model(lm, "rules choose among texts"), time.monotonic()
     n, greedy, options = whole("n", n, 1), flag("greedy", greedy), options_of(options)

@@ -56,7 +56,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     generation.add_model(p)
     p.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts at once (default: 16)")
     p.add_argument("--mesh", metavar="DATAxMODEL",
-                   help="lay model and prompts over devices of this process: so many replicas, of so many devices each")
+                   help="lay model and prompts over devices of this process: DATA replicas of MODEL devices each")
     p.add_argument("--memory", metavar="SIZE",
                    help="bytes for caches, drafts and logits, such as 8GB: fewer prompts at once if they take more")
     p.add_argument("--token-budget", type=int, metavar="N",

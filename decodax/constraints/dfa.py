@@ -109,7 +109,7 @@ class Builder:
         return len(self.free) - 1
 
     def room(self, copies: int, before: int) -> None:
-        """Raises TooLarge where so many copies of what has been built since there were `before` states are too many."""
+        """Raises TooLarge where `copies` copies of all that came after the first `before` states are too many."""
         if before + (len(self.free) - before) * copies > self.largest:
             times = str(copies) if copies < 10 ** 12 else f"{copies!s:.12}..."
             raise TooLarge(f"a repetition of {times} times makes more than {self.largest} states")
@@ -242,8 +242,8 @@ class Builder:
             seen, todo = set(group), list(group)
             while todo:
                 state = todo.pop()
-                at, behind = self.anchors.get(state, (None, 0))
-                for target in (*self.free[state], *([behind] if at in places else [])):
+                at, beyond = self.anchors.get(state, (None, 0))
+                for target in (*self.free[state], *([beyond] if at in places else [])):
                     if target not in seen:
                         seen.add(target)
                         todo.append(target)

@@ -11,7 +11,7 @@ import numpy as np
 
 from decodax.constraints.dfa import Builder, Dfa
 from decodax.constraints.schema import Unsupported, canonical, json_schema
-from decodax.policy.arguments import unicode, wrong
+from decodax.policy.arguments import shown, unicode
 
 TAGS = ("<tool_call>\n", "\n</tool_call>")
 """What stands around a call in the form of Hermes, and of Qwen."""
@@ -131,12 +131,13 @@ def tools(signatures: Sequence[Any], choice: str = "auto", tags: tuple[str, str]
 def frozen_tools(signatures: Any) -> str:
     """Tools as one text, for caches."""
     if not isinstance(signatures, Sequence) or isinstance(signatures, (str, bytes)) or not signatures:
-        raise wrong("tools", signatures, "a list of one signature or more")
+        raise ValueError(f"tools: takes a list of one signature or more; got {shown(signatures)}")
     plain = []
     for i, given in enumerate(signatures):
         inner = given.get("function", given) if isinstance(given, Mapping) else given
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
-            raise wrong(f"tools[{i}]", given, "a function with a name and parameters, as a dictionary")
+            raise ValueError(f"tools[{i}]: takes a function with a name and parameters, as a dictionary; got "
+                             f"{shown(given)}")
         unicode(f"tools[{i}]: name", inner["name"])
         parameters = inner.get("parameters")
         plain.append({"name": inner["name"],

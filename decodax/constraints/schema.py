@@ -95,6 +95,9 @@ class Compiler:
             return self.b.build(self.value(self.root, "#", ()))
         except TooLarge as error:
             raise ValueError(f"json_schema: {error}; long bounds (maxLength, maxItems) make it large") from None
+        except RecursionError:
+            raise Unsupported("json_schema: #: is nested too deeply, or holds itself; takes a schema without "
+                              "recursion") from None
 
     def dfa(self, schema: Any, at: str, seen: tuple[str, ...]) -> Dfa:
         """That of a part, by itself."""
@@ -147,6 +150,16 @@ class Compiler:
                 raise ValueError(f"json_schema: {at}/$ref: nothing at {ref!r}") from None
         return found
 
+    def _followed(self, schema: Any, at: str) -> Any:
+        """What a schema says, or, where it is a reference alone, what the schema says that it leads to."""
+        met: list[Any] = []
+        while isinstance(schema, Mapping) and (schema := self._said(schema, at)).keys() == {"$ref"}:
+            if (ref := schema["$ref"]) in met:
+                raise Unsupported(f"json_schema: {at}/$ref: {ref!r} leads back to itself")
+            met.append(ref)
+            schema = self._resolve(ref, at)
+        return schema
+
     def _reference(self, ref: Any, at: str, seen: tuple[str, ...]) -> Part:
         found = self._resolve(ref, at)
         if ref in seen:
@@ -193,18 +206,11 @@ class Compiler:
 
     def _joined(self, rest: Mapping[str, Any], other: Any, at: str) -> Any:
         """Both schemas as one."""
+        other = self._followed(other, at)
         if other is True or other is False:
             return dict(rest) if other else False
         if not isinstance(other, Mapping):
             raise ValueError(f"json_schema: {at}: got {other!r}, takes a schema")
-        other = self._said(other, at)
-        while other.keys() == {"$ref"}:
-            if (found := self._resolve(other["$ref"], at)) is other:
-                raise Unsupported(f"json_schema: {at}/$ref: holds itself")
-            other = found
-            if not isinstance(other, Mapping):
-                return self._joined(rest, other, at)
-            other = self._said(other, at)
         out = dict(rest)
         for key, value in other.items():
             old = out.get(key)
@@ -562,8 +568,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _kinds(schema: Any, of: Compiler) -> set[str] | None:
     """The types that a schema lets through, where it says so at once."""
-    while isinstance(schema, Mapping) and of._said(schema, "#").keys() == {"$ref"}:
-        schema = of._resolve(schema["$ref"], "#")
+    schema = of._followed(schema, "#")
     if not isinstance(schema, Mapping):
         return None
     kinds = schema.get("type")

@@ -108,7 +108,7 @@ def _token(value: Any) -> AddedToken | None:
 
 
 def _described(path: Path, config: Mapping[str, Any], special: set[str]) -> list[tuple[int, AddedToken]]:
-    """The tokens that the files describe, with their ids and in their order. Those of the texts `special` are so."""
+    """The tokens that the files describe, in order, with their ids; those with a text in `special` are special."""
     given = config.get("added_tokens_decoder")
     if "added_tokens_decoder" in config:
         try:

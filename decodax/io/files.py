@@ -67,7 +67,7 @@ class Files:
 
         Args:
             anchors: names that one tensor of each such model has, the likeliest first. Where none is there, and one is
-                there once behind a prefix, that prefix is taken off the names that begin with it.
+                there once after a prefix, that prefix is taken off the names that begin with it.
         """
         if any(anchor in self.home for anchor in anchors):
             return

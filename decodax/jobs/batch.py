@@ -18,12 +18,13 @@ from decodax.core.state import Status
 from decodax.io.load import LM
 from decodax.jobs.arrivals import Arriving
 from decodax.jobs.lines import Fields, Line, LineError, pyarrow, rows
-from decodax.jobs.schedule import Ticket, ahead_of, schedule
+from decodax.jobs.schedule import Refused, Ticket, ahead_of, schedule
 from decodax.jobs.serve import address, given, read, settled
 from decodax.jobs.slots import Use
 from decodax.jobs.store import FORMATS, Store, digest
 from decodax.kvcache.selection import in_bytes
 from decodax.policy.arguments import positive, whole
+from decodax.request import OutOfTime
 from decodax.result import Result
 
 BROKEN = "the model's logits held a NaN or an infinity"
@@ -117,7 +118,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         store.fail(number, name, why)
         done.failed += 1
 
-    def ticket(item: tuple[int, Any]) -> Ticket | None:
+    def ticket(item: tuple[int, Any]) -> Ticket | Refused | None:
         number, row = item
         _, name = fields.name(number, row)
         key = digest(name)
@@ -132,6 +133,8 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
                 done.before += 1
                 return None
             request = read(lm, line.prompt, address(line.id), line.options, options)
+        except OutOfTime as late:
+            return Refused(late, (line, len(late.request.prompts[0])))
         except Exception as error:
             failed(number, name, reason(error))
             return None

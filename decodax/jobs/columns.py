@@ -22,7 +22,7 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = (),
     """Results as a `pyarrow.Table`.
 
     Args:
-        names: columns that there are in any case; those of the rows come behind them.
+        names: columns that there are in any case; those of the rows come after them.
         given: of fields that are kept, the values of all rows, which tell the type where a result has none.
         many: whether a prompt has several samples where it does not say otherwise, so that a result has lists.
     """
@@ -32,7 +32,7 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = (),
 
 
 def of_results(lm: Any, options: Mapping[str, Any], tokens: bool) -> list[str]:
-    """The columns of results behind those that are kept, for rows that have no options of their own."""
+    """The columns of results after those that are kept, for rows that have no options of their own."""
     logprobs = options.get("logprobs")
     return [*([] if lm.tokenizer is None else ["text"]), "status", "prompt_tokens", "new_tokens",
             *(["tokens"] if tokens or lm.tokenizer is None else []), *([] if logprobs is None else ["logprobs"]),

@@ -185,8 +185,8 @@ def _unfilled(value: Any) -> Any:
 def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
     """The rows of a file or directory, with their numbers from 1; a row that cannot be read is a `LineError`.
 
-    A `.parquet` file or a directory of them, a dataset's directory (`state.json`), or JSON lines; "-" is standard
-    input.
+    A `.parquet` file or a directory of them, a dataset's directory (`state.json`), or JSON lines, also from a pipe; "-"
+    is standard input.
 
     Raises:
         FileNotFoundError, ValueError: there is nothing that can be read.
@@ -204,7 +204,7 @@ def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
         if not files:
             raise ValueError(f"{path}: holds no dataset and no Parquet files")
         return _parquet(files)
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file or directory")
     return _parquet([path]) if path.suffix == ".parquet" else _open(path)
 
@@ -219,8 +219,8 @@ def count(path: str | Path) -> int | None:
     if path.is_file() and path.suffix != ".parquet":
         with path.open("rb") as file:
             return sum(bool(line.strip()) for line in file)
-    if path.is_dir() and (path / "state.json").is_file():
-        return None
+    if (path.is_dir() and (path / "state.json").is_file()) or not (path.is_dir() or path.is_file()):
+        return None         # of a dataset, and of a pipe, which can be read once
     pq, files = pyarrow("parquet"), sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
 

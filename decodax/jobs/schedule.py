@@ -73,8 +73,8 @@ def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
     of the work; rows that run do not wait for a source that has none (`Arriving`). Of those that wait, prompts of
     similar length are read together. A ticket that cannot stand in the batch at hand (another method or model, other
     kinds of sampling, or longer than its places) waits until that has run empty, which it does as soon as `ahead`
-    others went past. A row whose request has a `max_time` ends with `Status.TIME` so many seconds after its prompt
-    began to be read.
+    others went past. A row whose request has a `max_time` ends with `Status.TIME` when that many seconds have passed
+    since its prompt began to be read.
 
     Args:
         tickets: tickets, or items of which `read` makes them; a plain iterable is taken to be `AtHand`.
@@ -157,13 +157,11 @@ def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
                 for ticket_and_kin in chosen:
                     waiting.remove(ticket_and_kin)
                 source.allow(ahead - len(waiting))
-                tags, empty = [ticket.tag for ticket, _ in chosen], len(slots.free) == len(slots.seats)
+                tags = [ticket.tag for ticket, _ in chosen]
                 try:
                     slots.admit([ticket.request for ticket, _ in chosen], tags, prefix)
-                except (ValueError, TypeError) as error:
-                    if not empty:
-                        raise
-                    yield from ((tag, error) for tag in tags)       # no row that ran is lost with them
+                except (ValueError, TypeError) as error:        # found before anything ran, so rows that run go on
+                    yield from ((tag, error) for tag in tags)
                 yield from slots.finished()         # of prompts that may make no token
             if slots.running:
                 leave = min(slots.few, -(-slots.running // slots.first.samples))

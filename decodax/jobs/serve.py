@@ -19,7 +19,7 @@ from decodax.jobs.slots import Use, possible
 from decodax.kvcache.selection import in_bytes
 from decodax.methods import chosen, model, with_cache
 from decodax.policy.arguments import positive, shown, unicode, whole
-from decodax.request import OutOfTime, Request, without
+from decodax.request import Request, without
 from decodax.result import Result
 from decodax.struct import short
 
@@ -103,7 +103,8 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
     lm, options = settled(lm, options, slots)
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts: got {shown(prompts)}, takes a list or an iterator of prompts")
-    places = itertools.count()
+    places, source = itertools.count(), arrivals(prompts, ahead)
+    failed: Exception | None = None
 
     def wrong(index: int, error: Exception) -> Exception:
         """The error with the prompt's place."""
@@ -114,31 +115,29 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
         placed.__cause__ = error
         return placed
 
-    def ticket(item: Any) -> Ticket | Refused:
+    def ticket(item: Any) -> Ticket | Refused | None:
+        if failed is not None:
+            return None
         index = next(places)
         own = dict(item) if isinstance(item, Mapping) and "prompt" in item else {"prompt": item}
         prompt, name = own.pop("prompt"), own.pop("id", None)
         try:
             where = index % (1 << 32) if name is None else address(name)
             return Ticket(read(lm, prompt, where, own, options), (index, name))
-        except OutOfTime as late:
-            return Refused(late, (index, name))
         except Exception as error:
-            if on_error == "raise":
-                raise wrong(index, error) from error
-            return Refused(wrong(index, error), (index, name))
+            return Refused(error, (index, name))
 
-    answers = schedule(arrivals(prompts, ahead), slots, read=ticket, ahead=ahead, end=end, memory=room,
-                       token_budget=token_budget, use=use)
-    failed: Exception | None = None
+    answers = schedule(source, slots, read=ticket, ahead=ahead, end=end, memory=room, token_budget=token_budget,
+                       use=use)
     with contextlib.closing(answers):
         for (index, name), result in answers:
             if not isinstance(result, Exception):
                 yield Served(index, name, result)
             elif on_error == "return":
-                yield Served(index, name, None, result)
+                yield Served(index, name, None, wrong(index, result))
             else:
-                failed = failed or result
+                failed = failed or wrong(index, result)
+                source.close()
     if failed is not None:
         raise failed
 

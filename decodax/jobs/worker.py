@@ -13,11 +13,11 @@ from decodax.io.load import LM
 from decodax.jobs.batch import BROKEN, answer, reason
 from decodax.jobs.columns import of_results, table
 from decodax.jobs.lines import Fields, Filled, LineError
-from decodax.jobs.schedule import Ticket, schedule
+from decodax.jobs.schedule import Refused, Ticket, schedule
 from decodax.jobs.serve import address, read, settled
 from decodax.kvcache.selection import in_bytes
 from decodax.policy.arguments import whole
-from decodax.request import Request
+from decodax.request import OutOfTime, Request
 
 
 class Worker:
@@ -68,12 +68,14 @@ class Worker:
             missing = rows[i].get(field if field == "custom_id" else self.fields.id) is None
             found[i] = {field: None if missing else name, "error": why}
 
-        def ticket(i: int) -> Ticket | None:
+        def ticket(i: int) -> Ticket | Refused | None:
             try:
                 line = self.fields.read(i + 1, rows[i])
                 if line.api is None and rows[i].get(self.fields.id) is None:
                     raise LineError(f"has no {self.fields.id!r}, by which its randomness is addressed")
                 request = read(self.lm, line.prompt, address(line.id), line.options, self.options)
+            except OutOfTime as late:
+                return Refused(late, (i, line, len(late.request.prompts[0])))
             except Exception as error:
                 failed(i, reason(error))
                 return None

@@ -32,7 +32,7 @@ def summary(prompt: Any, answers: Sequence[str]) -> str:
 def pedal(lm: Any, prompts: Any, exemplars: Sequence[str], n: int = 3, shots: int = 3, *,
           join: Callable[[Sequence[str], Any], str] = lambda shots, prompt: "\n\n".join([*shots, str(prompt)]),
           aggregate: Callable[[Any, Sequence[str]], str] = summary, seed: int = 0, **options: Any) -> Ensembled:
-    """PEDAL (Prabhu, 2024): greedy answers behind different exemplars, and one answer out of them by the model.
+    """PEDAL (Prabhu, 2024): greedy answers after different exemplars, and one answer made from them by the model.
 
     Each of `n` prompts has `shots` exemplars, drawn without replacement; all are answered greedily in one batch. The
     model then sees the answers and writes the one that it takes.

@@ -177,6 +177,10 @@ def test_valid_values_are_accepted() -> None:
 @pytest.mark.parametrize(("schema", "place"), [
     ({"type": "object", "properties": {"a": {"not": {}}}}, "#/properties/a/not"), ({"type": "object"}, "#/additional"),
     ({"type": "array", "items": {"$ref": "#"}}, "#/items/\\$ref.*holds itself|#/\\$ref.*holds itself"),
+    ({"allOf": [{"$ref": "#"}, {"type": "null"}]}, "#: is nested too deeply, or holds itself"),
+    *(({"allOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": a, "b": {"$ref": "#/$defs/a"}}},
+       r"#/allOf/0/\$ref: '#/\$defs/.' leads back to itself")
+      for a in ({"$ref": "#/$defs/a"}, {"title": "a", "$ref": "#/$defs/b"})),
     ({"type": "integer", "multipleOf": 3}, "#/multipleOf"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf"),
     ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "#/uniqueItems"), (True, "#: any value"),

@@ -181,13 +181,15 @@ def test_the_time_of_a_line_ends_its_text(lm: LM, tmp_path: Path) -> None:
     """And an option of a line that is none is refused: neither its prompt nor its address is an option."""
     source = written(tmp_path / "in.jsonl", [
         {"id": "a", "prompt": "x", "options": {"max_time": 1e-6, "max_new_tokens": 90}}, {"id": "b", "prompt": "x"},
+        {"id": "before", "prompt": "x", "options": {"max_time": 1e-9, "regex": "[a-z]+"}},
         {"id": "c", "prompt": "x", "options": {"prompt": "y"}}, {"id": "d", "prompt": "x", "options": {"id": "y"}},
         {"id": "e", "prompt": "x", "options": {"request_ids": [3]}},
         {"id": "f", "prompt": "x", "options": {"slots": 3}}])
     found = jobs.run(lm, source, tmp_path / "out", max_new_tokens=3)
-    assert (found.finished, found.failed, found.stopped) == (2, 4, False)
+    assert (found.finished, found.failed, found.stopped) == (3, 4, False)
     by_id = {row["id"]: row for row in results(tmp_path / "out")}
     assert by_id["a"]["status"] == "time" and by_id["a"]["new_tokens"] < 90 and by_id["b"]["new_tokens"] == 3
+    assert by_id["before"]["status"] == "time" and by_id["before"]["new_tokens"] == 0
     said = {row["id"]: row["error"].partition(":")[0] for row in errors(tmp_path / "out")}
     assert said == {"c": "prompt", "d": "id", "e": "request_ids", "f": "slots"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from decodax.jobs import Fields
 from decodax.jobs.columns import table
-from decodax.jobs.lines import Filled, rows
+from decodax.jobs.lines import Filled, count, rows
 from decodax.jobs.openai import LineError
 from decodax.jobs.worker import plain
 
@@ -84,6 +86,17 @@ def test_an_option_beside_the_prompt_is_not_dropped_in_silence() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Fields(keep=["top_p"]).read(1, {"prompt": "x", "context": "y", "top_p": 3, "options": {"top_k": 2}})
+
+
+def test_a_named_pipe_is_lines_of_json(tmp_path: Path) -> None:
+    """As a shell's `<(...)` is; it is not counted, since it can be read once."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert count(pipe) is None
+    writer = threading.Thread(target=pipe.write_text, args=('{"id": 1}\n\n"x"\n',))
+    writer.start()
+    assert list(rows(pipe)) == [(1, {"id": 1}), (3, "x")]
+    writer.join()
 
 
 def test_every_line_has_one_name() -> None:

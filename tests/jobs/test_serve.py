@@ -182,30 +182,51 @@ def test_an_error_of_a_prompt_or_of_the_source_comes_after_all_that_was_read() -
         assert sorted(found) == [0, 1, 2]
 
 
-def test_a_prompt_beyond_the_memory_is_the_only_one_that_fails() -> None:
+def three_rows() -> str:
+    """The memory of three rows of a short prompt."""
     request = Request.read(SMALL, PROMPTS[0], max_new_tokens=4)
-    room = 3 * BatchShape.of(request, request.longest, request.more).row_bytes(request)
+    return f"{3 * BatchShape.of(request, request.longest, request.more).row_bytes(request) / 1000}kB"
+
+
+def test_a_prompt_beyond_the_memory_is_the_only_one_that_fails() -> None:
     items: list[Any] = [*PROMPTS[:3], {"prompt": PROMPTS[3], "max_new_tokens": 4000}, PROMPTS[4]]
     with pytest.warns(UserWarning, match="max_new_tokens"):
-        found = {one.index: one for one in dx.serve(SMALL, items, slots=2, max_new_tokens=4, memory=f"{room / 1000}kB")}
-    assert "memory: got" in str(found.pop(3).error)
+        found = {one.index: one for one in dx.serve(SMALL, items, slots=2, max_new_tokens=4, memory=three_rows())}
+    assert "prompts[3]: memory: got" in str(found.pop(3).error)
     assert {i: tokens(one) for i, one in found.items()} == {i: alone(i, max_new_tokens=4) for i in (0, 1, 2, 4)}
 
 
-def test_prompts_that_the_model_cannot_read_lose_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those with inputs of another shape, which nothing but the model knows of: they are of one kind."""
+@pytest.mark.filterwarnings("ignore:max_new_tokens")
+def test_the_first_error_that_is_raised_names_its_prompt_and_ends_the_source() -> None:
+    """Also one that is found after the prompt has been read: it does not fit into the memory."""
+    def source() -> Iterator[Any]:
+        for i in itertools.count():
+            yield {"prompt": PROMPTS[i % 12], "max_new_tokens": 4000 if i == 3 else 4}
+
+    found: list[int] = []
+    answers = itertools.islice(dx.serve(SMALL, source(), slots=2, on_error="raise", memory=three_rows()), 100)
+    with pytest.raises(ValueError, match=r"^prompts\[3\]: memory: got"):
+        found.extend(one.index for one in answers)
+    assert sorted(found)[:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_prompts_that_the_model_cannot_read_lose_no_others(monkeypatch: pytest.MonkeyPatch, running: bool) -> None:
+    """Such as those with inputs of another shape, which nothing but the model knows of; also while other rows run."""
     admit = Slots.admit
 
     def picky(self: Slots, requests: Any, *args: Any) -> None:
-        if any(request.logprobs == 3 for request in requests):
+        if any(request.prompts[0] == PROMPTS[1] for request in requests):
+            assert (len(self.free) < len(self.seats)) == running
             raise ValueError("inputs: got another shape")
         admit(self, requests, *args)
 
     monkeypatch.setattr(Slots, "admit", picky)
-    items: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[1], "logprobs": 3}, PROMPTS[2]]
-    found = {one.index: one for one in dx.serve(SMALL, items, slots=2, max_new_tokens=4)}
-    assert str(found.pop(1).error) == "inputs: got another shape"
-    assert {i: tokens(one) for i, one in found.items()} == {i: alone(i, max_new_tokens=4) for i in (0, 2)}
+    bad = {"prompt": PROMPTS[1]} if running else {"prompt": PROMPTS[1], "logprobs": 3}      # of a kind of its own
+    items: list[Any] = [{"prompt": PROMPTS[0], "max_new_tokens": 30}, *[PROMPTS[2]] * 7, bad, PROMPTS[3]]
+    found = {one.index: one for one in dx.serve(SMALL, items, slots=8, ahead=8, max_new_tokens=4, eos_token_id=[])}
+    assert str(found.pop(8).error) == "prompts[8]: inputs: got another shape"
+    assert {i: len(tokens(one)) for i, one in found.items()} == {0: 30, **dict.fromkeys([*range(1, 8), 9], 4)}
 
 
 @pytest.mark.filterwarnings("ignore:max_new_tokens")

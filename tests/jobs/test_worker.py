@@ -49,6 +49,12 @@ def test_rows_that_cannot_be_answered_say_why(lm: LM) -> None:
         jobs.Worker(lm, temperature=-1)
 
 
+def test_the_time_of_a_row_that_is_out_before_it_begins_ends_its_text(lm: LM) -> None:
+    late, = jobs.Worker(lm, max_new_tokens=3)({"id": [7], "prompt": ["x"], "options": [
+        {"max_time": 1e-9, "regex": "[a-z]+"}]}).to_pylist()
+    assert (late["status"], late["new_tokens"], late["text"], late["error"]) == ("time", 0, "", None)
+
+
 def test_a_block_in_which_all_rows_fail_has_the_columns_of_any_other(lm: LM) -> None:
     worker = jobs.Worker(lm, fields=jobs.Fields(keep=["label"]), max_new_tokens=2, logprobs=1)
     api = lambda prompt: {"custom_id": ["a"], "body": [{"prompt": prompt, "max_tokens": 2}], "url": ["/v1/completions"]}

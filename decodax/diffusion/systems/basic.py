@@ -120,7 +120,7 @@ def entropy_bounded(lm: Any, bound: float = 0.1, block: int | None = None,
 
 
 @entry("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
-       "blocks of masks behind a causal prefix, as many positions as an entropy budget allows, exact cache; for models "
+       "blocks of masks after a causal prefix, as many positions as an entropy budget allows, exact cache; for models "
        "trained so, such as by `python scripts/train_diffusion.py --attention causal-prefix`")
 def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusion:
     """`bound`: the paper's gamma, in nats; the paper has 0.1 and 0.35 for reasoning, 0.35 and 0.6 for chat. `block`:
