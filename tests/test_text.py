@@ -88,6 +88,15 @@ def test_special_tokens_have_no_bytes_and_other_added_tokens_do() -> None:
     assert tok.token_bytes(skip_special_tokens=False)[tok.backend.token_to_id("<|im_start|>")] == b"<|im_start|>"
 
 
+def test_an_added_token_whose_id_another_token_has_is_what_decodes() -> None:
+    """As in transformers; the backend numbers added tokens by the size of the vocabulary, which may have holes."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 3}, unk_token="a"))
+    backend.add_tokens(["<tool>"])
+    assert backend.token_to_id("<tool>") == 3
+    assert Tokenizer(backend).decode([1, 3]) == transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend).decode([1, 3]) == "b <tool>"
+
+
 def test_ids_beyond_the_vocabulary_add_nothing_and_negative_ones_are_refused() -> None:
     tok = Tokenizer(byte_level())
     assert tok.decode([*tok.encode("a"), len(tok), len(tok) + 70]) == "a"

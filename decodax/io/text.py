@@ -216,7 +216,9 @@ class Tokenizer:
         if skip_special_tokens not in self._pieces:
             added = self.backend.get_added_tokens_decoder()
             skipped = frozenset(i for i, token in added.items() if token.special and skip_special_tokens)
-            tokens = {i: token for token, i in self.backend.get_vocab(with_added_tokens=True).items()}
+            # an id can be that of two tokens where the vocabulary has holes; decoding takes the added one
+            tokens = {i: token for token, i in self.backend.get_vocab(with_added_tokens=False).items()}
+            tokens |= {i: token.content for i, token in added.items()}
             self._pieces[skip_special_tokens] = pieces(tokens, json.loads(self.backend.to_str())["decoder"], skipped)
         return self._pieces[skip_special_tokens]
 

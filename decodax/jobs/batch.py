@@ -19,7 +19,7 @@ from decodax.io.load import LM
 from decodax.jobs.arrivals import Arriving
 from decodax.jobs.lines import Fields, Line, LineError, pyarrow, rows
 from decodax.jobs.schedule import Refused, Ticket, ahead_of, schedule
-from decodax.jobs.serve import address, given, read, settled
+from decodax.jobs.serve import ALONE, address, given, read, settled
 from decodax.jobs.slots import Use
 from decodax.jobs.store import FORMATS, Store, digest
 from decodax.kvcache.selection import in_bytes
@@ -173,7 +173,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
 
 def reason(error: Exception) -> str:
     """Why a line could not be answered."""
-    said = str(error).removeprefix("prompts[0]: ").encode(errors="backslashreplace").decode()
+    said = str(error).removeprefix(ALONE).encode(errors="backslashreplace").decode()
     return said if isinstance(error, (ValueError, TypeError)) and said else f"{type(error).__name__}: {said}"
 
 

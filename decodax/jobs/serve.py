@@ -29,6 +29,9 @@ NOT_HERE = {"batch_size": "slots= says how many prompts run at once", "progress"
 
 ON_ERROR = ("return", "raise")
 
+ALONE = "prompts[0]: "
+"""What `Request.read` says of the only prompt of a request."""
+
 SHARED = ("cache: rows of this kind share memory, so none can take the place of another; takes another kind, or "
           "decodax.generate")
 
@@ -98,6 +101,8 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
     end = None if max_time is None else time.monotonic() + positive("max_time", max_time)
     room = None if memory is None else in_bytes(memory, "memory")
     token_budget = None if token_budget is None else whole("token_budget", token_budget, 1)
+    if not (use is None or isinstance(use, Use)):
+        raise TypeError(f"use: got {shown(use)}, takes a decodax.jobs.Use")
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error: got {shown(on_error)}, takes {' or '.join(map(repr, ON_ERROR))}")
     lm, options = settled(lm, options, slots)
@@ -109,7 +114,7 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
     def wrong(index: int, error: Exception) -> Exception:
         """The error with the prompt's place."""
         try:
-            placed = type(error)(f"prompts[{index}]: {error}")
+            placed = type(error)(f"prompts[{index}]: {str(error).removeprefix(ALONE)}")
         except Exception:       # one that is made of other things than a message
             return error
         placed.__cause__ = error
@@ -151,7 +156,8 @@ def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[s
     lm, options = model(lm), without("serve", given(options), NOT_HERE)
     if (cache := options.pop("cache", None)) is not None:
         lm = with_cache(lm, cache)
-    options["algorithm"] = chosen(lm, options.get("algorithm"), slots)
+    if "algorithm" in options:
+        options["algorithm"] = chosen(lm, options["algorithm"], slots)
     # what is wrong with the options is wrong with every prompt
     if not possible(Request.read(lm, [[0]], **options)):
         raise ValueError(SHARED)

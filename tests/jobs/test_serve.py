@@ -55,10 +55,24 @@ def test_it_goes_with_asyncio() -> None:
     (dict(slots=0), "slots: got 0, takes"), (dict(batch_size=2), "batch_size: serve takes no such argument"),
     (dict(guidance_scale=2.0), "guidance_scale: serve takes no such argument; decodax.generate guides"),
     (dict(cache="paged"), "cache: rows of this kind share memory"), (dict(on_error="skip"), "on_error: got 'skip'"),
-    (dict(temperature=-1.0), "temperature: got -1"), (dict(ahead=0), "ahead: got 0")])
+    (dict(temperature=-1.0), "temperature: got -1"), (dict(ahead=0), "ahead: got 0"), (dict(use=3), "use: got 3")])
 def test_what_cannot_be_served_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         list(dx.serve(SMALL, PROMPTS[:2], **options))
+
+
+def test_searches_that_options_name_run_as_under_generate() -> None:
+    """`num_beams` and `penalty_alpha` choose the method, for all prompts or for one of them."""
+    beams: dict[str, Any] = dict(num_beams=2, max_new_tokens=4)
+    texts = dx.generate(SMALL, PROMPTS[:2], **beams).tokens.tolist()
+    assert [tokens(one) for one in sorted(dx.serve(SMALL, PROMPTS[:2], **beams), key=lambda one: one.index)] == texts
+    one, = dx.serve(SMALL, [{"prompt": PROMPTS[0], **beams}])
+    assert tokens(one) == texts[0]
+
+
+def test_an_error_names_the_prompt_once() -> None:
+    one, = dx.serve(SMALL, [None])
+    assert str(one.error).startswith("prompts[0]: got None")
 
 
 def tokens(one: dx.Served) -> list[int]:
