@@ -214,6 +214,14 @@ def test_a_misspelt_flag_names_the_near_one(args: list[str], meant: str, capsys:
     assert re.match(rf"decodax( \w+)?: error: {name}: unknown flag; did you mean {meant}\b", last)
 
 
+@pytest.mark.parametrize(("name", "said"), [("genrate", "did you mean generate?"), ("zzz", "takes generate, systems")])
+def test_a_misspelt_command_names_the_near_one(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "x"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"decodax: error: {name}: unknown command; {said}")
+
+
 def test_flags_may_be_cut_short_and_values_may_look_like_flags(generate: Run) -> None:
     assert generate("--max-new", "2", "--stop=--temprature", "--", "--temprature")[0] == 0
 

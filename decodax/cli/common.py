@@ -15,20 +15,32 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says which flag may have been meant, before it misses what a misspelt one was to give. Commands get
-    parsers of its kind."""
+    """A parser that says which flag or command may have been meant, before it misses what a misspelt one was to give.
+    Commands get parsers of its kind."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:       # type: ignore[override]
         given, known = sys.argv[1:] if args is None else list(args), list(self._option_string_actions)
         for arg in given:
-            if arg == "--" or (self._subparsers is not None and not arg.startswith("-")):
-                break       # what follows are values, or the command's own
+            if self._subparsers is not None and not arg.startswith("-"):
+                self._known_command(arg)
+                break       # what follows is the command's own
+            if arg == "--":
+                break       # what follows are values
             name = arg.partition("=")[0]
             if name.startswith("--") and " " not in arg and not any(flag.startswith(name) for flag in known):
                 close = difflib.get_close_matches(name, [flag for flag in known if flag.startswith("--")], n=3)
                 self.error(f"{name}: unknown flag" + (f"; did you mean {' or '.join(close)}?" if close else
                                                       f"; {self.prog} --help lists those that there are"))
         return super().parse_known_args(args, namespace)
+
+    def _known_command(self, name: str) -> None:
+        """Ends with an error if there is no such command."""
+        assert self._subparsers is not None
+        commands = [str(command) for group in self._subparsers._group_actions for command in group.choices or ()]
+        if name not in commands:
+            close = difflib.get_close_matches(name, commands, n=3)
+            self.error(f"{name}: unknown command; " + (f"did you mean {' or '.join(close)}?" if close else
+                                                       f"takes {', '.join(commands)}"))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:

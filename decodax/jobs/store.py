@@ -56,9 +56,13 @@ class Store:
         """Reads what is there.
 
         Raises:
-            ValueError: results of another job stand there, or something that is none.
+            ValueError: results of another job stand there, or something that is none; or there is no place for a
+                directory.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{self.directory}: takes a directory for results ({error.strerror})") from None
         self._manifest()
         # lines that failed are tried again, so what is known of them is stale
         for path in self.directory.glob("_errors-*.jsonl"):

@@ -194,6 +194,11 @@ def test_the_time_of_a_line_ends_its_text(lm: LM, tmp_path: Path) -> None:
     assert said == {"c": "prompt", "d": "id", "e": "request_ids", "f": "slots"}
 
 
+def test_a_file_in_the_place_of_the_results_is_an_error_that_names_it(lm: LM, source: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{source}: takes a directory for results"):
+        jobs.run(lm, source, source)
+
+
 def test_a_source_that_breaks_is_an_error_after_what_it_gave(lm: LM, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
