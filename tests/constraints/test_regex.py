@@ -20,7 +20,8 @@ from decodax.constraints.tokens import Trie
 PATTERNS = [
     r"(ab)*c?é?", r"[a-z]{2,3}é?(foo|bar)*", r"[^a]+", r".", r"\d+(\.\d+)?", r"[\w.]+@[\w]+\.(com|org)",
     r"(?:a|b){0,3}c+?", r"[а-яё]{2}", r"\S\s\W", r"[\U00010000-\U0010ffff😀]", r"^ab$", r"(?s).x", r"a{3}|b{2,}",
-    r"[^\x00-\x7f]", r"[^\D5-7]", r"(?s:.)b.(?s:(?-s:.).)", "", r"x{2}", r"(a|ab)(c|bcd)(d*)"]
+    r"[^\x00-\x7f]", r"[^\D5-7]", r"(?s:.)b.(?s:(?-s:.).)", "", r"x{2}", r"(a|ab)(c|bcd)(d*)",
+    r"[^a-xb]+", r"[^\wc-e@]"]        # of ranges that overlap
 
 
 def walk(language: Dfa, rng: random.Random, longest: int = 40) -> bytes:

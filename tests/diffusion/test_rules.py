@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import decodax.diffusion as d
+from decodax.core import keys
 from decodax.diffusion.policies import Seen, View
 from decodax.diffusion.stats import DistributionStats, cosine, rank, statistics
 from decodax.struct import fields
@@ -121,6 +122,17 @@ def test_the_entropy_bound_is_its_loop(inclusive, by):
             count = n
         assert set(np.flatnonzero(chosen)) == set(order[:count])
         assert inclusive or count
+
+
+def test_noise_falls_evenly_and_is_gone_in_the_last_step():
+    view, seen, *_ = scene()
+    view = view.replace(key=keys.row_keys(*np.zeros((3, R), np.uint32)))
+    at = lambda steps, step: np.asarray(d.Noisy(d.Position(), 4.5, steps)(
+        view.replace(step=jnp.full(R, step, jnp.int32)), seen, None) - d.Position()(view, seen, None))
+    whole = at(None, 0)
+    assert whole.std() > 4
+    for step in range(5):
+        np.testing.assert_allclose(at(5, step), whole * (4 - step) / 5, atol=1e-4)
 
 
 def test_a_confident_prefix_ends_before_the_first_doubt():

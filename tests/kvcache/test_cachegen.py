@@ -107,7 +107,8 @@ def test_a_file_holds_the_rule() -> None:
         assert (np.abs(y[:, ::10] - first) <= np.abs(first).max((0, 2))[None, :, None] / 127 * 0.501).all()
         behind = np.arange(600) % 10 > 0
         apart = x[:, behind] - np.repeat(y[:, ::10], 9, 1)
-        assert (np.abs(y[:, behind] - x[:, behind]) <= 0.501 * step * apart.std(1, keepdims=True)).all()
+        wrong = np.abs(y[:, behind] - x[:, behind]) / (step * apart.std(1, keepdims=True))
+        assert 0.49 < wrong.max() <= 0.501          # in steps of the layer: neither larger ones nor smaller ones
         off.append(np.square(y - x).mean())
     assert off[0] < off[1] < off[2]
 

@@ -143,7 +143,7 @@ def test_what_does_not_fit_says_so(several, tmp_path, home):
     for run, message in (
             (lambda: dx.generate(rows, PROMPTS, adapter="b"), "adapter: got 'b', takes a0, a1"),
             (lambda: dx.generate(rows, PROMPTS, adapter=["a0"]), "for 3 prompts"),
-            (lambda: dx.generate(lm, PROMPTS, adapter="a0"), "has none; lm.with_adapters"),
+            (lambda: dx.generate(lm, PROMPTS, adapter="a0"), "has none; takes None, or a model that lm.with_adapters"),
             (lambda: dx.adapters.init(lm.params, jax.random.key(0), targets=("x",)), "targets: got 'x'"),
             (lambda: lm.with_adapter({"layers": {"9": {"attn": {"q": adapters["a0"]["layers"]["0"]["attn"]["q"]}}}}),
              "layers.9.attn.q.kernel"),

@@ -287,26 +287,29 @@ class ByEntropy:
         return jnp.exp(-self.scale * draft.entropy) * jnp.where(draft.place < 2, 1.0, 0.5)
 
 
-@pytest.mark.matrix
-def test_a_threshold_ends_the_chain_after_the_first_doubtful_draft():
+DOUBTS = {
+    "confidence": (ConfidenceChain(6, 0.2), lambda f, h, i: f[i] < 0.2),
+    "risk": (RiskThreshold(6, 0.9), lambda f, h, i: 1 - f[:i + 1].prod() > 0.9),
+    "predictor": (ConfidenceChain(6, 0.4, ByEntropy(0.5)),
+                  lambda f, h, i: np.exp(-0.5 * h[i]) * (1 if i < 2 else 0.5) < 0.4)}
+
+
+@pytest.mark.parametrize("name", often(["risk"], DOUBTS))
+def test_a_threshold_ends_the_chain_after_the_first_doubtful_draft(name):
+    shape, stop = DOUBTS[name]
     whole, _ = grow(Chain(6), temperature=1.0)
-    stops = [(ConfidenceChain(6, 0.2), lambda f, h, i: f[i] < 0.2),
-             (RiskThreshold(6, 0.9), lambda f, h, i: 1 - f[:i + 1].prod() > 0.9),
-             (ConfidenceChain(6, 0.4, ByEntropy(0.5)),
-              lambda f, h, i: np.exp(-0.5 * h[i]) * (1 if i < 2 else 0.5) < 0.4)]
-    for shape, stop in stops:
-        p, nodes = grow(shape, temperature=1.0)
-        counts = []
-        for row in range(B):
-            tokens = np.concatenate([[row], whole.tokens[row]])
-            f = P[tokens[:-1], tokens[1:]]
-            entropy = -(P * np.log(P)).sum(-1)[tokens[:-1]]
-            count = next((i + 1 for i in range(6) if stop(f, entropy, i)), 6)
-            assert p.live[row].tolist() == [i < count for i in range(6)]
-            assert p.tokens[row, :count].tolist() == whole.tokens[row, :count].tolist()
-            counts.append(count)
-        assert len(set(counts)) > 1
-        assert (nodes[0] >= 0).sum() == max(counts) - 1         # drafting ended with the longest row
+    p, nodes = grow(shape, temperature=1.0)
+    counts = []
+    for row in range(B):
+        tokens = np.concatenate([[row], whole.tokens[row]])
+        f = P[tokens[:-1], tokens[1:]]
+        entropy = -(P * np.log(P)).sum(-1)[tokens[:-1]]
+        count = next((i + 1 for i in range(6) if stop(f, entropy, i)), 6)
+        assert p.live[row].tolist() == [i < count for i in range(6)]
+        assert p.tokens[row, :count].tolist() == whole.tokens[row, :count].tolist()
+        counts.append(count)
+    assert len(set(counts)) > 1
+    assert (nodes[0] >= 0).sum() == max(counts) - 1         # drafting ended with the longest row
 
 
 @pytest.mark.wide
