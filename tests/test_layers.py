@@ -9,10 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 FLOORS = (
-    "struct", "progress", "axes", "pallas_kernels", "cache", "core", "registry", "policy", "autoregressive",
-    "constraints", "readout", "speculative", "search", "diffusion", "models", "kvcache", "sharding", "io", "systems",
-    "result", "memory", "arc", "programs", "methods", "request", "reading", "job", "jobs", "api", "scoring", "choice",
-    "steps", "canvas", "watermarks", "bench", "harness", "plan", "cli", "__main__",
+    "struct", "progress", "axes", "pallas_kernels", "cache", "core", "memory", "policy", "options", "registry",
+    "autoregressive", "constraints", "readout", "speculative", "search", "diffusion", "models", "kvcache",
+    "sharding", "io", "systems", "result", "arc", "programs", "methods", "request", "reading", "job", "jobs", "api", "scoring", "choice",
+    "steps", "canvas", "watermarks", "functions", "bench", "harness", "plan", "cli", "__main__",
 )
 """Lowest first."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,6 @@ from decodax.pallas_kernels.vocabulary import top_k
 from decodax.policy.base import Distribution
 from decodax.struct import Struct, struct
 
-if TYPE_CHECKING:
-    from decodax.diffusion.algorithm import MaskedDiffusion
-
 
 @struct
 class _Text(Struct):
@@ -46,7 +43,7 @@ class Round(Around):
     A narrow one scores `size` nodes a row, or as many as the caching rule gives if that is None. `phase` is set for
     rules with phases."""
 
-    of: MaskedDiffusion
+    of: Algorithm
     wide: bool
     size: int | None = None
     phase: int | None = None
@@ -62,21 +59,21 @@ class Round(Around):
     @property
     def branches(self) -> int:
         """`K`, canvases a row; 1 in the wide rounds of a cache, which begin a region, where there are no drafts yet."""
-        return 1 if self.wide and self.of.caching.narrow else len(self.of.verify.taken)
+        return 1 if self.wide and self.inner.caching.narrow else len(self.inner.verify.taken)
 
     def _turn(self, s: State) -> Array:
         """`bool[B]`: rows that take part."""
-        if not self.of.variants:
+        if not self.inner.variants:
             return s.running
-        return s.running & (self.of.stale(s) == self.wide if self.phase is None else self.of.phase(s) == self.phase)
+        return s.running & (self.inner.stale(s) == self.wide if self.phase is None else self.inner.phase(s) == self.phase)
 
     def through(self, model: Any) -> Any:
         """The model as these rounds run it."""
-        return model if self.phase is None else self.of.caching.through(model, self.phase)
+        return model if self.phase is None else self.inner.caching.through(model, self.phase)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
         c: Canvas = s.algo
-        of, attention = self.of, self.of.adapter.attention
+        of, attention = self.inner, self.inner.adapter.attention
         text = self._text(s, c)
         turn, nodes = self._turn(s), self._nodes(s, text)
         positions, live = nodes.positions, nodes.live
@@ -103,16 +100,16 @@ class Round(Around):
 
     def _text(self, s: State, c: Canvas) -> Canvas:
         """The canvas as the model reads it. Behind an early end it holds what the stop rule fills in."""
-        if not any(stop.filled for stop in self.of.stops):
+        if not any(stop.filled for stop in self.inner.stops):
             return c
         N = c.tokens.shape[1]
-        end = jnp.maximum(c.end, jnp.minimum(s.max_length, N - self.of.windows.width))
+        end = jnp.maximum(c.end, jnp.minimum(s.max_length, N - self.inner.windows.width))
         last = take(c.tokens, jnp.maximum(c.end - 1, 0)[:, None])
         return c.replace(tokens=jnp.where(jnp.arange(N) >= c.end[:, None], last, c.tokens), end=end)
 
     def _nodes(self, s: State, c: Canvas) -> Nodes:
         """The nodes that this round scores."""
-        of, attention, N, W = self.of, self.of.adapter.attention, c.tokens.shape[1], self.of.windows.width
+        of, attention, N, W = self.inner, self.inner.adapter.attention, c.tokens.shape[1], self.inner.windows.width
         # before the first round the entry of a prefilled prompt's last token is missing
         left = int(of.adapter.shift or of.prefills)
         waits = c.final > c.start
@@ -139,7 +136,7 @@ class Round(Around):
 
     def _end(self, s: State, c: Canvas) -> Array:
         """`i32[B]`: the end of the positions that are attended to."""
-        return self.of.whole(s) if self.of.caching.beyond else c.end
+        return self.inner.whole(s) if self.inner.caching.beyond else c.end
 
     def live_nodes(self, s: State) -> Array:
         """`i32[B]`: how many nodes of a narrow round are live."""
@@ -154,7 +151,7 @@ class Round(Around):
         return jnp.where(inside[:, None], own, tokens[:, None]).reshape(tokens.shape[0], -1)
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
-        c, of = algo, self.of
+        c, of = algo, self.inner
         K, W, B = self.branches, of.windows.width, s.batch
         nodes = self._nodes(s, self._text(s, c))
         positions, n = nodes.positions, nodes.positions.shape[1]
@@ -213,7 +210,7 @@ class Round(Around):
             refreshed=jnp.where(ok, c.round, c.refreshed) if self.wide else c.refreshed,
             record=None if noted is None else jax.tree.map(write, c.record, noted))
         if of.verify.assists:
-            again = again.replace(assistant=of.verify.settle(c.assistant, entries, c.start, start))    # type: ignore[attr-defined]
+            again = again.replace(assistant=of.verify.settle(c.assistant, entries, c.start, start))
         there = look(s, again, W, view.eos)
         again = again.replace(
             opened=jnp.where(moved, there.masked.sum(1, dtype=jnp.int32), c.opened),
@@ -231,11 +228,11 @@ class Round(Around):
     def _writes(self, view: View, c: Canvas, positions: Array, live: Array, front: Array) -> tuple[Array, Array]:
         """`bool[B, n]` which nodes' entries are written, and `bool[B, S]` which cache slots hold an entry afterwards.
         """
-        if not self.of.caches:
+        if not self.inner.caches:
             return jnp.zeros(positions.shape, bool), c.valid
         S = c.valid.shape[1]
         held = take(c.valid, jnp.minimum(positions, S - 1)) & (not self.wide)
-        writes = live & (positions < S) & self.of.caching.writes(view, positions, front, held, c.memory["caching"])
+        writes = live & (positions < S) & self.inner.caching.writes(view, positions, front, held, c.memory["caching"])
         old = jnp.where(live.any(1)[:, None], False, c.valid) if self.wide else c.valid
         return writes, _scatter(old, positions, writes, writes)
 
@@ -244,7 +241,7 @@ class Round(Around):
             new = rule.learn(before, seen, after, old)
             return jax.tree.map(lambda a, b: jnp.where(_per_row(works, a), a, b), new, old)
 
-        return {name: tuple(map(one, self.of.stops, old)) if name == "stops" else one(getattr(self.of, name), old)
+        return {name: tuple(map(one, self.inner.stops, old)) if name == "stops" else one(getattr(self.inner, name), old)
                 for name, old in memory.items()}
 
     def _drafted(self, c: Canvas, there: View, after: View, seen: Seen, works: Array, moved: Array) -> Any:
@@ -252,10 +249,10 @@ class Round(Around):
         none."""
         if c.drafts is None:
             return None
-        wanted = self.of.verify.taken[1:]
+        wanted = self.inner.verify.taken[1:]
         ahead = [after]
         for _ in range(1 + max(i for taken in wanted for i in taken)):
-            ahead.append(self.of.advance(ahead[-1], seen, c.memory))
+            ahead.append(self.inner.advance(ahead[-1], seen, c.memory))
 
         def draft(taken: tuple[int, ...]) -> tuple[Array, Array]:
             tokens, open = after.tokens, after.open
@@ -266,7 +263,7 @@ class Round(Around):
 
         new = [jnp.stack(x, 1) for x in zip(*map(draft, wanted), strict=True)]
         pick = lambda new, none, old: jnp.where(_per_row(moved, old), none, jnp.where(_per_row(works, old), new, old))
-        return tuple(map(pick, new, self.of.no_drafts(there), c.drafts))
+        return tuple(map(pick, new, self.inner.no_drafts(there), c.drafts))
 
     def _predicting(self, view: View, nodes: Nodes, size: int) -> Array:
         """`i32[B, W]`: the window node whose logits predict each position of the region, -1 where none does."""
@@ -274,14 +271,14 @@ class Round(Around):
         index = jnp.full((view.start.shape[0], size), -1, jnp.int32)
         for which in (nodes.live & ~nodes.own, nodes.live & nodes.own):     # the region's own copy counts
             index = _scatter(index, nodes.positions, which, number)
-        at = view.positions - int(self.of.adapter.shift)
+        at = view.positions - int(self.inner.adapter.shift)
         return jnp.where(at >= 0, take(index, jnp.maximum(at, 0)), -1)
 
     def _see(self, params: Params, dist: Any, s: State, c: Canvas, drafts: View, node: Array,
              out: Out) -> tuple[Seen, Any, Any]:
         """Step 2: the model's answers on the regions `[B * K, W]`, the record of log-probabilities (or None), and a
         second model's entries (or None)."""
-        of = self.of
+        of = self.inner
         B, K, W = drafts.tokens.shape
         hidden = out.hidden.reshape(B, -1, out.hidden.shape[-1])
         first = hidden.shape[1] // K * jnp.arange(K, dtype=jnp.int32)
@@ -310,7 +307,7 @@ class Round(Around):
         agreed = entries = None
         if of.verify.assists:
             last = take(c.tokens, jnp.maximum(c.start - 1, 0)[:, None])[:, 0]
-            token, agreed, entries = of.verify.judge(params.draft, c.assistant, flat, last, logits,       # type: ignore[attr-defined]
+            token, agreed, entries = of.verify.judge(params.draft, c.assistant, flat, last, logits,
                                                      lambda x: over(x).processed())
         else:
             draws = [here.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
@@ -336,9 +333,9 @@ class Round(Around):
     def _held(self, link: OnCanvas, dist: Any, s: State, c: Canvas, here: Distribution, flat: View, token: Array,
               node: Array, count: int) -> Array:
         """`i32[B, K * W]`: tokens of one text of the language that rows are held to, canvas by canvas."""
-        if self.of.verify.assists:
+        if self.inner.verify.assists:
             raise ValueError("constraints: a second model decides what is unmasked; takes a sampler without one")
-        if any(not isinstance(stop, EndOfText) for stop in self.of.stops):
+        if any(not isinstance(stop, EndOfText) for stop in self.inner.stops):
             raise ValueError("constraints: a rule ends texts early, which may not be whole then; takes a sampler "
                              "without such a rule")
         (B, width), W = token.shape, flat.tokens.shape[1]

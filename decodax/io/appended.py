@@ -12,14 +12,13 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
-
-from decodax.io.text import Tokenizer
+from typing import Any
 
 CONTEXT = 64
 """Number of tokens before the text that are encoded again with it. No tokenizer merges over such a distance."""
 
 
-def appended(tokenizer: Tokenizer, ids: Sequence[int] | None, text: str) -> list[int]:
+def appended(tokenizer: Any, ids: Sequence[int] | None, text: str) -> list[int]:
     """Returns the token ids that add exactly `text` to the text of `ids`.
 
     They are those that the tokenizer gives to the text in its place: the end of the text before it is encoded together
@@ -113,7 +112,7 @@ class _Spelling:
 
 
 @functools.lru_cache(maxsize=4)
-def _spelling(tokenizer: Tokenizer) -> _Spelling:
+def _spelling(tokenizer: Any) -> _Spelling:
     named, special = tokenizer.pieces(False), frozenset(tokenizer.pieces().skipped)
     names = {i: name for name, i in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
     # a byte to fall back on is taken where nothing else has these bytes

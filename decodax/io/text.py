@@ -19,6 +19,7 @@ import tokenizers
 from decodax.core.ids import named
 from decodax.core.stops import first_match, held, sought, stop_strings
 from decodax.io.added_tokens import add_tokens, special_tokens
+from decodax.io.appended import appended
 from decodax.io.chat import ChatTemplateError, Message, render_chat
 from decodax.io.files import read_object
 from decodax.io.pieces import TokenBytes, byte_of_char, pieces
@@ -185,6 +186,10 @@ class Tokenizer:
             if template not in self.template_files:
                 raise
             raise ChatTemplateError(f"{self.template_files[template]}: {error}") from error
+
+    def encode_after(self, ids: Sequence[int] | None, text: str) -> list[int]:
+        """Returns the token ids that add exactly `text` to the text of `ids`: see `decodax.io.appended`."""
+        return appended(self, ids, text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no character become U+FFFD."""

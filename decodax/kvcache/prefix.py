@@ -44,6 +44,9 @@ STEP = 64
 
 
 Score = Literal["cacheblend", "kvshare"]
+
+ROUNDING = 64
+"""Relative differences of values up to this number of units in the last place are rounding."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -263,7 +266,9 @@ def _blending(model: LayeredModel, check: int, count: int, score: Score, params:
     width = made[check].shape[-1] - _value_width(model, check)
     apart = (made[check] - kv[check])[..., width:].astype(jnp.float32)
     if score == "kvshare":
-        change = jnp.where(live & known, jnp.abs(apart).sum((1, 3)), 0)
+        change, size = jnp.abs(apart).sum((1, 3)), jnp.abs(made[check][..., width:].astype(jnp.float32)).sum((1, 3))
+        # values that differ by rounding alone are not changed: a program of another shape may add in another order
+        change = jnp.where(live & known & (change > ROUNDING * jnp.finfo(made[check].dtype).eps * size), change, 0)
         attention = _received(*asked[check], every, live, made[check], length)
         worth = attention * change
     else:

@@ -20,7 +20,6 @@ from jax import Array, lax
 from decodax.cache.base import ReadPrompt
 from decodax.cache.key_values import KVLayer
 from decodax.cache.window import causal
-from decodax.io.appended import appended
 from decodax.kvcache.evicting import Evicting
 from decodax.kvcache.held import HeldLayer
 from decodax.kvcache.scores import Gathered, TokenScore
@@ -164,7 +163,7 @@ class Reconstruction(TokenScore):
 def _spelled(lm: Any, words: str, name: str) -> tuple[int, ...]:
     if lm.tokenizer is None:
         raise ValueError(f"{name}: got a text, but this model has no tokenizer; takes token ids")
-    return tuple(appended(lm.tokenizer, None, words))
+    return tuple(lm.tokenizer.encode_after(None, words))
 
 
 def _behind_user(lm: Any) -> str:

@@ -12,7 +12,7 @@ import jax
 from decodax.bench.compare import PLAIN, Comparison
 from decodax.io.load import LM
 from decodax.plan.front import Plan, plan
-from decodax.registry import SYSTEMS, system
+from decodax.systems import SYSTEMS, system
 
 COLUMNS = ("system", "tokens/forward here", "window", "plain round", "round", "drafting", "speedup")
 

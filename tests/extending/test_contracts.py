@@ -120,7 +120,7 @@ def test_a_state_that_changes_its_form_is_named(moves: Any, message: str) -> Non
 
 @pytest.mark.parametrize(("given", "message"), [
     (dict(draft="prompt-lookup"), "^draft: got 'prompt-lookup', takes a Draft or a Source"),
-    (dict(draft=SMALL), "^draft: got LM.*, takes a Draft or a Source"), (dict(draft=Field), "^draft: got <class"),
+    (dict(draft=SMALL), "^draft: got <LM .*, takes a Draft or a Source"), (dict(draft=Field), "^draft: got <class"),
     (dict(verify=SeedExact), "^verify: got <class .*, takes a Verifier"),
     (dict(shape=3), "^shape: got 3, takes a Shape"), (dict(packed="yes"), "^packed: got 'yes', takes True or False")])
 def test_a_part_of_another_kind_is_refused(given: dict[str, Any], message: str) -> None:

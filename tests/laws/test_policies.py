@@ -9,7 +9,7 @@ import pytest
 from decodax.autoregressive import Autoregressive
 from decodax.policy import build
 from decodax.policy.arithmetic import Arithmetic
-from decodax.policy.base import Context, Transform, WarmTemperature
+from decodax.policy.base import Context, ScoreTemperature, Transform, WarmTemperature
 from decodax.policy.custom import Custom
 from decodax.policy.length import ExponentialDecayLength
 from decodax.policy.penalties import EncoderRepetition, Repetition
@@ -90,5 +90,6 @@ def test_the_law_covers_the_transforms():
     known = lambda cls: {cls}.union(*(known(sub) for sub in cls.__subclasses__()))
     every = {cls for cls in known(Transform) if cls.__module__.startswith("decodax.policy.")} - {Transform}
     seen = {type(link) for name in CHAINS for link in links(name)}
-    # Custom is the user's, and Arithmetic is made by a call for all samples of a prompt
-    assert every - seen == {Custom, Arithmetic}
+    # Custom is the user's, and Arithmetic is made by a call for all samples of a prompt; scores of beams are those of
+    # texts, so a constant would count as often as a text has tokens
+    assert every - seen == {Custom, Arithmetic, ScoreTemperature}

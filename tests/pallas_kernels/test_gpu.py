@@ -24,8 +24,8 @@ WEIGH = jax.jit(gpu.slot_weights, static_argnames=(*STATIC, "causal"))
 WIDTHS = (64, 64), (96, 96), (128, 128), (256, 128)
 
 
-@pytest.mark.parametrize(("form", "widths", "sliding", "held"), itertools.product(
-    ("dense", *FORMS), WIDTHS, (None, 70), HELD))
+@pytest.mark.parametrize(("form", "widths", "sliding", "held"), [*itertools.product(
+    ("dense", *FORMS), WIDTHS, (None, 70), HELD)])
 def test_each_form_of_a_cache_is_attended_to_as_in_float64(form: str, widths: tuple[int, int], sliding: int | None,
                                                            held: str) -> None:
     for causal in (False, True):

@@ -21,7 +21,6 @@ from decodax.diffusion.rules.stops import EndOfText, Gap, Stable, Steps
 from decodax.diffusion.rules.unmasking import Anchored, BlockQuota, EntropyBound, LocalLeap, Quota, Segments, Threshold
 from decodax.diffusion.rules.windows import Delimited, Whole, WholeBlocks
 from decodax.diffusion.systems.entries import blocks, entry
-from decodax.io.appended import appended
 
 
 @entry("prophet", "Diffusion Language Models Know the Answer Before Decoding", "Li et al. 2025",
@@ -76,7 +75,7 @@ def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_thres
     `PrefixCache`. With a cache, a model whose logits point to the next position decides as in the authors' code for
     Dream: see `Anchored`."""
     if delimiters is None:
-        delimiters = tuple(appended(lm.tokenizer, None, "\n")) if lm.tokenizer else ()
+        delimiters = tuple(lm.tokenizer.encode_after(None, "\n")) if lm.tokenizer else ()
         if len(delimiters) != 1:
             raise ValueError(f"delimiters: got None, and the newline is {len(delimiters)} tokens; takes token ids")
     a = Adapter.of(lm)
