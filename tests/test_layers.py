@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     "struct", "progress", "axes", "pallas_kernels", "cache", "core", "memory", "policy", "options", "registry",
     "autoregressive", "constraints", "readout", "speculative", "search", "diffusion", "models", "kvcache",
-    "sharding", "io", "systems", "result", "arc", "programs", "methods", "request", "reading", "job", "jobs", "api", "scoring", "choice",
-    "steps", "canvas", "watermarks", "functions", "bench", "harness", "plan", "cli", "__main__",
+    "sharding", "io", "systems", "result", "arc", "programs", "methods", "request", "reading", "job", "jobs", "api",
+    "scoring", "choice", "steps", "canvas", "watermarks", "functions", "bench", "harness", "plan", "cli", "__main__",
 )
 """Lowest first."""
 

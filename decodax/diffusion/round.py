@@ -65,7 +65,8 @@ class Round(Around):
         """`bool[B]`: rows that take part."""
         if not self.inner.variants:
             return s.running
-        return s.running & (self.inner.stale(s) == self.wide if self.phase is None else self.inner.phase(s) == self.phase)
+        mine = self.inner.stale(s) == self.wide if self.phase is None else self.inner.phase(s) == self.phase
+        return s.running & mine
 
     def through(self, model: Any) -> Any:
         """The model as these rounds run it."""

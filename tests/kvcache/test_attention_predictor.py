@@ -118,8 +118,8 @@ def test_what_cannot_be_had_is_refused() -> None:
             (r"^every: got 0, takes a number from 1", lambda: kv("attention-predictor", net=NET, every=0)),
             (r"^sinks, recent: got 3 and 64, takes whole blocks of 16", lambda: kv("attention-predictor", net=NET,
                                                                                    sinks=3)),
-            (r"^budget: got 150, takes a number of tokens with room for two blocks of 16 beside", lambda: kv("attention-predictor",
-                                                                                            net=NET, budget=150)),
+            (r"^budget: got 150, takes a number of tokens with room for two blocks of 16 beside",
+             lambda: kv("attention-predictor", net=NET, budget=150)),
             (r"^cache: attention-predictor computes scores of queries and keys alone", lambda: dx.generate(
                 capped, PROMPTS, max_new_tokens=2, cache=kv("attention-predictor", **small))),
             (r"^texts: got none", lambda: fit_attention_predictor(SMALL, [])),
