@@ -16,7 +16,7 @@ from decodax.kvcache import HighDeviation, Prefix, blended, read_prefix
 from decodax.request import Request
 from tests.kvcache.test_policies import LOOKUP, PROMPTS, TREE, network
 
-LM, CHECK, D, NEW = network(3), 1, 4, 13
+LM, CHECK, D, NEW = network(3), 1, 4, 10
 QUESTIONS = [[3], [5], [2]]
 
 

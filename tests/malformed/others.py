@@ -58,7 +58,7 @@ def others(rng: random.Random) -> Case:
         both = rng.choice([dict(max_new_tokens=3, max_length=9), dict(eos=1, eos_token_id=1), dict(top_p=0.9),
                            dict(negative_prompts="x"), dict(negative_prompts=["a"] * 3, guidance_scale=2.0),
                            dict(xtc_threshold=0.2), dict(dry_base=2.0), dict(temperature=0.0, do_sample=True),
-                           dict(temperature=1e-60)])
+                           dict(temperature=float("inf"))])
         return Case(f"{both}", lambda w: dx.generate(w.lm, IDS, **both), tuple(both))
     if draw < 0.18:
         bare = lambda w: dataclasses.replace(w.lm, tokenizer=None)
