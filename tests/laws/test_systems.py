@@ -118,7 +118,9 @@ def test_a_system_keeps_its_guarantee(name, policy):
         assert ended == (Status.EOS if row[-1] == END else Status.LENGTH)
         assert row[-1] == END or len(row) == NEW
     drafted, accepted = np.asarray(s.stats.drafted), np.asarray(s.stats.accepted)
-    assert (accepted <= drafted).all() and (drafted.sum() > 0) == (name not in UNVERIFIED)
+    assert (accepted <= drafted).all()
+    if name != "automatic":             # which drafts where it measured that drafts pay
+        assert (drafted.sum() > 0) == (name not in UNVERIFIED)
     if alg.guarantee != "seed-exact":
         seats = list(reversed(range(ROWS)))
         assert texts(decode(alg, which, policy=policy, order=seats)) == texts(s)[::-1]
