@@ -116,6 +116,13 @@ def test_a_text_like_another_one_is_cut_into_what_is_there_and_what_is_new() -> 
     assert close(own, whole)
 
 
+def test_a_part_of_a_part_is_a_part_of_the_whole() -> None:
+    held = read_prefix(DEEP, TEXT)
+    inner, own = held[2:20][3:9], held[5:11]
+    assert inner.begin == own.begin == 5
+    assert close(blended(DEEP, [[3], inner], 0.0), blended(DEEP, [[3], own], 0.0))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     held = read_prefix(DEEP, TEXT)
     for expected, wrong in (

@@ -94,7 +94,7 @@ def plain(which: str, rows: int = ROWS, policy: str = "few", greedy: bool = Fals
     return texts(s), np.asarray(s.status)
 
 
-UNVERIFIED = ("autoregressive", "automatic", "specache")
+UNVERIFIED = ("autoregressive", "specache")
 """Whose guesses, if any, are never verified."""
 
 

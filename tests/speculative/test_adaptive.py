@@ -1,5 +1,6 @@
 """Rounds whose drafts are chosen as they go: the choice pays, costs next to nothing where it does not, and is exact."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +15,7 @@ from decodax.io.load import LM
 from decodax.jobs.slots import Slots
 from decodax.request import Request
 from decodax.speculative import NOTHING, Adaptive, Automatic, Bandit, Bass, Speculative, drafts, shapes
-from decodax.speculative.controllers import RoundOutcome
+from decodax.speculative.controllers import Controller, RoundOutcome
 from decodax.speculative.source import Grower, Growth
 from tests.laws.cases import VOCABULARY, decode, model, prompts, texts
 
@@ -169,6 +170,31 @@ def test_copies_are_drafted_and_the_output_is_plain_decodings(policy):
         new = np.asarray(s.length - s.prompt_length)
         assert np.asarray(s.stats.rounds).max() < 0.8 * new.max()
         assert np.asarray(s.stats.accepted).sum() > 0.2 * new.sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(Controller):
+    """Always the same arm; its state is how often each depth was tried and how often it held, `i32[B, 2, K]`."""
+
+    arm: int
+
+    def init(self, of, batch):
+        return jnp.zeros((batch, 2, of.longest), jnp.int32)
+
+    def choose(self, of, state, s):
+        return jnp.int32(self.arm)
+
+    def update(self, of, state, seen):
+        return state + jnp.stack([seen.tried, seen.held], 1)
+
+
+def test_a_round_tries_no_depth_beyond_its_arm():
+    ids = [p * 2 for p in prompts(4, longest=6, seed=3)]
+    s = decode(Adaptive(lookups(2, 4), Counting(1)), "toy", ids, dict(temperature=0.0), new=48, eos=[])
+    tried, held = np.moveaxis(np.asarray(s.algo[0]), 1, 0)
+    assert held[:, 1].sum() > 0 and held[:, :2].sum() == np.asarray(s.stats.accepted).sum()
+    assert (tried[:, 0] == np.asarray(s.stats.rounds)).all() and (tried[:, 1] == held[:, 0]).all()
+    assert not tried[:, 2:].any() and not held[:, 2:].any()
 
 
 def test_unrepeating_text_is_decoded_plainly():

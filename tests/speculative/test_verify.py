@@ -297,15 +297,17 @@ CASES = {
     "block": (Block(), Chain(2)), "k-seq-tree": (KSeq(), TREE), "multi-round-tree": (MultiRound(), TREE),
     "multi-round-replacement-tree": (MultiRound(replacement=True), TREE),
     "block-certain": (Block(), Chain(2)), "multi-round-certain-tree": (MultiRound(), TREE),
+    "rejection": (Rejection(), Chain(2)), "rejection-certain": (Rejection(), Chain(2)),
 }
-HOLES = [name for name in CASES if "tree" in name]
+SHORT = ["rejection", "rejection-certain"]      # whole chains: the law of distribution
 
 
 @pytest.mark.parametrize(("case", "dead"), often(
-    [*((case, 0.0) for case in CASES), ("multi-round-tree", 0.2), ("k-seq-tree", 0.2)],
-    [*((case, 0.0) for case in CASES), *((case, 0.2) for case in HOLES)]))
+    [*((case, 0.0) for case in CASES if case not in SHORT), ("multi-round-tree", 0.2), ("k-seq-tree", 0.2),
+     *((case, 0.2) for case in SHORT)],
+    [*itertools.product(CASES, (0.0, 0.2))]))
 def test_the_joint_distribution_of_three_tokens_is_the_targets(case, dead):
-    """`dead`: the share of drafts that are dropped at random, with live siblings behind them."""
+    """`dead`: the share of drafts that are dropped at random; those behind them in a tree may live, a chain ends."""
     rule, shape = CASES[case]
     draw = np.random.default_rng(6)
     P, Q = simplex(draw, 2, V, V)
