@@ -225,7 +225,7 @@ class Builder:
                     for c in range(number[low], number[high] + 1)]
 
         def after(group: Iterable[int]) -> dict[int, set[int]]:
-            """Where a byte of each class leads."""
+            """Returns the state to which a byte of each class leads."""
             nonlocal steps
             targets: dict[int, set[int]] = {}
             for state in group:

@@ -153,7 +153,7 @@ NOTHING = 0
 
 
 def _actions(following: np.ndarray, trie: Trie) -> tuple[np.ndarray, list[np.ndarray]]:
-    """What each token does to the states.
+    """Returns what each token does to the states.
 
     Many tokens do the same: to a string of JSON all words of five plain letters. An action is worked out once for each
     action that it goes on from and each kind of byte, so that what this takes depends on how many different actions
