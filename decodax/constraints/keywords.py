@@ -75,7 +75,7 @@ def is_older(schema: Any) -> bool:
 
 
 def said(schema: Mapping[str, Any], at: str, older: bool = False) -> dict[str, Any]:
-    """Returns the part of a schema that decides which values are valid, without annotations and keywords of other types.
+    """Returns what of a schema decides which values are valid, without annotations or keywords of other types.
 
     >>> said({"type": "string", "title": "A name", "id": "#name", "maxLength": 3, "contains": {}}, "#")
     {'type': 'string', 'maxLength': 3}
