@@ -18,7 +18,7 @@ BY_TYPE: dict[str, frozenset[str]] = {
     "object": frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"}),
     "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems"}),
     "boolean": frozenset(), "null": frozenset()}
-"""What is honoured, by type."""
+"""Keywords that are honoured, by the type that they constrain."""
 
 ANY_TYPE = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "nullable"})
 

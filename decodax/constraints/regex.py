@@ -52,7 +52,7 @@ def regex(pattern: str) -> Dfa:
 
 @functools.lru_cache(maxsize=256)
 def whole(pattern: str) -> Dfa:
-    """As `regex`, also where nothing is matched."""
+    """Returns the automaton of `regex`, also for an expression that matches nothing."""
     b = Builder()
     with _named(pattern):
         return b.build(Reader(b, pattern).matched())

@@ -104,7 +104,7 @@ class Closing(Struct):
 
     @classmethod
     def of(cls, strings: StopTable | None, table: TokenTable) -> Closing:
-        """Of both.
+        """Returns the automaton of stop strings and of the table of a constraint.
 
         Raises:
             ValueError: their states together are too many to be counted.
@@ -116,13 +116,13 @@ class Closing(Struct):
         return cls(strings, table, ahead.min(1) + 1)
 
     def begin(self, tokens: Array, length: Array, policy: Policy) -> Array:
-        """As `StopTable.begin`, with the automaton of the constraint at each row's start."""
+        """Returns the states after prompts, as `StopTable.begin`, with each row's constraint at its start."""
         front = jnp.zeros_like(length) if self.strings is None else self.strings.begin(tokens, length, policy)
         link = next(t for t in policy.transforms if isinstance(t, Constrained))
         return front * self._states + link.start + 1
 
     def advance(self, state: Array, token: Array, left: Array | int = FAR) -> tuple[Array, Array]:
-        """As `StopTable.advance`."""
+        """Returns the states after tokens, and which rows end: see `StopTable.advance`."""
         front, here = state // self._states, state % self._states - 1
         hit: Array = jnp.zeros(jnp.broadcast_shapes(state.shape, token.shape), bool)
         if self.strings is not None:

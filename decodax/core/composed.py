@@ -1,4 +1,4 @@
-"""What decoding methods and drafts have in common: each may be made of others."""
+"""The base of decoding methods and drafts, each of which may be made of others."""
 
 from __future__ import annotations
 
