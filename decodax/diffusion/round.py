@@ -217,7 +217,7 @@ class Round(Around):
             opened=jnp.where(moved, there.masked.sum(1, dtype=jnp.int32), c.opened),
             memory=self._learned(c.memory, before, answer, after.replace(start=start, step=again.step), works),
             drafts=self._drafted(c, there, after, answer, works, moved))
-        slots = jnp.full((B, n * K), -1, jnp.int32).at[:, :n].set(jnp.where(writes, positions, -1))
+        slots = jnp.full((B, window.width), -1, jnp.int32).at[:, :n].set(jnp.where(writes, positions, -1))
         return Decision(
             tokens=jnp.where((broken < 0)[:, None], broken[:, None], cut(again.tokens, s.length, W)),
             count=jnp.where(broken < 0, 1, emit).astype(jnp.int32), slots=slots,
