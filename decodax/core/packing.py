@@ -30,8 +30,9 @@ class Packing:
     Attributes:
         sizes: numbers of nodes, in ascending order; static. Each is a program of its own.
         bounded: whether never more nodes are live than the last of them. Else all are computed where more are.
-        tail: `(count, rows)`: only so many rows have live nodes behind the first `count` ones, and none before, so that
-            the others need not attend there; static. None: any node may be live.
+        tail: `(count, rows)`: at most `rows` rows have live nodes behind the first `count` ones; these rows have none
+            among the first, so that nodes behind attend to the cache and to each other alone, and the other rows do not
+            attend there at all. Static. None: any node may be live.
     """
 
     sizes: tuple[int, ...]

@@ -22,8 +22,9 @@ ROWS, WIDTH = 5, 6
 
 
 @functools.cache
-def scored(sizes: tuple[int, ...] | None, bounded: bool, counts: tuple[int, ...]) -> tuple[Any, ...]:
-    """What the model makes of windows of which `counts` nodes are live, behind texts of unequal length."""
+def scored(hint: Packing | None, counts: tuple[int, ...], begins: tuple[int, ...] = (0,) * ROWS) -> tuple[Any, ...]:
+    """What the model makes of windows of which `counts` nodes from `begins` on are live, behind texts of unequal
+    length."""
     @jax.jit
     def run(params: Any, cache: Any, counts: jax.Array) -> tuple[Any, ...]:
         def over(start: jax.Array, live: jax.Array, *hints: Any) -> Out:
@@ -34,24 +35,29 @@ def scored(sizes: tuple[int, ...] | None, bounded: bool, counts: tuple[int, ...]
         first = causal(jnp.full((ROWS, WIDTH), 3), jnp.zeros(ROWS, jnp.int32))
         text = DEEP.model.apply(params, first, cache)
         cache = cache.commit(text.entries, jnp.where(jnp.arange(WIDTH) < start[:, None], jnp.arange(WIDTH), -1))
-        live = jnp.arange(WIDTH) < counts[:, None]
-        out = over(start, live, *([] if sizes is None else [Packing(sizes, bounded)]))
+        first, node = jnp.array(begins)[:, None], jnp.arange(WIDTH)
+        live = (node >= first) & (node < first + counts[:, None])
+        out = over(start, live, *([] if hint is None else [hint]))
         return live, out.logits(), out.entries, out.layers
 
     return run(DEEP.params, DEEP.model.init_cache(ROWS, 16), jnp.array(counts, jnp.int32))
 
 
-@pytest.mark.wide(but=("sizes5-True-counts5",))
-@pytest.mark.parametrize(("sizes", "bounded", "counts"), [
-    ((8, 16), False, (3, 0, 1, 2, 2)),      # as many as the first size
-    ((8, 16), False, (3, 1, 1, 2, 2)),      # one more
-    ((8, 16), False, (6, 6, 1, 6, 6)),      # more than the last
-    ((8, 16), True, (6, 0, 1, 6, 3)),       # as many as the bound
-    ((8, 99), True, (6, 6, 6, 6, 6)),       # a bound beyond the window
-    ((8,), True, (0, 0, 0, 0, 0))])
-def test_live_nodes_are_those_of_a_whole_window(sizes: Any, bounded: bool, counts: Any) -> None:
-    live, *wanted = scored(None, False, counts)
-    found = scored(sizes, bounded, counts)[1:]
+@pytest.mark.wide(but=("tail",))
+@pytest.mark.parametrize(("hint", "counts", "begins"), [
+    pytest.param(Packing((8, 16)), (3, 0, 1, 2, 2), (0,) * ROWS, id="fits"),
+    pytest.param(Packing((8, 16)), (3, 1, 1, 2, 2), (0,) * ROWS, id="one-more"),
+    pytest.param(Packing((8, 16)), (6, 6, 1, 6, 6), (0,) * ROWS, id="more-than-the-last"),
+    pytest.param(Packing((8, 16), True), (6, 0, 1, 6, 3), (0,) * ROWS, id="bound"),
+    pytest.param(Packing((8, 99), True), (6, 6, 6, 6, 6), (0,) * ROWS, id="bound-beyond-the-window"),
+    pytest.param(Packing((8,), True), (0, 0, 0, 0, 0), (0,) * ROWS, id="none"),
+    # rows 2 and 4 read texts behind the first two nodes, the others decode there
+    pytest.param(Packing((8, 16), True, (2, 2)), (2, 0, 3, 1, 4), (0, 0, 2, 0, 2), id="tail"),
+    pytest.param(Packing((12,), True, (2, 3)), (2, 2, 1, 1, 4), (0, 0, 2, 0, 2), id="tail-of-fewer-rows")])
+def test_live_nodes_are_those_of_a_whole_window(hint: Packing, counts: Any, begins: Any) -> None:
+    live, *wanted = scored(None, counts, begins)
+    assert live.sum() == sum(counts)
+    found = scored(hint, counts, begins)[1:]
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert a.shape == b.shape and np.isfinite(a).all()
         np.testing.assert_allclose(np.asarray(a)[np.asarray(live)], np.asarray(b)[np.asarray(live)], atol=2e-6)
