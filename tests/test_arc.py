@@ -96,6 +96,7 @@ def test_a_checkpoint_of_their_training_is_read_with_its_backbone(released: Path
         arc.load(trained)
 
 
+@pytest.mark.wide
 def test_what_was_saved_is_loaded(released: Path, tmp_path: Path) -> None:
     one = arc.load(released, decoder=1)
     one.save(tmp_path / "own")
@@ -124,6 +125,7 @@ def test_a_text_does_not_depend_on_its_batch(released: Path) -> None:
     np.testing.assert_allclose(chunked[-1], found.vectors([TEXTS[0]])[0][-1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.wide
 def test_the_decoder_reads_vectors_where_the_context_stands(released: Path) -> None:
     """Greedy tokens are those of a forward over embeddings; with drafts and a cache policy the same, row for row."""
     lm, found = decoder(), arc.load(released)
@@ -147,6 +149,7 @@ def test_the_decoder_reads_vectors_where_the_context_stands(released: Path) -> N
     assert drafted.tokens.tolist() == plain.tolist()
 
 
+@pytest.mark.wide
 def test_an_encoder_begins_as_a_model_and_learns(tmp_path: Path) -> None:
     optax = pytest.importorskip("optax")
     assert optax

@@ -62,6 +62,7 @@ def test_a_line_that_is_no_question_is_named(tmp_path: Path, text: str, message:
         questions(tmp_path / "own.jsonl")
 
 
+@pytest.mark.wide
 def test_the_command_compares_them(file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["compare", "prompt-lookup", "--model", str(tiny_model), "--batch", "1", "--prompts", "1", "--repeats", "1",
             "--new-tokens", "4"]

@@ -50,6 +50,7 @@ def test_a_users_entry_is_found_by_name_everywhere(capsys: pytest.CaptureFixture
     assert "My drafts (me 2026)" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_users_sampler_of_masked_diffusion_is_found_by_name() -> None:
     @dx.entry("two-a-step", needs="a diffusion model", guarantee="approximate")
     def two_a_step(lm: LM, block: int = 4) -> dx.MaskedDiffusion:

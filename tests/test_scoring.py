@@ -76,6 +76,7 @@ def test_figures_are_those_of_a_full_forward(scores: dx.Scores, exact: np.ndarra
         np.testing.assert_allclose(scores.top[i], np.take_along_axis(rows, best, -1), atol=1e-5)
 
 
+@pytest.mark.wide(but=("mistral",))
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_figures_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")

@@ -118,6 +118,7 @@ DECODED: dict[str, dict[str, Any]] = {
     "best first": dict(algorithm="best-first-beam-search"), "places": dict(batch_size=1)}
 
 
+@pytest.mark.wide(but=("drafted",))
 @pytest.mark.parametrize("way", often(["drafted", "beams"], DECODED))
 def test_a_complete_text_ends_without_an_end_of_sequence(lm: LM, way: str) -> None:
     """Each constraint in a row of its own, which the free row beside them does not feel."""
@@ -137,6 +138,7 @@ def test_a_free_row_beside_one_that_closes_is_as_it_was(lm: LM) -> None:
     assert out.row(1).tolist() == dx.generate(lm, ["one", "x"], **given).row(1).tolist()
 
 
+@pytest.mark.wide
 def test_a_least_length_that_nothing_can_have_is_said(lm: LM) -> None:
     cases = (dict(choices=["ab", "abc"]), 3), (dict(regex="a{1,5}"), 5), (dict(json_schema={"const": 1}), 1)
     for given, most in cases:

@@ -57,6 +57,7 @@ def localleap(open, confidence, step, lp):
     return np.isin(np.arange(len(open)), anchors + near)
 
 
+@pytest.mark.wide
 def test_localleap_relaxes_around_anchors():
     rounds = agrees(made("localleap", anchor=0.5, relaxed=0.25, radius=2, block=8),
                     lambda p: block_by_block(p, 8, localleap))

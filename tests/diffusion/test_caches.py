@@ -333,6 +333,7 @@ def test_greedy_is_dkv_cache_greedy():
     assert made(alg)[0] != [dkv_greedy(p, i, 5, 1, 2) for i, p in enumerate(IDS)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("warmup", often([3], [0, 3]))
 def test_vicinity_is_dinfers(warmup):
     caching = d.Vicinity(before=2, after=1, warmup=warmup)

@@ -84,7 +84,7 @@ def theirs(directory: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-@pytest.mark.wide(but=("never-and-a-minimum",))
+@pytest.mark.wide
 @pytest.mark.parametrize("options", [
     dict(width=4, returns=4, eos_token_id=[4, 13]),
     dict(width=3, returns=2, eos_token_id=[4, 13], length_penalty=0.3, early_stopping=True, bad_words_ids=[[12]]),
@@ -124,6 +124,7 @@ def test_a_beam_without_a_text_says_so(page: dict[str, Any]) -> None:
         == [SMALL] * len(PROMPTS)
 
 
+@pytest.mark.wide
 def test_broken_logits_end_the_search(page: dict[str, Any]) -> None:
     lm = small()
     broken = dataclasses.replace(lm, params=dict(lm.params, head=lm.params["head"].at[0, 0].set(jnp.nan)))

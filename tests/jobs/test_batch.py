@@ -362,6 +362,7 @@ def test_time_that_is_out_leaves_the_rest_to_the_next_call(lm: LM, source: Path,
     assert jobs.run(lm, source, tmp_path / "out").finished == 8
 
 
+@pytest.mark.wide
 def test_a_pipe_that_stays_open_is_read_line_by_line(tmp_path: Path) -> None:
     """What came is answered, and the process ends by itself although a thread still waits for the pipe."""
     code = ("import sys, decodax as dx; from decodax import jobs; from tests.kvcache.test_policies import SMALL; "

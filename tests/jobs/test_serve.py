@@ -61,6 +61,7 @@ def test_what_cannot_be_served_is_refused(options: dict[str, Any], message: str)
         list(dx.serve(SMALL, PROMPTS[:2], **options))
 
 
+@pytest.mark.wide
 def test_searches_that_options_name_run_as_under_generate() -> None:
     """`num_beams` and `penalty_alpha` choose the method, for all prompts or for one of them."""
     beams: dict[str, Any] = dict(num_beams=2, max_new_tokens=4)
@@ -243,6 +244,7 @@ def test_prompts_that_the_model_cannot_read_lose_no_others(monkeypatch: pytest.M
     assert {i: len(tokens(one)) for i, one in found.items()} == {0: 30, **dict.fromkeys([*range(1, 8), 9], 4)}
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:max_new_tokens")
 def test_the_time_of_one_prompt_ends_it_alone() -> None:
     items: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[1], "max_time": 1e-6, "max_new_tokens": 400}, PROMPTS[2]]

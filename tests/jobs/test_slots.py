@@ -60,7 +60,7 @@ def through(case: str, order: list[int], seats: int = 4, **options: Any) -> dict
     return dict(schedule((Ticket(request.select([i]), i) for i in order), seats, **options))
 
 
-@pytest.mark.wide(but=("samples",))
+@pytest.mark.wide
 @pytest.mark.parametrize("case", often(["plain", "drafts of unequal lengths", "samples", "choices while decoding",
                                         "masks"], CASES))
 def test_a_prompt_gets_the_tokens_that_it_gets_in_a_batch(case: str) -> None:
@@ -136,6 +136,7 @@ RIDES: dict[str, tuple[LM, dict[str, Any]]] = {
     "codes": (SMALL, dict(cache="kivi:group=4,residual=8"))}
 
 
+@pytest.mark.wide(but=("40-plain",))
 @pytest.mark.parametrize("case", often(["plain", "drafts of unequal lengths"], RIDES))
 @pytest.mark.parametrize("budget", often([40], [40, 200]))
 def test_a_prompt_that_is_read_in_the_rounds_of_others_gets_its_tokens(case: str, budget: int,
@@ -208,6 +209,7 @@ class Measured(Autoregressive):
         return {"length": s.length}
 
 
+@pytest.mark.wide
 def test_what_a_method_found_is_in_the_order_of_the_prompts() -> None:
     """Also where some prompts never began, for which it found nothing."""
     found = dx.generate(SMALL, PROMPTS, algorithm=Measured(), batch_size=4, **OPTIONS)

@@ -41,6 +41,7 @@ def drawn() -> tuple[AttentionNet, np.ndarray, np.ndarray]:
     return AttentionNet.of([*arrays[:4], arrays[4].reshape(-1), arrays[5][0]]), q, k
 
 
+@pytest.mark.wide(but=("3-24",))
 @pytest.mark.parametrize(("full", "prompt"), [(None, 37), (3, 24)])
 def test_a_token_reads_what_it_reads_in_the_authors_code(full: int | None, prompt: int) -> None:
     """Token by token, with each one's attention as the next row of the image; values say what was read."""
@@ -74,6 +75,7 @@ def _one(cache: Expecting, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[ja
     return out, cache.commit([entry], window.positions)
 
 
+@pytest.mark.wide
 def test_maps_are_those_of_the_model() -> None:
     """Each row adds up to 1, and the largest weights in blocks are as written out."""
     tokens = jnp.asarray(PROMPTS[0], jnp.int32)

@@ -159,6 +159,7 @@ KINDS = [KIND, dataclasses.replace(KIND, cut=False, tau=0.0), dataclasses.replac
          dataclasses.replace(KIND, tau=2.0, budget=5), dataclasses.replace(KIND, buffer=1)]
 
 
+@pytest.mark.wide(but=("5-kind3", "1-kind3", "5-kind1", "1-kind1"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1, 5])
 def test_each_token_reads_what_the_rule_reads(kind: AtBoundaries, width: int) -> None:
@@ -251,7 +252,7 @@ class Layers:
         return jnp.asarray(out, jnp.float32)[None, None], ()
 
 
-@pytest.mark.wide(but=("tree",))
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", [None, LOOKUP, TREE], ids=["plain", "chain", "tree"])
 def test_a_llama_says_what_it_says_with_the_rule_by_hand(algorithm: Any) -> None:
     """Two layers, each with its own boundaries; the model is run token by token over what was decoded."""
@@ -279,6 +280,7 @@ def test_a_llama_says_what_it_says_with_the_rule_by_hand(algorithm: Any) -> None
         assert out.stats.accepted.sum() > 0
 
 
+@pytest.mark.wide
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     for expected, wrong in ((r"^budget: got 0, takes a number from 1", dict(budget=0)),
                             (r"^buffer: got 2.5, takes a number from 1", dict(buffer=2.5)),

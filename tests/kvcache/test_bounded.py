@@ -51,6 +51,7 @@ def test_bits_and_numbers_are_those_of_the_authors_code(case: str, name: str) ->
         np.testing.assert_allclose(got, want["values"][layer], atol=1e-4)
 
 
+@pytest.mark.wide(but=("3.4", "2.6"))
 @pytest.mark.parametrize("most", [2.0, 2.6, 3.4, 8.0])
 def test_codes_fit_the_pool_and_the_widest_give_way(most: float) -> None:
     draw = np.random.default_rng(1)
@@ -91,6 +92,7 @@ def test_the_bytes_are_those_of_the_pool() -> None:
         assert bytes_of(held.pools) / whole < share
 
 
+@pytest.mark.wide
 def test_more_bits_are_nearer_to_dense() -> None:
     def run(cache: Any, **more: Any) -> np.ndarray:
         return dx.generate(DEEP, PROMPTS, cache=cache, max_new_tokens=12, seed=5, temperature=0.8, **more).tokens

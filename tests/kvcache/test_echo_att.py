@@ -63,6 +63,7 @@ def test_attention_is_that_of_the_first_layer_of_a_group() -> None:
     assert set(lm.params["layers"]["2"]["attn"]) == {"v", "o"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.wide)])
 def test_decoding_is_the_forward_without_a_cache(wide: bool) -> None:
     """In rows of several lengths, prompts in chunks, with drafts; also where several heads of values share keys."""

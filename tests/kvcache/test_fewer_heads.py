@@ -68,6 +68,7 @@ def alike(lm: Any) -> LM:
     return dataclasses.replace(lm, params=jax.tree.map(jnp.asarray, params))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.wide)
                                   for name in CONFIGS])
 def test_nothing_is_lost_where_heads_are_made_of_others(name: str) -> None:

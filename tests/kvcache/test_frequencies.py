@@ -23,7 +23,7 @@ from tests.kvcache.test_policies import MODEL, PARAMS, PROMPTS, SMALL
 WANTED = json.loads((Path(__file__).parent / "retrieval.json").read_text())["freqkv"]
 
 
-@pytest.mark.wide(but=("9",))
+@pytest.mark.wide
 @pytest.mark.parametrize("width", [3, 9])
 def test_attention_is_the_authors(width: int) -> None:
     """To a cache of 20 tokens that is full three times, with chunks of any width between."""

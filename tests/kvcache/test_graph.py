@@ -48,6 +48,7 @@ def test_of_two_tokens_that_are_alike_one_gives_way() -> None:
     assert np.argsort(-np.asarray(left)[0])[:3].tolist() == [0, 2, 3]
 
 
+@pytest.mark.wide
 def test_no_rounds_are_snapkv_and_a_large_budget_is_dense() -> None:
     run = lambda cache: dx.generate(SMALL, PROMPTS, cache=cache, max_new_tokens=12, seed=5, temperature=0.8).tokens
     plain = run(kv("snapkv", budget=14, window=4))

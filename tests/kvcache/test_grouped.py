@@ -65,6 +65,7 @@ def test_the_authors_choose_the_same_tokens() -> None:
         assert np.flatnonzero(smallest(keys, number)[0]).tolist() == chosen
 
 
+@pytest.mark.wide
 def test_a_prompt_is_read_as_by_hand() -> None:
     """Prompts of 41 and 26 tokens in groups of 6, and one of 5 that is none; the 3 latest tokens stay, the newest one
     among them."""

@@ -63,6 +63,7 @@ def plain(q: Any, k: Any, v: Any) -> np.ndarray:
     return np.asarray(jnp.einsum("hwk,khd->whd", weights, v.repeat(q.shape[1] // v.shape[1], 1)))
 
 
+@pytest.mark.wide
 def test_attention_is_that_of_the_authors() -> None:
     """Of a text that is halved three times, and of all queries to all keys."""
     q, k, v, projections, columns = given()

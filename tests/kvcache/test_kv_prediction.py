@@ -46,6 +46,7 @@ def turn(x: np.ndarray, theta: float, width: int, interleaved: bool, sign: int) 
     return out
 
 
+@pytest.mark.wide
 def test_a_cache_holds_what_the_maps_make_of_the_auxiliary_models() -> None:
     """Of a model with other heads and another rotation, for prompts of several lengths."""
     small, r = other(), np.random.default_rng(3)

@@ -55,6 +55,7 @@ def read(widths: tuple[int, ...]) -> tuple[np.ndarray, StateAndWindow]:
     return np.concatenate(found), cache
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("widths", [SOME, *(pytest.param(widths, marks=pytest.mark.wide) for widths in (
     (N,), (7,) * 6 + (3,), (1,) * N))])
 def test_attention_with_state_is_that_of_the_authors(widths: tuple[int, ...]) -> None:

@@ -176,7 +176,7 @@ def dense_scores() -> np.ndarray:
     return scores(DEEP, None)
 
 
-@pytest.mark.wide(but=("26",))
+@pytest.mark.wide
 @pytest.mark.parametrize("threshold", [25, 26, 40, 41])
 def test_prompts_up_to_the_threshold_read_everything_beside_longer_ones(threshold: int) -> None:
     changed = np.abs(scores(DEEP, dx.kv("minference", **SIZES, threshold=threshold)) - dense_scores()).max(1)

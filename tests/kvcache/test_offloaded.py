@@ -36,6 +36,7 @@ def equal(one: Any, other: Any) -> bool:
     return one.tokens.tolist() == other.tokens.tolist() and np.array_equal(one.logprobs.raw, other.logprobs.raw)
 
 
+@pytest.mark.wide
 def test_results_are_those_of_the_device_bit_for_bit() -> None:
     """Of ragged rows, with drafts and without in one program."""
     rows = (0, 1, 2, 0, 1, 2)
@@ -49,7 +50,7 @@ def test_so_they_are_with_any_algorithm(algorithm: Any) -> None:
     assert equal(run("quest", algorithm, offload=True), run("quest", algorithm))
 
 
-@pytest.mark.wide(but=("drafts",))
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", [BOTH, None, TREE], ids=["drafts", "plain", "tree"])
 def test_values_of_shadowkv_may_lie_there_too(algorithm: Any) -> None:
     rows = (0, 1, 2, 0, 1, 2) if algorithm is BOTH else (0, 1, 2)
@@ -168,6 +169,7 @@ def test_samples_beams_forks_and_slots_go_on_from_pages_on_the_host() -> None:
     assert served[0] == served[1] and len(served[0]) == 6
 
 
+@pytest.mark.wide
 def test_a_round_copies_no_pages() -> None:
     job = Job.begin(Request.read(SMALL, PROMPTS, cache=dx.kv("quest", **QUEST, offload=True), max_new_tokens=4))
     pages = job.state.cache.pages[0]

@@ -190,6 +190,9 @@ def drafts_give_the_tokens_of_no_drafts(name: str, algorithm: Any) -> Any:
     return drafted
 
 
+@pytest.mark.wide(but=(
+    "streaming-llm", "h2o", "adakv", "kivi", "quest", "paged", "gear", "cskv", "louiskv", "sentence-kv",
+    "recycled-attention", "expected-attention", "kvzip", "minicache", "snapkv"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_drafts_give_the_tokens_of_no_drafts_whoever_is_in_the_batch(name: str) -> None:
     drafted = drafts_give_the_tokens_of_no_drafts(name, BOTH)
@@ -203,13 +206,13 @@ def test_drafts_give_the_tokens_of_no_drafts_whoever_is_in_the_batch(name: str) 
     assert same(half(drafted, np.s_[2:, :3]), half(plain, np.s_[2:, :3])) == (name in EXACT or name not in AT_ONCE)
 
 
-@pytest.mark.wide(but=("adakv", "cskv", "kivi", "paged", "quest", "recycled-attention"))
+@pytest.mark.wide(but=("kivi", "recycled-attention"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_so_do_trees(name: str) -> None:
     drafts_give_the_tokens_of_no_drafts(name, TREES)
 
 
-@pytest.mark.wide(but=("recycled-attention",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["recycled-attention", "h2o", "sentence-kv", "louiskv", "gear"])
 def test_so_do_drafts_on_another_cache(name: str) -> None:
     """What a policy asks of an entry beyond keys and values goes along beside the cache that drafts read."""
@@ -253,7 +256,7 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
         assert out.tokens.tolist() == want.tokens.tolist() and np.array_equal(out.logprobs.raw, want.logprobs.raw)
 
 
-@pytest.mark.wide(but=("adakv",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["adakv", "snapkv", "lagkv"], OPTIONS))
 def test_a_row_does_not_depend_on_its_batch_mates_or_on_chunks(name: str) -> None:
     alone, all_of_them = run(name, rows=(1,), chunk=7), run(name)
@@ -347,7 +350,7 @@ def test_a_policy_takes_a_form_of_budget_or_names_what_it_takes(name: str) -> No
         assert (refusal(name, form) or "budget").startswith("budget")
 
 
-@pytest.mark.wide(but=("h2o",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", EVICTING)
 def test_a_share_or_bytes_keep_what_as_many_tokens_keep(name: str) -> None:
     """The parts of a policy that are counted in tokens survive, whatever the budget is counted in."""
@@ -375,7 +378,7 @@ def test_half_of_what_h2o_keeps_are_the_latest_tokens(budget: Any) -> None:
         assert len(late) == LEFT // 2 * 2 and len(layer) == LEFT * 2        # of two heads
 
 
-@pytest.mark.wide(but=("knorm",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "knorm"])
 def test_a_budget_in_bytes_holds_for_a_row(name: str) -> None:
     given = {"adakv": dict(window=4, most=1.0), "snapkv": dict(window=4), "knorm": dict(skip=())}[name]

@@ -53,6 +53,7 @@ def filled(lengths: tuple[int, ...]) -> tuple[Probed, np.ndarray]:
     return cache, out
 
 
+@pytest.mark.wide
 def test_windows_and_tokens_read_what_the_authors_read() -> None:
     """Outputs of all tokens of a prompt and of some behind it, in a batch with a shorter one."""
     keys, values, q = given()
@@ -118,6 +119,7 @@ def test_activation_bias_is_that_of_all_windows_so_far() -> None:
     assert (bias[1, 5:] == 0).all()
 
 
+@pytest.mark.wide
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
             (r"^budget: got 700, 3 blocks of 32 beside the 64 first tokens and the 512 latest, takes 32",

@@ -54,6 +54,7 @@ def test_codes_and_what_is_read_by_them_are_the_authors() -> None:
     np.testing.assert_allclose(out[0, 0], WANTED["out"], atol=1e-4)
 
 
+@pytest.mark.wide
 def test_a_node_takes_tokens_by_its_own_position() -> None:
     """Of what a query reads some is committed and some in its window, in any division: the same comes out."""
     keys, values, q, centroids, asked = given()

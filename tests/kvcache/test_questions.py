@@ -19,6 +19,7 @@ SAMPLED: dict[str, Any] = dict(max_new_tokens=16, temperature=[0.0, 0.9, 0.0], s
 MAGIC = dx.system("magicdec", DEEP, budget=14)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cache", often([None], [
     None, "hydragen", "quest:budget=512", "snapkv:budget=200"]))
 @pytest.mark.parametrize("context", often([PROMPTS[0]], [PROMPTS[0], PROMPTS]))

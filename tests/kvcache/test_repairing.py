@@ -96,6 +96,7 @@ def test_the_first_stage_goes_by_attention_times_change() -> None:
     np.testing.assert_array_equal(nothing.kv[2][..., D:], old)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("past", [1.0, 0.0])
 def test_the_second_stage_computes_anew_what_the_newest_token_calls_for(past: float) -> None:
     """Token by token in NumPy, in rows of one batch: the same tokens are chosen, and give the same."""
@@ -129,6 +130,7 @@ def test_the_second_stage_computes_anew_what_the_newest_token_calls_for(past: fl
     assert left[2] == 0 and min(left[:2]) < 3 * (NEW - 1) < max(left[:2])
 
 
+@pytest.mark.wide
 def test_computing_all_of_it_anew_is_the_text_read_as_a_whole() -> None:
     """Behind the first token; and other contexts are read as from a dense cache."""
     job = Job.begin(Request.read(LM, QUESTIONS, context=contexts(), cache=HighDeviation(tokens=100), max_new_tokens=3))
@@ -144,7 +146,7 @@ def test_computing_all_of_it_anew_is_the_text_read_as_a_whole() -> None:
     np.testing.assert_allclose(plain.logprobs.raw, same.logprobs.raw, atol=1e-4)
 
 
-@pytest.mark.wide(but=("tree",))
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", [LOOKUP, TREE], ids=["chain", "tree"])
 def test_drafts_and_batch_mates_change_nothing(algorithm: Any) -> None:
     sampled: dict[str, Any] = dict(temperature=[0.0, 0.9, 0.0], seed=5, max_new_tokens=20, logprobs=0)

@@ -117,6 +117,7 @@ def begun(window: int, prompt: list[int], capacity: int = 64, **more: Any) -> tu
 TEXT = tuple(np.random.default_rng(9).integers(0, 16, 41).tolist())
 
 
+@pytest.mark.wide(but=("3-0",))
 @pytest.mark.parametrize(("window", "began"), [(2, 17), (4, 17), (3, 0)])
 def test_what_is_said_is_that_of_the_rule(window: int, began: int) -> None:
     expected, added = by_hand(window, began, TEXT)
@@ -136,6 +137,7 @@ def test_what_is_said_is_that_of_the_rule(window: int, began: int) -> None:
     assert np.abs(plain - expected).max() > 0.1         # a rule that changes nothing would pass
 
 
+@pytest.mark.wide
 def test_a_node_reads_what_its_own_path_has_found() -> None:
     began, window, n = 19, 3, 27
     model, cache = begun(window, list(TEXT[:began]))
@@ -165,6 +167,7 @@ def test_a_node_reads_what_its_own_path_has_found() -> None:
                                atol=2e-4)
 
 
+@pytest.mark.wide
 def test_layers_that_read_everything_add_nothing() -> None:
     """With the second layer left out, what the first one adds still reaches its keys."""
     model, cache = begun(3, PROMPTS[0][:20], skip=(1,))

@@ -25,6 +25,7 @@ def run(algorithm: Any = None, rows: tuple[int, ...] = (0, 1, 2), **more: Any) -
                        max_new_tokens=20, temperature=[[0.0, 0.9, 0.0][i] for i in rows], **more)
 
 
+@pytest.mark.wide
 def test_what_is_fetched_is_what_the_whole_cache_holds() -> None:
     """If all of it is fetched, results are those of a dense cache; with a part, they are others."""
     dense, everything = run(), run(dx.system("specache", SMALL, **{**FEW, "top": 200}))
@@ -57,6 +58,7 @@ def low(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
     return least + step * np.round((x - least) / step)
 
 
+@pytest.mark.wide(but=("2",))
 @pytest.mark.parametrize("bits", [1, 2])
 def test_a_round_is_that_of_the_paper(bits: int) -> None:
     """Algorithms 2 and 3 for one layer, written out head by head: attention to few bits with what was fetched in full,

@@ -28,7 +28,7 @@ def begun(name: str, prompts: list[list[int]], new: int = 4, **more: Any) -> Job
     return Job.begin(Request.read(DEEP, prompts, cache=kv(name, **{**OPTIONS[name], **more}), max_new_tokens=new))
 
 
-@pytest.mark.wide(but=("sentence-kv",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_change_nothing_and_the_cache_does(name: str) -> None:
     drafted, plain = run(name, LOOKUP), run(name)
@@ -62,6 +62,7 @@ def attended(cache: Any, parts: Any, tokens: Any, start: int, stop: int) -> tupl
     return out[0].reshape(stop - start, 16), entry
 
 
+@pytest.mark.wide(but=("6",))
 @pytest.mark.parametrize("width", [1, 6])
 def test_sentences_are_read_as_the_authors_read_them(width: int) -> None:
     """Numbers of zzbright1998/SentenceKV, commit d6bb131: its plain attention (`LlamaAttention`), 26 tokens one by one
@@ -77,6 +78,7 @@ def test_sentences_are_read_as_the_authors_read_them(width: int) -> None:
     np.testing.assert_allclose(np.concatenate(found), wanted, atol=2e-5)
 
 
+@pytest.mark.wide
 def test_nodes_of_earlier_levels_tell_where_a_sentence_began() -> None:
     """The ends at 49 and 50 among them; level by level as in one window."""
     parts, tokens, cache = given()
@@ -142,6 +144,7 @@ def test_finished_lists_are_found_in_one_another() -> None:
     assert np.flatnonzero(longer).tolist() == [2, 3]
 
 
+@pytest.mark.wide
 def test_behind_a_hole_is_what_the_model_makes_of_the_text_without_it() -> None:
     """Of two layers, in rows with and without holes, behind a prompt and while decoding."""
     prompts = [[1, 2, 8, 4, 5, 6, 9, 7, 1, 2, 8, 3, 3, 9, 4], [1, 8, 2, 3, 4], [8, 5, 5, 9, 2, 2]]

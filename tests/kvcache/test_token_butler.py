@@ -106,6 +106,7 @@ def test_true_logits_are_those_of_the_model() -> None:
     np.testing.assert_allclose(out[0], jnp.einsum("hqk,khd->qhd", weights, r[0].repeat(2, 1)), atol=1e-4)
 
 
+@pytest.mark.wide
 def test_training_brings_estimates_nearer_and_keeps_what_attention_wants(tmp_path: Path) -> None:
     """Also of a text that it has not seen; the predictor is written and read."""
     butler = fit_token_butler(DEEP, TEXTS[:3], steps=120, rate=1e-2, reduce=2, inner=16, width=4)

@@ -62,6 +62,7 @@ def fed(kind: Any, texts: np.ndarray, start: np.ndarray, count: int) -> list[tup
     return steps
 
 
+@pytest.mark.wide
 def test_entries_from_a_part_are_computed_anew_from_everything() -> None:
     """In rows of different lengths, one of which is read whole; and the token behind them reads everything."""
     texts = np.random.default_rng(3).integers(0, 16, (3, 60)).astype(np.int32)
@@ -91,6 +92,7 @@ def test_only_rows_that_are_due_are_computed_anew() -> None:
     assert not np.allclose(cache.kv[1][0, :, 42:47], new.kv[1][0, :, 42:47], atol=1e-3)
 
 
+@pytest.mark.wide
 def test_forwards_that_compute_entries_anew_are_counted() -> None:
     """Before the first token and behind each 5."""
     out = dx.generate(SMALL, PROMPTS[:2], cache=FEW, max_new_tokens=20)

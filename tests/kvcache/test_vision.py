@@ -65,6 +65,7 @@ def test_text_stays_and_memory_is_that_of_the_budget() -> None:
     assert some.kv[0].shape[2] == 24 + 4 < everything.kv[0].shape[2]
 
 
+@pytest.mark.wide
 def test_without_an_image_nothing_goes() -> None:
     text = [[token if not 3 <= token <= 9 else 1 for token in prompt] for prompt in PROMPTS]
     out = dx.generate(DEEP, text, cache=kv("plphp", **GIVEN), max_new_tokens=6, logprobs=0)

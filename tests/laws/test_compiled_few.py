@@ -68,6 +68,7 @@ def prompt(length):
     return [3 + i % 11 for i in range(length)]
 
 
+@pytest.mark.wide
 def test_single_prompts_of_3_to_400_tokens_compile_at_most_8_programs():
     with compiles() as all_of_them:
         for length in np.linspace(3, 400, 25).astype(int):
@@ -93,6 +94,7 @@ def test_batches_of_2_to_8_share_their_programs():
     assert all_of_them.count == {"begin": 1, "prefill": 1, "fan_out": 0, "refill": 0, "advance": 1}
 
 
+@pytest.mark.wide
 def test_bounded_runs_are_one_program_with_committed_weights():
     """As `dx.load` gives them, and as streams and servers run; an uncommitted state would be a second program."""
     params, policy = Params(jax.device_put(WEIGHTS, jax.devices()[0])), build(2, vocab_size=VOCABULARY)

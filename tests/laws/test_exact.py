@@ -45,6 +45,7 @@ def test_a_draft_that_samples_equals_plain_decoding():
     assert texts(decode(Speculative(Sampled()), "toy", ids, POLICIES["together"])) == texts(plain)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("verify", often([Rejection()], [Speculative(Sampled()).verify, Rejection()]))
 def test_greedy_decoding_has_one_result_whatever_the_verifier(verify):
     ids = prompts(5)

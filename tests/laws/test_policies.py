@@ -73,6 +73,7 @@ def links(name):
     return [jax.tree.map(lambda x: x[0], link) for link in chain.transforms] + [WarmTemperature(jnp.float32(0.3))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_constant_added_to_all_logits_changes_no_distribution(name):
     """Logits are multiples of 1/64, so that the sums are exact, and so is what a threshold leaves."""

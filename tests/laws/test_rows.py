@@ -101,6 +101,7 @@ def test_beams_wide_enough_are_the_best_of_all_texts(temperature: float) -> None
         assert texts(s)[i * size:(i + 1) * size] == [every[j] for j in order]
 
 
+@pytest.mark.wide
 def test_narrow_beams_are_those_of_a_search_by_hand() -> None:
     new, size = 5, 3
     ids = [p for p in PROMPTS for _ in range(size)]

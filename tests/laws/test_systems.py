@@ -251,6 +251,7 @@ def test_arms_that_programs_cannot_tell_apart_are_refused():
 FEW = ["lookahead"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(FEW, NAMES))
 def test_a_second_call_traces_nothing(name):
     alg = made(name)

@@ -56,6 +56,7 @@ def test_rows_equal_those_of_merged_models(several, algorithm, cache):
     assert [together.row(i).tolist() == free.row(i).tolist() for i in range(3)] == [False, True, False]
 
 
+@pytest.mark.wide
 def test_rows_in_slots_keep_their_adapters(several):
     lm, adapters = several
     lm = lm.with_adapters(adapters)

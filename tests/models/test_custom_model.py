@@ -31,6 +31,7 @@ def test_the_guides_models_generate(runs: list[dict[str, Any]]) -> None:
         assert names["out"].lengths.tolist() == [8, 8]
 
 
+@pytest.mark.wide
 def test_the_guides_models_decode_as_they_score(runs: list[dict[str, Any]]) -> None:
     """What greedy decoding with a cache made is the argmax of one window over the whole sequence."""
     plain, wrapped = (names["lm"] for names in runs)

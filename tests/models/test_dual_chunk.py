@@ -82,6 +82,7 @@ DRAFTS: dict[str, Any] = {
     "table": lambda: "token-recycling"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["tree"], DRAFTS))
 def test_drafts_give_the_tokens_of_plain_decoding(name: str) -> None:
     one = lambda **more: dx.generate(lm(), PROMPTS, max_new_tokens=24, seed=5, temperature=[0.0, 0.9, 0.0], **more)
@@ -90,6 +91,7 @@ def test_drafts_give_the_tokens_of_plain_decoding(name: str) -> None:
     assert name == "chain" or drafted.stats.rounds.sum() < plain.stats.rounds.sum()
 
 
+@pytest.mark.wide
 def test_cached_decoding_is_a_forward_of_the_whole() -> None:
     out = dx.generate(lm(), PROMPTS, max_new_tokens=24, eos_token_id=[])
     for i, prompt in enumerate(PROMPTS):
@@ -126,6 +128,7 @@ def test_a_cache_that_cannot_serve_says_so(kind: str, message: str) -> None:
         dx.generate(lm(), PROMPTS, max_new_tokens=20, cache=kind)
 
 
+@pytest.mark.wide
 def test_the_factor_is_that_of_the_length() -> None:
     """vLLM multiplies queries and keys by `0.1 ln(length / trained) + 1`."""
     rope = Rope(8, chunks=Chunks(12, 4, trained=32))
@@ -177,6 +180,7 @@ class Doubled(FixedBias):
         return added
 
 
+@pytest.mark.wide
 def test_a_bias_sees_the_keys_that_scores_are_of() -> None:
     """In a cache of integers too, where a key is its codes times its scale."""
     draw = lambda *shape, seed: jax.random.normal(jax.random.key(seed), shape)

@@ -187,6 +187,7 @@ def read(name: str, text: list[int], width: int, live: int | None = None) -> Any
     return cache
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["linearized"], CONFIGS))
 def test_chunks_of_any_width_leave_the_same_state(name: str) -> None:
     text = np.random.default_rng(7).integers(0, 16, BLOCK + 37).tolist()
@@ -198,6 +199,7 @@ def test_chunks_of_any_width_leave_the_same_state(name: str) -> None:
         np.testing.assert_allclose(scored(own.model, own.params, follows, cache)[0][0], want, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["linearized beside softmax"], CONFIGS))
 def test_a_tree_is_scored_as_the_texts_of_its_paths(name: str) -> None:
     """In one window beside a dead node, and level by level beside the cache; groups end within the tree."""
@@ -248,6 +250,7 @@ def test_greedy_tokens_are_those_of_the_whole_text() -> None:
     assert tokens(name, PROMPTS[1:], temperature=[0.9, 0.0], request_ids=[1, 2]) == plain[1:]
 
 
+@pytest.mark.wide
 def test_the_tokens_of_a_prefix_model() -> None:
     plain = tokens("jrt")
     logits = whole("jrt", [*PROMPTS[0], *plain[0]], len(PROMPTS[0]))
@@ -337,6 +340,7 @@ def test_no_round_copies_keys_and_values() -> None:
     assert [x for loop in program.loops() for x in copies(program, B * 2 * S * 8, loop.attribute("body"))] == []
 
 
+@pytest.mark.wide
 def test_gradients_reach_every_weight() -> None:
     for name in ("linearized", "jrt"):
         one = Transformer(dataclasses.replace(CONFIGS[name], layers=CONFIGS[name].layers[:1]))

@@ -48,7 +48,7 @@ def decoded(name: str) -> Any:
                        temperature=[[0.0, 0.9, 0.0][i] for i in rows], logprobs=0)
 
 
-@pytest.mark.wide(but=("h2o",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["h2o", "adakv", "cskv", "kivi", "paged", "quest", "less", "kvzip", "fastkv"],
                                        OPTIONS))
 def test_drafts_give_the_tokens_of_no_drafts_with_the_same_cache(name: str) -> None:

@@ -43,6 +43,7 @@ def loaded(case: str = "plain") -> Any:
     return dx.load(written(case)[1])
 
 
+@pytest.mark.wide(but=("untied-biases",))
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens_equal_transformers(case: str) -> None:
     import torch
@@ -62,6 +63,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str) -> None:
     assert tokens_of(lm) == [row.tolist()[len(prompt):] for row, prompt in zip(new, PROMPTS, strict=True)]
 
 
+@pytest.mark.wide
 def test_drafts_leave_the_tokens_as_they_are() -> None:
     lm = loaded()
     plain = tokens_of(lm, **POLICY)

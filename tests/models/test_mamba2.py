@@ -85,6 +85,7 @@ def scored(model: Any, params: Any, window: Window, cache: Any) -> Any:
     return out.logits(), out.entries
 
 
+@pytest.mark.wide(but=("groups",))
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens_equal_transformers(case: str) -> None:
     """Of a batch without padding, and of prompts of different lengths, each alone there and together here."""
@@ -194,6 +195,7 @@ def test_products_equal_the_recurrence_however_fast_it_forgets(scale: float, cer
     np.testing.assert_allclose(cache.commit([entry], slots).states[0][0], state, atol=2e-5)
 
 
+@pytest.mark.wide
 def test_drafts_leave_the_tokens_as_they_are() -> None:
     """Chains and trees, greedy and sampled, ragged."""
     lm = loaded()
@@ -207,6 +209,7 @@ def test_drafts_leave_the_tokens_as_they_are() -> None:
     assert tokens_of(lm, [PROMPTS[2]], temperature=1.0, top_p=0.95, seed=7, request_ids=[2]) == [plain[2]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", [pytest.param(dx.shapes.Chain(3), marks=pytest.mark.matrix),
                                    dx.shapes.Fixed.balanced(2, 2)], ids=["chain", "tree"])
 def test_it_drafts(shape: Any) -> None:
@@ -242,6 +245,7 @@ def test_no_node_has_a_state_of_its_own(certain: bool) -> None:
     assert found and max(int(np.prod(shape)) for shape in found) == 2 * 32 * 32
 
 
+@pytest.mark.wide
 def test_texts_are_scored_by_their_full_forward() -> None:
     lm = loaded()
     texts = [PROMPTS[0] * 2, PROMPTS[2]]
@@ -307,6 +311,7 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
             dx.load(tmp_path)
 
 
+@pytest.mark.wide
 def test_slots_and_beams_give_the_tokens_of_a_full_forward() -> None:
     """A prompt that takes the place of another, and the best of four beams."""
     lm = loaded()

@@ -86,6 +86,7 @@ def test_logits_are_those_by_hand(name: str) -> None:
     assert np.abs(np.asarray(plain) - want).max() > 0.1
 
 
+@pytest.mark.wide(but=("phd-3",))
 @pytest.mark.parametrize("name", often(["phd-3", "cswa-3"], MODELS))
 def test_decoding_is_the_full_forward(name: str) -> None:
     """Whatever the prompts' chunks, in a batch and alone, and scoring says the same."""
@@ -101,6 +102,7 @@ def test_decoding_is_the_full_forward(name: str) -> None:
     np.testing.assert_allclose(dx.score(own, [text]).logprobs[0], wanted, atol=2e-3)
 
 
+@pytest.mark.wide(but=("phd-2",))
 @pytest.mark.parametrize("name", often(["phd-2", "cswa-3"], MODELS))
 def test_drafts_and_trees_give_the_tokens_of_plain_decoding(name: str) -> None:
     own, policy = lm(name), dict(temperature=[0.0, 0.9, 0.0])
@@ -119,7 +121,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "paged": dict(pages=64, page=4)}
 
 
-@pytest.mark.wide(but=("phd-2-h2o", "cswa-3-snapkv"))
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "cache"), [(name, cache) for name in ("phd-2", "cswa-3") for cache in OPTIONS])
 def test_cache_policies_with_drafts_give_their_own_tokens(name: str, cache: str) -> None:
     own, kind = lm(name), kv(cache, **OPTIONS[cache])
@@ -152,6 +154,7 @@ def test_every_policy_of_the_table_gives_its_own_tokens_or_is_refused(name: str,
     assert tokens(own, cache=kind, chunk=3) == plain
 
 
+@pytest.mark.wide
 def test_a_budget_of_everything_is_dense() -> None:
     for name in ("phd-3", "cswa-2"):
         assert tokens(lm(name), cache=kv("snapkv", budget=200, window=4)) == tokens(lm(name))
@@ -166,6 +169,7 @@ def test_the_cache_is_that_of_the_plain_model() -> None:
     assert size(local.init_cache(2, 256)) - plain == 2 * (2 * 8 * 2 * 2 * 8 * 4 + 8 * 4)
 
 
+@pytest.mark.wide
 def test_one_copy_is_the_plain_model_and_layers_may_share() -> None:
     own = lm("phd-2")
     once = LM(model=phd(BASE, 1), params=own.params, vocab_size=16)
@@ -178,6 +182,7 @@ def test_one_copy_is_the_plain_model_and_layers_may_share() -> None:
     assert logits[len(PROMPTS[2]) - 1:-1].argmax(-1).tolist() == row
 
 
+@pytest.mark.wide
 def test_no_round_traces_again() -> None:
     own = lm("cswa-3")
     run = lambda seed: dx.generate(own, PROMPTS, max_new_tokens=NEW, seed=seed, temperature=0.7)

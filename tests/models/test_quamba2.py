@@ -206,6 +206,7 @@ def test_rotations_are_orthogonal_matrices(n: int) -> None:
     np.testing.assert_allclose(rotate(jnp.asarray(x)), x @ matrix, atol=1e-5)
 
 
+@pytest.mark.wide
 def test_more_bits_and_more_clusters_lose_less() -> None:
     errors = {kind: error(packed(kind)) for kind in KINDS}
     assert errors["w8a8"] < 0.15 < errors["w4a8"] < 1
@@ -214,6 +215,7 @@ def test_more_bits_and_more_clusters_lose_less() -> None:
     assert errors["w8a8"] < 0.8 * error(one)        # loud channels and others have one scale
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", often(["w8a8"], KINDS))
 def test_drafts_leave_the_tokens_as_they_are(kind: str) -> None:
     """Chains and trees, greedy and sampled, ragged; and prompts whole, in chunks and alone."""

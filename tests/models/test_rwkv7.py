@@ -83,6 +83,7 @@ def test_logits_and_greedy_tokens_are_those_of_the_authors_code() -> None:
     assert out.tokens[0].tolist() == WANT["greedy"]
 
 
+@pytest.mark.wide
 def test_drafts_leave_the_tokens_as_they_are() -> None:
     lm = loaded()
     run = lambda **options: dx.generate(lm, PROMPTS, max_new_tokens=9, **POLICY, **options)
@@ -112,6 +113,7 @@ def test_a_published_file_is_converted(tmp_path: Path) -> None:
         convert(tmp_path / "other.pth", tmp_path / "another")
 
 
+@pytest.mark.wide
 def test_fresh_weights_and_refusals(tmp_path: Path) -> None:
     net = Rwkv7(Rwkv7Config(vocab=16, width=8, layers=2, head_dim=4, decay=2, rate=2, value=2, gate=2))
     assert jnp.isfinite(net.forward(net.init_params(jax.random.key(0)), jnp.array([[1, 2, 3]]))).all()

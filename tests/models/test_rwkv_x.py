@@ -71,7 +71,7 @@ def run(case: str, algorithm: Any = None, chunk: int = 512) -> list[list[int]]:
                        chunk=chunk).tokens.tolist()
 
 
-@pytest.mark.wide(but=("cut",))
+@pytest.mark.wide
 @pytest.mark.parametrize("case", LIMITS)
 def test_greedy_tokens_are_those_of_the_authors_code_with_drafts_and_without(case: str) -> None:
     plain = run(case)
@@ -99,6 +99,7 @@ def test_a_store_holds_what_the_authors_one_holds() -> None:
     assert job.state.cache.base.count[0] == WANT["cut"]["size"] + 1 and job.state.cache.length[0] == 47
 
 
+@pytest.mark.wide
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     small = dict(vocab=16, width=8, layers=4, head_dim=4, decay=2, rate=2, value=2, gate=2)
     for wrong, message in (({"sparse": 3}, "sparse: got 3 blocks of attention, takes a divisor of the 4 layers"),

@@ -31,6 +31,7 @@ def follows(text: list[int]) -> np.ndarray:
     return np.asarray(read(jnp.asarray([text + [0] * (24 - len(text))], jnp.int32)))[len(text) - 1]
 
 
+@pytest.mark.wide(but=("negative1",))
 @pytest.mark.parametrize("negative", [None, [[7, 7, 5, 2, 8], [6]]])
 def test_tokens_are_the_best_of_both_texts_by_the_formula(negative: Any) -> None:
     """Without a negative prompt the other text begins with the prompt's last token."""

@@ -126,6 +126,7 @@ def test_speculation_equals_plain_sampling(policy: str) -> None:
         assert (np.asarray(a[at]) == 0).all() == cold[row]      # a greedy row is certain of each token
 
 
+@pytest.mark.wide
 def test_behind_the_temperature_a_greedy_row_keeps_its_token() -> None:
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(2, VOCAB)), jnp.float32)
     for stage in ("probabilities", "last"):

@@ -94,6 +94,7 @@ def test_broken_logits_stay_visible(broken: float) -> None:
     assert (np.asarray(drawn(policy, begun(policy, len(SIZES)), logits)[0]) == -1).all()
 
 
+@pytest.mark.wide(but=("1e+30",))
 @pytest.mark.parametrize("size", [1.0, 1e30])
 def test_the_kernel_draws_what_the_transforms_draw(size: float) -> None:
     temperature = jnp.asarray([t for t in SIZES if t > 1e-45], jnp.float32)
@@ -111,6 +112,7 @@ def test_the_kernel_draws_what_the_transforms_draw(size: float) -> None:
 VERIFIERS = [Rejection(), Block(), SeedExact(), KSeq(), MultiRound(), TypicalAcceptance()]
 
 
+@pytest.mark.wide(but=("Block",))
 @pytest.mark.parametrize("verify", often(VERIFIERS[:2], VERIFIERS), ids=lambda v: type(v).__name__)
 def test_drafts_near_zero_are_verified_as_greedy_ones(verify: Any) -> None:
     plain = texts(decode(Autoregressive(), "llama", prompts(6), {}, eos=[1]))
@@ -124,6 +126,7 @@ def test_other_algorithms_near_zero_are_greedy(name: str) -> None:
     assert run(temperature=COLD) == run()
 
 
+@pytest.mark.wide
 def test_beams_near_zero_are_those_of_the_search_without_draws() -> None:
     ids = [row for row in prompts(6) for _ in range(2)]
     run = lambda **policy: decode(BeamSearch(2), "llama", ids, policy, eos=[1], draft=BeamSearch(2).weights)

@@ -322,6 +322,7 @@ def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_p
     assert f"--stage {stage}" in json.loads(facts.read_text())["command"]
 
 
+@pytest.mark.wide
 def test_a_card_tells_of_all_training(run, options, tmp_path):
     given = Options(preset="tiny", init=str(options.output / "model"), apart=0.5, output=tmp_path, steps=3, warmup=1,
                     eval_every=100, devices=1)
@@ -370,6 +371,7 @@ def text_model(request, corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return given.output / "model"
 
 
+@pytest.mark.wide
 def test_stages_follow_on_text_with_any_attention(text_model, corpus, tmp_path):
     """What the model itself writes behind beginnings of texts; Learn2PD then decodes with the filter of it."""
     given = Options(preset="tiny-text", stage="filter", init=str(text_model), corpus=corpus, output=tmp_path / "filter",

@@ -299,6 +299,7 @@ def test_texts_that_are_not_there_say_so() -> None:
     assert none.status == [dx.Status.DEAD_END] * 2
 
 
+@pytest.mark.wide
 def test_broken_logits_end_the_search() -> None:
     head = small().params["head"].at[0, 0].set(jnp.nan)
     broken = dataclasses.replace(small(), params=dict(small().params, head=head))

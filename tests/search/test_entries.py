@@ -31,7 +31,7 @@ def allowed(ids: list[int]) -> bool:
     return ids[0] != 3 and not any(a == b == 1 for a, b in itertools.pairwise(ids))
 
 
-@pytest.mark.wide(but=("awrs",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["beam-search", "awrs"], NAMES))
 def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
     options = OPTIONS.get(name, {})

@@ -136,6 +136,7 @@ def rows_of(count):
     return s
 
 
+@pytest.mark.wide
 def test_slots_bring_rows_that_do_not_reset_a_bandit():
     """Seat 0 ends first, and a prompt that comes later takes it while the others go on."""
     network, weights = model("toy")
@@ -188,6 +189,7 @@ class Counting(Controller):
         return state + jnp.stack([seen.tried, seen.held], 1)
 
 
+@pytest.mark.wide
 def test_a_round_tries_no_depth_beyond_its_arm():
     ids = [p * 2 for p in prompts(4, longest=6, seed=3)]
     s = decode(Adaptive(lookups(2, 4), Counting(1)), "toy", ids, dict(temperature=0.0), new=48, eos=[])
@@ -197,6 +199,7 @@ def test_a_round_tries_no_depth_beyond_its_arm():
     assert not tried[:, 2:].any() and not held[:, 2:].any()
 
 
+@pytest.mark.wide
 def test_unrepeating_text_is_decoded_plainly():
     ids = prompts(4, seed=3)
     s = decode(Adaptive(lookups(2, 4), Automatic(COSTS)), "toy", ids, dict(temperature=5.0), new=48, eos=[])

@@ -238,6 +238,7 @@ def test_dynamic_exit_learns_from_shadow_tokens(deep: Any) -> None:
     np.testing.assert_allclose(table[np.arange(5), *chosen], table.max((1, 2)), rtol=1e-5)
 
 
+@pytest.mark.wide
 def test_dynamic_exit_drafts_no_further_after_a_draft_in_doubt(deep: Any) -> None:
     network, params, chain, s = cases.start(EXIT, "deep", prompts(5), POLICY, seed=2)
     propose, ends = jax.jit(lambda s: EXIT.propose(params, chain, s)[0]), []

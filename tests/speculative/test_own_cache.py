@@ -96,7 +96,7 @@ WRAPPED: dict[str, tuple[Any, Any]] = {     # the method, and the arm whose draf
 }
 
 
-@pytest.mark.wide(but=["adaptive, the other cache", "fallback"])
+@pytest.mark.wide
 @pytest.mark.parametrize("case", WRAPPED)
 def test_drafts_in_a_wrapper_are_accepted_as_often_as_alone(case: str) -> None:
     """They read their own small cache there, too, and not the whole one, whose drafts would all hold."""

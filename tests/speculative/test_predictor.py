@@ -50,6 +50,7 @@ class ByFeature:
         return (draft.hidden[:, 0] > 0).astype(jnp.float32)
 
 
+@pytest.mark.wide
 def test_a_predictor_sees_the_draft_models_hidden_states():
     """Each chain ends behind the first draft whose hidden state, of a forward over all of the text, says so."""
     alg = Speculative(DraftModel(NETWORK, WEIGHTS), shape=ConfidenceChain(5, 0.5, ByFeature()))

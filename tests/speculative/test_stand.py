@@ -75,6 +75,7 @@ def test_samples_that_share_are_those_of_plain_decoding():
     assert np.asarray(shared.stats.accepted).sum() > np.asarray(alone.stats.accepted).sum()
 
 
+@pytest.mark.wide
 def test_a_memory_of_another_shape_is_refused():
     memory = remember(decode(ALG, "toy", IDS, SAMPLED, new=20, eos=[]))
     with pytest.raises(ValueError, match="warm: got 4 tokens of each distribution, takes 10"):

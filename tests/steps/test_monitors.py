@@ -102,6 +102,7 @@ def with_end(which: str, word: str) -> dx.LM:
 MANY = ["abcd", "hgh", "cab", "ef", "gab", "dd", "ha", "fe"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("draft", ["llama", "sliding"])
 def test_drafted_ends_are_ends_if_the_target_says_so(draft: str) -> None:
     """A step that ends the draft's text stands where the target's own ends, too, and nothing is written after it."""
@@ -116,6 +117,7 @@ def test_drafted_ends_are_ends_if_the_target_says_so(draft: str) -> None:
             assert out.accepted == [n - n // 3 for n in out.steps]
 
 
+@pytest.mark.wide(but=("toy-draft-1",))
 @pytest.mark.parametrize(("draft", "step_tokens"), [("toy", 3), ("toy-draft", 1)])
 def test_a_chunk_that_is_only_an_end_is_judged_like_any_other(draft: str, step_tokens: int) -> None:
     lm, small = with_end("toy", "d"), with_end(draft, "d")

@@ -70,6 +70,7 @@ def test_exemplars_differ_and_answers_are_summed_up() -> None:
         steps.pedal(lm, ["a"], ["ab"], shots=5)
 
 
+@pytest.mark.wide
 def test_items_are_asked_in_other_orders_until_they_are_sure() -> None:
     lm, asked = worded("llama"), []
 
@@ -144,6 +145,7 @@ def test_a_judge_scores_the_numbers_that_its_prompt_lists() -> None:
         assert re.findall(r"Answer (\S+):", listed) == [str(i) for i in range(1, n + 1)]
 
 
+@pytest.mark.wide
 def test_draws_among_candidates_are_the_prompts_own() -> None:
     """Each prompt of a call has random numbers of its own, whoever stands beside it."""
     lm, count = worded("toy"), 40

@@ -155,6 +155,7 @@ def test_searches_end_whatever_is_ruled_out(name: str, rule: Any, monkeypatch: p
             assert np.isfinite(values[out.weights[p] > 0]).all() and out.weights[p, out.index[p]] > 0
 
 
+@pytest.mark.wide(but=("late",))
 @pytest.mark.parametrize("search", [steps.SMC(potential, n=4, least=1.0), steps.SMC(potential, n=4, ended=True),
                                     steps.Steering(potential, n=3, factor=2)],
                          ids=["smc", "late", "steering"])
@@ -178,6 +179,7 @@ def test_the_weights_of_a_method_that_proposes_count(search: Any) -> None:
     assert (abs(each.mean(0) - share) < 4 * each.std(0) / np.sqrt(count) + 1e-9).all()
 
 
+@pytest.mark.wide
 def test_a_particle_filter_takes_the_weights_of_its_method() -> None:
     """Where only 1 in 5 or 4 in 5 of a particle's next step is allowed, it is resampled by that."""
     seen: list[list[float]] = []
@@ -246,6 +248,7 @@ def test_a_star_expands_the_best_first_and_finds_the_best() -> None:
     assert few.tokens <= 36 < out.tokens
 
 
+@pytest.mark.wide
 def test_a_tree_that_falls_back_branches_where_a_segment_begins() -> None:
     """Segments of any length, which end with a string: texts end after `depth` of them, and not before."""
     from tests.laws.test_systems import lm as worded
