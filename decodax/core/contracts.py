@@ -1,4 +1,4 @@
-"""What parts of a user's own must be, and must return, checked where they are handed in or traced: an error names the
+"""Checks of users' own classes and of what these return, made where they are handed in or traced: an error names the
 class and says what it takes, before JAX says so in its own words."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ KINDS: dict[str, Any] = {"i": jnp.integer, "b": jnp.bool_, "f": jnp.floating}
 
 
 def hashable(name: str, value: Any, path: str | None = None) -> None:
-    """Checks what is static under jit.
+    """Checks that a value can be static under jit.
 
     Args:
-        name: begins the error. path: what it calls the value; default its type.
+        name: begins the error. path: the value's name in the error; default its type.
 
     Raises:
         TypeError: it cannot be compared by value; names the field that is to blame.
@@ -50,10 +50,10 @@ def _blame(value: Any, path: str) -> str:
 
 
 def pair(who: str, given: Any, takes: str) -> Any:
-    """What `who` returned, which is a pair.
+    """Returns `given`, which `who` returned, if it is a pair.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is none.
     """
     if not isinstance(given, tuple) or len(given) != 2:
         raise TypeError(f"{who}: returned {kind(given)}, takes a pair, {takes}")
@@ -61,10 +61,10 @@ def pair(who: str, given: Any, takes: str) -> Any:
 
 
 def instance(who: str, given: Any, of: type | tuple[type, ...], takes: str) -> Any:
-    """What `who` returned, which is an instance of a class.
+    """Returns `given`, which `who` returned, if it is an instance of a class.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is none.
     """
     if not isinstance(given, of):
         raise TypeError(f"{who}: returned {kind(given)}, takes {takes}")
@@ -75,8 +75,8 @@ def array(who: str, name: str, given: Any, form: str, sizes: dict[str, int]) -> 
     """Checks an array that `who` returned.
 
     Args:
-        form: kind and shape, such as "i[B or 1, N]"; kinds are i, b and f. sizes: what letters stand for; one that is
-            not there yet is put in.
+        form: kind and shape, such as "i[B or 1, N]"; kinds are i, b and f. sizes: sizes by letter; a letter that
+            is not among them is added.
 
     Raises:
         TypeError: no array, or one of another kind or shape.
@@ -99,7 +99,7 @@ def array(who: str, name: str, given: Any, form: str, sizes: dict[str, int]) -> 
 
 
 def same_form(who: str, what: str, new: Any, old: Any) -> None:
-    """Checks that what a loop carries comes out of a round as it went in.
+    """Checks that a round returns the carry of a loop in the form in which it took it.
 
     Raises:
         TypeError: another structure, or an array of another shape or dtype; names the first.
