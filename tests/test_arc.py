@@ -168,6 +168,7 @@ def test_an_encoder_begins_as_a_model_and_learns(tmp_path: Path) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, after.params))
 
 
+@pytest.mark.wide
 def test_heads_are_reordered_and_not_changed() -> None:
     lm = decoder()
     encoder, half = arc.begin(lm, pool=3, hidden=None), lm.model.config.layers[0]

@@ -117,6 +117,7 @@ def test_rolling_log_likelihoods(both):
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", often(
     ["prompt-lookup:length=3"], [None, "prompt-lookup:length=3", "jacobi"]))
 def test_answers(both, algorithm):

@@ -43,6 +43,7 @@ def rows(result: dx.Result) -> list[list[int]]:
 
 # batches and samples
 
+@pytest.mark.wide
 def test_a_greedy_prompt_stays_greedy_in_a_batch(lm):
     options = {**WARM, "temperature": [0.0, 1.3], "seed": [3, 4], "top_p": [1.0, 0.9]}
     whole = rows(dx.generate(lm, IDS, **options))        # the longer prompt comes first, and last in its batches

@@ -64,6 +64,7 @@ def equal(a: dx.Scores, b: dx.Scores, rows: list[int] | None = None) -> None:
                 np.testing.assert_array_equal(other[i], one[j])
 
 
+@pytest.mark.wide
 def test_figures_are_those_of_a_full_forward(scores: dx.Scores, exact: np.ndarray) -> None:
     for i, text in enumerate(TEXTS):
         rows, after = exact[i, :len(text) - 1], text[1:]

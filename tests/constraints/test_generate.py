@@ -90,6 +90,7 @@ def test_drafted_beams_keep_to_it(lm: LM) -> None:
     assert all(re.fullmatch(CALL, t) for t in found.text)
 
 
+@pytest.mark.wide
 def test_every_budget_closes(lm: LM) -> None:
     """From the shortest possible on."""
     with pytest.raises(ValueError, match=r"^json_schema: prompt 0 has room for 1 new tokens; the shortest") as error:
@@ -118,7 +119,7 @@ DECODED: dict[str, dict[str, Any]] = {
     "best first": dict(algorithm="best-first-beam-search"), "places": dict(batch_size=1)}
 
 
-@pytest.mark.wide(but=("drafted",))
+@pytest.mark.wide
 @pytest.mark.parametrize("way", often(["drafted", "beams"], DECODED))
 def test_a_complete_text_ends_without_an_end_of_sequence(lm: LM, way: str) -> None:
     """Each constraint in a row of its own, which the free row beside them does not feel."""

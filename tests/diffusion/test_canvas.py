@@ -61,6 +61,7 @@ def test_guidance_of_a_canvas_knows_no_negative_prompt():
         run(none, 4, "canvas", guidance_scale=2.0)
 
 
+@pytest.mark.wide
 def test_infilling_keeps_the_pieces_and_fills_the_gaps():
     rows = [["ab", 3, "cd", 2, "a"], ["fa", 2, [4, 5]]]
     model = lm(tokenizer=WORDS)

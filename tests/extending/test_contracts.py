@@ -237,6 +237,7 @@ class Search(Explorer):
         return 0
 
 
+@pytest.mark.wide
 def test_what_a_rule_and_a_search_return_is_checked() -> None:
     with pytest.raises(TypeError, match=r"^Chooser.choose: returned an int, takes a Choice"):
         dx.choose("pycode", "x", Chooser(), n=2, max_new_tokens=2)

@@ -106,6 +106,7 @@ def test_bad_lines_go_to_a_file_and_the_job_goes_on(lm: LM, tmp_path: Path) -> N
     assert errors(tmp_path / "out") == []
 
 
+@pytest.mark.wide
 def test_requests_to_openais_api_are_answered_in_its_form(lm: LM, tmp_path: Path) -> None:
     body = {"model": "gpt", "prompt": "def f(", "max_tokens": 4, "temperature": 0, "n": 2, "logprobs": 2, "stop": None}
     line = lambda name, body, url="/v1/completions": {"custom_id": name, "method": "POST", "url": url, "body": body}

@@ -229,6 +229,7 @@ def test_rows_that_share_memory_go_through_batches() -> None:
     assert found.tokens.tolist() == whole("plain").tokens.tolist()
 
 
+@pytest.mark.wide
 def test_a_common_beginning_is_read_once() -> None:
     """Of two headers, each in front of several prompts, and prompts without one."""
     headers = [RANDOM.integers(2, 15, 80).tolist() for _ in range(2)]

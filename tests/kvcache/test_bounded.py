@@ -33,6 +33,7 @@ def drawn() -> tuple[dict[str, np.ndarray], np.ndarray]:
     return found, weights / weights.sum(-1, keepdims=True)
 
 
+@pytest.mark.wide(but=("b-key", "a-value", "b-value"))
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("case", CASES)
 def test_bits_and_numbers_are_those_of_the_authors_code(case: str, name: str) -> None:

@@ -126,6 +126,7 @@ def test_queries_read_what_the_rule_says_of_rows_of_any_length(bias: Any) -> Non
             np.testing.assert_allclose(out[row, :length, h], wanted, atol=2e-5, err_msg=f"row {row}, head {h}")
 
 
+@pytest.mark.wide
 def test_patterns_and_outputs_are_those_of_the_authors_kernels() -> None:
     """Of 700 tokens in a segment of 512 and one of 188, and in tiles of 16 instead of 64."""
     wanted = json.loads((Path(__file__).parent / "retrieval.json").read_text())["minference"]

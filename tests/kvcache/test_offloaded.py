@@ -88,6 +88,7 @@ def two(*given: Any, **more: Any) -> tuple[Retrieval, OffloadedRetrieval]:
     return Retrieval(KeyBounds(), *given, **more), OffloadedRetrieval(KeyBounds(), *given, **more)
 
 
+@pytest.mark.wide(but=("3", "64"))
 @pytest.mark.parametrize("chunk", [1, 3, 16, 64])
 def test_whole_pages_lie_on_the_host_and_the_latest_tokens_on_the_device(chunk: int) -> None:
     lengths = (61, 30, 9)
@@ -113,6 +114,7 @@ def asked(cache: Any, certain: bool, width: int) -> np.ndarray:
     return np.asarray(out)
 
 
+@pytest.mark.wide(but=("prompt",))
 @pytest.mark.parametrize("certain", [False, True], ids=["round", "prompt"])
 def test_what_was_not_written_on_the_host_is_not_read(certain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be anything on a TPU, so it is no number here. A prompt's pages come in several parts."""

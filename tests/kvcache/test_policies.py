@@ -191,8 +191,7 @@ def drafts_give_the_tokens_of_no_drafts(name: str, algorithm: Any) -> Any:
 
 
 @pytest.mark.wide(but=(
-    "streaming-llm", "h2o", "adakv", "kivi", "quest", "paged", "gear", "cskv", "louiskv", "sentence-kv",
-    "recycled-attention", "expected-attention", "kvzip", "minicache", "snapkv"))
+    "streaming-llm", "h2o", "adakv", "kivi", "paged", "sentence-kv", "recycled-attention", "expected-attention"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_drafts_give_the_tokens_of_no_drafts_whoever_is_in_the_batch(name: str) -> None:
     drafted = drafts_give_the_tokens_of_no_drafts(name, BOTH)
@@ -206,7 +205,7 @@ def test_drafts_give_the_tokens_of_no_drafts_whoever_is_in_the_batch(name: str) 
     assert same(half(drafted, np.s_[2:, :3]), half(plain, np.s_[2:, :3])) == (name in EXACT or name not in AT_ONCE)
 
 
-@pytest.mark.wide(but=("kivi", "recycled-attention"))
+@pytest.mark.wide(but=("recycled-attention",))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_so_do_trees(name: str) -> None:
     drafts_give_the_tokens_of_no_drafts(name, TREES)
@@ -388,6 +387,7 @@ def test_a_budget_in_bytes_holds_for_a_row(name: str) -> None:
     assert 1500 - 2 * 2 * each < held[0] <= 1500
 
 
+@pytest.mark.wide
 def test_long_texts_stay_within_the_budget() -> None:
     job = Job.begin(Request.read(SMALL, PROMPTS[:2], cache=kv("h2o", budget=20, every=10), max_new_tokens=180))
     slots = [x.shape[1] for x in job.state.cache.kv]
@@ -447,6 +447,7 @@ def run_with(cache: str) -> Any:
     return dx.generate(SMALL, PROMPTS[:1], cache=cache, max_new_tokens=2)
 
 
+@pytest.mark.wide
 def test_scores_of_queries_refuse_a_soft_cap() -> None:
     """Else they would count other weights than attention has."""
     capped = dataclasses.replace(MODEL.config, attention_softcap=5.0)

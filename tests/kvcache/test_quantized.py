@@ -75,6 +75,7 @@ def test_what_is_constant_over_a_group_stays_as_it_is() -> None:
     np.testing.assert_array_equal(values_of(of_values(x, 2, 4), 2, 4, jnp.float32), x)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("codec", often([Affine(4, 2, 4)], [
     Affine(4, 2, 4), HierarchicalAffine(4), HierarchicalAffine(4, lower=False), Approximated(2, 4, 8, 0.25, 2),
     Largest(0.5, 0.7)]))

@@ -31,6 +31,7 @@ def given() -> tuple[np.ndarray, ...]:
     return keys, values, q, draw(2, 48, 8), draw(2, 100, 8) * np.linspace(0.3, 2, 8).astype(np.float32)
 
 
+@pytest.mark.wide
 def test_codes_and_what_is_read_by_them_are_the_authors() -> None:
     """The factors of the metric, the codes of all keys but the newest, and attention of the newest token, in a batch
     with a shorter text and behind chunks of any width."""

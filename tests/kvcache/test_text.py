@@ -100,6 +100,7 @@ def test_ends_of_sentences_are_those_of_the_tokenizer() -> None:
     assert {lm.tokenizer.decode([i]) for i in ends} >= {".", "!", "?"}
 
 
+@pytest.mark.wide
 def test_whole_examples_stay() -> None:
     """And the one in which the latest tokens are, in the same way in all layers; while decoding the prompt stays."""
     job = begun("shotkv", PROMPTS, new=12)
@@ -133,6 +134,7 @@ def test_examples_are_taken_by_their_means_as_long_as_they_fit() -> None:
     assert stays(1) == [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
 
 
+@pytest.mark.wide
 def test_finished_lists_are_found_in_one_another() -> None:
     text = [1, 8, 2, 8, 3, 9, 4, 9, 5, 8, 6, 9, 7, 8, 0]
     gone = lambda length, depth: holes(jnp.array([text]), jnp.array([length]), ((8,),), ((9,),), depth)[0]

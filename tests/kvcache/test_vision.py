@@ -49,6 +49,7 @@ def test_a_layer_keeps_what_it_looks_at(level: float, share: float) -> None:
     assert np.flatnonzero(rule.choose(held, jnp.int32(3))[0]).tolist() == [19, 22, 23]      # not even for the text
 
 
+@pytest.mark.wide
 def test_text_stays_and_memory_is_that_of_the_budget() -> None:
     def held(**more: Any) -> Any:
         return Job.begin(Request.read(DEEP, PROMPTS, cache=kv("plphp", **GIVEN, **more), max_new_tokens=3)).state.cache

@@ -66,6 +66,7 @@ def test_chunks_of_any_size_commit_the_same(kind):
     assert np.array_equal(look(whole), look(pieces))
 
 
+@pytest.mark.wide(but=("4-dense of other values",))
 @pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 @pytest.mark.parametrize("width", [1, 4])
 def test_dropped_entries_leave_no_trace(kind, width):
@@ -76,6 +77,7 @@ def test_dropped_entries_leave_no_trace(kind, width):
     assert np.array_equal(look(full), look(beyond.replace(length=full.length)))
 
 
+@pytest.mark.wide(but=("dense of other values",))
 @pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 def test_rows_accept_different_lengths(kind):
     kv = entries(0, 2, 4, kind)
@@ -88,6 +90,7 @@ def test_rows_accept_different_lengths(kind):
         assert np.allclose(look(ragged.select(jnp.array([row]))), look(alone), atol=1e-6)
 
 
+@pytest.mark.wide(but=("dense of other values",))
 @pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 def test_select_gathers_rows(kind):
     full = KINDS[kind](3, 8).commit(entries(0, 3, 4, kind), jnp.array([[0, 1, 2, 3], [0, 1, -1, -1], [0, -1, -1, -1]]))
@@ -98,6 +101,7 @@ def test_select_gathers_rows(kind):
         assert np.array_equal(picked.kv[layer], full.kv[layer][rows])
 
 
+@pytest.mark.wide(but=("llada",))
 @pytest.mark.parametrize("algorithm", often(["lookup", "llada"], ALGORITHMS))
 def test_a_selected_state_decodes_as_the_rows_it_came_from(algorithm):
     alg, ids, policy = ALGORITHMS[algorithm], prompts(3), POLICIES["sampled"]
@@ -138,6 +142,7 @@ def test_window_attention_equals_attention_to_everything(sliding, softcap):
                 assert np.allclose(out[b, w, h], weight @ values / weight.sum(), atol=2e-6)
 
 
+@pytest.mark.wide(but=("dense of other values",))
 @pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 def test_committed_entries_are_attended_to(kind):
     """Against a softmax over the entries themselves."""

@@ -174,6 +174,7 @@ def test_no_round_hands_a_vocabulary_to_the_next(algorithm):
     assert not wide
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", often(["lookup", "llada"], ALGORITHMS))
 def test_a_second_call_traces_nothing(algorithm):
     network, weights = cases.model("llama")
@@ -220,6 +221,7 @@ def test_lanes_never_wait_for_another_replica(algorithm):
     assert [x.name for x, _ in waits if x.opcode.startswith("collective-permute")] == []
 
 
+@pytest.mark.wide
 def test_one_loop_over_the_mesh_does_wait():
     """What lanes are for, and that the law above would see it."""
     groups = [g for _, groups in collectives(parse(sharded("advance"))) for g in groups]

@@ -205,6 +205,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(name):
         assert np.asarray(alone.stats.rounds)[0] == np.asarray(free(name).stats.rounds)[i]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", in_one_process(FEW))
 def test_a_batch_equals_its_rows_one_by_one(name):
     ids, alg = prompts(3, longest=9), made(name)
@@ -464,6 +465,7 @@ def test_the_sampler_is_fast_dllms(cache):
     assert texts(s) != [llada(p, 16, 8, 8, False) for p in ids]
 
 
+@pytest.mark.wide
 def test_log_probabilities_are_those_of_the_round_that_unmasked():
     s = decode(MaskedDiffusion(A, d.Blocks(8), unmask=d.Quota(4)), "llama", prompts(2), dict(temperature=1.0), new=8,
                top_logprobs=2)

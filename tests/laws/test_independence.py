@@ -35,7 +35,7 @@ def test_a_row_does_not_depend_on_its_batch_mates_or_their_order(algorithm, poli
     assert texts(back) == together[::-1]
 
 
-@pytest.mark.wide(but=("llada-random-shifted-penalised",))
+@pytest.mark.wide
 @pytest.mark.parametrize(("algorithm", "policy"), CASES)
 def test_a_row_does_not_depend_on_padding_or_chunks(algorithm, policy):
     ids, alg = IDS, ALGORITHMS[algorithm]

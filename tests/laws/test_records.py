@@ -52,6 +52,7 @@ def test_greedy_tokens_are_the_argmax_of_a_full_forward(which):
         assert made == full[len(prompt) - 1:len(prompt) + len(made) - 1].argmax(-1).tolist()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", often(["together"], ["greedy", "together", "stateful"]))
 def test_speculation_reports_the_log_probabilities_of_plain_decoding(policy):
     ids = prompts(4)

@@ -23,6 +23,7 @@ def script(alg, new=12):
     return texts(decode(alg, "llama", prompts(4), dict(temperature=1.0), new=new))
 
 
+@pytest.mark.wide(but=("llada",))
 @pytest.mark.parametrize("algorithm", often(OFTEN, ALGORITHMS))
 def test_a_row_ends_with_its_first_end_of_sequence(algorithm):
     alg = ALGORITHMS[algorithm]
@@ -56,6 +57,7 @@ def test_budgets_are_kept_row_by_row(algorithm):
         or algorithm.startswith("llada")           # a canvas is as long as its budget says, and sees all of itself
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", often(["lookup"], ["autoregressive", "lookup", "lookup-rejection"]))
 def test_a_full_buffer_is_a_status(algorithm):
     alg, ids = ALGORITHMS[algorithm], prompts(4, longest=20)
@@ -126,6 +128,7 @@ def test_a_nan_is_a_status_and_never_a_token(algorithm, policy):
             assert row == whole and status == Status.LENGTH
 
 
+@pytest.mark.wide
 def test_a_nan_in_the_prompt_is_a_status():
     network, weights = Broken(model("llama")[0], 5), Params(model("llama")[1])
     _, _, chain, s = start(Autoregressive(), "llama", [[1, 2, 3], [1, 5, 3]], {})

@@ -80,7 +80,7 @@ def lm(name: str = "dense") -> LM:
     return LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=61, diffusion=diffusion)
 
 
-@pytest.mark.wide(but=("blocks",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["tied", "experts", "blocks"], MODELS))
 def test_watched_kernels_see_what_gradients_are_made_of(name: str) -> None:
     """Their sum of outer products of inputs and gradients is the kernel's own gradient; fillers of experts add none."""

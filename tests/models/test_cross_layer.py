@@ -108,6 +108,7 @@ def test_what_needs_whole_layers_is_refused(tmp_path: Any) -> None:
         cla(BASE, 0)
 
 
+@pytest.mark.wide
 def test_gradients_reach_every_weight() -> None:
     own = lm("cla")
     loss = lambda params: own.model.forward(params, jnp.asarray(PROMPTS[:1])).std()

@@ -82,6 +82,8 @@ def reference(model: Any, d: Diffusion, rows: np.ndarray, lengths: np.ndarray, p
     return np.stack([np.roll(row, -n, 0) for row, n in zip(logits.numpy(), pad, strict=True)])
 
 
+@pytest.mark.wide(but=(
+    "dream-whole", "sdlm-whole", "dream-ragged", "sdar-ragged", "fast-dllm-ragged", "sdlm-ragged", "llada-ragged"))
 @pytest.mark.parametrize("lengths", [np.array([T, T]), LENGTHS], ids=["whole", "ragged"])
 def test_logits_equal_transformers_under_the_models_attention(case: Any, lengths: np.ndarray) -> None:
     model, lm = case

@@ -50,6 +50,7 @@ def test_tokens_are_the_authors(case: int, tmp_path: Path) -> None:
     assert out.row(0).tolist() == x["tokens"]
 
 
+@pytest.mark.wide(but=("qwen3",))
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_a_released_configuration_is_read(kind: str, tmp_path: Path) -> None:
     """The entry of Qwen2.5-1M and Qwen3-2507. The released names of weights are those of the family."""

@@ -97,6 +97,7 @@ def test_codes_of_any_basis_are_within_half_a_step_of_each_basis_vector() -> Non
     assert 0.5 < np.isclose(nearest, np.linalg.norm(off, axis=1), rtol=1e-4).mean() < 1     # the nearest mostly
 
 
+@pytest.mark.wide(but=("bits0-48", "bits3-24"))
 @pytest.mark.parametrize(("bits", "K"), [((2, 2), 48), ((3, 1, 2), 70), ((5, 4, 3, 4), 96), ((8,), 24)])
 def test_a_weight_is_its_expanded_point(bits: tuple[int, ...], K: int) -> None:
     size, N, d = group_size(K, -(-K // len(bits) // 8) * 8, 8), 5, 4
@@ -136,6 +137,7 @@ def test_a_product_is_that_of_the_values(rows: int, K: int, N: int) -> None:
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=4e-3 * K**0.5)
 
 
+@pytest.mark.wide(but=("4", "3"))
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_learning_lowers_the_error_which_is_below_that_of_rounding(bits: int) -> None:
     w, x = weights(128, 256), inputs(128)

@@ -112,6 +112,7 @@ def output(layer: Attention, x: np.ndarray, prefix: int | None = None) -> np.nda
     return np.asarray(layer(0, jnp.asarray(x), {rope: rope.table(at, None)} if rope else {}, attend)[0])
 
 
+@pytest.mark.wide
 def test_the_layer_of_linearized_llm() -> None:
     """Expected is what `linear_forward_noflashattn` of GATECH-EIC/Linearized-LLM (experiments/llama_attn_replace.py,
     273274e) gives for the same weights, with USE_LINEAR, USE_LOCAL, USE_GLOBAL, GLOBAL_FACTOR, ADD_CONV and

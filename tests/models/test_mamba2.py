@@ -129,6 +129,7 @@ def paths_of(parent: list[int]) -> list[list[int]]:
     return paths
 
 
+@pytest.mark.wide
 def test_each_path_of_a_tree_is_a_text() -> None:
     """In one window beside dead nodes, and level by level in a scratch; then the state goes on from the true path."""
     lm = loaded()
@@ -175,6 +176,7 @@ def recurrence(q: Any, k: Any, v: Any, decay: Any) -> tuple[Any, Any]:
     return np.array(read), state
 
 
+@pytest.mark.wide(but=("True-0.1", "True-30.0", "True-500.0", "False-30.0", "False-500.0"))
 @pytest.mark.parametrize("scale", [0.1, 30.0, 500.0])
 @pytest.mark.parametrize("certain", [False, True])
 def test_products_equal_the_recurrence_however_fast_it_forgets(scale: float, certain: bool) -> None:

@@ -86,7 +86,7 @@ def test_logits_are_those_by_hand(name: str) -> None:
     assert np.abs(np.asarray(plain) - want).max() > 0.1
 
 
-@pytest.mark.wide(but=("phd-3",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["phd-3", "cswa-3"], MODELS))
 def test_decoding_is_the_full_forward(name: str) -> None:
     """Whatever the prompts' chunks, in a batch and alone, and scoring says the same."""
@@ -102,7 +102,7 @@ def test_decoding_is_the_full_forward(name: str) -> None:
     np.testing.assert_allclose(dx.score(own, [text]).logprobs[0], wanted, atol=2e-3)
 
 
-@pytest.mark.wide(but=("phd-2",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["phd-2", "cswa-3"], MODELS))
 def test_drafts_and_trees_give_the_tokens_of_plain_decoding(name: str) -> None:
     own, policy = lm(name), dict(temperature=[0.0, 0.9, 0.0])

@@ -80,6 +80,7 @@ OMNISERVE = [{"qweight": "d03bc9b6d5aaa1a6", "s1_scales": "46d095f08f8e5c3b", "s
 `W4A8OF16LinearDynamicInputScale.from_linear`, writes of the first and the third."""
 
 
+@pytest.mark.wide(but=("2", "1", "3"))
 @pytest.mark.parametrize("i", range(4))
 def test_codes_scales_and_zeros_are_those_of_deepcompressor(i: int) -> None:
     packed = FORMATS[i].pack(jnp.asarray(given()).T)
@@ -288,6 +289,7 @@ def test_a_model_in_it_is_nearer_the_original_than_one_in_int4() -> None:
     assert 0 < ours < 0.9 * theirs < 0.1 * whole
 
 
+@pytest.mark.wide(but=("fmt3",))
 @pytest.mark.parametrize("fmt", often([FORMATS[0], FORMATS[3]], FORMATS))
 def test_a_saved_model_is_the_same(fmt: QServe, tmp_path: Path) -> None:
     lm = dx.quantize(dx.load("pycode-draft"), fmt)

@@ -98,6 +98,7 @@ def test_codes_and_scales_of_weights_are_theirs() -> None:
         assert (np.abs(own.values(jnp.float32) - w[:, :inputs]) <= bound).all()
 
 
+@pytest.mark.wide
 def test_the_recurrence_is_theirs() -> None:
     """Three tokens of two rows, whose states are rounded behind each, and a prompt of 24 in chunks of 16."""
     G, H, P, N, rows = 2, 4, 32, 16, 2
@@ -182,6 +183,7 @@ class Turned(Mamba2):
         return mixed(self.config, p, layer, x, window, cache, out=rotate)
 
 
+@pytest.mark.wide
 def test_rotated_and_rearranged_it_is_the_same_network() -> None:
     c, rng = CONFIG, np.random.default_rng(3)
     leaves = {path: np.asarray(x, np.float64) for path, x in flatten(whole().params).items()}

@@ -124,6 +124,7 @@ def test_a_single_row_on_a_cpu_reads_no_weights_of_small_inputs() -> None:
     np.testing.assert_array_equal(jax.jit(multiply)(x, packed), np.full((1, 5), 64.0))
 
 
+@pytest.mark.wide(but=("0.6",))
 @pytest.mark.parametrize("ratio", [1.0, 0.6])
 def test_the_share_of_small_inputs_is_kept_on_the_data(ratio: float) -> None:
     kernel, x = problem()

@@ -55,6 +55,7 @@ def test_a_weight_is_rounded_to_the_nearest_code(name: str, K: int) -> None:
     assert (error.max() > 0) == (name != "float32")
 
 
+@pytest.mark.wide(but=("fp8", "bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("name", STEPS)
 def test_the_largest_weight_of_a_scale_is_kept_and_zeros_stay(name: str) -> None:
     w = jnp.zeros((256, 3)).at[5, 0].set(-3.5).at[200, 1].set(1.75)
@@ -79,6 +80,7 @@ CASES = [(name, rows, *sizes) for name in STEPS for rows in (1, 2, 8, 9, 40)
          for sizes in ((96, 50), (33, 7), (4500, 3), (768, 800), (64, 1))]
 
 
+@pytest.mark.wide(but=("bfloat16-9-64-1", "int8-1-4500-3", "int4-1-33-7"))
 @pytest.mark.parametrize(("name", "rows", "K", "N"), often(
     [("int8", 1, 4500, 3), ("int8", 9, 768, 800), ("int4", 2, 96, 50), ("int4", 9, 96, 50), ("int4", 1, 33, 7),
      ("fp8", 2, 96, 50), ("bfloat16", 9, 64, 1), ("float16", 8, 33, 7)], CASES))
@@ -106,6 +108,7 @@ def test_a_group_may_have_inputs_of_both_halves(kind: str, rows: int) -> None:
     np.testing.assert_allclose(jax.jit(multiply)(x, kernel), expected, rtol=1e-6, atol=0.1)
 
 
+@pytest.mark.wide(but=("bfloat16", "float32", "int8"))
 @pytest.mark.parametrize("name", STEPS)
 def test_a_broken_weight_or_activation_makes_no_number(name: str) -> None:
     x = jnp.ones((3, 96)).at[1, 4].set(jnp.nan)
@@ -197,6 +200,7 @@ def test_speculation_with_packed_weights_equals_plain_sampling(weights: str) -> 
     assert drafted.text == plain.text and drafted.stats.tokens_per_forward > 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("weights", often(["int8"], [name for name in STEPS if name != "float32"]))
 def test_no_kernel_is_converted_in_front_of_the_loop(weights: str) -> None:
     """Else the loop reads whole weights, which take the memory that packed ones were to save."""

@@ -29,6 +29,7 @@ FEW = ["xla", "mosaic_tpu"]
 IMPLEMENTATIONS = get_args(Implementation)
 
 
+@pytest.mark.wide(but=("True",))
 @pytest.mark.parametrize("tree", [False, True])
 def test_window_attention_is_the_same_by_each_implementation(tree: bool) -> None:
     r = np.random.default_rng(3)
@@ -91,6 +92,7 @@ def test_a_window_attends_to_each_form(form: str, implementation: Any) -> None:
                                atol=3e-6)
 
 
+@pytest.mark.wide(but=("1-200-dense-xla",))
 @pytest.mark.parametrize("implementation", often(FEW, IMPLEMENTATIONS))
 @pytest.mark.parametrize(("prefixes", "sliding", "form"), often([(1, 200, "dense"), (2, None, "int8 pages of 128")],
                          itertools.product((1, 2), (None, 200), ("dense", "int8 pages of 128"))))
@@ -119,6 +121,7 @@ def test_a_prefix_in_common_is_as_one_of_each_row(prefixes: int, sliding: int | 
         np.testing.assert_allclose(got, exact, atol=3e-6)
 
 
+@pytest.mark.wide(but=("dense",))
 @pytest.mark.parametrize("form", often(["dense", "int8 pages of 256"], ["dense", *FORMS]))
 def test_devices_attend_to_their_own_rows_and_heads(form: str) -> None:
     r = np.random.default_rng(9)

@@ -55,6 +55,7 @@ def test_bregman_top_k_is_the_least_of_its_objective_over_all_supports(alpha: fl
         np.testing.assert_allclose(got, best[1], atol=2e-3)
 
 
+@pytest.mark.wide
 def test_bregman_top_k_leaves_bad_rows_and_a_cost_of_0_alone() -> None:
     link = BregmanTopK(jnp.float32(0), jnp.float32(1.5))
     x = jnp.array([1.0, 2.0, -jnp.inf])

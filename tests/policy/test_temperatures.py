@@ -50,7 +50,7 @@ def begun(policy: Any, rows: int, seed: int = 0) -> dict[str, Any]:
                 policy=policy.init(tokens, length, length, key))
 
 
-@pytest.mark.wide(but=("alone", "nucleus", "dynamic", "marked"))
+@pytest.mark.wide(but=("nucleus", "dynamic", "alone"))
 @pytest.mark.parametrize("chain", CHAINS)
 def test_every_temperature_gives_a_draw_of_a_distribution(chain: str) -> None:
     policy = jax.device_put(build(len(SIZES), temperature=SIZES, **CHAINS[chain]))
@@ -75,6 +75,7 @@ def test_ordinary_temperatures_divide() -> None:
     np.testing.assert_allclose(found, logits / temperature[:, None], rtol=1e-6)
 
 
+@pytest.mark.wide(but=("1e-30", "1e-09"))
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-9])
 def test_equal_largest_logits_are_drawn_equally_often(temperature: float) -> None:
     """Of 2,000 draws among two; a right program fails once in two million times."""
@@ -112,7 +113,7 @@ def test_the_kernel_draws_what_the_transforms_draw(size: float) -> None:
 VERIFIERS = [Rejection(), Block(), SeedExact(), KSeq(), MultiRound(), TypicalAcceptance()]
 
 
-@pytest.mark.wide(but=("Block",))
+@pytest.mark.wide
 @pytest.mark.parametrize("verify", often(VERIFIERS[:2], VERIFIERS), ids=lambda v: type(v).__name__)
 def test_drafts_near_zero_are_verified_as_greedy_ones(verify: Any) -> None:
     plain = texts(decode(Autoregressive(), "llama", prompts(6), {}, eos=[1]))

@@ -82,6 +82,7 @@ def nats(logits: np.ndarray, token: int) -> float:
     return float(np.log(np.exp(own - own.max()).sum()) + own.max() - own[token])
 
 
+@pytest.mark.wide
 def test_masked_diffusion_is_the_loss_of_llada(params, batch, logits_of):
     """The mean over rows of the sum over masked tokens of nats / t, over the answer's length."""
     key = jax.random.key(3)

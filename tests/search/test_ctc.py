@@ -34,6 +34,7 @@ def score(text: tuple[int, ...], log_ctc: float, alpha: float, beta: float, word
     return log_ctc + alpha * lm + beta * sum(words is None or s in words for s in text)
 
 
+@pytest.mark.wide(but=("0.4-1.5-words2", "0.7-0.9-None"))
 @pytest.mark.parametrize(("alpha", "beta", "words"), [(0.0, 0.0, None), (0.7, 0.9, None), (0.4, 1.5, (3,))])
 def test_a_wide_beam_sums_all_alignments(alpha: float, beta: float, words: tuple[int, ...] | None) -> None:
     logits = np.random.default_rng(1).normal(size=(3, T, V)) * 2

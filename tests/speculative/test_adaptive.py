@@ -107,6 +107,7 @@ def put(state, seat, fresh):
     return jax.tree.map(lambda x, new: x.at[seat].set(new[0]), state, fresh)
 
 
+@pytest.mark.wide(but=("exp3", "automatic", "bass"))
 @pytest.mark.parametrize("name", RULES)
 def test_a_batchs_memory_outlasts_the_rows_that_leave_it(name):
     """In whichever seat a row begins anew, it neither resets what the batch has learnt nor keeps anything of its own

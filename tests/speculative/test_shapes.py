@@ -235,6 +235,7 @@ class Four(Table):
         return jnp.asarray(LOGITS[:4, :4], jnp.float32)[tokens]
 
 
+@pytest.mark.wide
 def test_the_leaves_of_a_stochastic_beam_are_draws_without_replacement_of_whole_texts():
     n = 20_000
     p, _ = grow(StochasticBeam(width=3, length=2), temperature=1.0, source=Four(), newest=(2,) * n)
@@ -247,6 +248,7 @@ def test_the_leaves_of_a_stochastic_beam_are_draws_without_replacement_of_whole_
     assert chi_square(counts, pairs.reshape(-1) * n) > ALARM
 
 
+@pytest.mark.wide
 def test_the_stochastic_beam_of_a_greedy_row_is_beam_search():
     p, _ = grow(StochasticBeam(3, 3))
     for row in range(B):
@@ -257,6 +259,7 @@ def test_the_stochastic_beam_of_a_greedy_row_is_beam_search():
 
 # CaPE
 
+@pytest.mark.wide
 def test_cape_puts_more_candidates_where_confidence_is_low():
     bins = ((0.3, 4), (0.6, 3), (1.0, 1))
     for nodes in (None, 7):
@@ -294,6 +297,7 @@ DOUBTS = {
                   lambda f, h, i: np.exp(-0.5 * h[i]) * (1 if i < 2 else 0.5) < 0.4)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(["risk"], DOUBTS))
 def test_a_threshold_ends_the_chain_after_the_first_doubtful_draft(name):
     shape, stop = DOUBTS[name]
@@ -332,6 +336,7 @@ def test_a_sliced_tree_is_the_trees_first_levels(least, predictor, depths):
     assert (nodes >= 0).sum() == sum(map(len, inner[:max(found) - 1]))      # drafting ended with the longest row
 
 
+@pytest.mark.wide(but=("ConfidenceChain", "OptTree"))
 @pytest.mark.parametrize("shape", [ConfidenceChain(6, 0.2), OptTree(6, 0.6, 5), DySpec(12, 4, 5, threshold=0.25),
                                    Sliced(Fixed.of(UNEVEN), 0.4)],
                          ids=lambda s: type(s).__name__)

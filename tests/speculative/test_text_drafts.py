@@ -170,6 +170,7 @@ def speculate(text, documents, alpha, pattern, nodes, branch):
         yield sum(sorted(D.values(), reverse=True)[:most]), D, most
 
 
+@pytest.mark.wide(but=("corpus0",))
 @pytest.mark.parametrize("corpus", [(), ((0, 1, 2, 0, 2, 1, 1, 0, 2, 2), (2, 1, 0, 0, 1))])
 def test_the_suffix_tree_drafts_the_likeliest_continuations_of_the_best_pattern(corpus):
     draw = np.random.default_rng(2)
@@ -213,6 +214,7 @@ def test_the_copy_resumes_behind_a_unique_match():
     ]
 
 
+@pytest.mark.wide
 def test_an_output_that_copies_its_input_takes_one_round(monkeypatch):
     """The target counts up from its newest token: 5 6 7 8 9 again, then 10."""
     eye = jnp.eye(VOCABULARY)

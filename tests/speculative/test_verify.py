@@ -171,6 +171,7 @@ def test_k_seq_accepts_at_least_1_minus_1_over_e_of_what_any_rule_can():
         assert np.minimum(p, q).sum() < rate and (1 - 1 / np.e) * best <= rate <= best + 1e-6
 
 
+@pytest.mark.wide(but=("rule1", "rule2", "rule3"))
 @pytest.mark.parametrize("rule", [MultiRound(), MultiRound(replacement=True), KSeq(), KSeq(rho=2.5)])
 def test_siblings_are_judged_by_the_formulas(rule):
     draw, k, tries = np.random.default_rng(2), 3, 4000
@@ -258,6 +259,7 @@ def test_block_keeps_p_by_enumeration_and_accepts_at_least_as_many_as_token_by_t
     assert min(more) > -1e-12 and max(more) > 0.01
 
 
+@pytest.mark.wide
 def test_block_judges_by_the_formulas_and_accepts_more_than_rejection():
     draw, K = np.random.default_rng(5), 2
     P, Q = simplex(draw, 2, V, V)
@@ -302,6 +304,7 @@ CASES = {
 SHORT = ["rejection", "rejection-certain"]      # whole chains: the law of distribution
 
 
+@pytest.mark.wide(but=("multi-round-tree-0.2", "k-seq-tree-0.2", "rejection-0.2", "block-0.0"))
 @pytest.mark.parametrize(("case", "dead"), often(
     [*((case, 0.0) for case in CASES if case not in SHORT), ("multi-round-tree", 0.2), ("k-seq-tree", 0.2),
      *((case, 0.2) for case in SHORT)],
@@ -366,6 +369,7 @@ def test_greedy_rows_have_one_result_by_every_rule():
                 assert (made == first).all() and (accepted == depth).all(), rule
 
 
+@pytest.mark.wide(but=("TypicalAcceptance", "Distance", "SpecVerification", "TopKAcceptance", "Greedy"))
 @pytest.mark.parametrize("rule", [*EXACT, Rejection(), Block(), Greedy(), TypicalAcceptance(),
                                   SpecVerification(beta=2, tau=1.0),
                                   TopKAcceptance(2), Distance(1)],

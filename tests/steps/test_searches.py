@@ -155,7 +155,7 @@ def test_searches_end_whatever_is_ruled_out(name: str, rule: Any, monkeypatch: p
             assert np.isfinite(values[out.weights[p] > 0]).all() and out.weights[p, out.index[p]] > 0
 
 
-@pytest.mark.wide(but=("late",))
+@pytest.mark.wide
 @pytest.mark.parametrize("search", [steps.SMC(potential, n=4, least=1.0), steps.SMC(potential, n=4, ended=True),
                                     steps.Steering(potential, n=3, factor=2)],
                          ids=["smc", "late", "steering"])
@@ -222,6 +222,7 @@ def test_the_particle_filter_has_the_law_of_its_weights(increment: bool) -> None
     assert out.scores[0, out.index[0]] == out.scores[0].max()
 
 
+@pytest.mark.wide
 def test_step_beams_take_the_best_of_each_step() -> None:
     seen: list[list[tuple[int, ...]]] = []
 
