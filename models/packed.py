@@ -8,11 +8,11 @@ XLA converts a packed kernel within a product on a TPU or GPU; for groups of inp
 on a TPU, which has `packed_matmul` for them.
 
 On CPU it would write the converted kernel to memory, or add up the inputs of an output one after the other, since the
-order of additions is not its own to change; which of both depends on its version. So the program spells out sums that
-are vectors: `partial_sums` cuts the inputs of a kernel into slices of one width, converts each slice and adds its
-products to those of the others, entry by entry, and `total` adds up the few sums that are left of an output. A few rows
-are multiplied so, each with the same additions as alone. More rows are multiplied by XLA's own product, with a block of
-outputs converted at a time that is small enough to stay in the processor's own memory.
+order of additions is not its own to change; which of both depends on its version. So for one row the program spells out
+sums that are vectors: `partial_sums` cuts the inputs of a kernel into slices of one width, converts each slice and adds
+its products to those of the others, entry by entry, and `total` adds up the few sums that are left of an output. More
+rows are multiplied by XLA's own product, with a block of outputs converted at a time that is small enough to stay in
+the processor's own memory; their sums are rounded in another order than that of one row, as with arrays.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from jax.sharding import PartitionSpec
 from decodax.axes import free_axes, platform
 from decodax.struct import Struct, static, struct
 
-ROWS = 8
-"""On CPU, up to so many rows are multiplied by partial sums."""
-
 LANES = 32
 """On CPU, slices of the inputs have a multiple of this width."""
 
@@ -41,20 +38,12 @@ SLICES = 15
 """On CPU, the most slices of inputs that share their scales: XLA computes what more slices than that are cut from
 by itself, and writes it to memory."""
 
-BLOCK = 1 << 18
-"""On CPU, weights that are converted at a time for more rows than those."""
-
-FEW = 1 << 20
-"""On CPU, weights that are converted at a time for 2 to `ROWS` rows. 8 rows and 2,048 x 768 in int8 take 0.84 ms so and
-0.99 with `BLOCK`, in float32 0.77 (beside other work)."""
+BLOCK = 1 << 20
+"""On CPU, weights that are converted at a time for several rows. 8 rows and 2,048 x 768 in int8 take 0.37 ms so and 0.46
+with a quarter of it, in float32 0.37 (JAX 0.12, kernels that are in no cache)."""
 
 SUMS = 1 << 18
 """On CPU, partial sums of one row that are written at a time."""
-
-OUTPUTS = 256
-"""On CPU, outputs that a few rows are multiplied by at a time where nothing is to be converted: of a whole kernel that
-lies as `[N, K]` XLA writes a transposed copy to memory. A round of the 125M shape with 8 rows takes 43 ms so, 39 by
-blocks; a window of 8, 42 and 37."""
 
 
 class Packed(Struct, abc.ABC):
@@ -83,20 +72,17 @@ class Packed(Struct, abc.ABC):
         """`f[R, N]` in `dtype` from `x`, `f[R, K]`."""
         if platform() != "cpu" or free_axes():
             return self.product(x, dtype)
-        if self.few(x):
-            x = _made(x)
         N, K = self.shape
-        if len(x) == 1:
-            block = SUMS // slices(K)[0]
+        if self.by_sums(x):
+            x, block = _made(x), SUMS // slices(K)[0]
             return self.product(x, dtype) if N < 2 * block else self.by_blocks(x, dtype, block)
-        if N == 1 or (len(x) > 4 * ROWS and not self.converts):
+        if N == 1 or not self.converts:
             return self.product(x, dtype)
-        block = (FEW if self.few(x) else BLOCK) // K + 1
-        return self.by_blocks(x, dtype, block if self.converts else OUTPUTS)
+        return self.by_blocks(x, dtype, BLOCK // K + 1)
 
-    def few(self, x: Array) -> bool:
-        """Whether `product` multiplies rows by `partial_sums`."""
-        return platform() == "cpu" and not free_axes() and len(x) <= (ROWS if self.converts else 1)
+    def by_sums(self, x: Array) -> bool:
+        """Whether `product` multiplies by `partial_sums`: one row, on CPU, by weights that are converted."""
+        return platform() == "cpu" and not free_axes() and len(x) == 1 and self.converts
 
     def by_blocks(self, x: Array, dtype: Any, block: int) -> Array:
         """As `times`, with the weights of `block` outputs converted at a time. `N` is 2 or more."""
@@ -151,9 +137,8 @@ def dot(x: Array, kernel: Array, dtype: Any) -> Array:
     """
     if platform() != "cpu":
         return jnp.matmul(x, kernel.T, preferred_element_type=dtype)
-    if len(x) > 1 or free_axes():       # the other way round, XLA writes the kernel once more, transposed
-        return lax.dot_general(kernel, x, (((1,), (1,)), ((), ()))).T.astype(dtype)
-    return total(partial_sums(x, lambda start, stop: kernel[:, start:stop])).astype(dtype)
+    # the other way round, XLA writes the kernel once more, transposed
+    return lax.dot_general(kernel, x, (((1,), (1,)), ((), ()))).T.astype(dtype)
 
 
 def slices(K: int, group: int | None = None) -> tuple[int, list[tuple[int, int]]]:
@@ -177,23 +162,20 @@ def slices(K: int, group: int | None = None) -> tuple[int, list[tuple[int, int]]
 
 def partial_sums(x: Array, part: Callable[[int, int], Array], scales: Array | None = None, group: int | None = None
                  ) -> Array:
-    """The product of a few rows and a kernel on CPU, as sums whose `total` it is.
+    """The product of a row and a kernel on CPU, as sums whose `total` it is.
 
     Args:
-        x: `f32[R, K]`.
+        x: `f32[1, K]`.
         part: the kernel's inputs from a start to a stop, `f32[N, stop - start]`. It cuts codes before it converts them.
         scales: `f32[N, groups]`, of each group of inputs; None: 1.
         group: see `slices`; default that of `scales`.
 
     Returns:
-        `f32[N, R, width]`.
+        `f32[N, 1, width]`.
     """
     K = x.shape[1]
     groups = 1 if scales is None else scales.shape[1]
     width, cut = slices(K, K // groups if scales is not None else group)
-    if len(x) > 1:      # converted once for all rows
-        whole = lax.optimization_barrier(part(0, K))
-        part = lambda start, stop: whole[:, start:stop]
     sums: list[Array | None] = [None] * groups
     for start, again in cut:
         some = x[:, start:start + width]

@@ -61,7 +61,7 @@ class Integers(Packed):
                 last = min(first + size, half + K)
                 rows = x[:, first:last].astype(jnp.float32)
                 part = lambda start, stop, first=first: self._integers(first + start, first + stop)
-                parts.append(total(partial_sums(rows, part, group=group)) if self.few(x) else
+                parts.append(total(partial_sums(rows, part, group=group)) if self.by_sums(x) else
                              dot(rows, part(0, last - first), jnp.float32))
         parts = lax.optimization_barrier(parts)     # fused, XLA would write converted kernels to memory
         return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)

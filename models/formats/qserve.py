@@ -88,7 +88,7 @@ class Nibbles(Packed):
                 part = lambda start, stop, first=first, high=high: self._integers(first + start, first + stop, high,
                                                                                   own)
                 parts.append(total(partial_sums(rows, part, group=None if self.steps is None else self.group))
-                             if self.few(x) else dot(rows, part(0, last - first), sums))
+                             if self.by_sums(x) else dot(rows, part(0, last - first), sums))
         parts = lax.optimization_barrier(parts)     # fused, XLA would write converted kernels to memory
         return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)
 

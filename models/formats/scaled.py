@@ -76,11 +76,11 @@ class Scaled(Packed):
         own = jnp.dtype(jnp.float32) if platform() == "cpu" else x.dtype
         halves = self._halves()
         whole = self.scales is not None and self.scales.shape[-1] == 1      # one scale an output: after the product
-        multiply = self._sums if self.few(x) else self._dot
+        multiply = self._sums if self.by_sums(x) else self._dot
         rows = jnp.split(x.astype(own), len(halves), -1)
         parts = [multiply(row, codes, convert, None if whole else s, jnp.promote_types(own, dtype))
                  for row, (codes, convert), s in zip(rows, halves, self._scales(len(halves)), strict=True)]
-        if self.few(x):
+        if self.by_sums(x):
             y = total(functools.reduce(jnp.add, parts))
         else:       # fused with what follows, XLA would write converted kernels to memory
             y = functools.reduce(jnp.add, lax.optimization_barrier(parts) if len(parts) > 1 else parts)

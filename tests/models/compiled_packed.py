@@ -28,7 +28,7 @@ def faults(text: str) -> list[str]:
                 found.append(f"writes a kernel: {line.strip()[:120]}")
             if re.search(rf"= f32\[\S*\b{N}\b\S* reduce\(", line):
                 found.append(f"sums in one instruction: {line.strip()[:120]}")
-            if re.search(r" dot\(", line) and name in fused:
+            if re.search(r" dot\(", line) and name in fused and re.search(r" (?:convert|multiply)\(", body):
                 found.append(f"converts within a product: {line.strip()[:120]}")
     return found
 
@@ -43,12 +43,6 @@ def main() -> None:
             text = jax.jit(multiply).lower(x, kernel).compile().as_text()
             assert text
             print(name, rows, faults(text) or "fine")
-        for inputs, outputs in ((96, 50), (768, 800)):      # 8 rows: one block of outputs, and several
-            own = formats[name].pack(jax.random.normal(jax.random.key(0), (inputs, outputs)))
-            rows = jax.random.normal(jax.random.key(1), (8, inputs))
-            several, product = jax.jit(multiply)(rows, own), jax.jit(multiply)
-            same = [bool((several[:few] == product(rows[:few], own)).all()) for few in (1, 2)]
-            print(name, inputs, outputs, same)
     # the detector sees what it is for
     plain = jax.jit(lambda x, w: x @ w.astype(jnp.float32).T)
     for rows in (1, 8):

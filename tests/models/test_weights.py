@@ -139,14 +139,8 @@ COMPILED = ("int8", "int4", "int4:group=16", "fp8", "bfloat16", "float16", "qser
 def test_compiled_products_convert_in_vectors_and_write_no_kernel() -> None:
     """One row and 8 of each format. The two controls are what XLA makes of a plain product."""
     lines = as_shipped()
-    assert [line for line in lines if line.split()[1] in ("1", "8")][:-2] == [
-        f"{name} {rows} fine" for name in COMPILED for rows in (1, 8)]
+    assert lines[:-2] == [f"{name} {rows} fine" for name in COMPILED for rows in (1, 8)]
     assert lines[-2].startswith("plain 1 ['converts within a product") and "writes a kernel" in lines[-1]
-
-
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    assert [line for line in as_shipped() if line.endswith("]") and "plain" not in line] == [
-        f"{name} {sizes} [True, True]" for name in COMPILED for sizes in ("96 50", "768 800")]
 
 
 @pytest.mark.wide
