@@ -39,8 +39,8 @@ SLICES = 15
 by itself, and writes it to memory."""
 
 BLOCK = 1 << 20
-"""On CPU, weights that are converted at a time for several rows. 8 rows and 2,048 x 768 in int8 take 0.37 ms so and 0.46
-with a quarter of it, in float32 0.37 (JAX 0.12, kernels that are in no cache)."""
+"""On CPU, weights that are converted at a time for several rows. 8 rows and 2,048 x 768 in int8 take 0.37 ms so and
+0.46 with a quarter of it, in float32 0.37 (JAX 0.12, kernels that are in no cache)."""
 
 SUMS = 1 << 18
 """On CPU, partial sums of one row that are written at a time."""

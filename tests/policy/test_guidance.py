@@ -16,7 +16,7 @@ from decodax.models import Transformer, llama
 NETWORK = Transformer(llama(vocab=24, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=64))
 WEIGHTS = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, NETWORK.init_params(jax.random.key(1)))
 SMALL = dx.LM(model=NETWORK, params=WEIGHTS, vocab_size=24, generation_config={})
-PROMPTS = [[1, 2, 3, 4], [9, 3]]
+PROMPTS = [[1, 2, 3, 4], [9, 3, 9]]
 
 
 @jax.jit
@@ -45,3 +45,8 @@ def test_tokens_are_the_best_of_both_texts_by_the_formula(negative: Any) -> None
             c, u = follows(text), follows(other)
             assert token == int(np.argmax(u + scale * (c - u)))
             text, other = [*text, token], [*other, token]
+    # of the second prompt the first round has drafts already
+    drafted = dx.generate(SMALL, PROMPTS, algorithm="prompt-lookup:length=2", guidance_scale=scale,
+                          negative_prompts=negative, max_new_tokens=10)
+    assert drafted.tokens.tolist() == out.tokens.tolist()
+    assert drafted.stats.drafted.min() > 0
