@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs the test extras into .venv-test and runs every check:
 #
-#     bash scripts/test.sh                      each law on its smallest cases: a quarter of an hour on 2 cores
-#     bash scripts/test.sh --wide               what that leaves out and CI runs as well: an hour
+#     bash scripts/test.sh                      each law on its smallest cases: 15 to 25 minutes on 2 cores
+#     bash scripts/test.sh --wide               what that leaves out and CI runs as well: up to an hour
 #     bash scripts/test.sh --all                the whole matrix, the slow tests and every mesh: hours
 #     bash scripts/test.sh PYTEST ARGUMENTS     the tests that pytest selects
 #

@@ -30,9 +30,9 @@ class Packing:
     Attributes:
         sizes: numbers of nodes, in ascending order; static. Each is a program of its own.
         bounded: whether never more nodes are live than the last of them. Else all are computed where more are.
-        tail: `(count, rows)`: at most `rows` rows have live nodes behind the first `count` ones; these rows have none
-            among the first, so that nodes behind attend to the cache and to each other alone, and the other rows do not
-            attend there at all. Static. None: any node may be live.
+        tail: `(count, rows)`: at most `rows` rows have live nodes after the first `count` ones. Such a row has no live
+            node among the first, so its nodes attend to the cache and to each other alone; the other rows do not attend
+            there at all. Static. None: any node may be live.
     """
 
     sizes: tuple[int, ...]

@@ -38,7 +38,7 @@ from decodax.axes import free_axes, platform
 from decodax.models.calibration import Statistic
 from decodax.models.formats.format import Format
 from decodax.models.formats.lattices import expand, learn, salience, start_errors
-from decodax.models.packed import BLOCK, Packed
+from decodax.models.packed import DECODED, Packed
 from decodax.struct import static, struct
 
 DAMPING = 0.01
@@ -90,7 +90,7 @@ class Lattice(Packed):
         # a weight takes longer to decode than to multiply: all rows at once, and no more weights than a cache holds
         if free_axes() or self.shape[0] < 2:
             return self.product(x, dtype)
-        return self.by_blocks(x, dtype, BLOCK // self.inputs + 1)
+        return self.by_blocks(x, dtype, DECODED // self.inputs + 1)
 
     def part(self, start: Array | int, size: int) -> Self:
         scales = None if self.scales is None else lax.dynamic_slice_in_dim(self.scales, start, size)

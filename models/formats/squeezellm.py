@@ -26,7 +26,7 @@ from decodax.axes import free_axes, platform
 from decodax.models.calibration import Statistic
 from decodax.models.formats.clusters import means, nearest
 from decodax.models.formats.format import Format
-from decodax.models.packed import BLOCK, Packed, dot, partial_sums, total
+from decodax.models.packed import DECODED, Packed, dot, partial_sums, total
 from decodax.struct import static, struct
 
 SLICES = 8
@@ -74,7 +74,7 @@ class Lookup(Packed):
         if platform() != "cpu" or free_axes() or len(x) == 1:
             return super().times(x, dtype)
         # choosing takes longer than multiplying: once for all rows, and a slice of the inputs at a time
-        block = BLOCK // self._width
+        block = DECODED // self._width
         return self.product(x, dtype) if self.shape[0] <= block else self.by_blocks(x, dtype, block)
 
     def product(self, x: Array, dtype: Any) -> Array:

@@ -3,17 +3,14 @@ depend on their tokens alone, reads a shortened text."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.cache import causal
 from decodax.kvcache.sinks import Sinks
 from decodax.models import Transformer, llama
+from tests.dense import follows
 
 NETWORK = Transformer(llama(vocab=32, width=16, layers=1, heads=4, kv_heads=2, mlp=24, context=256))
 WEIGHTS = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, NETWORK.init_params(jax.random.key(3)))
@@ -22,17 +19,9 @@ PROMPTS = [np.random.default_rng(0).integers(1, 32, n).tolist() for n in (17, 3,
 SINKS, RECENT = 3, 6
 
 
-@jax.jit
-def read(tokens: Any) -> Any:
-    window = causal(tokens, jnp.zeros(1, jnp.int32))
-    out = NETWORK.apply(WEIGHTS, window, NETWORK.init_cache(1, 0))
-    return jax.nn.log_softmax(out.head(out.hidden))[0]
-
-
-def follows(text: list[int]) -> np.ndarray:
-    """`f32[V]`: log-probabilities of what follows the first `SINKS` and the last `RECENT` tokens of a text."""
-    short = text if len(text) <= SINKS + RECENT else [*text[:SINKS], *text[-RECENT:]]
-    return np.asarray(read(jnp.asarray([short + [0] * (SINKS + RECENT - len(short))], jnp.int32)))[len(short) - 1]
+def shortened(text: list[int]) -> list[int]:
+    """The first `SINKS` and the last `RECENT` tokens of a text."""
+    return text if len(text) <= SINKS + RECENT else [*text[:SINKS], *text[-RECENT:]]
 
 
 @pytest.mark.parametrize("algorithm", ["autoregressive", "prompt-lookup:length=3"])
@@ -41,7 +30,7 @@ def test_tokens_are_those_of_the_shortened_text(algorithm: str) -> None:
     for i, prompt in enumerate(PROMPTS):
         text = list(prompt)
         for token, logprob in zip(out.row(i).tolist(), out.logprobs.raw[i], strict=False):
-            expected = follows(text)
+            expected = follows(SMALL, shortened(text), SINKS + RECENT)
             assert token == int(np.argmax(expected))
             np.testing.assert_allclose(logprob, expected[token], atol=1e-4)
             text.append(token)

@@ -23,8 +23,10 @@ ROWS, WIDTH = 5, 6
 
 @functools.cache
 def scored(hint: Packing | None, counts: tuple[int, ...], begins: tuple[int, ...] = (0,) * ROWS) -> tuple[Any, ...]:
-    """What the model makes of windows of which `counts` nodes from `begins` on are live, behind texts of unequal
-    length."""
+    """Returns the live nodes of windows after texts of unequal length, and the model's logits, entries and layers.
+
+    In each row `counts` nodes are live, the first of them at `begins`.
+    """
     @jax.jit
     def run(params: Any, cache: Any, counts: jax.Array) -> tuple[Any, ...]:
         def over(start: jax.Array, live: jax.Array, *hints: Any) -> Out:
@@ -51,7 +53,7 @@ def scored(hint: Packing | None, counts: tuple[int, ...], begins: tuple[int, ...
     pytest.param(Packing((8, 16), True), (6, 0, 1, 6, 3), (0,) * ROWS, id="bound"),
     pytest.param(Packing((8, 99), True), (6, 6, 6, 6, 6), (0,) * ROWS, id="bound-beyond-the-window"),
     pytest.param(Packing((8,), True), (0, 0, 0, 0, 0), (0,) * ROWS, id="none"),
-    # rows 2 and 4 read texts behind the first two nodes, the others decode there
+    # rows 2 and 4 read their prompts after the first two nodes; the other rows decode in these two
     pytest.param(Packing((8, 16), True, (2, 2)), (2, 0, 3, 1, 4), (0, 0, 2, 0, 2), id="tail"),
     pytest.param(Packing((12,), True, (2, 3)), (2, 2, 1, 1, 4), (0, 0, 2, 0, 2), id="tail-of-fewer-rows")])
 def test_live_nodes_are_those_of_a_whole_window(hint: Packing, counts: Any, begins: Any) -> None:
