@@ -11,29 +11,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import arc, choice, diffusion, jobs, kvcache, policy, readout, steps, systems
-    from decodax.api import Stream, generate, stream
-    from decodax.autoregressive import Autoregressive
-    from decodax.cache import Cache, Window
-    from decodax.canvas import Frame, Infilled, Watch, infill, watch
-    from decodax.choice.front import Chosen, choose
-    from decodax.core.round import python_loop, run, step
-    from decodax.core.start import init_state
-    from decodax.core.state import State, Status
-    from decodax.core.types import Algorithm, Decision, Model, Out, Params
-    from decodax.diffusion import MaskedDiffusion
-    from decodax.io.load import LM, load, zoo
-    from decodax.io.quantize import quantize, save
-    from decodax.io.twice import read_twice
-    from decodax.jobs.serve import Served, serve
-    from decodax.kvcache.table import kv
-    from decodax.models import adapters
-    from decodax.policy import Policy
-    from decodax.programs import cache_programs
-    from decodax.result import LogProbs, Result, Statistics
-    from decodax.scoring import Scores, score
-    from decodax.sharding import apart, lanes, weave
-    from decodax.speculative import (
+    from decodax import caches, jobs, sampling, search, select
+    from decodax.algorithms import contrastive, diffusion, entries
+    from decodax.algorithms.autoregressive import Autoregressive
+    from decodax.algorithms.diffusion import MaskedDiffusion
+    from decodax.algorithms.entries import entry, system
+    from decodax.algorithms.speculative import (
         Adaptive,
         Block,
         KSeq,
@@ -42,50 +25,74 @@ if TYPE_CHECKING:
         SeedExact,
         Speculative,
         TypicalAcceptance,
+        apart,
         automatic,
         drafts,
         fit_layers,
         fit_lengths,
         fit_predictor,
         fit_tree,
-        shapes,
+        trees,
     )
-    from decodax.steps.front import explore
-    from decodax.systems import entry, system
-    from decodax.watermarks import detect_watermark
+    from decodax.caches.table import kv
+    from decodax.contrib import arc
+    from decodax.core.cache import Cache
+    from decodax.core.round import python_loop, run, step
+    from decodax.core.start import init_state
+    from decodax.core.state import State, Status
+    from decodax.core.types import Algorithm, Decision, Model, Out, Params
+    from decodax.core.window import Window
+    from decodax.engine.compilation import cache_programs
+    from decodax.engine.result import LogProbs, Result, Statistics
+    from decodax.front.generate import Stream, generate, stream
+    from decodax.front.infill import Frame, Infilled, Watch, infill, watch
+    from decodax.front.read_twice import read_twice
+    from decodax.front.score import Scores, score
+    from decodax.front.serve import Served, serve
+    from decodax.front.watermarks import detect_watermark
+    from decodax.io.load import LM, load, zoo
+    from decodax.io.quantize import quantize, save
+    from decodax.models import adapters
+    from decodax.sampling import Policy
+    from decodax.search.front import explore
+    from decodax.select.front import Chosen, choose
+    from decodax.sharding import lanes, weave
 
 __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["arc", "choice", "diffusion", "jobs", "kvcache", "policy", "readout", "steps", "systems"],
+    "decodax": ["algorithms", "caches", "jobs", "sampling", "search", "select"],
+    "decodax.algorithms": ["contrastive", "diffusion", "entries"],
+    "decodax.contrib": ["arc"],
     "decodax.models": ["adapters"],
-    "decodax.api": ["Stream", "generate", "stream"],
-    "decodax.autoregressive": ["Autoregressive"],
-    "decodax.cache": ["Cache", "Window"],
-    "decodax.canvas": ["Frame", "Infilled", "Watch", "infill", "watch"],
-    "decodax.choice.front": ["Chosen", "choose"],
+    "decodax.front.generate": ["Stream", "generate", "stream"],
+    "decodax.algorithms.autoregressive": ["Autoregressive"],
+    "decodax.core.cache": ["Cache"],
+    "decodax.core.window": ["Window"],
+    "decodax.front.infill": ["Frame", "Infilled", "Watch", "infill", "watch"],
+    "decodax.select.front": ["Chosen", "choose"],
     "decodax.core.round": ["python_loop", "run", "step"],
     "decodax.core.start": ["init_state"],
     "decodax.core.state": ["State", "Status"],
     "decodax.core.types": ["Algorithm", "Decision", "Model", "Out", "Params"],
-    "decodax.diffusion": ["MaskedDiffusion"],
+    "decodax.algorithms.diffusion": ["MaskedDiffusion"],
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.io.quantize": ["quantize", "save"],
-    "decodax.io.twice": ["read_twice"],
-    "decodax.jobs.serve": ["Served", "serve"],
-    "decodax.kvcache": ["kv"],
-    "decodax.policy": ["Policy"],
-    "decodax.programs": ["cache_programs"],
-    "decodax.result": ["LogProbs", "Result", "Statistics"],
-    "decodax.scoring": ["Scores", "score"],
-    "decodax.sharding": ["apart", "lanes", "weave"],
-    "decodax.speculative": ["Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
-                            "TypicalAcceptance", "automatic", "drafts", "fit_layers", "fit_lengths", "fit_predictor",
-                            "fit_tree", "shapes"],
-    "decodax.steps": ["explore"],
-    "decodax.systems": ["entry", "system"],
-    "decodax.watermarks": ["detect_watermark"],
+    "decodax.front.read_twice": ["read_twice"],
+    "decodax.front.serve": ["Served", "serve"],
+    "decodax.caches": ["kv"],
+    "decodax.sampling": ["Policy"],
+    "decodax.engine.compilation": ["cache_programs"],
+    "decodax.engine.result": ["LogProbs", "Result", "Statistics"],
+    "decodax.front.score": ["Scores", "score"],
+    "decodax.sharding": ["lanes", "weave"],
+    "decodax.algorithms.speculative": [
+        "Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative", "TypicalAcceptance",
+        "apart", "automatic", "drafts", "fit_layers", "fit_lengths", "fit_predictor", "fit_tree", "trees"],
+    "decodax.search": ["explore"],
+    "decodax.algorithms.entries": ["entry", "system"],
+    "decodax.front.watermarks": ["detect_watermark"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -93,11 +100,12 @@ __all__ = [
     "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Chosen", "Decision", "Frame", "Infilled",
     "KSeq", "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
     "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
-    "Watch", "Window", "adapters", "apart", "arc", "automatic", "cache_programs", "choice", "choose",
-    "detect_watermark", "diffusion", "drafts", "entry", "explore", "fit_layers", "fit_lengths", "fit_predictor",
-    "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "kvcache", "lanes", "load", "policy",
-    "python_loop", "quantize", "read_twice", "readout", "run", "save", "score", "serve", "shapes", "step", "steps",
-    "stream", "system", "systems", "watch", "weave", "zoo",
+    "Watch", "Window", "adapters", "algorithms", "apart", "arc", "automatic", "cache_programs", "caches", "choose",
+    "contrastive",
+    "detect_watermark", "diffusion", "drafts", "entries", "entry", "explore", "fit_layers", "fit_lengths",
+    "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "lanes", "load", "python_loop",
+    "quantize", "read_twice", "run", "sampling", "save", "score", "search", "select", "serve", "step", "stream",
+    "system", "trees", "watch", "weave", "zoo",
 ]
 
 
@@ -105,10 +113,9 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'decodax' has no attribute {name!r}")
-    if home == "decodax" or name == "adapters":
+    value = getattr(importlib.import_module(home), name, None) if home != "decodax" else None
+    if value is None:       # a module of the package
         value = importlib.import_module(f"{home}.{name}")
-    else:
-        value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.struct import static, struct
 from decodax.models.diffusion import Diffusion
 from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 from decodax.models.transformer import Transformer, Weights
-from decodax.struct import static, struct
 
 
 class Statistic(abc.ABC):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from decodax.cache import LinearRule
+from decodax.common.struct import short
 from decodax.models.rope import Chunks, Rope
-from decodax.struct import short
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 """Of the MLP: `x sigmoid(x)`, the Gaussian error linear unit exactly or by its tanh form, and `max(x, 0)`."""
@@ -273,7 +273,7 @@ def yoco(config: DecoderConfig, window: int = 1024) -> DecoderConfig:
 def echo_att(config: DecoderConfig, groups: Sequence[Sequence[int]]) -> DecoderConfig:
     """With groups of layers that attend as the first of each does ("EchoAtt: Attend, Copy, then Adjust for More
     Efficient Large Language Models", Rajabzadeh et al., 2024): the others have values of their own, and neither queries
-    nor keys. It is another network, to be distilled as such: `decodax.kvcache.fit_echo_att`.
+    nor keys. It is another network, to be distilled as such: `decodax.train.echo_att`.
 
     >>> c = echo_att(llama(vocab=64, width=32, layers=6, heads=4, mlp=96), [(1, 2), (3, 4)])
     >>> [layer.echoes for layer in c.layers]

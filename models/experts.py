@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.axes import DATA, EXPERT, MODEL, shardwise
+from decodax.common.axes import DATA, EXPERT, MODEL, shardwise
 from decodax.models.config import Experts
 from decodax.models.packed import Kernel, multiply
 

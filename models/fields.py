@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from decodax.core.ids import named
+from decodax.common.ids import named
 
 
 @dataclasses.dataclass(frozen=True)

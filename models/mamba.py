@@ -23,7 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, Recurrent, Window
+from decodax.cache import Recurrent
+from decodax.core.cache import Cache
+from decodax.core.window import Window
 from decodax.models.names import WeightSource
 from decodax.models.packed import multiply
 from decodax.models.state_space import StateSpace, biased, first_steps, kernel, plain, stacked

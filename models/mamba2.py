@@ -24,7 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, LinearRecurrent, Window
+from decodax.cache import LinearRecurrent
+from decodax.core.cache import Cache
+from decodax.core.window import Window
 from decodax.models.names import WeightSource
 from decodax.models.packed import multiply
 from decodax.models.state_space import StateSpace, biased, first_steps, norm, plain, stacked

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.axes import free_axes, platform
-from decodax.struct import Struct, static, struct
+from decodax.common.axes import free_axes, platform
+from decodax.common.struct import Struct, static, struct
 
 LANES = 32
 """On CPU, slices of the inputs have a multiple of this width."""

@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, Window
-from decodax.cache.base import Draftable, Entries, Feature, PyTree
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.wrapper import Wrapper
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, Draftable, Entries, Feature, PyTree
 from decodax.core.types import CacheKind, Model, Out
+from decodax.core.window import Window
 from decodax.models.config import DecoderConfig
 from decodax.models.transformer import Transformer, Weights
-from decodax.struct import static, struct
 
 
 @dataclasses.dataclass(frozen=True)

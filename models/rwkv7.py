@@ -27,8 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache, Recurrent, Window, take
+from decodax.cache import Recurrent
+from decodax.core.cache import Cache
 from decodax.core.types import Out
+from decodax.core.window import Window, take
 from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, multiply
 from decodax.models.state_space import RecurrentNetwork, kernel, plain

@@ -24,10 +24,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache, KeyValues, PerLayer, Recurrent, Window, Wrapper, causal, empty_kv, take
-from decodax.cache.base import Draftable, Entries, PyTree, ReadPrompt
+from decodax.cache import KeyValues, PerLayer, Recurrent, Wrapper, empty_kv
 from decodax.cache.dense import write
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, Draftable, Entries, PyTree, ReadPrompt
 from decodax.core.types import Out
+from decodax.core.window import Window, causal, take
 from decodax.models.names import WeightSource
 from decodax.models.packed import multiply
 from decodax.models.rwkv7 import Rwkv7, Rwkv7Config, describe_rwkv7, layer_norm, read_rwkv7
@@ -35,7 +37,6 @@ from decodax.models.rwkv7 import sources as rwkv7_sources
 from decodax.models.state_space import kernel, plain
 from decodax.models.transformer import Weights
 from decodax.pallas_kernels.window_attention import merge, window_attention, window_attention_lse
-from decodax.struct import static, struct
 
 
 @dataclasses.dataclass(frozen=True)

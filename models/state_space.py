@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, Window, causal
+from decodax.core.cache import Cache
 from decodax.core.types import Model, Out
+from decodax.core.window import Window, causal
 from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.t5 import nested

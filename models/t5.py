@@ -23,8 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Cache, CacheConfig, Window, dense
+from decodax.cache import dense
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Cache, CacheConfig
 from decodax.core.types import CacheKind, Model, Out
+from decodax.core.window import Window
 from decodax.models.config import Activation
 from decodax.models.decoder import ACTIVATIONS
 from decodax.models.names import WeightSource
@@ -32,7 +35,6 @@ from decodax.models.packed import embedded, head, multiply
 from decodax.models.reading import read_activation
 from decodax.models.transformer import EncoderText, Weights, named
 from decodax.pallas_kernels.window_attention import by_position, window_attention
-from decodax.struct import Struct, struct
 
 
 @struct

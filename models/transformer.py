@@ -19,31 +19,21 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.axes import EXPERT, MODEL
-from decodax.cache import (
-    Cache,
-    CacheConfig,
-    Dense,
-    KVLayer,
-    LinearStates,
-    LinearTerms,
-    PerLayer,
-    Window,
-    dense,
-    linear_states,
-    take,
-)
+from decodax.cache import Dense, KVLayer, LinearStates, LinearTerms, PerLayer, dense, linear_states
 from decodax.cache.linear import over_text
+from decodax.common.axes import EXPERT, MODEL
+from decodax.common.struct import Struct, short, struct
+from decodax.core.cache import Cache, CacheConfig
 from decodax.core.packing import Packed as PackedNodes
 from decodax.core.packing import Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
+from decodax.core.window import Window, take
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
 from decodax.models.echoes import value_width
 from decodax.models.packed import Adapted, Packed, embedded
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
-from decodax.struct import Struct, short, struct
 
 Weights = dict[str, Any]
 """A nested dict of arrays, keyed by the network's attribute names: `weights["layers"]["0"]["attn"]["q"]["kernel"]`."""

@@ -24,6 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from decodax.algorithms.speculative import trees
+from decodax.core import drivers
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -31,17 +34,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.autoregressive import Autoregressive
-from decodax.cache import causal
-from decodax.core import drivers
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, measure
+from decodax.algorithms.speculative.drafts import PromptLookup
 from decodax.core.types import Params
+from decodax.core.window import causal
 from decodax.io.load import load
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
-from decodax.policy import build
-from decodax.policy.draw import first_argmax
-from decodax.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, measure, shapes
-from decodax.speculative.drafts import PromptLookup
+from decodax.sampling import build
+from decodax.sampling.draw import first_argmax
 
 SHAPE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
              intermediate_size=2048, vocab_size=32000, max_position_embeddings=8192, tie_word_embeddings=False)
@@ -241,7 +243,7 @@ class Bench:
         algorithms = {"prompt-lookup": Speculative(PromptLookup(length=7)),
                       "sam-decoding": Speculative(drafts.SuffixAutomaton(length=7)),
                       "ngram": Speculative(drafts.NGram(length=7)),
-                      "token-recycling": Speculative(drafts.TokenRecycling(tree=shapes.Fixed.balanced(3, 1, 1))),
+                      "token-recycling": Speculative(drafts.TokenRecycling(tree=trees.Fixed.balanced(3, 1, 1))),
                       "jacobi": Speculative(drafts.Jacobi(length=7))}
         sides = {name: self.decode(1, alg=alg) for name, alg in algorithms.items()}
         widths = {name: 10 if name == "token-recycling" else 8 for name in algorithms}
@@ -260,7 +262,7 @@ class Bench:
         weights, K, rows = small.init_params(jax.random.key(0)), 4, []
         target = self.params
         for batch in (1, 8):
-            alg = Speculative(drafts.DraftModel(small), shape=shapes.Chain(K))
+            alg = Speculative(drafts.DraftModel(small), shape=trees.Chain(K))
             sides = {"round": self._with(self.model, target.replace(draft=weights), self.decode(batch, alg=alg)),
                      "verify": self.bare(batch, K + 1),
                      "draft": self._with(small, Params(weights), self.bare(batch))}
@@ -288,7 +290,7 @@ class Bench:
         """The automatic draft length on text that nothing can be looked up in."""
         rows = []
         for batch in (1, 8, 32):
-            arms = (NOTHING, *(Speculative(PromptLookup(length=7), shape=shapes.Chain(k)) for k in (2, 4, 7)))
+            arms = (NOTHING, *(Speculative(PromptLookup(length=7), shape=trees.Chain(k)) for k in (2, 4, 7)))
             costs = measure(self.model, self.params.target, arms, batch=batch, vocab_size=SHAPE["vocab_size"])
             alg = Adaptive(arms, Automatic(costs))
             times = in_turn({"plain": self.a_token(batch, Autoregressive()), "automatic": self.a_token(batch, alg)},

@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 import decodax as dx
-from decodax.search import BeamSearch
-from decodax.speculative import drafts
+from decodax.algorithms.beams import BeamSearch
+from decodax.algorithms.speculative import drafts
 
 PROMPTS = ["def area(", "import ", "x = [", "class A:"] * 2
 

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
 from decodax.io.load import LM
-from decodax.job import Job
 from decodax.models import Transformer, llama
-from decodax.request import Request
 
 POLICIES = ("snapkv:budget=512", "knorm:budget=512,skip=()", "h2o:budget=512", "adakv:budget=512")
 

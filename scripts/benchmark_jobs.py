@@ -54,9 +54,9 @@ def main() -> None:
     import jax
 
     import decodax as dx
-    from decodax.api import through_batches, through_slots
-    from decodax.jobs import Use
-    from decodax.request import Request
+    from decodax.engine.request import Request
+    from decodax.engine.slots import Use
+    from decodax.front.generate import through_batches, through_slots
 
     lm = dx.load(args.model)
     prompts, new = requests(lm, args.requests, args.longest, args.seed, args.header, args.new)

@@ -26,12 +26,7 @@ from jax import Array, lax
 
 from decodax.pallas_kernels import vocabulary
 from decodax.pallas_kernels.vocabulary.noise import exponentials
-from decodax.pallas_kernels.window_attention import (
-    prefix_attention,
-    quantized,
-    slot_weights,
-    window_attention_lse,
-)
+from decodax.pallas_kernels.window_attention import prefix_attention, quantized, slot_weights, window_attention_lse
 
 FORMS = "dense", "int8", "pages", "prefix", "weights", "draw"
 SCALE = 0.1

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from decodax.core import drivers
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import time
@@ -33,18 +35,17 @@ import numpy as np
 from benchmark import PROMPT, in_turn, median, must_read, of_machine, ratio, read_speed
 from jax import Array, lax
 
-from decodax.autoregressive import Autoregressive
-from decodax.cache import causal
-from decodax.core import drivers
+from decodax.algorithms.autoregressive import Autoregressive
 from decodax.core.types import Params
+from decodax.core.window import causal
 from decodax.io.huge_pages import moved
 from decodax.io.load import LM
 from decodax.io.quantize import quantize
 from decodax.models.config import llama
 from decodax.models.formats import FORMATS
 from decodax.models.transformer import Transformer
-from decodax.policy import build
-from decodax.policy.draw import first_argmax
+from decodax.sampling import build
+from decodax.sampling.draw import first_argmax
 
 MODEL = Transformer(llama(vocab=32000, width=768, layers=12, heads=12, kv_heads=4, mlp=2048, context=8192))
 PEERS = {"arrays": "F32", "float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}

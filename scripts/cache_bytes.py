@@ -8,14 +8,14 @@ import jax
 import numpy as np
 
 from decodax.cache import Wrapper
-from decodax.kvcache.bounded import BoundedCodes
-from decodax.kvcache.coded import Coded
-from decodax.kvcache.evicting import Evicting
-from decodax.kvcache.graded import Graded
-from decodax.kvcache.grouped import Grouped
-from decodax.kvcache.landmarks import Shadowed
-from decodax.kvcache.merging import MergedLayers
-from decodax.kvcache.sublinear import Sublinear
+from decodax.caches.bounded.sublinear import Sublinear
+from decodax.caches.evict.evicting import Evicting
+from decodax.caches.prefill.grouped import Grouped
+from decodax.caches.quantize.bounded import BoundedCodes
+from decodax.caches.quantize.coded import Coded
+from decodax.caches.quantize.graded import Graded
+from decodax.caches.quantize.merging import MergedLayers
+from decodax.caches.sparse.landmarks import Shadowed
 
 
 def held(cache: Any) -> float:

@@ -42,10 +42,9 @@ def run(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length:
     import recall
 
     import decodax as dx
+    from decodax.algorithms.speculative.drafts import OwnCache
     from decodax.cache import dense
-    from decodax.registry import options
-    from decodax.speculative.drafts import OwnCache
-    from decodax.systems import SYSTEMS
+    from decodax.common.registry import SYSTEMS, options
 
     prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
     out = []

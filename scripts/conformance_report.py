@@ -54,7 +54,7 @@ An entry that is another name of the same algorithm is listed with it. `scripts/
 
 def page(root: Path = CASES) -> str:
     """The text of docs/conformance.md."""
-    from decodax.systems import SYSTEMS
+    from decodax.algorithms.entries import SYSTEMS
 
     remarks = tomllib.loads((root / "remarks.toml").read_text())
     found = references(root)

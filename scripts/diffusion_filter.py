@@ -20,8 +20,8 @@ from diffusion_training import Batch, predict
 from jax import Array
 from safetensors.numpy import save_file
 
+from decodax.common.struct import Struct, struct
 from decodax.models import Diffusion, Transformer
-from decodax.struct import Struct, struct
 
 Tree = Any
 

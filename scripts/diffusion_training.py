@@ -30,8 +30,8 @@ from jax import Array
 from lm_training import cast, cross_entropy
 from optax import contrib
 
+from decodax.common.struct import Struct, struct
 from decodax.models import DecoderConfig, Diffusion, Transformer
-from decodax.struct import Struct, struct
 
 Tree = Any
 

@@ -83,7 +83,7 @@ def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
     Raises:
         ValueError: an unknown system or option, or a text of another form.
     """
-    from decodax.systems import SYSTEMS, system
+    from decodax.algorithms.entries import SYSTEMS, system
 
     out = []
     for text in given:

@@ -63,8 +63,8 @@ def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
     Raises:
         ValueError: as `decodax.kv`.
     """
-    from decodax.kvcache.table import find, kv
-    from decodax.registry import options
+    from decodax.caches.table import find, kv
+    from decodax.common.registry import options
 
     entry = find(policy.partition(":")[0])
     given = {**measured, **options(policy, entry.options)}
@@ -87,7 +87,9 @@ def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
 def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequence[Any]) -> dict[str, Any]:
     """What a policy takes that is measured, by option, from texts that are not asked about later and answers that stand
     in them (`needles`). What takes long training is not."""
-    from decodax.kvcache import (
+    from decodax.caches.table import find
+    from decodax.common.registry import options
+    from decodax.train import (
         fit_channels,
         fit_codebooks,
         fit_features,
@@ -97,8 +99,6 @@ def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequenc
         fit_order,
         fit_predictors,
     )
-    from decodax.kvcache.table import find
-    from decodax.registry import options
 
     entry = find(policy.partition(":")[0])
     given = {**entry.options, **options(policy, entry.options)}
@@ -119,7 +119,7 @@ def needles(length: int, count: int = 16) -> list[Any]:
     """Texts with a question each, and where its answer stands in them."""
     import recall
 
-    from decodax.kvcache import Probe
+    from decodax.train import Probe
 
     probes = []
     for problem in recall.problems("needle", count, length, seed=1000):
@@ -132,8 +132,8 @@ def needles(length: int, count: int = 16) -> list[Any]:
 def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
           left_out: list[str] | None) -> list[tuple[str, float | None, Any]]:
     """Each policy at each size, as a kind of cache; a dense one first. Arguments as in `run`."""
-    from decodax.kvcache.table import find, kv
-    from decodax.registry import options
+    from decodax.caches.table import find, kv
+    from decodax.common.registry import options
 
     probes = needles(length)
     texts = [probe.tokens for probe in probes[:8]]
@@ -175,8 +175,8 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
     import recall
     from cache_bytes import held
 
-    from decodax.job import Job
-    from decodax.request import Request
+    from decodax.engine.batch import Job
+    from decodax.engine.request import Request
 
     tasks = list(recall.ANSWERED if tasks is None else tasks)
     cases = sizes(lm, policies, removed, length, left_out)
@@ -317,7 +317,7 @@ def main(argv: list[str]) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     import decodax as dx
-    from decodax.kvcache import POLICIES
+    from decodax.caches import POLICIES
 
     policies = args.policies or [name for name, entry in POLICIES.items() if entry.effect != "exact"]
     console = Console(stderr=True)

@@ -26,9 +26,9 @@ import numpy as np
 import pycode_data as data
 
 import decodax as dx
-from decodax.cache import causal
-from decodax.cache.base import ReadPrompt
-from decodax.kvcache import fit_kv_prediction, train_kv_prediction
+from decodax.core.cache import ReadPrompt
+from decodax.core.window import causal
+from decodax.train import fit_kv_prediction, train_kv_prediction
 
 
 def pieces(documents: list[data.Document], lm: Any, size: int, count: int, each: int = 4) -> list[list[int]]:

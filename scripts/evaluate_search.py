@@ -24,7 +24,7 @@ from typing import Any
 import sums
 
 import decodax as dx
-from decodax import choice, steps
+from decodax import search, select
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -77,7 +77,7 @@ def _chosen(by: Any) -> Method:
         texts = []
         for p, prompt in enumerate(prompts):
             rows = slice(p * n, p * n + n)
-            each = choice.Candidates(drawn.text[rows], prompt, drawn.logprobs.raw[rows].sum(1).astype(float),
+            each = select.Candidates(drawn.text[rows], prompt, drawn.logprobs.raw[rows].sum(1).astype(float),
                                      drawn.lengths[rows].astype(int))
             texts.append(drawn.text[p * n + rule.choose(each).index])
         return texts, float(drawn.lengths.sum())
@@ -85,12 +85,12 @@ def _chosen(by: Any) -> Method:
     return run
 
 
-def _explored(make: Callable[[Verifier, int], steps.Explorer | None]) -> Method:
+def _explored(make: Callable[[Verifier, int], search.Explorer | None]) -> Method:
     def run(lm: Any, prompts: list[str], n: int, verifier: Verifier, options: dict[str, Any]) -> Answers:
         search = make(verifier, n)
         if search is None:
             return [], 0.0
-        out = steps.explore(lm, prompts, search, until="\n", **options)
+        out = search.explore(lm, prompts, search, until="\n", **options)
         return out.text, float(out.tokens)
 
     return run
@@ -106,13 +106,13 @@ def _beams(lm: Any, prompts: list[str], n: int, verifier: Verifier, options: dic
 
 METHODS: dict[str, Method] = {
     "beams": _beams,
-    "majority": _chosen(lambda verifier: choice.SelfConsistency(last)),
-    "mbr": _chosen(lambda verifier: choice.MBR()),
-    "likelihood": _chosen(lambda verifier: choice.Likelihood(0.0)),
-    "best-of-n": _chosen(choice.BestOfN),
-    "particle-filter": _explored(lambda verifier, n: steps.ParticleFilter(verifier, n=n)),
-    "step-beams": _explored(lambda verifier, n: None if n < 2 else steps.StepBeams(verifier, n, max(n // 4, 2))),
-    "a-star": _explored(lambda verifier, n: None if n < 4 else steps.AStar(verifier, n=n, branch=3, expansions=2 * n))}
+    "majority": _chosen(lambda verifier: select.SelfConsistency(last)),
+    "mbr": _chosen(lambda verifier: select.MBR()),
+    "likelihood": _chosen(lambda verifier: select.Likelihood(0.0)),
+    "best-of-n": _chosen(select.BestOfN),
+    "particle-filter": _explored(lambda verifier, n: search.ParticleFilter(verifier, n=n)),
+    "step-beams": _explored(lambda verifier, n: None if n < 2 else search.StepBeams(verifier, n, max(n // 4, 2))),
+    "a-star": _explored(lambda verifier, n: None if n < 4 else search.AStar(verifier, n=n, branch=3, expansions=2 * n))}
 """What is compared. With one row "beams" is greedy decoding, and the others one sample."""
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from pycode_data import load_corpus
 
 import decodax as dx
-from decodax import arc
+from decodax.contrib import arc
 from decodax.models import Embeddings
 
 

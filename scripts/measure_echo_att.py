@@ -15,7 +15,7 @@ import numpy as np
 from measure_less import TEST, TRAIN, texts
 
 import decodax as dx
-from decodax.kvcache import attention_similarity, fit_echo_att
+from decodax.train import attention_similarity, fit_echo_att
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import decodax as dx
-from decodax.kvcache import LessKernels, fit_less, kv
+from decodax.caches import LessKernels, kv
+from decodax.train import fit_less
 
 TRAIN = ("ast", "asyncio.base_events", "calendar", "cgitb", "codecs", "collections", "configparser", "csv", "datetime",
          "decimal", "difflib", "doctest", "email.message", "enum", "fractions", "ftplib", "functools", "gettext",

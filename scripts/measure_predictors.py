@@ -24,11 +24,12 @@ from jax import Array
 from recall import problems, training_text
 
 import decodax as dx
-from decodax.cache import causal
-from decodax.kvcache import AttentionNet, Butler, fit_attention_predictor, fit_token_butler, kv
-from decodax.kvcache.fit_attention_predictor import attention_maps, scores_before
-from decodax.kvcache.fit_token_butler import Scored, estimated
-from decodax.kvcache.retrieval import KeyBounds
+from decodax.caches import AttentionNet, Butler, kv
+from decodax.caches.sparse.retrieval import KeyBounds
+from decodax.core.window import causal
+from decodax.train import fit_attention_predictor, fit_token_butler
+from decodax.train.attention_predictor import attention_maps, scores_before
+from decodax.train.token_butler import Scored, estimated
 
 TASKS = ("recall", "needle", "values", "copy")
 BLOCK, HISTORY = 16, 64

@@ -20,9 +20,10 @@ import numpy as np
 from measure_less import TEST, TRAIN, texts
 
 import decodax as dx
-from decodax.cache import causal
-from decodax.cache.base import ReadPrompt
-from decodax.kvcache import fit_key_books, kv
+from decodax.caches import kv
+from decodax.core.cache import ReadPrompt
+from decodax.core.window import causal
+from decodax.train import fit_key_books
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -38,23 +38,23 @@ FIGURES = ("speculation_results.md", "diffusion.md", "search.md", "conformance.m
 
 API = {
     "decodax": ("decodax", "What most programs need."),
-    "policies": ("decodax.policy", "The chain of transforms that makes the distribution, and rules to sample from it."),
-    "drafts": ("decodax.speculative.drafts", "Where drafts come from."),
-    "shapes": ("decodax.speculative.shapes", "How drafts are laid out as trees."),
-    "diffusion": ("decodax.diffusion", "Samplers of masked diffusion."),
-    "caches": ("decodax.kvcache", "What the cache keeps."),
+    "policies": ("decodax.sampling", "The chain of transforms that makes the distribution, and rules to sample."),
+    "drafts": ("decodax.algorithms.speculative.drafts", "Where drafts come from."),
+    "shapes": ("decodax.algorithms.speculative.trees", "How drafts are laid out as trees."),
+    "diffusion": ("decodax.algorithms.diffusion", "Samplers of masked diffusion."),
+    "caches": ("decodax.caches", "What the cache keeps."),
     "constraints": ("decodax.constraints", "Texts that match."),
-    "search": ("decodax.search", "Beams and related searches."),
-    "steps": ("decodax.steps", "Search on forks of one state."),
-    "choice": ("decodax.choice", "One of several answers."),
-    "readout": ("decodax.readout", "Layers or models against one another."),
+    "search": ("decodax.algorithms.beams", "Beams and related searches."),
+    "steps": ("decodax.search", "Search on forks of one state."),
+    "choice": ("decodax.select", "One of several answers."),
+    "readout": ("decodax.algorithms.contrastive", "Layers or models against one another."),
     "jobs": ("decodax.jobs", "Many prompts."),
     "models": ("decodax.models", "Networks."),
     "formats": ("decodax.models.formats", "Weights in fewer bits."),
     "adapters": ("decodax.models.adapters", "LoRA."),
     "core": ("decodax.core.types", "The contracts of the round."),
-    "plan": ("decodax.plan", "Planning a job."),
-    "harness": ("decodax.harness", "lm-evaluation-harness."),
+    "plan": ("decodax.bench.plan", "Planning a job."),
+    "harness": ("decodax.bench.harness", "lm-evaluation-harness."),
 }
 """Pages of the API: the module, and a line."""
 
@@ -70,8 +70,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_config(config: Any) -> Any:
     """Puts the made pages where the navigation of mkdocs.yml names their folder, as in "systems/"."""
-    from decodax.kvcache import POLICIES
-    from decodax.systems import SYSTEMS
+    from decodax.algorithms.entries import SYSTEMS
+    from decodax.caches import POLICIES
 
     families = dict.fromkeys(e.family for e in SYSTEMS.values())
     made: dict[str, list[Any]] = {
@@ -90,8 +90,8 @@ def on_config(config: Any) -> Any:
 
 def pages() -> dict[str, str]:
     """Every made page by its path below docs/."""
-    from decodax.kvcache import POLICIES
-    from decodax.systems import SYSTEMS
+    from decodax.algorithms.entries import SYSTEMS
+    from decodax.caches import POLICIES
 
     found = {"systems/index.md": systems_index(SYSTEMS.values()), "caches/index.md": caches_index(POLICIES.values()),
              "api/index.md": "# API\n\n| module | |\n|---|---|\n" + "".join(
@@ -106,8 +106,8 @@ def pages() -> dict[str, str]:
 
 def _searches() -> dict[str, tuple[str, dict[str, Any], str]]:
     """By folder: the function that takes the names, their table, and the guide."""
-    from decodax.choice import RULES
-    from decodax.steps import EXPLORERS
+    from decodax.search import EXPLORERS
+    from decodax.select import RULES
 
     return {"searches": ("explore", EXPLORERS, "explore.md"), "rules": ("choose", RULES, "choice.md")}
 
@@ -251,7 +251,7 @@ def search_page(front: str, e: Any, guide: str) -> str:
 
 def search_example(front: str, e: Any) -> str:
     """A call that runs on a shipped model."""
-    from decodax.steps import CanvasExplorer
+    from decodax.search import CanvasExplorer
 
     fills = front == "explore" and issubclass(e.make, CanvasExplorer)
     needed = [name for name, value in e.options.items() if value is ...]

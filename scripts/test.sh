@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the test extras into .venv-test and runs every check:
 #
-#     bash scripts/test.sh                      each law on its smallest cases: 15 to 25 minutes on 2 cores
+#     bash scripts/test.sh                      each law on its smallest cases: within 15 minutes on 2 cores
 #     bash scripts/test.sh --wide               what that leaves out and CI runs as well: up to an hour
 #     bash scripts/test.sh --all                the whole matrix, the slow tests and every mesh: hours
 #     bash scripts/test.sh PYTEST ARGUMENTS     the tests that pytest selects
@@ -20,15 +20,15 @@ export JAX_PLATFORMS=cpu
 
 # tests with collectives run in processes without torch, where JAX's CPU collectives do not crash
 mesh="mesh and not wide and not matrix"
-mesh_files=(tests/laws/test_mesh.py tests/test_api.py tests/test_scoring.py tests/scripts/test_train_lm.py
+mesh_files=(tests/laws/test_mesh.py tests/front/test_api.py tests/front/test_scoring.py tests/scripts/test_train_lm.py
             tests/pallas_kernels/test_vocabulary.py tests/models/test_packed_mesh.py
-            tests/kvcache/test_policies_mesh.py tests/jobs/test_slots_mesh.py tests/search/test_beams_mesh.py
+            tests/caches/test_policies_mesh.py tests/jobs/test_slots_mesh.py tests/algorithms/beams/test_beams_mesh.py
             tests/scripts/test_train_grpo.py
             tests/models/test_experts_mesh.py tests/models/test_adapters_mesh.py tests/models/test_dual_chunk_mesh.py
             tests/models/test_linear_mesh.py
-            tests/kvcache/test_context_mesh.py tests/laws/test_vocabulary_mesh.py tests/laws/test_sequence_mesh.py
-            tests/speculative/test_apart_mesh.py tests/laws/test_weave_mesh.py
-            tests/speculative/test_split_mesh.py)
+            tests/caches/context/test_context_mesh.py tests/laws/test_vocabulary_mesh.py tests/laws/test_sequence_mesh.py
+            tests/algorithms/speculative/test_apart_mesh.py tests/laws/test_weave_mesh.py
+            tests/algorithms/speculative/test_split_mesh.py)
 limit=1200
 if [ "${1:-}" = --wide ]; then
     shift

@@ -72,8 +72,11 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding
 
-    from decodax.autoregressive import Autoregressive
-    from decodax.axes import DATA, MODEL
+    from decodax.algorithms.autoregressive import Autoregressive
+    from decodax.algorithms.speculative import Speculative
+    from decodax.algorithms.speculative.drafts import PromptLookup
+    from decodax.algorithms.speculative.drafts.text.recycling import TokenRecycling, template
+    from decodax.common.axes import DATA, MODEL
     from decodax.core.drivers import advance
     from decodax.core.mesh import heads
     from decodax.core.start import init_state
@@ -82,10 +85,7 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from decodax.models.formats import pack
     from decodax.models.packed import Packed
     from decodax.models.transformer import Transformer
-    from decodax.policy import build
-    from decodax.speculative import Speculative
-    from decodax.speculative.drafts import PromptLookup
-    from decodax.speculative.drafts.recycling import TokenRecycling, template
+    from decodax.sampling import build
 
     data, model_axis = map(int, args.mesh.split("x"))
     devices = list(topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices)

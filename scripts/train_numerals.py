@@ -27,10 +27,10 @@ from rich.console import Console
 from training_run import Cadence, Run, keep_freed_memory
 
 import decodax as dx
+from decodax.algorithms.parallel.cascade import Cascade
 from decodax.io.checkpoint import save_model
 from decodax.models import Transformer
 from decodax.models.families import read_config
-from decodax.search import Cascade
 
 CARD = """---
 license: apache-2.0

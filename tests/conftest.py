@@ -57,8 +57,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def room_for_programs() -> Iterator[None]:
-    """Drops compiled programs before the process runs out of memory maps: see `decodax.programs`."""
-    from decodax.programs import drop_programs
+    """Drops compiled programs before the process runs out of memory maps: see `decodax.engine.compilation`."""
+    from decodax.engine.compilation import drop_programs
 
     yield
     drop_programs(0.45)     # before the library's own guard, which warns

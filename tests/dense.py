@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.cache import causal
+from decodax.core.window import causal
 
 
 @functools.partial(jax.jit, static_argnums=0)

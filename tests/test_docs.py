@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.request import Request
-from decodax.systems import SYSTEMS
+from decodax.algorithms.entries import SYSTEMS
+from decodax.engine.request import Request
 from tests.matrix import often
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -11,12 +11,13 @@ import pytest
 from decodax.functions import FUNCTIONS, Function
 
 PARTS = {
-    "steps.covered": "what `heal` draws from", "steps.k_means": "of phi-decoding", "steps.to_apar": "data for `apar`",
-    "choice.calibrated": "of infalign-ctrl", "choice.equilibrium": "of equilibrium-ranking",
-    "choice.chrf": "a utility of `mbr`", "choice.insert": "for `resolve_edits`", "fit_tree": "of `stand`"}
+    "search.covered": "what `heal` draws from", "search.k_means": "of phi-decoding",
+    "search.to_apar": "data for `apar`", "select.calibrated": "of infalign-ctrl",
+    "select.equilibrium": "of equilibrium-ranking", "select.chrf": "a utility of `mbr`",
+    "select.insert": "for `resolve_edits`", "fit_tree": "of `stand`"}
 """Functions whose docstrings name a paper, but are parts of methods that stand in a listing."""
 
-MODULES = ("decodax", "decodax.steps", "decodax.choice", "decodax.readout")
+MODULES = ("decodax", "decodax.search", "decodax.select", "decodax.algorithms.contrastive")
 
 
 @pytest.mark.parametrize("name", list(FUNCTIONS))

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.canvas import Infilled
-from decodax.job import Job
+from decodax.common.struct import short
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
+from decodax.front.infill import Infilled
 from decodax.jobs.batch import _said
 from decodax.models import adapters
-from decodax.policy import Temperature
-from decodax.request import Request
-from decodax.struct import short
+from decodax.sampling import Temperature
 
 MOST = 500
 
@@ -40,7 +40,7 @@ def objects(lm: dx.LM, job: Job) -> dict[str, Any]:
         "lm": lm, "result": result, "statistics": result.stats, "request": job.request, "job": job, "state": job.state,
         "params": job.params, "policy": job.policy, "cache": job.state.cache, "stream": stream,
         "tokenizer": lm.tokenizer, "logprobs": dx.LogProbs(big, big, big, big), "served": dx.Served(0, None, result),
-        "scores": dx.score(lm, [[1, 2, 3]] * 30), "prefix": dx.kvcache.Prefix(tuple(range(900)), (big,) * 40),
+        "scores": dx.score(lm, [[1, 2, 3]] * 30), "prefix": dx.caches.Prefix(tuple(range(900)), (big,) * 40),
         "adapter": lm.with_adapters({"a": adapters.init(lm.params, jax.random.key(0), rank=2)}),
         "draft": dx.drafts.DraftModel(lm), "speculative": dx.Speculative(dx.drafts.DraftModel(lm)),
         "temperature": Temperature(jnp.zeros(2000)), "model": lm.model,

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from decodax.api import generate
 from decodax.bench.compare import PLAIN
+from decodax.front.generate import generate
 from decodax.io.load import LM
 
 

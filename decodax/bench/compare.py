@@ -4,7 +4,7 @@
     found = compare(lm, {"lookup": dx.Speculative(dx.drafts.PromptLookup(length=7))}, tasks=["copy-edit"], batch=[1])
     print(found.markdown())
 
-`decodax compare` does this for the systems of `decodax.systems`; docs/speculation.md explains the columns.
+`decodax compare` does this for the systems of `decodax.algorithms.entries`; docs/speculation.md explains the columns.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from decodax.api import generate
-from decodax.autoregressive import Autoregressive
+from decodax.algorithms.autoregressive import Autoregressive
 from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.types import Algorithm
+from decodax.engine.compilation import crowded, drop_programs
+from decodax.engine.result import Result
+from decodax.front.generate import generate
 from decodax.io.load import LM
-from decodax.programs import crowded, drop_programs
-from decodax.result import Result
 
 PLAIN = "plain"
 """What plain decoding is called among the systems."""

@@ -16,8 +16,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from decodax.api import generate
 from decodax.bench.tasks import Task
+from decodax.front.generate import generate
 from decodax.io.load import LM
 
 MT_BENCH = frozenset(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from decodax.api import generate
+from decodax.front.generate import generate
 from decodax.io.load import LM
 
 SHORTEST, LONGEST = 24, 96

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from decodax.axes import DATA, MODEL, shardwise
-from decodax.cache.base import ALL, Entries, Feature, PyTree
 from decodax.cache.key_values import KeyValues, empty_kv, key_widths
+from decodax.common.axes import DATA, MODEL, shardwise
+from decodax.common.struct import static, struct
+from decodax.core.cache import ALL, Entries, Feature, PyTree
 from decodax.pallas_kernels.window_attention import Bias, window_attention
-from decodax.struct import static, struct
 
 BLOCK = 32
 """Slots that rows which go on from one another move at once."""

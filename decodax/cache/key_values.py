@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.base import Cache, Draftable, Entries, PyTree
 from decodax.cache.scratch import Scratch
+from decodax.core.cache import Cache, Draftable, Entries, PyTree
 
 
 class KVLayer(NamedTuple):

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.base import Draftable, Entries, Feature, PyTree, Sized
 from decodax.cache.scratch import Scratch
-from decodax.struct import Struct, static, struct
+from decodax.common.struct import Struct, static, struct
+from decodax.core.cache import Draftable, Entries, Feature, PyTree, Sized
 
 BLOCK = 64
 """Nodes of a prompt whose weights for one another are computed at once."""

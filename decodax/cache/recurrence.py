@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.base import Draftable, Entries, Feature, PyTree, Sized
-from decodax.cache.window import Window, take
-from decodax.struct import Struct, static, struct
+from decodax.common.struct import Struct, static, struct
+from decodax.core.cache import Draftable, Entries, Feature, PyTree, Sized
+from decodax.core.window import Window, take
 
 LEAST = -64.0
 """The smallest decay of a node. `exp(-64)` of anything is lost behind the 24 bits of what is added to it."""

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.base import Draftable, Entries, Feature, PyTree, Sized
-from decodax.cache.window import Window, take
-from decodax.struct import static, struct
+from decodax.common.struct import static, struct
+from decodax.core.cache import Draftable, Entries, Feature, PyTree, Sized
+from decodax.core.window import Window, take
 
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 """One step of a recurrence for a batch: the state before and the input, `[B, ...]`, to the state after and the output.

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.base import Cache, Draftable, Entries
-from decodax.cache.window import Window
-from decodax.struct import Struct, struct
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Cache, Draftable, Entries
+from decodax.core.window import Window
 
 
 @struct

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.base import Entries, PyTree
 from decodax.cache.key_values import KeyValues, empty_kv, key_widths
+from decodax.common.struct import static, struct
+from decodax.core.cache import Entries, PyTree
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
-from decodax.struct import static, struct
 
 
 @struct

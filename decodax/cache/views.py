@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.base import Cache, CacheConfig, Draftable, Entries, Feature, PyTree, ReadPrompt
 from decodax.cache.dense import dense
 from decodax.cache.wrapper import Wrapper
-from decodax.struct import static, struct
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, Feature, PyTree, ReadPrompt
 
 
 @struct

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 from jax import Array
 
-from decodax.cache.base import Cache, Draftable, Entries, Feature, PyTree, ReadPrompt
 from decodax.cache.scratch import Scratch
+from decodax.core.cache import Cache, Draftable, Entries, Feature, PyTree, ReadPrompt
 
 
 class Wrapper(Cache):

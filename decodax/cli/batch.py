@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from decodax.cli import generation
 from decodax.cli.common import UsageError, keep_programs, mesh_shape, naming_the_argument
-from decodax.progress import compiling
+from decodax.common.progress import compiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,8 +25,8 @@ from decodax.cli.common import UsageError, keep_programs, naming_the_argument, t
 
 if TYPE_CHECKING:
     from decodax.bench.compare import Comparison, Contender
+    from decodax.engine.result import Result
     from decodax.io.load import LM
-    from decodax.result import Result
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -92,7 +92,7 @@ def generate(args: argparse.Namespace) -> None:
 
 def systems(args: argparse.Namespace) -> None:
     """Prints the table of the published systems."""
-    from decodax.systems import SYSTEMS
+    from decodax.algorithms.entries import SYSTEMS
 
     families = sorted({entry.family for entry in SYSTEMS.values()})
     if args.family not in (None, *families):
@@ -111,7 +111,7 @@ def systems(args: argparse.Namespace) -> None:
 
 def caches(args: argparse.Namespace) -> None:
     """Prints the table of the cache policies."""
-    from decodax.kvcache import POLICIES
+    from decodax.caches import POLICIES
 
     if args.json:
         fields = ("name", "title", "authors", "summary", "effect")
@@ -125,9 +125,9 @@ def caches(args: argparse.Namespace) -> None:
 
 def searches(args: argparse.Namespace) -> None:
     """Prints the tables of searches over steps, of rules that choose an answer, and of methods that are functions."""
-    from decodax.choice import RULES
     from decodax.functions import FUNCTIONS
-    from decodax.steps import EXPLORERS
+    from decodax.search import EXPLORERS
+    from decodax.select import RULES
 
     found = [(front, entry) for front, names in (("explore", EXPLORERS), ("choose", RULES))
              for entry in names.values()]
@@ -159,10 +159,10 @@ def compare(args: argparse.Namespace) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     import decodax as dx
+    from decodax.algorithms.entries import SYSTEMS
     from decodax.bench.compare import compare as run
     from decodax.bench.questions import questions
     from decodax.bench.tasks import Task, sampled
-    from decodax.systems import SYSTEMS
 
     with naming_the_argument():
         chosen = _systems(args.names)
@@ -184,7 +184,7 @@ def compare(args: argparse.Namespace) -> None:
                         draft=draft.name if draft else None, report=report)
     predicted = None
     if args.on:
-        from decodax.plan.predict import predict, share
+        from decodax.bench.plan.predict import predict, share
         with naming_the_argument():
             predicted = predict(found, chosen, args.on, args.as_model, capacity=args.capacity,
                                 draft_share=share(lm, draft))
@@ -226,7 +226,7 @@ def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any
 
 def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Namespace) -> None:
     """Prints what the systems would give on another slice."""
-    from decodax.plan.predict import COLUMNS
+    from decodax.bench.plan.predict import COLUMNS
 
     for task, batch in dict.fromkeys((one.task, one.batch) for one in predicted):
         print(f"\n{task}, batch {batch}: predicted for {args.as_model} on {args.on}")
@@ -238,7 +238,7 @@ def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Nam
 def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """The system and options of each `NAME[:OPTION=VALUE,...]`; "all" is every system that is measured against plain
     decoding, under one of its names."""
-    from decodax.systems import SYSTEMS, parse
+    from decodax.algorithms.entries import SYSTEMS, parse
 
     every = [name for name, entry in SYSTEMS.items()
              if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
@@ -249,7 +249,7 @@ def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
     """The algorithm of a system, or a function of the batch size that makes it if it depends on that."""
-    from decodax.systems import SYSTEMS, system
+    from decodax.algorithms.entries import SYSTEMS, system
 
     entry = SYSTEMS[name]
     build = functools.partial(system, name, lm, draft if entry.drafts else None, **options)

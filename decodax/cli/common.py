@@ -73,7 +73,7 @@ def mesh_shape(text: str) -> tuple[int, int]:
 
 def keep_programs() -> str:
     """Keeps compiled programs between calls if possible. Returns the directory, or why it is not possible."""
-    from decodax.programs import cache_programs
+    from decodax.engine.compilation import cache_programs
 
     try:
         return cache_programs()

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     from lm_eval.utils import make_table
 
     import decodax as dx
-    from decodax import harness
+    from decodax.bench import harness
 
     given = {name: value for name in ("dtype", "weights", "adapter") if (value := getattr(args, name)) is not None}
     lm = dx.load(args.model, **given)

@@ -138,12 +138,12 @@ def load(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[LM, Algori
     import decodax as dx
 
     with naming_the_argument():
-        named = dx.systems.parse(args.algorithm) if args.algorithm else None
+        named = dx.entries.parse(args.algorithm) if args.algorithm else None
     lm = dx.load(args.model, dtype=args.dtype, weights=args.weights, adapter=args.adapter, mesh=mesh)
     if named is None:
         return lm, None
     name, choices = named
-    draft = dx.load(args.draft, mesh=mesh) if dx.systems.SYSTEMS[name].drafts else None
+    draft = dx.load(args.draft, mesh=mesh) if dx.entries.SYSTEMS[name].drafts else None
     with naming_the_argument():
         return lm, dx.system(name, lm, draft, **choices)
 

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(f"--price: takes DEVICE=X, as v5e=1.2 ({error})") from error
     mesh = None if args.mesh is None else list(map(mesh_shape, args.mesh))
-    from decodax.plan import COLUMNS, plan
+    from decodax.bench.plan import COLUMNS, plan
 
     sampling = {"temperature": args.temperature} | ({} if args.top_p is None else {"top_p": args.top_p})
     with naming_the_argument():

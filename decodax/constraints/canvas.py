@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.common.struct import Struct, static, struct
 from decodax.constraints.transform import Constrained, TokenTable
 from decodax.core.types import DEAD_END
-from decodax.policy.base import Context, PyTree
-from decodax.policy.draw import draw, winner
-from decodax.struct import Struct, static, struct
+from decodax.sampling.base import Context, PyTree
+from decodax.sampling.draw import draw, winner
 
 OUTSIDE = 1e4
 """What a token loses that a truncation has left out: such tokens are taken where the language wants one of them."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from decodax.struct import short
+from decodax.common.struct import short
 
 DEAD = -1
 LARGEST = 20_000

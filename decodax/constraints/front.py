@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.arguments import shown, text, unicode, wrong
 from decodax.constraints.dfa import Dfa, TooLarge, literals
 from decodax.constraints.ebnf import Elsewhere, Recursive, ebnf
 from decodax.constraints.hosted import Hosted, Matcher
@@ -19,7 +20,6 @@ from decodax.constraints.regex import regex
 from decodax.constraints.schema import canonical, json_schema
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.constraints.transform import Constrained, TokenTable
-from decodax.policy.arguments import shown, text, unicode, wrong
 
 BASES = ("regex", "json_schema", "choices", "grammar", "tools")
 ARGUMENTS = (*BASES, "tool_choice", "tool_tags", "required_phrases", "banned_phrases", "constraint_after")

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.policy.base import Context, PyTree, Transform
-from decodax.struct import static, struct
+from decodax.common.struct import static, struct
+from decodax.sampling.base import Context, PyTree, Transform
 
 KEPT = 8192
 """Matchers of recent texts."""

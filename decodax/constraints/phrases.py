@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.arguments import shown, unicode
 from decodax.constraints.dfa import Builder, Dfa
 from decodax.constraints.schema import Unsupported, canonical, json_schema
-from decodax.policy.arguments import shown, unicode
 
 TAGS = ("<tool_call>\n", "\n</tool_call>")
 """What stands around a call in the form of Hermes, and of Qwen."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from decodax.common.struct import short
 from decodax.constraints.dfa import DEAD, Dfa, levels, neighbours
-from decodax.struct import short
 
 FAR = np.iinfo(np.int32).max // 2
 """A distance that nothing reaches."""

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.struct import Struct, static, struct
 from decodax.constraints.tokens import FAR, TokenDfa
 from decodax.core.stops import StopTable
-from decodax.policy.base import Context, Policy, PyTree, Transform
-from decodax.struct import Struct, static, struct
+from decodax.sampling.base import Context, Policy, PyTree, Transform
 
 
 @struct

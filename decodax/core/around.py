@@ -9,9 +9,10 @@ from typing import Any, Self
 
 from jax import Array
 
-from decodax.cache import Cache, Feature, Window
+from decodax.core.cache import Cache, Feature
 from decodax.core.state import State
 from decodax.core.types import Algorithm, CacheKind, Decision, Model, Observer, Out, Params
+from decodax.core.window import Window
 
 
 class Around(Algorithm):
@@ -164,3 +165,12 @@ class AroundModel(Model):
 
     def no_inputs(self, inputs: Any) -> None:
         self.base.no_inputs(inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Readout(AroundModel, abc.ABC):
+    """`base`, its hidden states read in another way. Cache and weights are its own."""
+
+    @abc.abstractmethod
+    def apply(self, params: Any, window: Window, cache: Cache) -> Out:
+        """As `Model.apply`."""

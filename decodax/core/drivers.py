@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Cache, ReadPrompt
-from decodax.cache.hosted import choose_rows, put_rows
 from decodax.core import keys
+from decodax.core.cache import Cache, ReadPrompt
+from decodax.core.host_memory import choose_rows, put_rows
 from decodax.core.mesh import auto_region
 from decodax.core.prefill import Extend, Prefill, Silent, prefill_rounds
 from decodax.core.round import run

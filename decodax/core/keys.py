@@ -63,7 +63,7 @@ def uniforms(keys: Array, positions: Array, purpose: Purpose, salt: Array | None
 def addresses(keys: Array, positions: Array, purpose: Purpose, salt: Array | None = None) -> Array:
     """The two words that each position's draw from a vocabulary is addressed by: `u32[B, W, 2]`.
 
-    Arguments as in `uniforms`. `decodax.policy.draw` makes the noise of every token from them.
+    Arguments as in `uniforms`. `decodax.sampling.draw` makes the noise of every token from them.
     """
     salt = jnp.zeros(keys.shape, jnp.int32) if salt is None else salt
     one = lambda key, position, salt: address(at(key, position, purpose, salt))

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from decodax.axes import DATA, MODEL
-from decodax.cache import Cache
+from decodax.common.axes import DATA, MODEL
+from decodax.core.cache import Cache
 
 T = TypeVar("T")
 

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.axes import DATA
-from decodax.cache import Cache, Window
+from decodax.common.axes import DATA
+from decodax.core.cache import Cache
+from decodax.core.window import Window
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Window, causal
+from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Observer, Out, Params
-from decodax.struct import Struct, struct
+from decodax.core.window import Window, causal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.common.struct import Struct, struct
 from decodax.pallas_kernels.vocabulary import top_k
-from decodax.struct import Struct, struct
 
 
 @struct

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import ReadPrompt, Window, take
+from decodax.core.cache import ReadPrompt
+from decodax.core.checks import array, instance, pair, same_form
 from decodax.core.clip import clip
-from decodax.core.contracts import array, instance, pair, same_form
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
 from decodax.core.state import State, Stats, Status
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
+from decodax.core.window import Window, take
 
 
 def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) -> State:

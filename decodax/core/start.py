@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.axes import constrain
-from decodax.cache import require
+from decodax.common.axes import constrain
 from decodax.core import keys
+from decodax.core.cache import require
 from decodax.core.mesh import auto_region, heads
 from decodax.core.record import empty_record
 from decodax.core.state import State, Stats, Status
@@ -26,7 +26,7 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         tokens: `i32[B, T]` prompts, left-aligned. prompt_length: `i32[B]`, from 1 to T.
         size: slots `N` of the token buffer and of the cache, static; at least T. A row that reaches it finishes with
             `Status.CAPACITY`, so make it at least prompt + max_new. Attention walks a cache in blocks of 128 slots, so
-            a size above 128 is a multiple of it, as `decodax.memory.bucket` gives.
+            a size above 128 is a multiple of it, as `decodax.core.memory.bucket` gives.
         max_new, min_new: `i32[B]` or scalars, traced. A row that may make no token is finished from the start.
         seed, request, sample: `u32[B]` or scalars that address the row's randomness; `request` defaults to the row. A
             seed of 64 bits is a row of `u32[B, 2]`, high word first.

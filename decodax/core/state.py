@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Cache
 from decodax.core.record import Record
-from decodax.struct import Struct, struct
 
 PyTree = Any
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.struct import Struct, struct
+from decodax.common.struct import Struct, struct
 
 
 @struct

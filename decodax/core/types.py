@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 from jax import Array
 
-from decodax.cache import Cache, Entries, Feature, Window, take
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Cache, Entries, Feature
 from decodax.core.composed import Composed
 from decodax.core.record import Record
 from decodax.core.state import State
-from decodax.struct import Struct, struct
+from decodax.core.window import Window, take
 
 PyTree = Any
 
@@ -406,5 +407,5 @@ class Algorithm(Composed, abc.ABC):
 
     @abc.abstractmethod
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
-        """What of it is true. `dist` is the policy at each node of the window: a `decodax.policy.Distribution`. Weights
-        of a further model (a judge, a reward model) are `params.role(name)`."""
+        """What of it is true. `dist` is the policy at each node of the window: a `decodax.sampling.Distribution`.
+        Weights of a further model (a judge, a reward model) are `params.role(name)`."""

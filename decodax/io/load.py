@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import decodax.models
-from decodax.core.ids import named
+from decodax.common.arguments import shown
+from decodax.common.ids import named
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
 from decodax.io import huge_pages
@@ -27,7 +28,6 @@ from decodax.models import Transformer, adapters, dual_chunk, linear_weights, li
 from decodax.models.diffusion import Diffusion
 from decodax.models.fields import checked
 from decodax.models.formats import Format
-from decodax.policy.arguments import shown
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
 """Where the shipped models lie."""

@@ -19,10 +19,10 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors.numpy import save_file
 
+from decodax.common.struct import fields
 from decodax.io.files import ONE, CheckpointError, Files
 from decodax.models.formats import KINDS
 from decodax.models.packed import Packed
-from decodax.struct import fields
 
 ENTRY = "packed_weights"
 """In config.json: for each packed weight its kind and its fields; for an array its dtype and shape."""

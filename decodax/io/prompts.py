@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from decodax.common.arguments import host, is_whole, shown, wrong
 from decodax.io.appended import appended
 from decodax.io.chat import ChatTemplateError
-from decodax.policy.arguments import host, is_whole, shown, wrong
 
 if TYPE_CHECKING:
     from decodax.io.load import LM

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.common.progress import bar
 from decodax.core.mesh import on_mesh
 from decodax.io import huge_pages
 from decodax.io.checkpoint import save_mamba2, save_model
@@ -28,7 +29,6 @@ from decodax.models.mamba2 import Mamba2
 from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 from decodax.models.transformer import Transformer
-from decodax.progress import bar
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
              "chat_template.jinja")

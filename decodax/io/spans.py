@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.arguments import shown, unicode
 from decodax.io.text import Tokenizer
-from decodax.policy.arguments import shown, unicode
 
 Ids = Sequence[int] | np.ndarray
 Chat = Sequence[Mapping[str, Any]]

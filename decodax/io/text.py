@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from decodax.core.ids import named
+from decodax.common.ids import named
 from decodax.core.stops import first_match, held, sought, stop_strings
 from decodax.io.added_tokens import add_tokens, special_tokens
 from decodax.io.appended import appended

@@ -14,18 +14,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from decodax.caches.evict.selection import in_bytes
+from decodax.common.arguments import positive, whole
 from decodax.core.state import Status
+from decodax.engine.arrivals import Arriving
+from decodax.engine.queue import Refused, Ticket, ahead_of, schedule
+from decodax.engine.request import OutOfTime
+from decodax.engine.result import Result
+from decodax.engine.slots import Use
+from decodax.front.serve import ALONE, address, given, read, settled
 from decodax.io.load import LM
-from decodax.jobs.arrivals import Arriving
 from decodax.jobs.lines import Fields, Line, LineError, pyarrow, rows
-from decodax.jobs.schedule import Refused, Ticket, ahead_of, schedule
-from decodax.jobs.serve import ALONE, address, given, read, settled
-from decodax.jobs.slots import Use
 from decodax.jobs.store import FORMATS, Store, digest
-from decodax.kvcache.selection import in_bytes
-from decodax.policy.arguments import positive, whole
-from decodax.request import OutOfTime
-from decodax.result import Result
 
 BROKEN = "the model's logits held a NaN or an infinity"
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from decodax.common.arguments import outside
+from decodax.engine.request import FRONT
 from decodax.jobs import openai
 from decodax.jobs.openai import LineError
-from decodax.policy.arguments import outside
-from decodax.policy.build import DEFAULTS
-from decodax.request import FRONT
+from decodax.sampling.build import DEFAULTS
 
 RESULT = ("id", "custom_id", "text", "status", "prompt_tokens", "new_tokens", "tokens", "logprobs", "top_ids",
           "top_logprobs", "error")

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from decodax.caches.evict.selection import in_bytes
+from decodax.common.arguments import whole
 from decodax.core.state import Status
+from decodax.engine.queue import Refused, Ticket, schedule
+from decodax.engine.request import OutOfTime, Request
+from decodax.front.serve import address, read, settled
 from decodax.io.load import LM
 from decodax.jobs.batch import BROKEN, answer, reason
 from decodax.jobs.columns import of_results, table
 from decodax.jobs.lines import Fields, Filled, LineError
-from decodax.jobs.schedule import Refused, Ticket, schedule
-from decodax.jobs.serve import address, read, settled
-from decodax.kvcache.selection import in_bytes
-from decodax.policy.arguments import whole
-from decodax.request import OutOfTime, Request
 
 
 class Worker:

@@ -1,23 +1,36 @@
-"""Search over texts: beams, candidates, and rows that go on from one another."""
+"""Search over texts that grow step by step, on forks of one compiled state: see `explore`.
 
-from decodax.search.adadec import AdaDec
-from decodax.search.beams import BeamSearch
-from decodax.search.best_first import BestFirst
-from decodax.search.cascade import Cascade, TargetLengths
-from decodax.search.contrastive import ContrastiveSearch
-from decodax.search.corpus import Corpus
-from decodax.search.evidence import Evidence
-from decodax.search.group import GroupThink
-from decodax.search.lexical import DynamicBeams, GridBeams
-from decodax.search.ngrams import NGrams
-from decodax.search.phrases import Ordered, Unordered
-from decodax.search.rejection import AWRS
-from decodax.search.seal import CorpusBeams
-from decodax.search.stochastic import StochasticBeams
-from decodax.search.superposed import Superposed
-from decodax.search.uid import UID
-from decodax.search.vector_fsd import VectorFSD
+The vocabulary is small. `Forks.extend` lets rows write a step, a search weighs what they have written, `Forks.fork`
+says which row goes on from which, `Forks.feed` puts text behind rows, and `Forks.ahead` looks how rows would go on.
+"""
 
-__all__ = ["AWRS", "UID", "AdaDec", "BeamSearch", "BestFirst", "Cascade", "ContrastiveSearch", "Corpus",
-           "CorpusBeams", "DynamicBeams", "Evidence", "GridBeams", "GroupThink", "NGrams", "Ordered",
-           "StochasticBeams", "Superposed", "TargetLengths", "Unordered", "VectorFSD"]
+from decodax.search.apar import APAR, Thread
+from decodax.search.apar_data import Tuning, from_apar, outline, to_apar
+from decodax.search.beam import AStar, StepBeams, mean_shortfall
+from decodax.search.canvases import Canvases
+from decodax.search.desel import desel, separated
+from decodax.search.diffusion_tree import DTS, DTSStar
+from decodax.search.drafting import atts, lookahead_reasoning, same_words
+from decodax.search.explorer import CanvasExplorer, Explored, Explorer, Ranked, resample
+from decodax.search.forks import Forks
+from decodax.search.front import explore
+from decodax.search.healing import Healed, covered, heal
+from decodax.search.integrative import Integrated, Together, integrate
+from decodax.search.lag import lag_decode
+from decodax.search.lattice import lattice_decode
+from decodax.search.monitors import TrimR, WithTools
+from decodax.search.particles import SMC, ParticleFilter, Steering
+from decodax.search.phi import PhiDecoding, k_means, tf_idf
+from decodax.search.prompting import batch_prompt, pedal, sketch_guided
+from decodax.search.recombination import TextLattice
+from decodax.search.retrieval import CoRAG
+from decodax.search.self_infilling import Phases, SelfInfilled, self_infill
+from decodax.search.table import EXPLORERS, explorer
+from decodax.search.tree import TreePO
+
+__all__ = ["APAR", "DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "CoRAG", "DTSStar", "Explored",
+           "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter", "Phases", "PhiDecoding", "Ranked",
+           "SelfInfilled", "Steering", "StepBeams", "TextLattice", "Thread", "Together", "TreePO", "TrimR", "Tuning",
+           "WithTools", "atts", "batch_prompt", "covered", "desel", "explore", "explorer", "from_apar", "heal",
+           "integrate", "k_means", "lag_decode", "lattice_decode", "lookahead_reasoning", "mean_shortfall", "outline",
+           "pedal", "resample", "same_words", "self_infill", "separated", "sketch_guided", "tf_idf", "to_apar"]

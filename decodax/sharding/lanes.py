@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from decodax.axes import constrain
-from decodax.cache import Cache, Window
+from decodax.common.axes import constrain
 from decodax.core.around import AroundModel
+from decodax.core.cache import Cache
 from decodax.core.round import run
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Model, Out, Params
+from decodax.core.window import Window
 from decodax.sharding.place import DATA, batch_specs
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.axes import DATA
+from decodax.common.axes import DATA
 from decodax.core.mesh import rows
-from decodax.policy import Policy
+from decodax.sampling import Policy
 
 
 def batch_specs(tree: Any) -> Any:

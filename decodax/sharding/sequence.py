@@ -10,7 +10,7 @@ see more, so they are shorter: `partition` finds the lengths with the least time
 *Pipeline* ("Mnemosyne", Agrawal et al., 2024: sequence pipeline parallelism): device `s` has some of the layers. A
 chunk of the text enters the first stage as soon as that has passed on the chunk before. `chunks` cuts the text so that
 no chunk takes longer than a round may: the further, the shorter, since each sees more (adaptive chunking). The third of
-its axes, a cache divided by positions, is `decodax.kvcache.context`.
+its axes, a cache divided by positions, is `decodax.caches.context.context`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import Dense
-from decodax.cache.window import causal
 from decodax.core.state import State
+from decodax.core.window import causal
 from decodax.models.transformer import Transformer
 from decodax.pallas_kernels.window_attention import window_attention
 

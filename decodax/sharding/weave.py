@@ -27,7 +27,7 @@ from decodax.core.mesh import auto_region
 from decodax.core.round import step
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Model, Params
-from decodax.policy import Policy
+from decodax.sampling import Policy
 from decodax.sharding.lanes import divisible
 from decodax.sharding.place import DATA
 

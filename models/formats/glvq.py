@@ -34,12 +34,12 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.axes import free_axes, platform
+from decodax.common.axes import free_axes, platform
+from decodax.common.struct import static, struct
 from decodax.models.calibration import Statistic
 from decodax.models.formats.format import Format
 from decodax.models.formats.lattices import expand, learn, salience, start_errors
 from decodax.models.packed import DECODED, Packed
-from decodax.struct import static, struct
 
 DAMPING = 0.01
 """Of the mean of the diagonal of `X X^T`, added to it, as GPTQ does (Frantar et al., 2022)."""

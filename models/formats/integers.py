@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.axes import platform
+from decodax.common.axes import platform
+from decodax.common.struct import struct
 from decodax.models.formats.qserve import EXACT, hadamard
 from decodax.models.packed import Packed, dot, partial_sums, total
 from decodax.pallas_kernels.packed_matmul.reference import scaled
-from decodax.struct import struct
 
 GROUP = 128
 """Inputs of an output that share a scale of 4-bit weights."""

@@ -28,12 +28,12 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.axes import platform
+from decodax.common.axes import platform
+from decodax.common.struct import struct
 from decodax.models.formats.format import Format
 from decodax.models.names import flatten
 from decodax.models.packed import Packed, dot, partial_sums, total
 from decodax.models.transformer import Transformer, Weights
-from decodax.struct import struct
 
 PROTECTED = {"pre-scale": 119, "post-scale": 120}
 """The largest 8-bit weight of the first step, by kind of zero. Steps are 16 at most, so what comes back is off by 8."""

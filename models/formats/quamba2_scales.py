@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import Window, causal
+from decodax.core.window import Window, causal
 from decodax.models.formats.integers import rotate
 from decodax.models.mamba2 import Mamba2, Mamba2Config, mixed, projected
 from decodax.models.t5 import nested

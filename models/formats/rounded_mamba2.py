@@ -15,14 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache import Cache, ReadPrompt, Recurrent, Window, causal, take
+from decodax.cache import Recurrent
 from decodax.cache.recurrence import chained
+from decodax.common.struct import struct
+from decodax.core.cache import Cache, ReadPrompt
+from decodax.core.window import Window, causal, take
 from decodax.models.formats.integers import codes_of
 from decodax.models.mamba2 import Mamba2, Mamba2Config, convolved, gated, projected, steps
 from decodax.models.packed import multiply
 from decodax.models.state_space import biased
 from decodax.models.transformer import Weights
-from decodax.struct import struct
 
 
 @struct

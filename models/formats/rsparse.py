@@ -24,11 +24,11 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.axes import free_axes, platform
+from decodax.common.axes import free_axes, platform
+from decodax.common.struct import struct
 from decodax.models.calibration import Statistic
 from decodax.models.formats.format import Format
 from decodax.models.packed import Packed, dot
-from decodax.struct import struct
 
 LOWEST, HIGHEST = -24, 16
 """Magnitudes are counted from `2**LOWEST` to `2**HIGHEST`, and what is beyond with the last of these."""

@@ -11,12 +11,12 @@ from typing import Any, Self
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.axes import platform
+from decodax.common.axes import platform
+from decodax.common.struct import static, struct
 from decodax.models.formats.format import Format
 from decodax.models.packed import LANES, Packed, dot, partial_sums, total
 from decodax.pallas_kernels.packed_matmul import Axes, packed_matmul
 from decodax.pallas_kernels.packed_matmul.reference import scaled
-from decodax.struct import static, struct
 
 Convert = Callable[[Array, Any], Array]
 """Codes, and the numbers of a dtype that they stand for."""

@@ -22,12 +22,12 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.axes import free_axes, platform
+from decodax.common.axes import free_axes, platform
+from decodax.common.struct import static, struct
 from decodax.models.calibration import Statistic
 from decodax.models.formats.clusters import means, nearest
 from decodax.models.formats.format import Format
 from decodax.models.packed import DECODED, Packed, dot, partial_sums, total
-from decodax.struct import static, struct
 
 SLICES = 8
 """Slices of the inputs: a byte has a bit of the code of one weight of each."""

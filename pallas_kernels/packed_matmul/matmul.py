@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from decodax.axes import DATA, free_axes, platform, shardwise
+from decodax.common.axes import DATA, free_axes, platform, shardwise
 from decodax.pallas_kernels.packed_matmul import reference
 
 Implementation = Literal["xla", "mosaic_tpu"]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.axes import DATA, MODEL, free_axes, platform
+from decodax.common.axes import DATA, MODEL, free_axes, platform
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Exponential noise from a hash: a few integer operations a token, alike in XLA and in kernels.
 
-`decodax.policy.draw` says what it is for.
+`decodax.sampling.draw` says what it is for.
 """
 
 from __future__ import annotations

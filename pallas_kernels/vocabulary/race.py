@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from decodax.axes import DATA, MODEL, free_axes, platform, shardwise
+from decodax.common.axes import DATA, MODEL, free_axes, platform, shardwise
 from decodax.pallas_kernels.vocabulary import reference
 
 Implementation = Literal["xla", "mosaic_tpu"]
@@ -20,8 +20,8 @@ FAST = 64 << 20
 
 def draw(logits: Array, address: Array, temperature: Array, k: Array | None = None, p: Array | None = None,
          min_p: Array | None = None, *, implementation: Implementation | None = None) -> tuple[Array, Array]:
-    """One token a node by the exponential race of `decodax.policy.draw`, from what temperature, top-k, top-p and min-p
-    leave, in this order.
+    """One token a node by the exponential race of `decodax.sampling.draw`, from what temperature, top-k, top-p and
+    min-p leave, in this order.
 
     Args:
         logits: `f32[B, W, V]`. address: `u32[B, W, 2]`.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from decodax.axes import DATA, MODEL, constrain, free_axes, shardwise
+from decodax.common.axes import DATA, MODEL, constrain, free_axes, shardwise
 from decodax.pallas_kernels.vocabulary.nodes import TILE, fitting, in_parts
 
 BLOCK = 128

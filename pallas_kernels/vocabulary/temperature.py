@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.axes import platform
+from decodax.common.axes import platform
 
 FAR = 4096.0
 """From here on the largest logit over the temperature is taken off first. A float32 is within 2.5e-4 below it, so that

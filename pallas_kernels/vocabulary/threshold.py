@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from decodax.axes import MODEL, free_axes, platform, shardwise
+from decodax.common.axes import MODEL, free_axes, platform, shardwise
 
 
 def largest_threshold(order: Array, weights: Array, share: Array) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from decodax.axes import DATA, MODEL, compute_capability, platform, shardwise
+from decodax.common.axes import DATA, MODEL, compute_capability, platform, shardwise
 from decodax.pallas_kernels.window_attention import reference
 from decodax.pallas_kernels.window_attention.reference import MASKED
 

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from decodax.axes import compute_capability
+from decodax.common.axes import compute_capability
 
 MASKED = -1e30
 

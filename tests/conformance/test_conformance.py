@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.diffusion import Filter
+from decodax.algorithms.diffusion import Filter
 from tests.conformance.checkpoints import digest, write
 
 CASES = Path(__file__).parent / "cases"
-# one of each kind of rule; for the caches and the rules that decide when a text is ready, tests/diffusion has the
-# authors' loops in NumPy
+# one of each kind of rule; for the caches and the rules that decide when a text is ready, tests/algorithms/diffusion
+# has the authors' loops in NumPy
 OFTEN = {
     "assisted-generation", "prompt-lookup", "token-recycling", "pearl", "pgj", "self-speculative",      # drafts
     "llada", "dream", "maskgit", "mdlm", "remdm",                   # as many as a schedule says, by rank or by chance

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decodax.speculative import drafts
-from tests.speculative.drafting import chains, first, observe, paths, propose, rows
+from decodax.algorithms.speculative import drafts
+from tests.algorithms.speculative.drafting import chains, first, observe, paths, propose, rows
 
 FOLDER = Path(__file__).parent / "drafts"
 FILES = sorted(f for f in FOLDER.glob("*.json") if f.stem != "aggressive-decoding")

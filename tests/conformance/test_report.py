@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from decodax.systems import SYSTEMS
+from decodax.algorithms.entries import SYSTEMS
 
 HERE = Path(__file__).parent
 

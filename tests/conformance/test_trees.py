@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax.algorithms.speculative import trees
+from decodax.algorithms.speculative.source import Answer, Grower, Level, Source
+from decodax.common.struct import struct
 from decodax.core.types import Params
-from decodax.policy import build
-from decodax.speculative import shapes
-from decodax.speculative.source import Answer, Grower, Level, Source
-from decodax.struct import struct
-from tests.speculative.drafting import Rows, paths, rows
+from decodax.sampling import build
+from tests.algorithms.speculative.drafting import Rows, paths, rows
 
 FILES = {f.stem: json.loads(f.read_text()) for f in sorted((Path(__file__).parent / "trees").glob("*.json"))}
 
@@ -60,7 +60,7 @@ def grown(data: dict[str, Any], group: dict[str, Any]) -> Any:
     s = rows(*([5, token] for token in data["newest"]), size=8)
     s = Ends(**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)})
     options = {k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in group["options"].items()}
-    return _grown(getattr(shapes, data["shape"])(**options), Table(**group["table"]), s)
+    return _grown(getattr(trees, data["shape"])(**options), Table(**group["table"]), s)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -81,9 +81,9 @@ def test_trees_of_drafts_are_the_authors(name: str, group: dict[str, Any]) -> No
 def test_trees_of_acceptance_rates_are_the_authors(case: dict[str, Any]) -> None:
     """Of trees that are equally good one is taken: paths of the same ranks in another order are worth the same."""
     o = case["options"]
-    tree = shapes.sequoia_for(o["accept"], {int(n): t for n, t in o["verify"]}, o["draft"], o["length"]) \
-        if "verify" in o else shapes.sequoia(**o)
+    tree = trees.sequoia_for(o["accept"], {int(n): t for n, t in o["verify"]}, o["draft"], o["length"]) \
+        if "verify" in o else trees.sequoia(**o)
     ranks = lambda paths: sorted(tuple(sorted(path)) for path in paths)
     assert ranks(tree.paths) == ranks(case["paths"])
     worth = sum(math.prod(o["accept"][i] for i in path) for path in case["paths"])
-    assert shapes.expected(o["accept"], tree) == pytest.approx(1 + worth)
+    assert trees.expected(o["accept"], tree) == pytest.approx(1 + worth)

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax.algorithms.speculative import verify
+from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import keys
-from decodax.speculative import verify
-from decodax.speculative.shapes import Chain, Fixed
-from tests.speculative.test_verify import LENGTH, judge
+from tests.algorithms.speculative.test_verify import LENGTH, judge
 
 FILES = {f.stem: json.loads(f.read_text()) for f in sorted((Path(__file__).parent / "verify").glob("*.json"))}
 

@@ -16,12 +16,12 @@ import pytest
 from scipy.stats import chisquare
 
 import decodax as dx
-from decodax.cache import causal
+from decodax.algorithms.speculative import MultiRound, Rejection, SeedExact, Speculative, drafts, trees
+from decodax.algorithms.speculative.grown import Grown
 from decodax.constraints.transform import Constrained, TokenTable
+from decodax.core.window import causal
 from decodax.io.load import LM
-from decodax.policy.base import Policy, Temperature
-from decodax.speculative import MultiRound, Rejection, SeedExact, Speculative, drafts, shapes
-from decodax.speculative.grown import Grown
+from decodax.sampling.base import Policy, Temperature
 from tests.constraints.test_generate import PERSON
 from tests.matrix import often
 
@@ -70,8 +70,8 @@ def test_states_follow_what_is_drafted_and_behind_the_end_all_is_free() -> None:
 
 
 FORMS: dict[str, Any] = {
-    "chain": shapes.Chain(4), "tree": shapes.Fixed.balanced(3, 2, 1), "sure chain": shapes.ConfidenceChain(4, 0.01),
-    "confident tree": shapes.ConfidenceTree(nodes=8, length=4, width=3), "opt tree": shapes.OptTree(nodes=8, length=4)}
+    "chain": trees.Chain(4), "tree": trees.Fixed.balanced(3, 2, 1), "sure chain": trees.ConfidenceChain(4, 0.01),
+    "confident tree": trees.ConfidenceTree(nodes=8, length=4, width=3), "opt tree": trees.OptTree(nodes=8, length=4)}
 
 
 @pytest.mark.wide
@@ -103,7 +103,7 @@ def test_what_the_mask_is_worth_to_the_shipped_draft_model() -> None:
     for temperature, held, unheld in ((0.0, 2.27, 1.09), (1.0, 2.62, 1.17)):
         given: dict[str, Any] = dict(json_schema=person, max_new_tokens=40, temperature=temperature)
         prompts, found = ["x = ", "# a person\n", "data = json.loads(", "def f():\n    return "], []
-        for draft in (Grown(source, shapes.Chain(4)), Unheld(source, shapes.Chain(4))):
+        for draft in (Grown(source, trees.Chain(4)), Unheld(source, trees.Chain(4))):
             found.append(dx.generate(lm, prompts, algorithm=Speculative(draft), **given))
         assert found[0].tokens.tolist() == found[1].tokens.tolist()
         for out, want in zip(found, (held, unheld), strict=True):
@@ -142,6 +142,6 @@ def test_a_draft_model_that_agrees_is_accepted_whole(pair: tuple[LM, LM]) -> Non
     lm, _ = pair
     for temperature in (0.0, 1.0):
         out = dx.generate(lm, PROMPTS[:2], json_schema=PERSON, max_new_tokens=32, temperature=temperature,
-                          algorithm=Speculative(drafts.DraftModel(lm), shape=shapes.Chain(4)))
+                          algorithm=Speculative(drafts.DraftModel(lm), shape=trees.Chain(4)))
         least = -(-np.asarray(out.lengths) // 5)
         assert (np.asarray(out.stats.rounds) == least).all()

@@ -19,12 +19,12 @@ import pytest
 
 import decodax as dx
 import tests.scripts  # noqa: F401, which says where the programs are
+from decodax.algorithms.beams import BeamSearch
+from decodax.algorithms.entries import SYSTEMS
+from decodax.algorithms.speculative import Rejection, Speculative, drafts, trees
 from decodax.constraints.front import constrain, read
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
-from decodax.search import BeamSearch
-from decodax.speculative import Rejection, Speculative, drafts, shapes
-from decodax.systems import SYSTEMS
 from tests.constraints.test_regex import simple, valid
 from tests.matrix import often
 
@@ -52,7 +52,7 @@ def filled(name: str, **options: Any) -> Callable[[LM], dict[str, Any]]:
 WAYS: dict[str, Callable[[LM], dict[str, Any]]] = {
     "plain": lambda lm: {}, "speculative": lookup(), "rejection": lookup(verify=Rejection()),
     "forced": lambda lm: dict(algorithm=Speculative(drafts.Forced(6, drafts.PromptLookup(4)))),
-    "draft model": lambda lm: dict(algorithm=Speculative(drafts.DraftModel(lm), shape=shapes.Fixed.balanced(2, 2, 1))),
+    "draft model": lambda lm: dict(algorithm=Speculative(drafts.DraftModel(lm), shape=trees.Fixed.balanced(2, 2, 1))),
     "beams": lambda lm: dict(num_beams=3), "beam search": lambda lm: dict(algorithm=BeamSearch(3), temperature=0.0),
     "blocks": filled("llada", block=8, steps=2), "canvas": filled("mdlm", steps=3, size=64)}
 CANVAS = ("blocks", "canvas")

@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 
 import decodax as dx
 from decodax.constraints import json_schema, regex
+from decodax.core import drivers
 from decodax.io.load import LM
 from tests.matrix import often
 
@@ -65,7 +66,7 @@ def test_speculation_changes_nothing(lm: LM, algorithm: str, temperature: float)
 @pytest.mark.wide
 @pytest.mark.parametrize("base", often([False], [False, True]))
 def test_what_must_follow_is_drafted(lm: LM, base: bool) -> None:
-    from decodax.speculative import drafts
+    from decodax.algorithms.speculative import drafts
 
     alg = dx.Speculative(drafts.Forced(6, drafts.PromptLookup(4) if base else None))
     named = {"type": "object", "properties": {"identifier": {"type": "boolean"}, "description": {"type": "null"}},
@@ -80,8 +81,8 @@ def test_what_must_follow_is_drafted(lm: LM, base: bool) -> None:
 
 @pytest.mark.matrix
 def test_drafted_beams_keep_to_it(lm: LM) -> None:
-    from decodax.search import BeamSearch
-    from decodax.speculative import drafts
+    from decodax.algorithms.beams import BeamSearch
+    from decodax.algorithms.speculative import drafts
 
     given: dict[str, Any] = dict(regex=CALL, max_new_tokens=14, num_samples=2)
     plain = dx.generate(lm, PROMPTS[:2], algorithm=BeamSearch(2), **given)
@@ -195,7 +196,6 @@ def test_a_constraint_and_a_ban_that_leave_nothing_end_the_row(lm: LM) -> None:
 
 @pytest.mark.wide
 def test_another_constraint_of_the_same_size_compiles_nothing(lm: LM) -> None:
-    from decodax.core import drivers
 
     dx.generate(lm, "one", regex="[a-c]{2,3}", max_new_tokens=8)
     before = drivers.compiled()

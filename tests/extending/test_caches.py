@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.algorithms.speculative.drafts import LayerSkip
+from decodax.algorithms.speculative.trees import Fixed
 from decodax.models.diffusion import Diffusion
-from decodax.speculative.drafts import LayerSkip
-from decodax.speculative.shapes import Fixed
 from tests.extending.pages import run_page
 from tests.matrix import often
 

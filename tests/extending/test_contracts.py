@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.cache import CacheConfig
-from decodax.choice.candidates import Rule
-from decodax.policy import Custom
-from decodax.search import BeamSearch
-from decodax.speculative.shapes import Chain
-from decodax.speculative.source import Draft, Shape, Source
-from decodax.speculative.tree import Proposal, chain
-from decodax.speculative.verify import SeedExact, Verifier
-from decodax.steps.explorer import Explorer
-from tests.kvcache.test_policies import SMALL
+from decodax.algorithms.beams import BeamSearch
+from decodax.algorithms.speculative.source import Draft, Shape, Source
+from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.trees import Chain
+from decodax.algorithms.speculative.verify import SeedExact, Verifier
+from decodax.core.cache import CacheConfig
+from decodax.sampling import Custom
+from decodax.search.explorer import Explorer
+from decodax.select.candidates import Rule
+from tests.caches.test_policies import SMALL
 
 IDS = [[3, 1, 4], [2, 7]]
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.algorithms.entries import SYSTEMS
 from decodax.core.types import Params
-from decodax.systems import SYSTEMS
-from tests.diffusion.network import Network
+from tests.algorithms.diffusion.network import Network
+from tests.algorithms.speculative.drafting import paths, propose, rows
 from tests.extending.pages import run_page
 from tests.laws.cases import MASK, POLICIES, decode, model, prompts, start, texts
 from tests.matrix import often
-from tests.speculative.drafting import paths, propose, rows
 
 pytestmark = pytest.mark.wide      # the guide runs as it stands
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.cache import Window, causal
+from decodax.core.window import Window, causal
 from decodax.models import T5, Embeddings, EncoderText, Experts, Transformer, llama
 from decodax.models.decoder import ACTIVATIONS
 from decodax.models.experts import mix, route
@@ -32,7 +32,7 @@ POLICY: dict[str, Any] = dict(temperature=[0.0, 0.0, 1.0, 1.0], top_p=0.95, seed
 """Two rows greedy, two sampled."""
 
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
-TREE = dx.shapes.Fixed.balanced(2, 2)
+TREE = dx.trees.Fixed.balanced(2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_drafts_leave_the_tokens_of_a_recurrent_model_as_they_are(recurrent: Any
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("shape", [pytest.param(dx.shapes.Chain(3), marks=pytest.mark.matrix), TREE],
+@pytest.mark.parametrize("shape", [pytest.param(dx.trees.Chain(3), marks=pytest.mark.matrix), TREE],
                          ids=["chain", "tree"])
 def test_a_recurrent_model_drafts(recurrent: Any, shape: Any) -> None:
     """For another model; and what it drafts for itself is always right, so its states are."""
@@ -218,7 +218,7 @@ def test_what_needs_truncation_or_rewrites_is_refused_by_name(recurrent: Any) ->
     with pytest.raises(ValueError, match=r"cache: Speculative\(CLaSp\) needs one that supports truncation, which "
                                          "Recurrent does not"):
         tokens_of(recurrent, algorithm=dx.Speculative(dx.drafts.CLaSp(attention(), skips=1)))
-    from decodax.diffusion import Adapter, Blocks, DualCache, MaskedDiffusion
+    from decodax.algorithms.diffusion import Adapter, Blocks, DualCache, MaskedDiffusion
     from decodax.models import Diffusion
 
     fills = dataclasses.replace(recurrent, diffusion=Diffusion(mask=63))

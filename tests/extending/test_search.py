@@ -16,15 +16,15 @@ import torch
 import transformers
 
 import decodax as dx
-from decodax.cache import causal
 from decodax.core import keys
 from decodax.core.keys import Purpose, addresses
+from decodax.core.window import causal
 from decodax.io.checkpoint import save_model
-from decodax.policy.draw import draw
+from decodax.sampling.draw import draw
+from tests.algorithms.speculative.drafting import toys_logits
 from tests.extending.pages import run_page
 from tests.laws.cases import VOCABULARY, model, start
 from tests.laws.toy import Toy
-from tests.speculative.drafting import toys_logits
 
 SMALL, EOS, NEW = 6, 2, 5
 PROMPTS = [[1, 3, 4], [5], [0, 3, 3, 1, 5, 4]]

@@ -14,11 +14,11 @@ import pytest
 
 import decodax as dx
 from decodax import jobs
-from decodax.job import BatchShape
-from decodax.jobs.slots import Slots
-from decodax.request import Request
+from decodax.engine.batch import BatchShape
+from decodax.engine.request import Request
+from decodax.engine.slots import Slots
+from tests.caches.test_policies import SMALL
 from tests.jobs.test_slots import PROMPTS
-from tests.kvcache.test_policies import SMALL
 
 
 def test_answers_come_as_they_finish_with_options_of_their_own() -> None:

@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.api import merge
-from decodax.autoregressive import Autoregressive
+from decodax.algorithms.autoregressive import Autoregressive
 from decodax.core.state import State, Status
+from decodax.engine.batch import BatchShape
+from decodax.engine.queue import Ticket, schedule, unstarted
+from decodax.engine.request import Request
+from decodax.engine.slots import Slots, Use, kin, possible
+from decodax.front.generate import merge
 from decodax.io.load import LM
-from decodax.job import BatchShape
-from decodax.jobs import Slots, Ticket, Use, schedule
-from decodax.jobs.schedule import unstarted
-from decodax.jobs.slots import kin, possible
 from decodax.models.diffusion import Diffusion
-from decodax.request import Request
-from tests.kvcache.test_policies import SMALL
+from tests.caches.test_policies import SMALL
 from tests.matrix import often
 
 COUNT = 12

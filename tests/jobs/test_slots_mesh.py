@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType
 
 import decodax as dx
+from tests.caches.test_policies import MODEL, SMALL
 from tests.jobs.test_slots import OPTIONS, PROMPTS
-from tests.kvcache.test_policies import MODEL, SMALL
 from tests.matrix import often
 
 pytestmark = pytest.mark.mesh

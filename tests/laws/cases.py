@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.autoregressive import Autoregressive
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.diffusion import Adapter, Blocks, MaskedDiffusion, Quota, Random
+from decodax.algorithms.speculative import Proposal, Rejection, Speculative, chain
+from decodax.algorithms.speculative.drafts import PromptLookup
+from decodax.algorithms.speculative.source import Answer, Draft, Source
 from decodax.core import drivers, keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Params
-from decodax.diffusion import Adapter, Blocks, MaskedDiffusion, Quota, Random
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
-from decodax.policy import build
-from decodax.speculative import Proposal, Rejection, Speculative, chain
-from decodax.speculative.drafts import PromptLookup
-from decodax.speculative.source import Answer, Draft, Source
+from decodax.sampling import build
 from tests.laws.toy import Toy
 
 VOCABULARY = 16

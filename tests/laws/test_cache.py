@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.autoregressive import Autoregressive
-from decodax.cache import Slotted, causal, dense, empty_slots
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.cache import Slotted, dense, empty_slots
+from decodax.common.struct import struct
 from decodax.core import drivers
+from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import merge, window_attention, window_attention_lse
-from decodax.struct import struct
 from tests.laws.cases import ALGORITHMS, POLICIES, decode, prompts, start, texts
 from tests.matrix import often
 

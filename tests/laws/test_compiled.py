@@ -12,22 +12,29 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
 import decodax as dx
-from decodax import diffusion
-from decodax.autoregressive import Autoregressive
+from decodax.algorithms import diffusion
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Rejection, Speculative
+from decodax.algorithms.speculative.drafts import (
+    DraftModel,
+    DynamicExit,
+    LayerSkip,
+    Lookahead,
+    PromptLookup,
+    TokenRecycling,
+)
+from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.bench.report import callbacks, collectives, copies, parse
-from decodax.cache import causal
 from decodax.core import drivers
 from decodax.core.start import init_state
 from decodax.core.types import Params
+from decodax.core.window import causal
 from decodax.io.load import LM
 from decodax.models.config import llama
 from decodax.models.diffusion import Diffusion
 from decodax.models.transformer import Transformer
-from decodax.policy import build
+from decodax.sampling import build
 from decodax.sharding import lanes, place
-from decodax.speculative import NOTHING, Adaptive, Automatic, Rejection, Speculative
-from decodax.speculative.drafts import DraftModel, DynamicExit, LayerSkip, Lookahead, PromptLookup, TokenRecycling
-from decodax.speculative.shapes import Chain, Fixed
 from tests.laws import cases
 from tests.matrix import often
 

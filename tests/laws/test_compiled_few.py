@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.autoregressive import Autoregressive
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.speculative import Rejection, Speculative
+from decodax.algorithms.speculative.drafts import PromptLookup, TokenRecycling
+from decodax.algorithms.speculative.trees import Fixed
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
-from decodax.policy import build
-from decodax.speculative import Rejection, Speculative
-from decodax.speculative.drafts import PromptLookup, TokenRecycling
-from decodax.speculative.shapes import Fixed
+from decodax.sampling import build
 
 VOCABULARY = 32
 NETWORK = Transformer(llama(vocab=VOCABULARY, width=16, layers=1, heads=2, kv_heads=1, mlp=24, context=4096))

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax.diffusion as d
+import decodax.algorithms.diffusion as d
+from decodax.algorithms.diffusion import MaskedDiffusion
+from decodax.algorithms.entries import SYSTEMS
 from decodax.core import drivers
 from decodax.core.round import python_loop, run
 from decodax.core.state import Status
 from decodax.core.types import LayeredModel, Params
-from decodax.diffusion import MaskedDiffusion
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
-from decodax.policy import build
-from decodax.systems import SYSTEMS
+from decodax.sampling import build
 from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, texts
 from tests.matrix import often
 
@@ -161,8 +161,8 @@ ELSEWHERE = {"adablock", "apd", "d2f", "d3llm", "diffusion-gemma", "dimple", "di
              "llada2", "llada2.1", "localleap", "maskgit", "mdlm", "prophet", "recap", "remdm", "sbd", "sdar", "sdlm",
              "ssd"}
 """What is decoded here only with `--all`: in default and wider tests, a comparison with its published loop under
-`tests/diffusion`, with its authors' outcomes under `tests/conformance`, or an entry with the same parts stands for
-it."""
+`tests/algorithms/diffusion`, with its authors' outcomes under `tests/conformance`, or an entry with the same parts
+stands for it."""
 
 
 @pytest.fixture(scope="module", params=in_one_process(

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.autoregressive import Autoregressive
-from decodax.cache import causal
-from decodax.policy import build
-from decodax.speculative import Proposal, Speculative
-from decodax.speculative.drafts import SJD, NGramModel, PromptLookup, Stand
-from decodax.speculative.shapes import Chain, Fixed
-from decodax.speculative.source import Draft
-from decodax.speculative.verify import Block, KSeq, MultiRound, Rejection
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.speculative import Proposal, Speculative
+from decodax.algorithms.speculative.drafts import SJD, NGramModel, PromptLookup, Stand
+from decodax.algorithms.speculative.source import Draft
+from decodax.algorithms.speculative.trees import Chain, Fixed
+from decodax.algorithms.speculative.verify import Block, KSeq, MultiRound, Rejection
+from decodax.core.window import causal
+from decodax.sampling import build
 from tests.laws.cases import VOCABULARY, Sampled, Table, decode, model
 from tests.matrix import often
 
@@ -129,7 +129,8 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 # what is left to the matrix follows from other laws: seed-exact rows are plain decoding's, rules for trees are
-# rejection on a chain, and tests/speculative/test_verify.py enumerates drafts with replacement and certain ones
+# rejection on a chain, and tests/algorithms/speculative/test_verify.py enumerates drafts with replacement and certain
+# ones
 OFTEN = [("plain", "truncated"),
          *((c, "floored") for c in ("chain-rejection", "tree-multi-round"))]
 

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from decodax.autoregressive import Autoregressive
-from decodax.speculative import Rejection, Speculative
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.speculative import Rejection, Speculative
 from tests.laws.cases import LEFT_TO_RIGHT, MODELS, POLICIES, Sampled, Scripted, decode, prompts, texts
 from tests.matrix import often
 

@@ -13,7 +13,7 @@ from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
-from decodax.policy import build
+from decodax.sampling import build
 from decodax.sharding import lanes, place
 from tests.laws.cases import ALGORITHMS, MASK, POLICIES, VOCABULARY, prompts, texts
 from tests.matrix import often

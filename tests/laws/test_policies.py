@@ -6,15 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.autoregressive import Autoregressive
-from decodax.policy import build
-from decodax.policy.arithmetic import Arithmetic
-from decodax.policy.base import Context, ScoreTemperature, Transform, WarmTemperature
-from decodax.policy.custom import Custom
-from decodax.policy.length import ExponentialDecayLength
-from decodax.policy.penalties import EncoderRepetition, Repetition
-from decodax.speculative import Speculative
-from decodax.speculative.drafts import PromptLookup
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.speculative import Speculative
+from decodax.algorithms.speculative.drafts import PromptLookup
+from decodax.sampling import build
+from decodax.sampling.arithmetic import Arithmetic
+from decodax.sampling.base import Context, ScoreTemperature, Transform, WarmTemperature
+from decodax.sampling.custom import Custom
+from decodax.sampling.length import ExponentialDecayLength
+from decodax.sampling.penalties import EncoderRepetition, Repetition
 from tests.laws.cases import POLICIES, VOCABULARY, decode, prompts, texts
 from tests.matrix import often
 
@@ -89,7 +89,7 @@ def test_a_constant_added_to_all_logits_changes_no_distribution(name):
 
 def test_the_law_covers_the_transforms():
     known = lambda cls: {cls}.union(*(known(sub) for sub in cls.__subclasses__()))
-    every = {cls for cls in known(Transform) if cls.__module__.startswith("decodax.policy.")} - {Transform}
+    every = {cls for cls in known(Transform) if cls.__module__.startswith("decodax.sampling.")} - {Transform}
     seen = {type(link) for name in CHAINS for link in links(name)}
     # Custom is the user's, and Arithmetic is made by a call for all samples of a prompt; scores of beams are those of
     # texts, so a constant would count as often as a text has tokens

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from decodax import Algorithm, Decision
-from decodax.cache import Window, causal
 from decodax.core.keys import Purpose, addresses
 from decodax.core.state import State
 from decodax.core.types import Out, Params
-from decodax.policy.draw import draw
+from decodax.core.window import Window, causal
+from decodax.sampling.draw import draw
 from tests.laws.cases import VOCABULARY, decode, model, start, texts
 
 PROMPTS = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 5, 5, 2, 7]]

@@ -12,22 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from decodax.autoregressive import Autoregressive
+from decodax.algorithms.autoregressive import Autoregressive
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
-from decodax.policy import build
-from decodax.sharding import (
-    LayerCost,
-    PartitionTable,
-    Pipeline,
-    PrefillChain,
-    chain_time,
-    chunks,
-    partition,
-    place,
-)
+from decodax.sampling import build
+from decodax.sharding import LayerCost, PartitionTable, Pipeline, PrefillChain, chain_time, chunks, partition, place
 
 NETWORK = Transformer(llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256))
 WEIGHTS = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, NETWORK.init_params(jax.random.key(5)))

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.algorithms.entries import SYSTEMS, system
+from decodax.algorithms.speculative import Logistic
 from decodax.core import drivers
 from decodax.core.state import Status
 from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.io.text import Tokenizer
-from decodax.policy import build
-from decodax.speculative import Logistic
-from decodax.systems import SYSTEMS, system
+from decodax.sampling import build
 from tests.laws.cases import POLICIES, VOCABULARY, model, prompts, texts
 from tests.matrix import often
 from tests.small_tokenizers import of_words
@@ -27,7 +27,7 @@ LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec
            "specache")
 """What drafts with some of the target's layers, or on another cache of it."""
 # aliases are other names for these, and systems of masked diffusion have laws of their own
-# searches write by rules of their own: tests/search
+# searches write by rules of their own: tests/algorithms/beams
 NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
 # what reads a node's own text and what truncates, and a banned token; together: also a bias and XTC
 BANNED = 2
@@ -226,7 +226,7 @@ def test_several_samples_of_a_prompt_with_arms():
 @pytest.mark.matrix
 def test_arms_of_any_drafts_equal_plain_decoding():
     """A table of the target's distributions, probes, a draft model's tree: each draft is told of every round."""
-    tree = dx.Speculative(dx.drafts.DraftModel(lm("toy-draft")), shape=dx.shapes.Fixed.balanced(2, 2))
+    tree = dx.Speculative(dx.drafts.DraftModel(lm("toy-draft")), shape=dx.trees.Fixed.balanced(2, 2))
     s = decode(system("ucbspec", lm("toy"), lm("toy-draft"), arms=("stand", "lookahead", tree)), "toy")
     assert texts(s) == plain("toy")[0]
     assert (np.asarray(s.algo[0].count[0]) > 0).all()

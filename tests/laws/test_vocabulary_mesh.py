@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from decodax.autoregressive import Autoregressive
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.beams import BeamSearch, DynamicBeams, StochasticBeams
+from decodax.algorithms.contrastive.adadec import AdaDec
+from decodax.algorithms.contrastive.search import ContrastiveSearch
+from decodax.algorithms.parallel.superposed import Superposed
 from decodax.bench.report import collectives, parse
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
-from decodax.policy import build
-from decodax.search import AdaDec, BeamSearch, ContrastiveSearch, DynamicBeams, StochasticBeams, Superposed
+from decodax.sampling import build
 from decodax.sharding import place
 from tests.matrix import often
 

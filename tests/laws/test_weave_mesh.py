@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from decodax.algorithms.beams import BeamSearch
 from decodax.bench.report import Instruction, Program, collectives, parse
 from decodax.core import drivers
 from decodax.core.round import run
 from decodax.core.types import Params
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
-from decodax.policy import build
-from decodax.search import BeamSearch
+from decodax.sampling import build
 from decodax.sharding import place, weave
 from tests.laws.cases import ALGORITHMS, POLICIES, VOCABULARY, prompts, texts
 

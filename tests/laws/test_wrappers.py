@@ -16,29 +16,38 @@ import numpy as np
 import pytest
 
 import decodax
-from decodax.cache import CacheConfig, Feature
+from decodax.algorithms.beams.beams import BeamSearch
+from decodax.algorithms.beams.lexical import DynamicBeams, GridBeams, _Lexical
+from decodax.algorithms.beams.seal import CorpusBeams
+from decodax.algorithms.diffusion.round import Round
+from decodax.algorithms.parallel.cascade import _Order
+from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Speculative
+from decodax.algorithms.speculative.adaptive.arms import _Arm
+from decodax.algorithms.speculative.adaptive.fit_trees import Counted
+from decodax.algorithms.speculative.adaptive.predictor import Watched
+from decodax.algorithms.speculative.apart import _Ahead, _There
+from decodax.algorithms.speculative.drafter import Drafter
+from decodax.algorithms.speculative.drafts import (
+    DraftExit,
+    Fallback,
+    Forced,
+    Merged,
+    Pearl,
+    SpecBranch,
+    Staged,
+    TargetRooted,
+)
+from decodax.algorithms.speculative.drafts.model.intersection import Intersection
+from decodax.algorithms.speculative.grown import Grown, Trimmed
+from decodax.algorithms.speculative.reflective import Reflective
+from decodax.algorithms.speculative.source import Draft, Source
+from decodax.algorithms.speculative.trees import Fixed
+from decodax.algorithms.speculative.verify import Verifier
 from decodax.core.around import Around, AroundModel
+from decodax.core.cache import CacheConfig, Feature
 from decodax.core.composed import Composed
 from decodax.core.types import Algorithm, Model
-from decodax.diffusion.round import Round
-from decodax.jobs.piggyback import Mixed, Piggyback
-from decodax.search.beams import BeamSearch
-from decodax.search.cascade import _Order
-from decodax.search.lexical import DynamicBeams, GridBeams, _Lexical
-from decodax.search.seal import CorpusBeams
-from decodax.sharding.apart import _Ahead, _There
-from decodax.speculative import NOTHING, Adaptive, Automatic, Speculative
-from decodax.speculative.adaptive import _Arm
-from decodax.speculative.drafter import Drafter
-from decodax.speculative.drafts import DraftExit, Fallback, Forced, Merged, Pearl, SpecBranch, Staged, TargetRooted
-from decodax.speculative.drafts.intersection import Intersection
-from decodax.speculative.fit import Counted
-from decodax.speculative.grown import Grown, Trimmed
-from decodax.speculative.predictor import Watched
-from decodax.speculative.reflective import Reflective
-from decodax.speculative.shapes import Fixed
-from decodax.speculative.source import Draft, Source
-from decodax.speculative.verify import Verifier
+from decodax.engine.piggyback import Mixed, Piggyback
 
 for module in pkgutil.walk_packages(decodax.__path__, "decodax."):
     if not module.name.endswith("__main__"):

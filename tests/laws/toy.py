@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decodax.cache import Cache, Window, dense
+from decodax.cache import dense
+from decodax.core.cache import Cache
 from decodax.core.types import Model, Out
+from decodax.core.window import Window
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import decodax as dx
 from decodax.cli import main
+from decodax.engine.request import Request
 from decodax.io.text import Tokenizer
-from decodax.request import Request
 from tests.malformed.case import IDS, Case, World
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import decodax as dx
-from decodax.request import Request
+from decodax.engine.request import Request
 from tests.malformed.case import IDS, Case, Thing, World, loop
 
 

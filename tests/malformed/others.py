@@ -11,8 +11,8 @@ from pathlib import Path
 import jax.numpy as jnp
 
 import decodax as dx
-from decodax.policy import Temperature
-from decodax.request import Request
+from decodax.engine.request import Request
+from decodax.sampling import Temperature
 from tests.malformed.case import IDS, Case, Thing
 
 

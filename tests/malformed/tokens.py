@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import decodax as dx
-from decodax.request import Request
+from decodax.engine.request import Request
 from tests.malformed.case import IDS, NEW, Case, Thing, World, loop
 
 LISTS = {"suppress_tokens": False, "begin_suppress_tokens": False, "allowed_token_ids": True, "eos_token_id": True,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import decodax as dx
-from decodax.request import Request
+from decodax.engine.request import Request
 from tests.malformed.case import FIXED, IDS, NEW, Case, Thing, World, rows
 
 WHOLE = {"max_new_tokens": 0, "max_length": 5, "min_new_tokens": 0, "seed": 0, "request_ids": 0, "num_samples": 1,

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.caches import kv
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
 from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
-from decodax.job import Job
-from decodax.kvcache import kv
 from decodax.models import DecoderConfig, Transformer, cla, llama, yoco
-from decodax.request import Request
 from tests.matrix import often
 
 BASE = llama(vocab=16, width=16, layers=4, heads=4, kv_heads=2, mlp=24, context=256)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from decodax.cache import causal
+from decodax.core.window import causal
 
 GUIDE = Path(__file__).parents[2] / "docs" / "custom_model.md"
 

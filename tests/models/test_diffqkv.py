@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.caches import kv
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
 from decodax.io.load import LM
-from decodax.job import Job
-from decodax.kvcache import kv
 from decodax.models import Transformer, diffqkv, llama
-from decodax.request import Request
-from tests.kvcache.test_policies import PROMPTS
+from tests.caches.test_policies import PROMPTS
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

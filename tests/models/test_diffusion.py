@@ -16,8 +16,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import decodax as dx
-from decodax.cache import Window, bidirectional, block_causal, causal_prefix
-from decodax.diffusion import Adapter, MaskedDiffusion
+from decodax.algorithms.diffusion import Adapter, MaskedDiffusion
+from decodax.core.window import Window, bidirectional, block_causal, causal_prefix
 from decodax.io.checkpoint import CheckpointError, save_model
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import read_config

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.algorithms.speculative import Rejection, Speculative, drafts, trees
 from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
 from decodax.models import Chunks, Rope, Transformer, dual_chunk, llama
 from decodax.models.families import read_config
 from decodax.models.names import flatten
 from decodax.pallas_kernels.window_attention import FixedBias, quantized, window_attention
-from decodax.speculative import Rejection, Speculative, drafts, shapes
 from tests.conformance.checkpoints import CHECKPOINTS, digest, weights, write
 from tests.matrix import often
 
@@ -79,7 +79,7 @@ def test_a_text_within_one_chunk_is_read_as_without_chunks() -> None:
 
 DRAFTS: dict[str, Any] = {
     "chain": lambda: Speculative(drafts.PromptLookup(4)),
-    "tree": lambda: Speculative(drafts.DraftModel(lm()), shape=shapes.Fixed.balanced(2, 2, 1)),
+    "tree": lambda: Speculative(drafts.DraftModel(lm()), shape=trees.Fixed.balanced(2, 2, 1)),
     "table": lambda: "token-recycling"}
 
 

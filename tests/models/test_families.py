@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from decodax.cache import Window, causal
+from decodax.core.window import Window, causal
 from decodax.io.checkpoint import load_model
 from decodax.models import Transformer
 from tests.matrix import often

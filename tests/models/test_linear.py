@@ -15,23 +15,15 @@ from flax import nnx
 
 import decodax as dx
 from decodax.bench.report import copies, parse
-from decodax.cache import LinearRule, LinearTerms, PerLayer, Window, causal
+from decodax.cache import LinearRule, LinearTerms, PerLayer
 from decodax.cache.linear import BLOCK, over_text
+from decodax.caches import kv
 from decodax.core import drivers
 from decodax.core.start import init_state
 from decodax.core.types import Params
+from decodax.core.window import Window, causal
 from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
-from decodax.kvcache import (
-    Probe,
-    fit_channels,
-    fit_codebooks,
-    fit_heads,
-    fit_kv_heads,
-    fit_layers,
-    fit_less,
-    kv,
-)
 from decodax.models import (
     DecoderConfig,
     Embeddings,
@@ -44,7 +36,8 @@ from decodax.models import (
     llama,
 )
 from decodax.models.decoder import Attention
-from decodax.policy import build
+from decodax.sampling import build
+from decodax.train import Probe, fit_channels, fit_codebooks, fit_heads, fit_kv_heads, fit_layers, fit_less
 from tests.matrix import often
 
 BASE = llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256)
@@ -266,7 +259,7 @@ def test_the_tokens_of_a_prefix_model() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_and_chunks_leave_the_tokens_as_they_are(name: str) -> None:
     plain = tokens(name)
-    tree = dx.Speculative(dx.drafts.DraftModel(lm("elu")), shape=dx.shapes.Fixed.balanced(2, 2))
+    tree = dx.Speculative(dx.drafts.DraftModel(lm("elu")), shape=dx.trees.Fixed.balanced(2, 2))
     for more in (dict(algorithm="prompt-lookup"), dict(algorithm=tree, chunk=4)):
         assert tokens(name, **more) == plain
     back = [2, 1, 0]
@@ -293,7 +286,7 @@ def test_a_model_drafts_for_itself(name: str) -> None:
     """What it drafts is always right, so its states are."""
     if name == "jrt":
         pytest.skip("a draft model is given no inputs")
-    drafts = dx.Speculative(dx.drafts.DraftModel(lm(name)), shape=dx.shapes.Chain(3))
+    drafts = dx.Speculative(dx.drafts.DraftModel(lm(name)), shape=dx.trees.Chain(3))
     out = dx.generate(lm(name), PROMPTS, algorithm=drafts, **POLICY)
     assert out.tokens.tolist() == tokens(name)
     assert out.stats.rounds.tolist() == [5] * 3

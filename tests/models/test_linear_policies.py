@@ -10,10 +10,10 @@ import jax
 import pytest
 
 import decodax as dx
+from decodax.caches import kv
 from decodax.io.load import LM
-from decodax.kvcache import kv
 from decodax.models import Transformer, linearized
-from tests.kvcache.test_policies import BOTH, DEEP, DEEPER, EXACT, OPTIONS, PROMPTS, SMALL, half, same
+from tests.caches.test_policies import BOTH, DEEP, DEEPER, EXACT, OPTIONS, PROMPTS, SMALL, half, same
 from tests.matrix import often
 
 OWN_WAY = {"fastkv", "promptdistill", "critiprefill", "minference", "hyper-attention", "quick-prefill", "freqkv",

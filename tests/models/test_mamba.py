@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.cache import causal
+from decodax.core.window import causal
 from decodax.io.files import CheckpointError
 from decodax.models import Mamba, MambaConfig
 from tests.models.test_mamba2 import NEW, POLICY, PROMPTS, VOCABULARY, attention, tokens_of
@@ -68,10 +68,10 @@ def test_drafts_leave_the_tokens_as_they_are() -> None:
     lm = loaded()
     plain = tokens_of(lm, **POLICY)
     assert tokens_of(lm, algorithm=dx.Speculative(dx.drafts.PromptLookup(length=4)), **POLICY) == plain
-    tree = dx.Speculative(dx.drafts.DraftModel(attention()), shape=dx.shapes.Fixed.balanced(2, 2))
+    tree = dx.Speculative(dx.drafts.DraftModel(attention()), shape=dx.trees.Fixed.balanced(2, 2))
     assert tokens_of(lm, algorithm=tree, chunk=4, **POLICY) == plain
     out = dx.generate(lm, PROMPTS, max_new_tokens=9, eos_token_id=[], **POLICY,
-                      algorithm=dx.Speculative(dx.drafts.DraftModel(lm), shape=dx.shapes.Fixed.balanced(2, 2)))
+                      algorithm=dx.Speculative(dx.drafts.DraftModel(lm), shape=dx.trees.Fixed.balanced(2, 2)))
     assert out.tokens.tolist() == tokens_of(lm, max_new_tokens=9, **POLICY)
     assert out.stats.rounds.tolist() == [3] * len(PROMPTS)
 

@@ -17,12 +17,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import decodax as dx
-from decodax.cache import LinearRecurrent, Window, causal
+from decodax.bench.plan import plan
+from decodax.cache import LinearRecurrent
+from decodax.core.window import Window, causal
+from decodax.engine.queue import Ticket, schedule
+from decodax.engine.request import Request
 from decodax.io.files import CheckpointError
-from decodax.jobs import Ticket, schedule
 from decodax.models import Mamba2, Mamba2Config, Transformer, llama
-from decodax.plan import plan
-from decodax.request import Request
 
 VOCABULARY = 97
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [1, 5], [7, 7, 7, 7], [60]]
@@ -206,14 +207,14 @@ def test_drafts_leave_the_tokens_as_they_are() -> None:
     assert tokens_of(lm, algorithm=lookup, **POLICY) == plain
     with jax.no_tracing(True):
         tokens_of(lm, [prompt[::-1] for prompt in PROMPTS], algorithm=lookup, **{**POLICY, "temperature": [0.5] * 4})
-    tree = dx.Speculative(dx.drafts.DraftModel(attention()), shape=dx.shapes.Fixed.balanced(2, 2))
+    tree = dx.Speculative(dx.drafts.DraftModel(attention()), shape=dx.trees.Fixed.balanced(2, 2))
     assert tokens_of(lm, algorithm=tree, chunk=4, **POLICY) == plain
     assert tokens_of(lm, [PROMPTS[2]], temperature=1.0, top_p=0.95, seed=7, request_ids=[2]) == [plain[2]]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("shape", [pytest.param(dx.shapes.Chain(3), marks=pytest.mark.matrix),
-                                   dx.shapes.Fixed.balanced(2, 2)], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [pytest.param(dx.trees.Chain(3), marks=pytest.mark.matrix),
+                                   dx.trees.Fixed.balanced(2, 2)], ids=["chain", "tree"])
 def test_it_drafts(shape: Any) -> None:
     """For itself: what it drafts is always right, so its states are."""
     lm = loaded()

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.caches import kv
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
 from decodax.io.load import LM
-from decodax.job import Job
-from decodax.kvcache import kv
 from decodax.models import Phd, Transformer, cla, llama, phd
-from decodax.request import Request
-from tests.kvcache import test_policies as policies
+from tests.caches import test_policies as policies
 from tests.matrix import often
 
 BASE = llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256)
@@ -107,7 +107,7 @@ def test_decoding_is_the_full_forward(name: str) -> None:
 def test_drafts_and_trees_give_the_tokens_of_plain_decoding(name: str) -> None:
     own, policy = lm(name), dict(temperature=[0.0, 0.9, 0.0])
     plain = tokens(own, **policy)
-    tree = dx.Speculative(dx.drafts.DraftModel(own), shape=dx.shapes.Fixed.balanced(2, 2))
+    tree = dx.Speculative(dx.drafts.DraftModel(own), shape=dx.trees.Fixed.balanced(2, 2))
     out = dx.generate(own, PROMPTS, max_new_tokens=NEW, seed=5, algorithm=tree, **policy)
     assert out.tokens.tolist() == plain
     # greedy rows draft with the model itself, so the first of each node's children holds

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.autoregressive import Autoregressive
+from decodax.algorithms.autoregressive import Autoregressive
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.checkpoint import save_model
@@ -26,7 +26,7 @@ from decodax.models.experts import mix
 from decodax.models.formats import Int4, QServe, pack
 from decodax.models.formats.qserve import W4A8, hadamard, quantised, read_tensors, rotated
 from decodax.models.packed import multiply
-from decodax.policy import build
+from decodax.sampling import build
 from tests.matrix import often
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

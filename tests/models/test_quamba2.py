@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.cache import causal
+from decodax.core.window import causal
 from decodax.models import Mamba2, Mamba2Config, Transformer, llama
 from decodax.models.formats import Quamba2, quamba2, quamba2_scales, rounded_mamba2
 from decodax.models.formats.integers import codes_of, quarter, rotate, rotation
@@ -226,7 +226,7 @@ def test_drafts_leave_the_tokens_as_they_are(kind: str) -> None:
     assert tokens_of(lm, algorithm=dx.Speculative(dx.drafts.PromptLookup(length=4))) == plain
     if kind == "w4a16":         # a Mamba2 with packed kernels
         return
-    tree = dx.Speculative(dx.drafts.DraftModel(whole()), shape=dx.shapes.Fixed.balanced(2, 2))
+    tree = dx.Speculative(dx.drafts.DraftModel(whole()), shape=dx.trees.Fixed.balanced(2, 2))
     assert tokens_of(lm, algorithm=tree, chunk=4) == plain
     alone = dx.generate(lm, [PROMPTS[2]], max_new_tokens=9, eos_token_id=[], temperature=1.0, top_p=0.95, seed=7,
                         request_ids=[2])

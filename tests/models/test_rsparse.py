@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.cache import causal
+from decodax.core.window import causal
 from decodax.models import formats
 from decodax.models.calibration import observe
 from decodax.models.formats import RankSparse, RSparse

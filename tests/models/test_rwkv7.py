@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import decodax as dx
-from decodax.cache import causal
+from decodax.core.window import causal
 from decodax.io.files import CheckpointError
 from decodax.models import Rwkv7, Rwkv7Config
 from decodax.models.rwkv7 import describe_rwkv7
@@ -91,7 +91,7 @@ def test_drafts_leave_the_tokens_as_they_are() -> None:
     alone = dx.generate(lm, PROMPTS[2:3], max_new_tokens=9, temperature=1.0, top_p=0.95, seed=[7], request_ids=[2])
     assert alone.tokens.tolist() == plain[2:3]
     assert run(algorithm=dx.Speculative(dx.drafts.PromptLookup(length=4)), chunk=3).tokens.tolist() == plain
-    out = run(algorithm=dx.Speculative(dx.drafts.DraftModel(lm), shape=dx.shapes.Fixed.balanced(2, 2)))
+    out = run(algorithm=dx.Speculative(dx.drafts.DraftModel(lm), shape=dx.trees.Fixed.balanced(2, 2)))
     assert out.tokens.tolist() == plain and out.stats.rounds.tolist() == [3] * len(PROMPTS)
 
 

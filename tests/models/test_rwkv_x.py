@@ -81,7 +81,7 @@ def test_greedy_tokens_are_those_of_the_authors_code_with_drafts_and_without(cas
 
 @pytest.mark.wide
 def test_trees_and_rows_alone_give_the_same_tokens() -> None:
-    tree = dx.Speculative(dx.drafts.DraftModel(test_rwkv7.loaded()), shape=dx.shapes.Fixed.balanced(2, 2))
+    tree = dx.Speculative(dx.drafts.DraftModel(test_rwkv7.loaded()), shape=dx.trees.Fixed.balanced(2, 2))
     assert run("cut", tree) == run("cut")
     alone = dx.generate(loaded("cut"), [WANT["ids"][:31]], max_new_tokens=40, temperature=0, seed=3, request_ids=[1],
                         chunk=7)
@@ -89,8 +89,8 @@ def test_trees_and_rows_alone_give_the_same_tokens() -> None:
 
 
 def test_a_store_holds_what_the_authors_one_holds() -> None:
-    from decodax.job import Job
-    from decodax.request import Request
+    from decodax.engine.batch import Job
+    from decodax.engine.request import Request
 
     lm = loaded("cut")
     job = Job.begin(Request.read(lm, [WANT["ids"][:8]], max_new_tokens=40))

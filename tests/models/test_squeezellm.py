@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.autoregressive import Autoregressive
+from decodax.algorithms.autoregressive import Autoregressive
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.load import LM
@@ -28,7 +28,7 @@ from decodax.models.formats.clusters import means, nearest
 from decodax.models.formats.squeezellm import DenseSparse, Fisher, Lookup, read_tensors
 from decodax.models.names import flatten
 from decodax.models.packed import Packed, multiply
-from decodax.policy import build
+from decodax.sampling import build
 from tests.matrix import often
 
 TEXT = [path.read_text()[:4000] for path in sorted(Path(dx.models.__file__).parent.glob("*.py"))]

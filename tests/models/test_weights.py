@@ -17,16 +17,16 @@ import pytest
 from jax import lax
 
 import decodax as dx
-from decodax.autoregressive import Autoregressive
-from decodax.cache import causal
+from decodax.algorithms.autoregressive import Autoregressive
 from decodax.core import drivers
 from decodax.core.types import Params
+from decodax.core.window import causal
 from decodax.io.checkpoint import load_model, load_t5
 from decodax.models import Transformer, formats, llama
 from decodax.models.formats import Float8, Int4, Scaled, pack
 from decodax.models.formats.integers import Integers, nibbles
 from decodax.models.packed import Packed, multiply
-from decodax.policy import build
+from decodax.sampling import build
 from tests.extending.pages import DOCS, run_file
 from tests.matrix import often
 from tests.models.tiny import saved

@@ -25,7 +25,7 @@ def forms() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
-    from decodax.axes import DATA, MODEL
+    from decodax.common.axes import DATA, MODEL
     from decodax.pallas_kernels.packed_matmul import packed_matmul
     from decodax.pallas_kernels.vocabulary import draw
     from decodax.pallas_kernels.window_attention import prefix_attention, slot_weights, window_attention_lse
@@ -107,8 +107,8 @@ def compiled(topology: str, names: list[str], meshes: list[str]) -> Iterator[dic
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding
 
-    from decodax.axes import DATA, MODEL
     from decodax.bench.report import collectives, copies, parse
+    from decodax.common.axes import DATA, MODEL
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     for name, (fn, given) in forms().items():

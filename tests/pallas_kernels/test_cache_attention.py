@@ -14,13 +14,7 @@ import pytest
 from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from decodax.pallas_kernels.window_attention import (
-    gpu,
-    reference,
-    slot_weights,
-    tpu,
-    window_attention_lse,
-)
+from decodax.pallas_kernels.window_attention import gpu, reference, slot_weights, tpu, window_attention_lse
 from tests.matrix import often, pairs
 from tests.pallas_kernels.caches import (
     FORMS,

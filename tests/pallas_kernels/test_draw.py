@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from decodax.core.types import DEAD_END, INVALID
 from decodax.pallas_kernels import vocabulary
 from decodax.pallas_kernels.vocabulary import reference, tpu
-from decodax.policy.draw import checked
+from decodax.sampling.draw import checked
 from tests.matrix import often
 from tests.pallas_kernels.test_cache_attention import no_races
 

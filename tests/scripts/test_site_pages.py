@@ -16,8 +16,8 @@ import pytest
 import site_pages
 
 import decodax as dx
+from decodax.algorithms.entries import SYSTEMS
 from decodax.models import Diffusion
-from decodax.systems import SYSTEMS
 from tests.matrix import often
 
 ROOT = Path(__file__).parents[2]

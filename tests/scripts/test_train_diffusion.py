@@ -24,9 +24,9 @@ from diffusion_options import Options, parse
 from rich.console import Console
 
 import decodax as dx
-from decodax.diffusion import MaskedDiffusion
+from decodax.algorithms.diffusion import MaskedDiffusion
+from decodax.algorithms.entries import system
 from decodax.models import Diffusion, Transformer, llama
-from decodax.systems import system
 from tests.matrix import often
 
 QUIET = Console(quiet=True)

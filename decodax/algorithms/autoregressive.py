@@ -1,0 +1,31 @@
+"""Plain autoregressive decoding: one token a round. The reference that every exact method is measured against."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.window import Window, causal
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive(Algorithm):
+    """Scores the newest token and draws the next one from the policy: greedy at temperature 0, else sampling."""
+
+    emits = 1
+    guarantee = "seed-exact"
+
+    def init(self, params: Params, s: State) -> Any:
+        return None
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        return causal(s.newest[:, None], s.length - 1, s.running[:, None]), None
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        token = dist.draw()
+        return Decision(tokens=token, count=jnp.ones(s.batch, jnp.int32), source=jnp.zeros_like(token), algo=algo,
+                        slots=jnp.where(token >= 0, window.positions, -1))

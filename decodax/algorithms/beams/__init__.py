@@ -1,0 +1,15 @@
+"""Beam searches: the most promising texts of a prompt side by side, one round a token."""
+
+from decodax.algorithms.beams.beams import BeamSearch
+from decodax.algorithms.beams.best_first import BestFirst
+from decodax.algorithms.beams.corpus import Corpus
+from decodax.algorithms.beams.evidence import Evidence
+from decodax.algorithms.beams.lexical import DynamicBeams, GridBeams
+from decodax.algorithms.beams.ngrams import NGrams
+from decodax.algorithms.beams.phrases import Ordered, Unordered
+from decodax.algorithms.beams.seal import CorpusBeams
+from decodax.algorithms.beams.stochastic import StochasticBeams
+from decodax.algorithms.beams.uid import UID
+
+__all__ = ["UID", "BeamSearch", "BestFirst", "Corpus", "CorpusBeams", "DynamicBeams", "Evidence", "GridBeams", "NGrams",
+           "Ordered", "StochasticBeams", "Unordered"]

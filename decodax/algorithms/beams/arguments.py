@@ -1,0 +1,74 @@
+"""Beam search and contrastive search by the arguments of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from decodax.algorithms.beams.beams import BeamSearch
+from decodax.algorithms.contrastive.search import ContrastiveSearch, hidden_width
+from decodax.common.arguments import flag, number, positive, shown, whole, wrong
+from decodax.core.loaded import Loaded
+from decodax.core.types import Algorithm
+from decodax.sampling.neutral import is_neutral, is_zero
+
+ARGUMENTS = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "patience",
+             "renormalize_logits", "penalty_alpha")
+"""What `read` takes."""
+
+
+CANDIDATES = 4
+"""Of contrastive search, where nobody says how many."""
+
+
+def read(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any]) -> Algorithm | None:
+    """The search that arguments and a generation config ask for; None: a single beam, and no penalty.
+
+    Args:
+        given: those of `ARGUMENTS` that the caller gave, among others.
+        said: `said(name, given, read, default)` gives the argument, or the config's entry, as read.
+
+    Raises:
+        ValueError, TypeError: by name what is out of its range, or has no effect without beams.
+    """
+    value = lambda name, read, default: said(name, given.get(name), read, default)
+    width = value("num_beams", lambda name, x: whole(name, x, 1), 1)
+    alpha = value("penalty_alpha", number, 0.0)
+    if alpha:
+        return _contrastive(lm, given, said, alpha, width)
+    options = dict(
+        length_penalty=value("length_penalty", number, 1.0), early_stopping=value("early_stopping", _early, False),
+        patience=value("patience", positive, 1.0), diversity_penalty=value("diversity_penalty", number, 0.0),
+        groups=value("num_beam_groups", lambda name, x: whole(name, x, 1), 1),
+        renormalize=value("renormalize_logits", flag, False))
+    if width == 1:
+        asked = [name for name in ("num_beam_groups", "diversity_penalty", "patience", "length_penalty",
+                                   "early_stopping") if not is_neutral(name, given.get(name))]
+        if asked:
+            raise ValueError(f"{asked[0]}: got {shown(given[asked[0]])} with one beam; takes num_beams=2 or more")
+        return None
+    if width % options["groups"]:
+        raise ValueError(f"num_beam_groups: got {options['groups']} for num_beams={width}, takes a divisor of it")
+    return BeamSearch(width, **options)
+
+
+def _contrastive(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any], alpha: float, width: int
+                 ) -> ContrastiveSearch:
+    if width != 1:
+        raise ValueError(f"penalty_alpha: got {shown(alpha)} with num_beams={width}; takes one beam")
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"penalty_alpha: got {shown(alpha)}, takes a number from 0 to 1")
+    if any(not is_neutral(name, x) and not is_zero(x) for name, x in (
+            ("temperature", given.get("temperature")), ("do_sample", given.get("do_sample")))):
+        raise ValueError(f"penalty_alpha: got {shown(alpha)} with a temperature; contrastive search is greedy")
+    k = said("top_k", given.get("top_k"), lambda name, x: whole(name, x, 1), CANDIDATES)
+    return ContrastiveSearch(hidden_width(lm), alpha, min(k, lm.vocab_size))
+
+
+def _early(name: str, x: Any) -> Any:
+    if isinstance(x, str) and x == "never":
+        return x
+    try:
+        return flag(name, x)
+    except ValueError:
+        raise wrong(name, x, "True, False or 'never'") from None

@@ -1,0 +1,199 @@
+"""A corpus as a suffix array of tokens: which tokens follow a text somewhere in it, how often, and where."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.common.struct import Struct, struct
+
+NARROW = 64
+"""Spans of at most so many rows are read row by row: deep in a text they are one or a few rows."""
+
+
+@struct
+class Span(Struct):
+    """Rows `low` to `high - 1` of a suffix array, whose suffixes have their first `depth` tokens in common; each
+    `i32[...]`."""
+
+    low: Array
+    high: Array
+    depth: Array
+
+
+@struct
+class Corpus(Struct):
+    """Documents and the suffixes of all of them in lexicographic order.
+
+    Attributes:
+        tokens: `i32[n]`, the documents one behind the other, -1 behind each. suffixes: `i32[n]`, where in `tokens` the
+            suffixes start, in their order. starts: `i32[D + 1]`, where the documents start, and `n`.
+    """
+
+    tokens: Array
+    suffixes: Array
+    starts: Array
+
+    @classmethod
+    def build(cls, documents: Sequence[Sequence[int]]) -> Corpus:
+        """Sorts the suffixes on the host, by prefix doubling.
+
+        Args:
+            documents: token ids. A document whose last token is an end-of-text token can be read to its end.
+
+        Raises:
+            ValueError: no documents, an empty one, or a negative id.
+
+        >>> corpus = Corpus.build([[5, 1, 2], [1, 2, 7]])
+        >>> corpus.count([1, 2]), corpus.count([2, 1]), corpus.positions([1, 2]).tolist()
+        (2, 0, [1, 4])
+        """
+        ids = [np.asarray(document, np.int64).reshape(-1) for document in documents]
+        wrong = [f"document {i}: {d.tolist()[:8]}" for i, d in enumerate(ids) if not len(d) or d.min() < 0]
+        if not ids or wrong:
+            raise ValueError(f"documents: got {(wrong or ['none'])[0]}; takes some, each a list of token ids")
+        starts = np.cumsum([0, *(len(d) + 1 for d in ids)])
+        if starts[-1] >= 2**31:
+            raise ValueError(f"documents: got {starts[-1]} tokens with their ends, takes fewer than 2 ** 31")
+        tokens = np.concatenate([part for d in ids for part in (d, [-1])])
+        put = lambda x: jnp.asarray(x, jnp.int32)
+        return cls(put(tokens), put(sorted_suffixes(tokens)), put(starts))
+
+    @property
+    def documents(self) -> int:
+        return self.starts.shape[0] - 1
+
+    # on the device
+
+    def whole(self, shape: tuple[int, ...], prefix: Sequence[int] = ()) -> Span:
+        """The rows of `prefix`: of texts without a token, all."""
+        fill = lambda x: jnp.full(shape, x, jnp.int32)
+        span = Span(fill(0), fill(self.suffixes.shape[0]), fill(0))
+        for token in prefix:
+            span = self.extend(span, fill(token))
+        return span
+
+    def extend(self, span: Span, token: Array) -> Span:
+        """The rows of texts that are longer by `token` (`i32[...]`); none where it follows nowhere."""
+        return Span(self.bound(span, token), self.bound(span, token + 1), span.depth + 1)
+
+    def follows(self, row: Array, depth: Array) -> Array:
+        """What stands behind the first `depth` tokens of suffixes, `i32`; -1: the document ends there."""
+        last = self.tokens.shape[0] - 1
+        return self.tokens[jnp.minimum(self.suffixes[jnp.minimum(row, last)] + depth, last)]
+
+    def bound(self, span: Span, token: Array) -> Array:
+        """The first row of spans behind whose texts no lesser token than `token` stands, by binary search."""
+        shape = jnp.broadcast_shapes(span.low.shape, token.shape)
+        wide = lambda x: jnp.broadcast_to(x, shape)
+
+        def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+            low, high = bounds
+            middle = low + (high - low) // 2
+            less = (self.follows(middle, span.depth) < token) & (low < high)
+            return jnp.where(less, middle + 1, low), jnp.where(less, high, middle)
+
+        rounds = self.tokens.shape[0].bit_length()
+        return lax.fori_loop(0, rounds, halve, (wide(span.low), wide(span.high)))[0]
+
+    def occurs(self, span: Span, token: Array) -> Array:
+        """Whether tokens `i32[..., m]` follow the texts of spans `[...]`."""
+        span = Span(span.low[..., None], span.high[..., None], span.depth[..., None])
+        row = self.bound(span, token)
+        return (row < span.high) & (self.follows(row, span.depth) == token)
+
+    def allowed(self, span: Span, order: Array, need: int, look: int) -> Array:
+        """Tokens that follow the texts somewhere, of each text at least the `need` best; all where there are fewer.
+
+        The `look` best tokens are tried one by one, and the rows of spans that are narrow are read, which is nearly
+        always enough; where it is not for some text, all tokens are tried.
+
+        Args:
+            span: `[...]`. order: `f32[..., V]`, what tokens are ordered by; those of -inf are out.
+
+        Returns:
+            `bool[..., V]`.
+        """
+        V = order.shape[-1]
+        look = min(look, V)
+        out = order == -jnp.inf
+        none = jnp.zeros(order.shape, bool)
+        if look == V:
+            return self.occurs(span, jnp.arange(V, dtype=jnp.int32)) & ~out
+        row = span.low[..., None] + jnp.arange(NARROW, dtype=jnp.int32)
+        token = self.follows(row, span.depth[..., None])
+        token = jnp.where((row < span.high[..., None]) & (token >= 0), token, V)
+        few = jnp.put_along_axis(none, token, True, -1, inplace=False, mode="drop")
+        narrow = span.high - span.low <= NARROW
+        best, token = lax.top_k(order, look)
+        there = self.occurs(span, token.astype(jnp.int32)) & (best > -jnp.inf)
+        some = jnp.put_along_axis(none, token, there, -1, inplace=False, mode="drop")
+        enough = narrow | (there.sum(-1) >= need) | (best[..., -1] == -jnp.inf)
+        found = lax.cond(enough.all(), lambda: jnp.where(narrow[..., None], few, some),
+                         lambda: self.occurs(span, jnp.arange(V, dtype=jnp.int32)))
+        return found & ~out
+
+    # on the host
+
+    def positions(self, text: Sequence[int]) -> np.ndarray:
+        """Where in `tokens` a text stands, in ascending order."""
+        return Finder(self).positions(tuple(text))
+
+    def count(self, text: Sequence[int]) -> int:
+        """How often a text stands in the documents."""
+        return Finder(self).count(tuple(text))
+
+    def document(self, index: int) -> list[int]:
+        """The tokens of a document."""
+        return Finder(self).document(index)
+
+
+class Finder:
+    """A corpus on the host, for more than one look at it."""
+
+    def __init__(self, corpus: Corpus):
+        self.tokens, self.suffixes, self.starts = map(np.asarray, (corpus.tokens, corpus.suffixes, corpus.starts))
+
+    def rows(self, text: tuple[int, ...]) -> tuple[int, int]:
+        """The rows of suffixes that begin with a text, from the first to behind the last."""
+        low, high = 0, len(self.suffixes)
+        for depth, token in enumerate(text):
+            key = lambda row, depth=depth: self.tokens[self.suffixes[row] + depth]
+            low, high = (bisect.bisect_left(range(high), token + more, low, high, key=key) for more in (0, 1))
+        return low, high
+
+    def count(self, text: tuple[int, ...]) -> int:
+        low, high = self.rows(text)
+        return high - low
+
+    def positions(self, text: tuple[int, ...]) -> np.ndarray:
+        low, high = self.rows(text)
+        return np.sort(self.suffixes[low:high])
+
+    def document(self, index: int) -> list[int]:
+        return self.tokens[self.starts[index]:self.starts[index + 1] - 1].tolist()
+
+    def document_of(self, position: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.starts, position, "right") - 1
+
+
+def sorted_suffixes(tokens: np.ndarray) -> np.ndarray:
+    """`i64[n]`, the order of suffixes; after each round they are ordered by twice as many of their first tokens."""
+    n = len(tokens)
+    rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1
+    width = 1
+    while True:
+        behind = np.zeros(n, np.int64)
+        behind[:max(n - width, 0)] = rank[width:]
+        pair = rank * (n + 1) + behind
+        order = np.argsort(pair, kind="stable")
+        rank = np.empty(n, np.int64)
+        rank[order] = np.cumsum(np.concatenate([[1], pair[order][1:] != pair[order][:-1]]))
+        if rank[order[-1]] == n:
+            return order
+        width *= 2

@@ -1,0 +1,286 @@
+"""Beam searches for texts in which given phrases stand: dynamic beam allocation, and grid beam search."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.algorithms.beams.beams import BeamSearch
+from decodax.algorithms.beams.phrases import Cover, Phrases, Progress, Unordered, phrases_of
+from decodax.algorithms.beams.step import Group, Step, largest
+from decodax.core.types import Params
+from decodax.core.window import take
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lexical(BeamSearch):
+    """What both searches have in common."""
+
+    phrases: Phrases = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phrases", phrases_of(self.phrases))
+        super().__post_init__()
+        for name in ("groups", "uid", "draft"):
+            if getattr(self, name) not in (1, None):
+                raise ValueError(f"{name}: got {getattr(self, name)!r} with phrases, takes none")
+
+    @property
+    def weights(self) -> Any:
+        return (*super().weights, self.tables())
+
+    def tables(self) -> Any:
+        """The phrases as data."""
+        raise NotImplementedError
+
+    def bare(self) -> Self:
+        # of phrases the compiled program has their lengths
+        return dataclasses.replace(super().bare(), phrases=tuple((0,) * len(p) for p in self.phrases))  # type: ignore
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicBeams(_Lexical):
+    """Beam search for texts that have some phrases, with dynamic beam allocation (Post and Vilar, 2018; phrases in any
+    order in a trie: Hu et al., 2019).
+
+    A text does not end before it has all phrases. In each step there are as candidates the best ones of all beams, the
+    best one of each beam, and the tokens of each beam that begin or go on with a phrase. Those that have equally many
+    tokens of phrases are a bank. The beams go round the banks, from the one with the most tokens down, to the best of
+    each, then to the second best of each, and so on.
+
+    A text whose budget ends without all phrases is not in the result, which has `Status.DEAD_END` where there are no
+    others.
+
+    Attributes:
+        phrases: tuples of token ids, the same for all prompts; others of the same lengths are not traced again.
+        progress: `Unordered()`, or `Ordered()` for phrases in their order.
+    """
+
+    progress: Progress = Unordered()
+
+    @property
+    def name(self) -> str:
+        return f"DynamicBeams({self.width})"
+
+    def tables(self) -> Any:
+        return self.progress.table(self.phrases)
+
+    def memory(self, params: Params, like: Array) -> Any:
+        return self.progress.start(params.draft[2], like.shape)
+
+    def stepper(self, params: Params, *scored: Any) -> Step:
+        return DynamicStep(self, params.draft[2], params.draft[0], *scored)
+
+
+class _LexicalStep(Step):
+    def __init__(self, alg: Any, tables: Any, *rest: Any):
+        super().__init__(alg, *rest)
+        self.tables = tables
+
+    def barred(self, i: int, g: Group, log_p: Array, met: Array) -> Array:
+        """`f32[P, k, V]`, without an end of texts that have not `met` all phrases."""
+        ends = (jnp.arange(log_p.shape[-1]) == self.eos[:, i, :, None]).any(1)[:, None] & self.made(i, g)[2][..., None]
+        return jnp.where(ends & ~met[..., None], -jnp.inf, log_p)
+
+
+class DynamicStep(_LexicalStep):
+    """A step of `DynamicBeams`."""
+
+    def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
+        alg, k = self.alg, self.k
+        assert isinstance(alg, DynamicBeams)
+        log_p = self.barred(i, g, self.at_nodes(i, g), alg.progress.met(self.tables, g.live.memory))
+        P, _, V = log_p.shape
+        total = self.totals(g, log_p, None)
+        ranks = self.ranks(i, g, total)
+        best = min(2 * k, k * V)
+
+        # the best of all, the best of each beam, and what goes on with a phrase
+        beams = jnp.arange(k)
+        token, goes_on = alg.progress.next(self.tables, g.live.memory)
+        beam, likely = largest(ranks, best)
+        index = jnp.concatenate([beam * V + likely, beams * V + jnp.argmax(ranks, -1),
+                                 (beams[:, None] * V + jnp.maximum(token, 0)).reshape(P, -1)], 1)
+        there = jnp.concatenate([jnp.ones((P, best + k), bool), goes_on.reshape(P, -1)], 1)
+        at = lambda x: x[jnp.arange(P)[:, None], index // V, index % V]
+        there = there & (at(total) > -jnp.inf)
+        order = jnp.lexsort((~there, index), axis=1)
+        index, there = take(index, order), take(there, order)
+        there = there.at[:, 1:].set(there[:, 1:] & (index[:, 1:] != index[:, :-1]))         # each once
+
+        known = jax.tree.map(lambda x: take(x, index // V), g.live.memory)
+        bank = alg.progress.bank(self.tables, alg.progress.advance(self.tables, known, (index % V).astype(jnp.int32)))
+        order = round_robin(bank, at(ranks), there)[:, :self.candidates(V)]
+        index, there = take(index, order), take(there, order)
+        beam, token = index // V, (index % V).astype(jnp.int32)
+        text, stop, closed = self.longer(i, g, beam, token, at(log_p), jnp.where(there, at(total), -jnp.inf), log_p)
+        met = alg.progress.met(self.tables, text.memory)
+        text = text.replace(score=jnp.where(closed & ~met, -jnp.inf, text.score))       # by a stop string
+
+        lives = ~closed & (text.score > -jnp.inf)
+        chosen = jnp.argsort(~lives, axis=1, stable=True)[:, :k]
+        return self.after(i, g, text, stop, closed | ~lives, met & (jnp.arange(order.shape[1]) < k), chosen), token
+
+    def remember(self, memory: Any, beam: Array, token: Array, own: Array, log_p: Array) -> Any:
+        assert isinstance(self.alg, DynamicBeams)
+        return self.alg.progress.advance(self.tables, memory, token)
+
+
+def round_robin(bank: Array, rank: Array, there: Array) -> Array:
+    """The order `i32[P, n]` in which candidates are taken: the best of each bank, from the highest bank down, then the
+    second best of each. Those that are not `there` come last.
+
+    >>> import jax.numpy as jnp
+    >>> bank, rank = jnp.array([[0, 0, 2, 0, 1]]), jnp.array([[5.0, 4.0, 1.0, 3.0, 2.0]])
+    >>> round_robin(bank, rank, jnp.ones((1, 5), bool)).tolist()
+    [[2, 4, 0, 1, 3]]
+    """
+    order = jnp.lexsort((-rank, -bank, ~there), axis=1)
+    bank, there = take(bank, order), take(there, order)
+    place = jnp.arange(bank.shape[1])
+    opens = jnp.concatenate([jnp.ones_like(there[:, :1]), bank[:, 1:] != bank[:, :-1]], 1)
+    turn = place - lax.cummax(jnp.where(opens, place, 0), axis=1)
+    return take(order, jnp.lexsort((-bank, turn, ~there), axis=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class GridBeams(_Lexical):
+    """Grid beam search (Hokamp and Liu, 2017): `k` beams for each number of tokens of phrases, from none to all `C`.
+
+    A text of a cell is longer by any token, and stays in its cell; or by the first token of a phrase that it does not
+    have yet, or the next one of a phrase that is open, and moves up one. An open phrase is gone on with. What moves
+    up is said by the search, not by the token: the same tokens may stand in a cell for several reasons, and are kept
+    once for each set of phrases. Texts end in the last cell.
+
+    Attributes:
+        phrases: tuples of token ids, in any order in the text, which do not overlap there; as in `DynamicBeams`.
+        beams: `k`, of each cell, and places of the pool; `width` follows from it.
+    """
+
+    width: int = 1
+    beams: int = 4
+
+    def __post_init__(self) -> None:
+        if self.beams < 1:
+            raise ValueError(f"beams: got {self.beams!r}, takes 1 or more")
+        object.__setattr__(self, "phrases", phrases_of(self.phrases))
+        object.__setattr__(self, "width", self.beams * (1 + sum(map(len, self.phrases))))
+        super().__post_init__()
+        if self.returns > self.beams:
+            raise ValueError(f"returns: got {self.returns} for {self.beams} beams, takes at most that")
+
+    @property
+    def name(self) -> str:
+        return f"GridBeams({self.beams})"
+
+    def answering(self, count: int) -> BeamSearch:
+        if count > self.beams:
+            raise ValueError(f"num_samples: got {count} for {self.beams} beams, takes at most as many")
+        return dataclasses.replace(self, returns=count)
+
+    def tables(self) -> Any:
+        """Tokens `i32[n, longest]`, and `i32[n]`, for each phrase the number of the first one that is equal to it."""
+        tokens = np.zeros((len(self.phrases), max(map(len, self.phrases))), np.int32)
+        for row, phrase in zip(tokens, self.phrases, strict=True):
+            row[:len(phrase)] = phrase
+        return tokens, np.array([self.phrases.index(p) for p in self.phrases], np.int32)
+
+    def memory(self, params: Params, like: Array) -> Cover:
+        none = jnp.zeros(like.shape, jnp.int32)
+        return Cover(has=jnp.zeros((*like.shape, len(self.phrases)), bool), phrase=none - 1, at=none, text=none)
+
+    def stepper(self, params: Params, *scored: Any) -> Step:
+        return GridStep(self, params.draft[2], params.draft[0], *scored)
+
+
+class GridStep(_LexicalStep):
+    """A step of `GridBeams`."""
+
+    def __init__(self, alg: GridBeams, *rest: Any):
+        super().__init__(alg, *rest)
+        self.places, self.banks = alg.beams, alg.width // alg.beams
+        self.lengths = jnp.array([len(p) for p in alg.phrases])
+
+    def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
+        b, n = self.places, len(self.lengths)
+        tokens, first = map(jnp.asarray, self.tables)
+        cover: Cover = g.live.memory                                                    # [P, K, ...]
+        log_p = self.barred(i, g, self.at_nodes(i, g), cover.has.all(-1))
+        P, K, V = log_p.shape
+        total = self.totals(g, log_p, None)
+        ranks = self.ranks(i, g, total)
+
+        # any token where no phrase is open; the first of a phrase that the text lacks, of equal ones the first such;
+        # or the next one of the open phrase
+        free = jnp.where((cover.phrase < 0)[..., None], 0, -jnp.inf)
+        which = jnp.arange(n)
+        equal = (first == first[:, None]) & (which < which[:, None])
+        starts = ~cover.has & ~(equal & ~cover.has[..., None, :]).any(-1) & (cover.phrase < 0)[..., None]
+        moves = starts | (which == cover.phrase[..., None])
+        step_token = tokens[which, jnp.minimum(cover.at, tokens.shape[1] - 1)[..., None]]        # [P, K, n]
+        each = lambda x: jnp.concatenate([
+            (x + free).reshape(P, self.banks, -1), self.up(jnp.where(
+                moves, jnp.take_along_axis(x, step_token, 2), -jnp.inf).reshape(P, self.banks, -1))], -1)
+        token_of = jnp.concatenate([jnp.broadcast_to(jnp.arange(V), (P, K, V)).reshape(P, self.banks, -1),
+                                    self.up(step_token.reshape(P, self.banks, -1))], -1)
+
+        # in each cell the best texts, each once for each set of phrases; a text can have come by n + 1 ways
+        m = min(self.candidates(V) // self.banks * (n + 1), each(ranks).shape[-1])
+        value, index = lax.top_k(each(ranks), m)                                        # [P, banks, m]
+        pick = lambda x: jnp.take_along_axis(x, index, 2)
+        moved = index >= b * V
+        cell = jnp.arange(self.banks)[:, None]
+        beam = jnp.where(moved, (index - b * V) // n + jnp.maximum(cell - 1, 0) * b, index // V + cell * b)
+        action = jnp.where(moved, (index - b * V) % n, -1)
+        flat = lambda x: x.reshape(P, -1)
+        token, best = flat(pick(token_of)).astype(jnp.int32), flat(pick(each(total)))
+        beam, action = flat(beam), flat(action)
+        own = jnp.take_along_axis(log_p.reshape(P, -1), beam * V + token, 1)
+        text, stop, closed = self.longer(i, g, beam, token, own, best, log_p)
+        after: Cover = self.covered(take_all(cover, beam), action)
+        before = take(cover.text, beam)
+        once = ~self.repeated(before, token, after, value)
+        met = after.has.all(-1)
+        text = text.replace(score=jnp.where(once & ~(closed & ~met), best, -jnp.inf),
+                            memory=after)
+
+        by_cell = lambda x: x.reshape(P, self.banks, m)
+        here = by_cell(text.score > -jnp.inf)
+        place = jnp.cumsum(here, -1) - here                 # among the cell's texts
+        lives = by_cell(~closed) & here
+        chosen = jnp.argsort(~lives, axis=-1, stable=True)[..., :b] + cell * m
+        joins = flat(place < b) & met & (jnp.arange(self.banks * m) >= (self.banks - 1) * m)
+        g = self.after(i, g, text, stop, closed | ~flat(lives), joins, flat(chosen))
+        # live beams whose tokens are equal
+        parent, newest = take(before, flat(chosen)), take(token, flat(chosen))
+        same = (parent[:, :, None] == parent[:, None]) & (newest[:, :, None] == newest[:, None])
+        memory = g.live.memory.replace(text=jnp.argmax(same, -1).astype(jnp.int32))
+        return g.replace(live=g.live.replace(memory=memory)), token
+
+    def up(self, x: Array) -> Array:
+        """Of cells `f32[P, banks, ...]`, each one's that of the one below."""
+        return jnp.concatenate([jnp.full_like(x[:, :1], -jnp.inf if x.dtype == jnp.float32 else 0), x[:, :-1]], 1)
+
+    def covered(self, cover: Cover, action: Array) -> Cover:
+        """What texts have behind a token that goes on with phrase `action` (`i32[P, n]`), or with none (-1)."""
+        at = jnp.where(action >= 0, cover.at + 1, 0)
+        whole = (action >= 0) & (at == self.lengths[jnp.maximum(action, 0)])
+        has = cover.has | (whole[..., None] & (jnp.arange(len(self.lengths)) == action[..., None]))
+        return cover.replace(has=has, phrase=jnp.where(whole, -1, action), at=jnp.where(whole, 0, at))
+
+    def repeated(self, text: Array, token: Array, cover: Cover, value: Array) -> Array:
+        """`bool[P, banks * m]`, which candidates are in their cell with the same tokens and phrases as one before."""
+        P, banks, m = value.shape
+        key = jnp.concatenate([text[..., None], token[..., None], cover.phrase[..., None], cover.at[..., None],
+                               cover.has.astype(jnp.int32)], -1).reshape(P, banks, m, -1)
+        same = (key[:, :, :, None] == key[:, :, None]).all(-1) & (jnp.arange(m) < jnp.arange(m)[:, None])
+        return (same & (value > -jnp.inf)[:, :, None]).any(-1).reshape(P, -1)
+
+
+def take_all(tree: Any, index: Array) -> Any:
+    return jax.tree.map(lambda x: take(x, index), tree)

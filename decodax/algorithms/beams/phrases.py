@@ -1,0 +1,245 @@
+"""Phrases that a text must have, and how much of them it has so far, token by token.
+
+Phrases are sequences of tokens. What is known of a text is a pytree of arrays of any leading shape `...`, which a
+search moves with the text. The tables of the phrases are data, so that other phrases of the same lengths need no trace.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.common.struct import Struct, struct
+
+Phrases = tuple[tuple[int, ...], ...]
+Rule = Literal["paper", "fairseq"]
+
+
+def phrases_of(given: Any) -> Phrases:
+    """Phrases as tuples of ids.
+
+    Raises:
+        ValueError: there is none, or one is empty or holds something that is no id.
+    """
+    whole = lambda t: isinstance(t, (int, np.integer)) and not isinstance(t, bool) and t >= 0
+    listed = isinstance(given, Sequence) and not isinstance(given, str) and given
+    if not listed or not all(isinstance(p, Sequence) and len(p) and all(map(whole, p)) for p in given):
+        raise ValueError(f"phrases: got {given!r}, takes a list of one phrase or more, each a list of token ids")
+    return tuple(tuple(int(t) for t in p) for p in given)
+
+
+def _known(rule: str) -> None:
+    if rule not in ("paper", "fairseq"):
+        raise ValueError(f"rule: got {rule!r}, takes 'paper' or 'fairseq'")
+
+
+class Progress(abc.ABC):
+    """How much of some phrases a text has; `tables` are those of `table`, and states are pytrees `[..., ...]`."""
+
+    @abc.abstractmethod
+    def table(self, phrases: Phrases) -> Any:
+        """The phrases as arrays, on the host; their shapes depend on the phrases' lengths alone."""
+
+    @abc.abstractmethod
+    def start(self, tables: Any, shape: tuple[int, ...]) -> Any:
+        """Of texts without a token."""
+
+    @abc.abstractmethod
+    def advance(self, tables: Any, state: Any, token: Array) -> Any:
+        """With one token more (`i32[...]`)."""
+
+    @abc.abstractmethod
+    def bank(self, tables: Any, state: Any) -> Array:
+        """`i32[...]`, how many tokens of phrases the text has."""
+
+    @abc.abstractmethod
+    def met(self, tables: Any, state: Any) -> Array:
+        """`bool[...]`, whether it has all phrases."""
+
+    @abc.abstractmethod
+    def next(self, tables: Any, state: Any) -> tuple[Array, Array]:
+        """Tokens `i32[..., n]` that begin or go on with a phrase, and which of them count, `bool[..., n]`."""
+
+
+@struct
+class InOrder(Struct):
+    """Attributes: tokens: `i32[C]` of the phrases in their order. ends: `bool[C]`, where one ends. back: `i32[C]`, how
+    many tokens are left of a text that breaks a phrase behind so many tokens."""
+
+    tokens: Array
+    ends: Array
+    back: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Ordered(Progress):
+    """Phrases that stand in the text in their order, anything between them. What is known is how many of their tokens
+    the text has, `i32[...]`.
+
+    Attributes:
+        rule: what is lost when an open phrase breaks. "paper": that phrase, as Post and Vilar (2018) have it.
+            "fairseq": the phrases in front of it too, so that a text must come to them again.
+    """
+
+    rule: Rule = "paper"
+
+    def __post_init__(self) -> None:
+        _known(self.rule)
+
+    def table(self, phrases: Phrases) -> InOrder:
+        begins = np.cumsum([0, *map(len, phrases)])
+        back = np.concatenate([np.full(len(p), b if self.rule == "paper" else 0)
+                               for p, b in zip(phrases, begins, strict=False)])
+        ends = np.concatenate([np.arange(len(p)) == len(p) - 1 for p in phrases])
+        arrays: Any = np.concatenate(phrases).astype(np.int32), ends, back.astype(np.int32)
+        return InOrder(*arrays)
+
+    def start(self, tables: InOrder, shape: tuple[int, ...]) -> Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    def _at(self, tables: InOrder, state: Array) -> tuple[Array, Array, Array]:
+        """The token that goes on, whether a phrase is open, and where the text falls back to."""
+        here = jnp.minimum(state, tables.tokens.shape[0] - 1)
+        is_open = (state > 0) & ~jnp.asarray(tables.ends)[jnp.maximum(state - 1, 0)]
+        return jnp.asarray(tables.tokens)[here], is_open, jnp.asarray(tables.back)[here]
+
+    def advance(self, tables: InOrder, state: Array, token: Array) -> Array:
+        follows, is_open, back = self._at(tables, state)
+        again = back + (token == jnp.asarray(tables.tokens)[back])
+        after = jnp.where(token == follows, state + 1, jnp.where(is_open, again, state))
+        return jnp.where(self.met(tables, state), state, after)
+
+    def bank(self, tables: InOrder, state: Array) -> Array:
+        return state
+
+    def met(self, tables: InOrder, state: Array) -> Array:
+        return state == tables.tokens.shape[0]
+
+    def next(self, tables: InOrder, state: Array) -> tuple[Array, Array]:
+        follows, is_open, back = self._at(tables, state)
+        tokens = jnp.stack([follows, jnp.asarray(tables.tokens)[back]], -1)
+        # fairseq offers the very first token also where nothing is open
+        again = is_open if self.rule == "paper" else state > 1
+        return tokens, jnp.stack([~self.met(tables, state), again], -1)
+
+
+@struct
+class Trie(Struct):
+    """The trie of the phrases, node 0 its root; those behind the last one are empty.
+
+    Attributes: token, parent: `i32[n]`, -1 of the root and of empty ones. below: `i32[n]`, phrases that go through the
+        node or end there. ends: `i32[n]`, those that end there."""
+
+    token: Array
+    parent: Array
+    below: Array
+    ends: Array
+
+
+@struct
+class Walk(Struct):
+    """Attributes: node: `i32[...]` of the trie. made: `i32[..., n]`, how often the text has come by each node for a
+    phrase that it has or that is open. whole: `i32[..., n]`, how many phrases that end there it has."""
+
+    node: Array
+    made: Array
+    whole: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Unordered(Progress):
+    """Phrases in any order, in a trie with counts (Hu et al., 2019). A phrase that is given twice must stand twice.
+    A text goes down the trie as long as phrases that it still needs go on with its tokens. Where none does, the longest
+    needed phrase on its way counts, what stands behind that is lost, and the token may begin one at the root.
+
+    Attributes:
+        rule: whether the token that breaks a phrase may begin the same one again where it is needed once. "paper": yes.
+            "fairseq": no, since what is lost counts until behind that token.
+    """
+
+    rule: Rule = "paper"
+
+    def __post_init__(self) -> None:
+        _known(self.rule)
+
+    def table(self, phrases: Phrases) -> Trie:
+        size = sum(map(len, phrases)) + 1
+        token, parent = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+        below, ends = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        nodes: dict[tuple[int, int], int] = {}
+        for phrase in phrases:
+            node = 0
+            below[0] += 1
+            for t in phrase:
+                child = nodes.setdefault((node, t), len(nodes) + 1)
+                token[child], parent[child] = t, node
+                below[child] += 1
+                node = child
+            ends[node] += 1
+        arrays: Any = token, parent, below, ends
+        return Trie(*arrays)
+
+    def start(self, tables: Trie, shape: tuple[int, ...]) -> Walk:
+        none = jnp.zeros((*shape, tables.token.shape[0]), jnp.int32)
+        return Walk(jnp.zeros(shape, jnp.int32), none, none)
+
+    def advance(self, tables: Trie, state: Walk, token: Array) -> Walk:
+        t = jax.tree.map(jnp.asarray, tables)
+        size = t.token.shape[0]
+        one = lambda node: jax.nn.one_hot(node, size, dtype=jnp.int32)
+        of = lambda x, node: jnp.take_along_axis(x, node[..., None], -1)[..., 0]
+
+        def child(node: Array, made: Array) -> tuple[Array, Array]:
+            hit = (t.parent == node[..., None]) & (t.token == token[..., None])
+            found = jnp.argmax(hit, -1).astype(jnp.int32)
+            return found, hit.any(-1) & (of(made, found) < t.below[found])
+
+        def up(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            at, made, whole = carry
+            counts = (t.ends[at] > 0) & (of(whole, at) < t.ends[at])
+            climbs = at > 0
+            whole = whole + jnp.where((climbs & counts)[..., None], one(at), 0)
+            made = made - jnp.where((climbs & ~counts)[..., None], one(at), 0)
+            return jnp.where(climbs & ~counts, t.parent[at], 0), made, whole
+
+        down, goes = child(state.node, state.made)
+        broken = (jnp.where(goes, 0, state.node), state.made, state.whole)
+        _, made, whole = lax.while_loop(lambda carry: (carry[0] > 0).any(), up, broken)
+        first, begins = child(jnp.zeros_like(state.node), made if self.rule == "paper" else state.made)
+        node = jnp.where(goes, down, jnp.where(begins, first, 0))
+        made = made + jnp.where((goes | begins)[..., None], one(node), 0)
+        return Walk(node, made, whole)
+
+    def bank(self, tables: Trie, state: Walk) -> Array:
+        return state.made.sum(-1, dtype=jnp.int32)
+
+    def met(self, tables: Trie, state: Walk) -> Array:
+        ends = jnp.asarray(tables.ends)[state.node]
+        here = (ends > 0) & (jnp.take_along_axis(state.whole, state.node[..., None], -1)[..., 0] < ends)
+        return state.whole.sum(-1, dtype=jnp.int32) + here == tables.below[0]
+
+    def next(self, tables: Trie, state: Walk) -> tuple[Array, Array]:
+        parent = jnp.asarray(tables.parent)
+        ok = (parent == 0) | ((parent == state.node[..., None]) & (parent >= 0))
+        return jnp.broadcast_to(jnp.asarray(tables.token), ok.shape), ok
+
+
+@struct
+class Cover(Struct):
+    """Of texts of a grid search.
+
+    Attributes: has: `bool[..., n]`, the phrases it has. phrase: `i32[...]`, the open one, -1: none. at: `i32[...]`, how
+        many tokens of that one the text has. text: `i32[...]`, equal for live beams of a prompt whose tokens are
+        equal."""
+
+    has: Array
+    phrase: Array
+    at: Array
+    text: Array

@@ -1,0 +1,199 @@
+"""Beams whose texts all occur in a corpus, and the n-grams that they have passed (SEAL: "Autoregressive Search Engines:
+Generating Substrings as Document Identifiers", Bevilacqua et al., 2022)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.algorithms.beams.beams import BeamSearch, EarlyStopping
+from decodax.algorithms.beams.corpus import Corpus, Span
+from decodax.algorithms.beams.pool import append
+from decodax.algorithms.beams.step import Beams, Group, Step, Text
+from decodax.common.struct import Struct, struct
+from decodax.core.state import State, Status
+from decodax.core.types import Decision, Params
+from decodax.core.window import Window
+
+NGram = tuple[tuple[int, ...], float]
+
+
+@struct
+class Passed(Struct):
+    """What the steps have looked at. Each row has two of the `2 k` best candidates of a step, and its live beam.
+
+    Attributes:
+        beam, token: `i32[B, N, 2]`, which beam of the prompt a candidate goes on from, and by what. log_prob:
+            `f32[B, N, 2]`, of its whole text; -inf: there is none. parent, newest: `i32[B, N]`, the same of the beam
+            that lived on.
+    """
+
+    beam: Array
+    token: Array
+    log_prob: Array
+    parent: Array
+    newest: Array
+
+
+@struct
+class Known(Struct):
+    """Attributes: span: where the text of each live beam stands in the corpus, `[B]`. passed: `[B, N, ...]`."""
+
+    span: Span
+    passed: Passed
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusBeams(BeamSearch):
+    """Beam search of which each text, at each step, occurs in a document (Bevilacqua et al., 2022).
+
+    A text goes on with the tokens that stand behind it somewhere in the corpus; log-probabilities are not normalised
+    over them. It is over at the end of the budget, or with an end-of-text token where the corpus has one. A prompt of
+    which all beams stand at the end of documents has only such texts, or none (`Status.DEAD_END`).
+
+    What is looked for is less the result than the n-grams on the way: `passed` lists the candidates of all steps, of
+    which `decodax.algorithms.beams.evidence` makes scores of documents.
+
+    Attributes:
+        length_penalty, early_stopping, patience: as in `BeamSearch`; here a search goes on to the end of the budget, as
+            the authors' does.
+        corpus: which other corpora of the same size can take the place of without a retrace. prefix: tokens behind
+            which n-grams must stand, which are not generated (the mark of a title). may_end: allows end-of-text tokens
+            anywhere.
+        look: how many of the likeliest tokens of a beam are looked up before all are; changes no result.
+
+    Raises:
+        ValueError: as `BeamSearch`; groups, a regulariser or a draft; or `look` below 1.
+    """
+
+    length_penalty: float = 0.0
+    early_stopping: EarlyStopping = True
+    patience: float = math.inf
+    corpus: Corpus | None = dataclasses.field(default=None, compare=False, repr=False)
+    prefix: tuple[int, ...] = ()
+    may_end: bool = False
+    look: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("groups", "uid", "draft"):
+            if getattr(self, name) not in (1, None):
+                raise ValueError(f"{name}: got {getattr(self, name)!r} with a corpus, takes none")
+        if self.look < 1:
+            raise ValueError(f"look: got {self.look}, takes 1 or more")
+        if self.corpus is not None and self.prefix and not self.corpus.count(self.prefix):
+            raise ValueError(f"prefix: got {self.prefix}, which is nowhere in the corpus")
+
+    @property
+    def name(self) -> str:
+        return f"CorpusBeams({self.width})"
+
+    @property
+    def weights(self) -> Any:
+        return (*super().weights, self.corpus)
+
+    def bare(self) -> Self:
+        return dataclasses.replace(super().bare(), corpus=None)     # type: ignore[call-arg, return-value]
+
+    def memory(self, params: Params, like: Array) -> Span:
+        corpus: Corpus | None = params.draft[2]
+        if corpus is None:
+            raise ValueError("corpus: got None, takes a decodax.algorithms.beams.Corpus")
+        return corpus.whole(like.shape, self.prefix)
+
+    def init(self, params: Params, s: State) -> Beams:
+        beams, shape = super().init(params, s), s.tokens.shape
+        one, two = jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, 2), jnp.int32)
+        passed = Passed(two, two, jnp.full(two.shape, -jnp.inf, jnp.float32), one, one)
+        return beams.replace(memory=Known(beams.memory, passed))
+
+    def stepper(self, params: Params, *scored: Any) -> Step:
+        return CorpusStep(self, params.draft[2], params.draft[0], *scored)
+
+    def _decision(self, s: State, window: Window, raw: Array, processed: Array, algo: Beams,
+                  groups: tuple[Group, ...]) -> tuple[Decision, Beams]:
+        known: Known = algo.memory
+        d, after = super()._decision(s, window, raw, processed, algo.replace(memory=known.span), groups)
+        at, new = s.length - s.prompt_length, (s.running & ~algo.over & (d.status != Status.INVALID)).astype(jnp.int32)
+        # rows of `passed` do not follow the texts: they say themselves what goes on from what
+        note = lambda held, seen: append(held, seen.reshape(s.batch, 1, *seen.shape[2:]), at, new)
+        passed = jax.tree.map(note, known.passed, groups[0].seen)
+        return d, after.replace(memory=Known(after.memory, passed))
+
+    def findings(self, s: State) -> dict[str, Array]:
+        """Beside those of `BeamSearch`, for `ngrams`, the same in all rows of a prompt: `passed` `i32[B, N, 2 k, 2]`,
+        beam and token of the candidates of each step; `passed_log_prob` `f32[B, N, 2 k]`; and `lived`
+        `i32[B, N, k, 2]`, beam and token of the texts that lived on."""
+        passed: Passed = s.algo.memory.passed
+
+        def by_prompt(x: Array) -> Array:
+            """Of `[B, N, c]`: `[B, N, k c]`."""
+            x = x.reshape(-1, self.width, *x.shape[1:]).swapaxes(1, 2)
+            return jnp.repeat(x.reshape(*x.shape[:2], -1), self.width, 0)
+
+        pair = lambda a, b: jnp.stack([by_prompt(a), by_prompt(b)], -1)
+        return dict(super().findings(s), passed=pair(passed.beam, passed.token),
+                    passed_log_prob=by_prompt(passed.log_prob),
+                    lived=pair(passed.parent[..., None], passed.newest[..., None]))
+
+
+class CorpusStep(Step):
+    """A step of `CorpusBeams`."""
+
+    def __init__(self, alg: CorpusBeams, corpus: Corpus, *rest: Any):
+        super().__init__(alg, *rest)
+        self.corpus = corpus
+
+    def begin(self, algo: Beams) -> tuple[Group, ...]:
+        groups = super().begin(algo.replace(memory=algo.memory.span))
+        nothing = jax.tree.map(lambda x: self.grouped(x)[:, 0, :, 0], algo.memory.passed)
+        return tuple(g.replace(seen=nothing) for g in groups)
+
+    def totals(self, g: Group, log_p: Array, taken: Array | None) -> Array:
+        alg, total = self.alg, super().totals(g, log_p, taken)
+        assert isinstance(alg, CorpusBeams)
+        may = self.corpus.allowed(g.live.memory, self.ranks(0, g, total), self.candidates(total.shape[-1]), alg.look)
+        if alg.may_end:
+            may = may | (jnp.arange(total.shape[-1]) == self.eos[:, 0, :, None]).any(1)[:, None]
+        return jnp.where(may, total, -jnp.inf)
+
+    def remember(self, memory: Span, beam: Array, token: Array, own: Array, log_p: Array) -> Span:
+        return self.corpus.extend(memory, token)
+
+    def after(self, i: int, g: Group, text: Text, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
+        new = super().after(i, g, text, stop, closed, may, chosen)
+        two = lambda x: x[:, :2 * self.k].reshape(x.shape[0], self.k, 2)
+        # an n-gram with an end of text is the one without it once more
+        counts = (text.score > -jnp.inf) & (text.status != Status.EOS)
+        return new.replace(seen=Passed(
+            beam=two(text.beams[..., 0]), token=two(text.tokens[..., 0]),
+            log_prob=two(jnp.where(counts, text.log_prob, -jnp.inf)), parent=new.live.beams[..., 0],
+            newest=new.live.tokens[..., 0]))
+
+
+def ngrams(findings: dict[str, np.ndarray], row: int) -> list[NGram]:
+    """The n-grams that a search of `CorpusBeams` has looked at for a prompt, each once, in the order of the steps.
+
+    Args:
+        findings: of the result. row: one of the prompt's rows.
+
+    Returns:
+        Their token ids and log-probabilities. Without penalties and temperature these are `log p(n | prompt)` of the
+        model.
+    """
+    passed, log_prob, lived = (findings[name][row] for name in ("passed", "passed_log_prob", "lived"))
+    texts: list[tuple[int, ...]] = [()] * lived.shape[1]
+    found: dict[tuple[int, ...], float] = {}
+    steps = 1 + np.flatnonzero((log_prob > -np.inf).any(1)).max(initial=-1)
+    for candidates, scores, on in zip(passed[:steps], log_prob[:steps], lived[:steps], strict=True):
+        for (beam, token), score in zip(candidates.tolist(), scores.tolist(), strict=True):
+            if score > -np.inf:
+                found.setdefault((*texts[beam], token), score)
+        texts = [(*texts[beam], token) for beam, token in on.tolist()]
+    return list(found.items())

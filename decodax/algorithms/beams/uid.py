@@ -1,0 +1,78 @@
+"""Regularisers of surprisal: texts whose information is spread evenly ("If beam search is the answer, what was the
+question?", Meister, Cotterell and Vieira, 2020)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.common.struct import Struct, struct
+
+Kind = Literal["greedy", "local", "variance", "max", "square"]
+KINDS: tuple[Kind, ...] = ("greedy", "local", "variance", "max", "square")
+
+
+@struct
+class Surprisals(Struct):
+    """What is known of the surprisals of some texts, each `f32[...]`: their `count`, `total`, sum of `squares`, `most`,
+    the `last` one, and the sum of what each token adds (`added`)."""
+
+    count: Array
+    total: Array
+    squares: Array
+    most: Array
+    last: Array
+    added: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class UID:
+    """`R`, of which a score loses `strength` times: with surprisals `u_t = -log p_t`,
+
+    - "greedy": the sum of `(u_t - min_v u_t(v)) ** 2`, the least at each step over the vocabulary;
+    - "local": the sum of `(u_t - u_(t-1)) ** 2`, from the second token on;
+    - "variance": the mean of `(u_t - mean u) ** 2`;
+    - "max": the largest `u_t`;
+    - "square": the sum of `u_t ** 2`.
+
+    Attributes:
+        kind: which of them.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+
+    kind: Kind = "variance"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"uid: got {self.kind!r}, takes one of {', '.join(KINDS)}")
+
+    def init(self, like: Array) -> Surprisals:
+        """Of texts without a token: `f32` of the shape of `like`."""
+        zero = jnp.zeros(like.shape, jnp.float32)
+        return Surprisals(zero, zero, zero, zero, zero, zero)
+
+    def after(self, state: Surprisals, log_p: Array, best: Array) -> Surprisals:
+        """With one token more.
+
+        Args:
+            log_p: of the token. best: of the likeliest one there.
+        """
+        u = -log_p
+        gap = u + best if self.kind == "greedy" else jnp.where(state.count > 0, u - state.last, 0)
+        return Surprisals(count=state.count + 1, total=state.total + u, squares=state.squares + u * u,
+                          most=jnp.maximum(state.most, u), last=u + jnp.zeros_like(state.last),
+                          added=state.added + gap * gap)
+
+    def value(self, state: Surprisals) -> Array:
+        """`R`."""
+        if self.kind in ("greedy", "local"):
+            return state.added
+        if self.kind == "variance":
+            n = jnp.maximum(state.count, 1)
+            return state.squares / n - (state.total / n) ** 2
+        return state.most if self.kind == "max" else state.squares

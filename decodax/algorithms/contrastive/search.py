@@ -1,0 +1,139 @@
+"""Contrastive search: likely tokens that do not say again what the text has said."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Feature
+from decodax.core.loaded import Loaded
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Decision, Observer, Out, Params
+from decodax.core.window import Window, causal
+from decodax.pallas_kernels.vocabulary import top_k
+from decodax.sampling.draw import winner
+
+
+@struct
+class Said(Struct):
+    """Attributes:
+        history: `f32[B, N, D]`, the direction of the hidden state at each position of the text but the newest.
+        candidates: `i32[B, k]`, the tokens that may come next; the first is negative where there are none.
+        chances: `f32[B, k]`, their probabilities.
+        ready: `bool[B]`, whether they are known: not so in front of the first round.
+    """
+
+    history: Array
+    candidates: Array
+    chances: Array
+    ready: Array
+
+
+def hidden_width(lm: Loaded) -> int:
+    """Entries of a hidden state."""
+    def hidden(params: Any) -> Array:
+        window = causal(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+        return lm.model.apply(params, window, lm.model.init_cache(1, 16, params=params)).hidden
+
+    return jax.eval_shape(hidden, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lm.params)).shape[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader(Observer):
+    """Keeps the hidden states of the prompt."""
+
+    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+        at = jnp.where(window.live, window.positions, algo.history.shape[1])
+        rows = jnp.arange(s.batch)[:, None]
+        return algo.replace(history=algo.history.at[rows, at].set(_direction(out.hidden), mode="drop"))
+
+
+def _direction(x: Array) -> Array:
+    x = x.astype(jnp.float32)
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-30)
+
+
+@dataclasses.dataclass(frozen=True)
+class ContrastiveSearch(Algorithm):
+    """Of the `k` likeliest tokens that with the largest `(1 - alpha) p - alpha c`, where `c` is how near its hidden
+    state comes to that of any token before it, the largest cosine (Su et al., 2022).
+
+    Greedy: rows with a temperature take the distribution at that temperature for `p`, and draw nothing. Each round
+    scores the newest token and the `k` candidates behind it, so a token takes one forward.
+
+    Attributes:
+        width: of the hidden states. alpha: in [0, 1]; it may change without a retrace. k: candidates.
+    """
+
+    width: int
+    alpha: float = 0.6
+    k: int = 4
+
+    emits = 1
+    commits = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"penalty_alpha: got {self.alpha!r}, takes a number from 0 to 1")
+        if self.k < 1:
+            raise ValueError(f"top_k: got {self.k!r}, takes at least 1")
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:
+        return frozenset(("trees",))
+
+    @property
+    def weights(self) -> Any:
+        return np.float32(self.alpha)
+
+    def bare(self) -> ContrastiveSearch:
+        return dataclasses.replace(self, alpha=0.0)
+
+    @property
+    def observer(self) -> Observer:
+        return _Reader()
+
+    def init(self, params: Params, s: State) -> Said:
+        return Said(history=jnp.zeros((*s.tokens.shape, self.width), jnp.float32),
+                    candidates=jnp.zeros((s.batch, self.k), jnp.int32),
+                    chances=jnp.zeros((s.batch, self.k), jnp.float32), ready=jnp.zeros(s.batch, bool))
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        a = s.algo
+        tokens = jnp.concatenate([s.newest[:, None], jnp.maximum(a.candidates, 0)], 1)
+        depth = jnp.minimum(jnp.arange(self.k + 1, dtype=jnp.int32), 1)
+        inside = jnp.eye(self.k + 1, dtype=bool).at[:, 0].set(True)
+        live = jnp.broadcast_to(depth == 0, tokens.shape) | a.ready[:, None]
+        return Window(tokens=tokens, positions=s.length[:, None] - 1 + depth, mask=inside[None],
+                      live=live & s.running[:, None]), a
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        states = _direction(out.hidden)
+        rows = jnp.arange(s.batch)
+        history = algo.history.at[rows, s.length - 1].set(states[:, 0])
+        near = jnp.einsum("bkd,bnd->bkn", states[:, 1:], history, preferred_element_type=jnp.float32)
+        known = jnp.arange(history.shape[1]) < s.length[:, None]
+        nearest = jnp.where(known[:, None], near, -jnp.inf).max(-1)
+        score = jnp.where(algo.chances > 0, (1 - params.draft) * algo.chances - params.draft * nearest, -jnp.inf)
+        best = jnp.argmax(jnp.where(jnp.isnan(score), jnp.inf, score), -1).astype(jnp.int32)
+        token = jnp.take_along_axis(algo.candidates, best[:, None], 1)
+        token = jnp.where(algo.candidates[:, :1] < 0, algo.candidates[:, :1], token)
+
+        # what may come behind it, or behind the newest token if nobody has looked there yet
+        node = jnp.where(algo.ready, best + 1, 0)[:, None]
+        following = dist.warm.processed(node)[:, 0]
+        chances, candidates = top_k(jax.nn.softmax(following), min(self.k, following.shape[-1]))
+        first = winner(following)
+        candidates = candidates.astype(jnp.int32).at[:, 0].set(jnp.where(first < 0, first, candidates[:, 0]))
+        commits = algo.ready & (token[:, 0] >= 0)
+        slots = jnp.where(commits[:, None] & (jnp.arange(self.k + 1) == 0), window.positions, -1)
+        return Decision(tokens=token, count=algo.ready.astype(jnp.int32), slots=slots, source=jnp.zeros_like(token),
+                        algo=Said(history, candidates, chances, jnp.ones_like(algo.ready)))
+
+

@@ -1,0 +1,104 @@
+"""Frustratingly simple decoding with vectors: likely tokens that did not follow similar states before."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Decision, Observer, Out, Params
+from decodax.core.window import Window, causal
+from decodax.pallas_kernels.vocabulary import top_k
+from decodax.sampling.draw import winner
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader(Observer):
+    """Keeps the hidden states of the prompt."""
+
+    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+        at = jnp.where(window.live, window.positions, algo.shape[1])
+        return algo.at[jnp.arange(s.batch)[:, None], at].set(out.hidden.astype(algo.dtype), mode="drop")
+
+
+@dataclasses.dataclass(frozen=True)
+class VectorFSD(Algorithm):
+    """Of the `k` likeliest tokens that with the largest `(1 - alpha) p - alpha g`, where `g` is how near the states of
+    the last `n - 1` tokens come to those in front of an earlier place where the token stands: the largest cosine, 0 at
+    least (Yang et al., 2024, the vectorised form; that with counts of n-grams is `FSD`, the argument `fsd_alpha`).
+
+    Greedy: rows with a temperature take the distribution at that temperature for `p`, and draw nothing. States are
+    those behind the final norm; which layer's they are is open in the authors' code.
+
+    Attributes:
+        width: of the hidden states. alpha: in [0, 1]; may change without a retrace. k: candidates. n: see above.
+        stop_weight: what `g` counts for at the tokens `stop_words`.
+    """
+
+    width: int
+    alpha: float = 0.45
+    k: int = 3
+    n: int = 2
+    stop_words: tuple[int, ...] = ()
+    stop_weight: float = 0.0
+
+    emits = 1
+    commits = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha: got {self.alpha!r}, takes a number from 0 to 1")
+        if self.k < 1 or self.n < 2:
+            raise ValueError(f"k and n: got {self.k} and {self.n}, take at least 1 and 2")
+        if not self.stop_weight >= 0:
+            raise ValueError(f"stop_weight: got {self.stop_weight!r}, takes a number from 0 on")
+
+    @property
+    def weights(self) -> Any:
+        return np.float32(self.alpha), np.float32(self.stop_weight)
+
+    def bare(self) -> VectorFSD:
+        return dataclasses.replace(self, alpha=0.0, stop_weight=0.0)
+
+    @property
+    def observer(self) -> Observer:
+        return _Reader()
+
+    def init(self, params: Params, s: State) -> Array:
+        """`f32[B, N, D]`, the hidden state at each place."""
+        return jnp.zeros((*s.tokens.shape, self.width), jnp.float32)
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        return causal(s.newest[:, None], s.length - 1, s.running[:, None]), s.algo
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        alpha, light = params.draft
+        states = algo.at[jnp.arange(s.batch), s.length - 1].set(out.hidden[:, 0].astype(algo.dtype))
+        following = dist.warm.processed()[:, 0]
+        chances, tokens = top_k(jax.nn.softmax(following), min(self.k, following.shape[-1]))
+        place = jnp.arange(states.shape[1])
+        # of the states that end at each place, and of the last ones
+        near = theirs = jnp.zeros(states.shape[:2], states.dtype)
+        mine = jnp.zeros((s.batch, 1), states.dtype)
+        for j in range(self.n - 1):
+            last = jnp.take_along_axis(states, jnp.maximum(s.length - 1 - j, 0)[:, None, None], 1)
+            past = jnp.roll(states, j, 1)
+            near = near + (past * last).sum(-1)
+            mine, theirs = mine + (last * last).sum(-1), theirs + (past * past).sum(-1)
+        cosine = near / jnp.maximum(jnp.sqrt(mine * theirs), 1e-30)
+        known = (place >= self.n - 2) & (place < s.length[:, None] - 1)
+        hit = known[:, None] & (jnp.roll(s.tokens, -1, 1)[:, None] == tokens[..., None])
+        penalty = jnp.clip(jnp.where(hit, cosine[:, None], 0).max(-1), 0, 1)
+        if self.stop_words:
+            penalty = penalty * jnp.where((tokens[..., None] == jnp.asarray(self.stop_words)).any(-1), light, 1)
+        score = jnp.where(chances > 0, (1 - alpha) * chances - alpha * penalty, -jnp.inf)
+        token = jnp.take_along_axis(tokens, jnp.argmax(score, -1)[:, None], 1).astype(jnp.int32)
+        first = winner(following)[:, None]              # negative where nothing can follow
+        token = jnp.where(first < 0, first, token)
+        return Decision(tokens=token, count=jnp.ones(s.batch, jnp.int32), source=jnp.zeros_like(token), algo=states,
+                        slots=jnp.where(token >= 0, window.positions, -1))

@@ -1,0 +1,109 @@
+"""Masked diffusion: samplers that fill a canvas in any order.
+
+There is one algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them (`systems`). To add
+a sampler, write its new rules as frozen dataclasses that inherit from a base class of `policies`, in a file of their
+own, and a maker with `@entry`. The docstrings of `policies` say what each policy gets and returns. In short, with `R`
+rows and a region of `W` positions that begins at `view.start`:
+
+    Shaper    (view, logits, memory) -> f32[R, W, V]        the model's logits, annealed or mixed with earlier steps'
+    Windows   active(view, seen, memory) -> bool[R, W]      which open positions may be unmasked now
+              finished(view, memory) -> i32[R]              how many positions from `start` on are final
+              last(start, end) -> i32[B]                    where the last region ends, if it is as wide as the others
+    Score     (view, seen, memory) -> f32[R, W]             larger scores are unmasked sooner
+    Unmask    (view, seen, score, memory) -> bool[R, W]     which positions are unmasked; the best one if there are none
+    Remask    (before, seen, after, memory) -> View         other `tokens`, or reopened positions (`open`)
+              busy(before, after, memory) -> bool[R]        nothing is open, but the region is not final yet
+    Stop      early_stop(view, seen, memory) -> bool[R]     unmask all open positions now
+              end(before, seen, after, memory) -> i32[R]    where the text ends, if it ends early
+    Caching   stale(view, memory) -> bool[B]                rows that need a forward over the whole text
+              nodes(view, left, memory) -> Nodes            what the other forwards score
+              writes(view, positions, final, valid, memory) -> bool[B, n]
+    Verify    several canvases of a row in one forward, and which of their steps are true
+    Adapter   mask, shift, attention (`Full`, `BlockCausal`, `PromptBlocks`, `CausalPrefix`), canvas (`Masks`,
+              `Template`, `Noise`)
+
+`view` holds tokens, open, editable, the round and the confidence with which each position was decided, and counters of
+steps and rounds. `seen` holds the candidates and the statistics of their distributions. A rule with a memory creates it
+in `init` and updates it in `learn`. Random numbers come from `view.uniforms(purpose)`, addressed by row, position and
+round, never by the place in the batch. A rule never mixes rows, keeps nothing as wide as the vocabulary, and has no
+attributes that users change from call to call: those belong to the policy.
+"""
+
+from decodax.algorithms.diffusion.adapter import (
+    Adapter,
+    BlockCausal,
+    CausalPrefix,
+    Full,
+    Masks,
+    Noise,
+    PromptBlocks,
+    Template,
+)
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.blocks import (
+    AnchorCache,
+    BlockCache,
+    DualCache,
+    FusedCache,
+    NoCache,
+    PrefixCache,
+    SubBlockCache,
+)
+from decodax.algorithms.diffusion.caching.drift import Drift, Leading
+from decodax.algorithms.diffusion.caching.features import Similarity
+from decodax.algorithms.diffusion.caching.refreshes import DelayedTokens, DKVCacheGreedy, Frozen, OwnBlock, Vicinity
+from decodax.algorithms.diffusion.caching.reuse import FullStepOrder, Targets, Turns
+from decodax.algorithms.diffusion.canvas import Canvas
+from decodax.algorithms.diffusion.parallel.branches import BranchExact, BranchLater, BranchTree, Sequential
+from decodax.algorithms.diffusion.parallel.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
+from decodax.algorithms.diffusion.parallel.product import Agreed, GuidedDiffusion, LimitedLookahead, Product, Trailing
+from decodax.algorithms.diffusion.policies import (
+    Caching,
+    Remask,
+    Rule,
+    Score,
+    Seen,
+    Shaper,
+    Stop,
+    Unmask,
+    Verify,
+    View,
+    Windows,
+)
+from decodax.algorithms.diffusion.rules.coherence import Agreeing
+from decodax.algorithms.diffusion.rules.confident import Confident
+from decodax.algorithms.diffusion.rules.learned import ClosingToken, Filter, Learned, PredictedEnd
+from decodax.algorithms.diffusion.rules.remasking import Edit, Keep, MaskBottom, ReMDM, Renoise
+from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
+from decodax.algorithms.diffusion.rules.shapers import Anneal, AsIs, Average, Credit
+from decodax.algorithms.diffusion.rules.stops import EndOfText, FirstEnd, Gap, Stable, Steps
+from decodax.algorithms.diffusion.rules.unmasking import (
+    All,
+    Ancestral,
+    Anchored,
+    AtLeast,
+    BlockQuota,
+    Coins,
+    ConfidentPrefix,
+    EntropyBound,
+    Factor,
+    LocalLeap,
+    Quota,
+    Segments,
+    Threshold,
+)
+from decodax.algorithms.diffusion.rules.windows import Blocks, Delimited, Sliding, SubBlocks, Whole, WholeBlocks
+from decodax.algorithms.diffusion.stats import DistributionStats, statistics
+
+__all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast",
+           "Average", "BlockCache", "BlockCausal", "BlockQuota", "Blocks", "BranchExact", "BranchLater", "BranchTree",
+           "Caching", "Canvas", "CausalPrefix", "ClosingToken", "Coins", "Confidence", "Confident", "ConfidentPrefix",
+           "Credit", "DKVCacheGreedy", "Delayed", "DelayedTokens", "Delimited", "DistributionStats", "Drift",
+           "DualCache", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Frozen", "Full",
+           "FullStepOrder", "FusedCache", "Gap", "GuidedDiffusion", "InTurn", "Keep", "Leading", "Learned",
+           "LimitedLookahead", "LocalLeap", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache",
+           "Noise", "Noisy", "OwnBlock", "Pipeline", "Pipelined", "Position", "PredictedEnd", "PrefixCache", "Product",
+           "PromptBlocks", "Quota", "Random", "ReMDM", "Remask", "Renoise", "Rule", "Score", "Seen", "Segments",
+           "Sequential", "Shaper", "Similarity", "Sliding", "Stable", "Steps", "Stop", "SubBlockCache", "SubBlocks",
+           "Targets", "Template", "Threshold", "Trailing", "Turns", "Unmask", "Verify", "Vicinity", "View", "Whole",
+           "WholeBlocks", "Windows", "WithBest", "statistics"]

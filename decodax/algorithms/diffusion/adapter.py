@@ -1,0 +1,246 @@
+"""How a model reads a canvas: which position its logits predict, which positions attend to which, and what an unknown
+position holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.common.struct import Struct, struct
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.core.loaded import Loaded
+
+
+@struct
+class Nodes(Struct):
+    """The positions that a forward scores, `[B, n]` each.
+
+    Attributes:
+        positions: `i32`. live: `bool`.
+        own: `bool` nodes of the region, which is worked on. The others hold final tokens, or lie behind the region.
+        prompt: `i32[B]`, the prompts' lengths.
+    """
+
+    positions: Array
+    live: Array
+    own: Array
+    prompt: Array | None = None
+
+
+class AttentionPattern(Protocol):
+    """Which positions attend to which."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether a causal prefill computes the prompt's entries."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether the region attends to the last final token as one of its own, where a shifted model predicts the
+        region's first token from it. It is scored as a copy, since its entries in the cache are different."""
+
+    @property
+    def overhangs(self) -> bool:
+        """Whether the last region is as wide as the others even if the text ends inside it. Models that attend to
+        nothing behind a region were trained on whole ones."""
+
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        """`bool[B, n, n]`: entry `[b, i, j]` says that node `i` attends to node `j`. `front` (`i32[B]`) is where the
+        region begins: all positions before it are final."""
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        """`i32[B]`: the end of the positions that a forward reads."""
+
+
+def _pairs(x: Array) -> tuple[Array, Array]:
+    return x[:, :, None], x[:, None, :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """Every position attends to the whole text, in both directions (LLaDA, Dream, MDLM)."""
+
+    causal = joined = overhangs = False
+
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        return jnp.ones((*nodes.positions.shape, nodes.positions.shape[1]), bool)
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        return end
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCausal:
+    """A position attends to its own block and those before it (BD3-LM, SDAR, Fast-dLLM v2, LLaDA 2). Blocks of `block`
+    positions are counted from the beginning of the sequence, so the prompt's last tokens may share a block with the
+    first new ones."""
+
+    block: int
+    causal = joined = False
+    overhangs = True
+
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        query, key = _pairs(nodes.positions // self.block)
+        return key <= query
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        return jnp.minimum(start + width, end)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptBlocks:
+    """A position attends to its own block and those before it. The prompt is one block, and blocks of `block` positions
+    are counted from its end (D2F)."""
+
+    block: int
+    causal = joined = False
+    overhangs = True
+
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        assert nodes.prompt is not None
+        query, key = _pairs(jnp.maximum((nodes.positions - nodes.prompt[:, None]) // self.block, -1))
+        return key <= query
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        return jnp.minimum(start + width, end)
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalPrefix:
+    """Final tokens attend to those before them; the region attends to them and to all of itself (SBD, DiffusionGemma).
+
+    Attributes:
+        joined: the last final token is also part of the region, which attends to a copy of it (SDLM).
+        ordered: the region's positions attend only to those before them: causal attention throughout (SDLM's
+            `causal_attn`).
+
+    With either, the last final token predicts the region's first, so a region of `W` positions has `W - 1` masks.
+    """
+
+    joined: bool = False
+    ordered: bool = False
+    causal = overhangs = True
+
+    def __post_init__(self) -> None:
+        if self.joined and self.ordered:
+            raise ValueError("joined: got True, takes False with ordered, where the last token has its usual entry")
+
+    def sees(self, nodes: Nodes, front: Array) -> Array:
+        (query, key), (of, to) = _pairs(nodes.positions), _pairs(nodes.own)
+        inside = of & (key <= query) if self.ordered else of
+        return jnp.where(to, inside, jnp.where(of, key < front[:, None, None] - int(self.joined), key <= query))
+
+    def reach(self, start: Array, width: int, end: Array) -> Array:
+        # the last position of a shifted region is predicted by the one before it, and seen by none
+        return jnp.minimum(start + width - int(self.joined or self.ordered), end)
+
+
+class InitialCanvas(Protocol):
+    """What positions hold before they are decided."""
+
+    def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
+        """The canvas `i32[B, N]` and its open positions `bool[B, N]`, from the token buffer `i32[B, N]`, the prompts'
+        lengths `i32[B]` and the rows' keys."""
+
+    @property
+    def given(self) -> bool:
+        """Whether the end of the text is given, so that nothing follows it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """The mask token everywhere behind the prompt."""
+
+    given = False
+
+    def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
+        open = jnp.arange(tokens.shape[1]) >= prompt_length[:, None]
+        return jnp.where(open, jnp.int32(adapter.blank), tokens), open
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """Infilling: the token buffer behind the prompt is a template whose mask tokens are filled in; its other tokens are
+    frozen. The text ends with the row's budget."""
+
+    given = True
+
+    def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
+        beyond = jnp.arange(tokens.shape[1]) >= prompt_length[:, None]
+        return tokens, beyond & (tokens == adapter.blank)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Random tokens, uniform over the `vocabulary` (models of uniform diffusion, which have no mask token)."""
+
+    vocabulary: int
+    given = False
+
+    def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
+        place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        open = place >= prompt_length[:, None]
+        return jnp.where(open, noise(keys.uniforms(key, place, Purpose.NOISE), self.vocabulary), tokens), open
+
+
+def noise(uniforms: Array, vocabulary: int) -> Array:
+    """Random tokens `i32[...]` from `f32[..., 2]`."""
+    return jnp.minimum((uniforms[..., 0] * vocabulary).astype(jnp.int32), vocabulary - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """How a model reads a canvas.
+
+    Attributes:
+        mask: the id of the mask token; None for models without one. Its logit is removed, so it never occurs in the
+            text.
+        shift: whether logits at a position predict the next position (models made from autoregressive ones, such as
+            Dream) instead of the position itself (LLaDA).
+        attention: which positions attend to which.
+        canvas: what undecided positions hold at first.
+    """
+
+    mask: int | None
+    shift: bool = False
+    attention: AttentionPattern = Full()
+    canvas: InitialCanvas = Masks()
+
+    def __post_init__(self) -> None:
+        ordered = isinstance(self.attention, CausalPrefix) and self.attention.ordered
+        if (self.attention.joined or ordered) and not self.shift:
+            raise ValueError(f"attention: got {self.attention} without shift, which alone has use for the last token")
+        if self.mask is None and not isinstance(self.canvas, Noise):
+            raise ValueError("mask: got None, takes the id of the mask token; only a canvas of noise does without")
+
+    @classmethod
+    def of(cls, model: Any, canvas: InitialCanvas | None = None) -> Adapter:
+        """The adapter of a loaded model; `model` is what `load` returns, or its `diffusion`.
+
+        Raises:
+            ValueError: the model is not a masked diffusion model.
+        """
+        d = model.diffusion if isinstance(model, Loaded) else model
+        if d is None:
+            raise ValueError(f"lm: got {model.name if isinstance(model, Loaded) else None}, which is autoregressive, "
+                             "takes a diffusion model")
+        attention: AttentionPattern = Full()
+        if d.attention == "block-causal":
+            attention = BlockCausal(d.block)
+        elif d.attention != "full":
+            ordered = d.attention == "causal"
+            attention = CausalPrefix(joined=d.shift and not ordered, ordered=ordered)
+        return cls(d.mask, d.shift, attention, canvas or Masks())
+
+    @property
+    def blank(self) -> int:
+        """The token of an open position, unless the canvas says otherwise."""
+        return 0 if self.mask is None else self.mask
+
+    def clean(self, head: Any) -> Any:
+        """The model's head with the mask token's logit removed."""
+        return head if self.mask is None else lambda hidden: head(hidden).at[..., self.mask].set(-jnp.inf)

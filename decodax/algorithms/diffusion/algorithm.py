@@ -1,0 +1,265 @@
+"""Masked diffusion decoding: a canvas of unknown tokens is decided over several rounds, in any order.
+
+All published samplers are one algorithm here. They differ in its nine policies (`policies.py`). A round works on one
+region of each row:
+
+    1. adapter: tokens, positions and attention. `Caching` decides what is recomputed and what is read from the cache.
+    2. statistics: candidates and the model's probabilities (`Seen`), after the shaper and the policy's transforms.
+    3. windows: which open positions may be unmasked in this step.
+    4. score: the order in which they are unmasked.
+    5. unmask: which of them are unmasked; at least one a row and step, so every step makes progress.
+    6. remask: which tokens are masked or overwritten again.
+    7. stop: whether the text ends here. Verify picks among several canvases that took steps 2 to 7 side by side.
+    8. windows: which positions are final. They join the verified text, which is searched for end of sequence and stop
+       strings and counted against the budget, and the region moves behind them.
+
+Each row has its own region, steps and phase, independent of its batch mates. Prompt and frozen tokens never change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Adapter
+from decodax.algorithms.diffusion.caching.blocks import NoCache
+from decodax.algorithms.diffusion.canvas import Canvas, look, survey
+from decodax.algorithms.diffusion.guidance import guide
+from decodax.algorithms.diffusion.parallel.branches import Sequential
+from decodax.algorithms.diffusion.policies import (
+    Caching,
+    Remask,
+    Score,
+    Seen,
+    Shaper,
+    Stop,
+    Unmask,
+    Verify,
+    View,
+    Windows,
+)
+from decodax.algorithms.diffusion.round import Round
+from decodax.algorithms.diffusion.rules.remasking import Keep
+from decodax.algorithms.diffusion.rules.scores import Confidence
+from decodax.algorithms.diffusion.rules.shapers import AsIs
+from decodax.algorithms.diffusion.rules.stops import EndOfText
+from decodax.algorithms.diffusion.rules.unmasking import Quota, best
+from decodax.algorithms.diffusion.rules.windows import Blocks
+from decodax.core.cache import Feature
+from decodax.core.record import empty_record
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Decision, Model, Out, Params
+from decodax.core.window import Window
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDiffusion(Algorithm):
+    """A sampler made of nine policies.
+
+    Attributes:
+        adapter: how the model reads a canvas.
+        windows, score, unmask, remask, caching, verify, shaper: see `decodax.algorithms.diffusion.policies`.
+        stops: any number of `Stop` rules.
+
+    Raises:
+        ValueError: parts that do not fit each other.
+    """
+
+    adapter: Adapter
+    windows: Windows = Blocks()
+    score: Score = Confidence()
+    unmask: Unmask = Quota()
+    remask: Remask = Keep()
+    caching: Caching = NoCache()
+    verify: Verify = Sequential()
+    stops: tuple[Stop, ...] = (EndOfText(),)
+    shaper: Shaper = AsIs()
+
+    def __post_init__(self) -> None:
+        if self.caching.approximate and self.adapter.attention.causal:
+            raise ValueError(f"caching: got {self.caching} for causal attention, takes one that persists, or NoCache")
+
+    def fit(self, budget: int) -> MaskedDiffusion:
+        """The sampler for texts of `budget` new tokens, with the sizes of windows and cache filled in that were left
+        open."""
+        return dataclasses.replace(self, windows=self.windows.fit(budget), caching=self.caching.fit(budget))
+
+    def most_rounds(self, budget: int, rows: int) -> int:
+        """An upper bound on the rounds that a batch can take for `budget` new tokens a row."""
+        steps = max(rule.longest for rule in (self.unmask, self.remask, *self.stops))
+        steps = max(steps, self.windows.width) + self.remask.most + 2
+        # a region moves by its width, or by less; rows may wait for the others' wide rounds
+        regions = -(-budget // self.windows.least) + 1
+        return (regions * steps + 8) * (rows + 1 if self.variants else 1)
+
+    @property
+    def weights(self) -> Any:
+        """The weights of the second model, which `generate` puts into `Params.draft`; None without one."""
+        return self.verify.weights
+
+    def bare(self) -> MaskedDiffusion:
+        """The sampler without the second model's weights, as the compiled programs take it."""
+        return dataclasses.replace(self, verify=self.verify.bare())
+
+    @property
+    def canvas(self) -> bool:
+        return True
+
+    @property
+    def emits(self) -> int:
+        return self.windows.width
+
+    @property
+    def caches(self) -> bool:
+        return self.caching.narrow
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the causal prefill writes the prompt's entries."""
+        return self.caching.persists and self.adapter.attention.causal
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:
+        if not self.caches:
+            return frozenset()
+        return frozenset(("trees", "subsets", "rewrites") if self.caching.approximate else ("trees", "subsets"))
+
+    @property
+    def kinds(self) -> tuple[Round, ...]:
+        """The kinds of rounds: wide ones and narrow ones of each size, as far as they occur."""
+        if self.caching.phases:
+            return tuple(Round(self, wide, phase=i) for i, wide in enumerate(self.caching.phases))
+        wide = (Round(self, True),) if self.caching.wide and not self.prefills else ()
+        return wide + (tuple(Round(self, False, n) for n in self.caching.sizes) if self.caching.narrow else ())
+
+    @property
+    def variants(self) -> tuple[Round, ...]:
+        """The kinds of rounds among which the core chooses each time."""
+        return self.kinds if len(self.kinds) > 1 else ()
+
+    def choose(self, params: Params, policy: Any, s: State) -> Array:
+        """A wide round where half of the running rows need one; rows that need the other kind wait. Narrow rounds are
+        as small as their rows' nodes allow. With phases it is the phase that most running rows are in."""
+        if count := len(self.caching.phases):
+            wanted = jnp.where(s.running, self.phase(s), -1)
+            return jnp.argmax((wanted[:, None] == jnp.arange(count)).sum(0)).astype(jnp.int32)
+        stale = self.stale(s) & s.running
+        narrow = 2 * stale.sum() < s.running.sum()
+        smaller = [n for n in self.caching.sizes if n is not None]
+        if not smaller:
+            return narrow.astype(jnp.int32)
+        most = jnp.where(s.running & ~stale, self.kinds[-1].live_nodes(s), 0).max()
+        rung = (most > jnp.array(smaller, jnp.int32)).sum(dtype=jnp.int32)
+        return jnp.where(narrow, len(self.kinds) - len(self.caching.sizes) + rung, 0)
+
+    def init(self, params: Params, s: State) -> Canvas:
+        N, W, align = s.tokens.shape[1], self.windows.width, self.windows.align
+        zero = lambda: jnp.zeros(s.batch, jnp.int32)
+        start = s.prompt_length + 0 if align is None else s.prompt_length // align * align
+        end = self.whole(s)
+        tokens, open = self.adapter.canvas.fill(self.adapter, s.tokens, s.prompt_length, s.key)
+        kept = s.prompt_length - 1 if self.prefills else zero()
+        slots = jnp.arange(N - W if self.caches else 0, dtype=jnp.int32)
+        c = Canvas(
+            tokens=tokens, open=open, editable=open & True, when=jnp.full((s.batch, N), -1, jnp.int32),
+            confidence=jnp.zeros((s.batch, N), jnp.float32), start=start, end=end, step=zero(), round=zero(),
+            opened=zero(), full=zero(), kept=kept, refreshed=zero() - 1, final=start + 0,
+            valid=slots < kept[:, None], drafts=None, memory=None,
+            record=None if s.record is None else empty_record((s.batch, N), s.record.count))
+        view = look(s, c, W)
+        names = ("shaper", "windows", "score", "unmask", "remask", "caching", "verify")
+        memory = {name: getattr(self, name).init(view) for name in names}
+        memory["stops"] = tuple(stop.init(view) for stop in self.stops)
+        if self.verify.assists:
+            c = c.replace(assistant=self.verify.begin(params, s, N - W))      # type: ignore[attr-defined]
+        if len(self.verify.taken) > 1 and jax.tree.leaves(memory):
+            raise ValueError(f"verify: got {self.verify} with rules that remember; drafts need rules without a memory")
+        return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
+
+    def whole(self, s: State) -> Array:
+        """`i32[B]`: the end of the text if no stop rule ends it earlier."""
+        # a text beyond the buffer is cut there, and says so
+        end = jnp.minimum(s.max_length, s.tokens.shape[1] - self.windows.width)
+        if self.adapter.attention.overhangs and not self.adapter.canvas.given:
+            start, align = s.prompt_length, self.windows.align
+            end = self.windows.last(start if align is None else start // align * align, end)
+        return end
+
+    def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State]:
+        """The model and a state before its first round under classifier-free guidance: see `diffusion.guidance`.
+
+        Raises:
+            ValueError: the model has no mask token to put in the prompt's place.
+        """
+        if self.adapter.mask is None:
+            raise ValueError("guidance_scale: the model has no mask token, which stands for the prompt")
+        return guide(self, model, params, policy, s, scale, self.adapter.mask, self.prefills)
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
+        return self.kinds[0].propose(params, policy, s)
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Canvas) -> Decision:
+        return self.kinds[0].decide(params, dist, s, window, out, algo)
+
+    # the steps of a round, for one canvas a row
+
+    def advance(self, view: View, seen: Seen, memory: Any) -> View:
+        """Takes steps 3 to 7 once. `view` and the result cover the same positions."""
+        view = view.replace(active=self.windows.active(view, seen, memory["windows"]) & view.masked & seen.reached)
+        score = self.score(view, seen, memory["score"])
+        unmask = self.unmask(view, seen, score, memory["unmask"]) & view.active
+        force = best(score, view.active, jnp.ones_like(view.step)) & ~unmask.any(1)[:, None]
+        if self.unmask.patient:
+            force = jnp.zeros_like(force)
+        early = jnp.zeros(view.step.shape, bool)
+        for stop, own in zip(self.stops, memory["stops"], strict=True):
+            early = early | stop.early_stop(view, seen, own)
+        unmask = jnp.where(early[:, None], view.masked & seen.reached, unmask | force)
+        after = view.replace(
+            tokens=jnp.where(unmask, seen.token, view.tokens), open=view.open & ~unmask, step=view.step + 1,
+            round=view.round + 1, full=jnp.where(view.masked.any(1), 0, view.full + 1))
+        new = self.remask(view, seen, after, memory["remask"])
+        may = view.editable & view.inside & ~early[:, None]
+        after = after.replace(tokens=jnp.where(may, new.tokens, after.tokens),
+                              open=jnp.where(may, new.open, after.open))
+        if not self.remask.noisy:
+            after = after.replace(tokens=jnp.where(after.open & may, jnp.int32(self.adapter.blank), after.tokens))
+        # a token that may still be remasked ends nothing, unless a stop rule has unmasked it for good
+        open = self.remask.busy(view, after, memory["remask"]) & ~early
+        for stop, own in zip(self.stops, memory["stops"], strict=True):
+            cut = jnp.minimum(after.end, stop.end(view, seen, after, own))
+            after = after.replace(end=jnp.where(open, after.end, cut))
+        return after
+
+    def drafts(self, view: View, c: Canvas) -> View:
+        """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, each some steps ahead of it."""
+        K = len(self.verify.taken)
+        ahead = jnp.array([len(taken) for taken in self.verify.taken], jnp.int32)
+        wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
+        if K > 1:
+            stack = lambda own, more: jnp.concatenate([own[:, None], more], 1)
+            tokens, open = c.drafts
+            wide = wide.replace(tokens=stack(view.tokens, tokens), open=stack(view.open, open))
+        return wide.replace(step=wide.step + ahead, round=wide.round + ahead)
+
+    def no_drafts(self, view: View) -> Any:
+        """Drafts that equal the canvas, so that none of them is the result of a step."""
+        more = len(self.verify.taken) - 1
+        again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
+        return None if more == 0 else (again(view.tokens), again(view.open))
+
+    def through(self, model: Any) -> Any:
+        """The model as it makes its cache."""
+        return self.kinds[0].through(model)
+
+    def phase(self, s: State) -> Array:
+        """`i32[B]`: which of the caching rule's phases a row's next round is."""
+        return self.caching.phase(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])
+
+    def stale(self, s: State) -> Array:
+        """`bool[B]`: rows whose next round is a wide one."""
+        return self.caching.stale(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])

@@ -1,0 +1,316 @@
+"""Elastic-Cache (Nguyen-Tri, Ranjan, Shen 2025): entries are recomputed when, and from the layer where, attention
+moved.
+
+A forward runs a few nodes only: tokens that were just decided, the first masked positions, and *tracked* tokens: for
+each layer the decided one that masked positions attended to most. They read all other entries from the cache. Where the
+attention of the tracked tokens is no longer like what it was in the forward before, the layers above run for the whole
+text, from the residual stream that was cached below the first of them. When an end of sequence is decided, the masks
+behind it are not decided any more; they stay where they are and are still seen, as in the authors' loop.
+
+The network takes part layer by layer, through `Transformer.pieces`: `Tracking` is a model that wraps the model. The
+rule is that of the authors' code for LLaDA: likeness is the cosine over heads, averaged over tracked tokens and keys
+(the paper writes the cosine of attention rows).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.diffusion.adapter import Nodes
+from decodax.algorithms.diffusion.caching.features import dense_cache
+from decodax.algorithms.diffusion.caching.refreshes import Rewriting
+from decodax.algorithms.diffusion.policies import Memory, Seen, View
+from decodax.algorithms.diffusion.rules.windows import Whole
+from decodax.algorithms.diffusion.stats import cosine
+from decodax.cache import AttentionView, Dense, Wrapper
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Cache, Entries
+from decodax.core.types import LayeredModel, Model, Out
+from decodax.core.window import Window, take
+
+
+@struct
+class TextEnd(Struct):
+    """A hint for `Tracking`: `end` `i32[B]`, the end of the text; what lies behind it is not decided."""
+
+    end: Array
+
+
+@struct
+class Tracked(Struct):
+    """What a forward of `Tracking` leaves for its cache.
+
+    Attributes:
+        entries, streams, queries: of its nodes, for each layer: as ever, `f[B, W, D]` before the layer, `f[B, W, H,
+            d]`.
+        text: the same four for all slots, or None where the nodes are the text.
+        renewed: for each layer `bool[B]`, rows of which `text` holds.
+        track: `i32[B, L]`. masked: `bool[B, S]`. renewals: `i32[B]`, how many layers ran for the whole text.
+    """
+
+    entries: Entries
+    streams: tuple[Array, ...]
+    queries: tuple[Array, ...]
+    text: tuple[tuple[Array, ...], ...] | None
+    renewed: tuple[Array, ...] | None
+    track: Array
+    masked: Array
+    renewals: Array
+
+
+@struct
+class TrackingCache(Wrapper):
+    """Keys and values, `base`, and beside them for each layer the residual stream before it `f[B, S, D]` and the
+    queries `f[B, S, H, d]`, slot = position.
+
+    Attributes:
+        track: `i32[B, L]` the tracked position of each layer. masked: `bool[B, S]` as the last forward saw them.
+        renewals: `i32[B]` layers that have run for the whole text, the first forward's aside.
+    """
+
+    base: Dense
+    streams: tuple[Array, ...]
+    queries: tuple[Array, ...]
+    track: Array
+    masked: Array
+    renewals: Array
+
+    def commit(self, entries: Any, slots: Array) -> TrackingCache:
+        # writes that did not wait for the attention that is looked at here would copy what it reads
+        slots = jnp.where((entries.track >= 0).all(1, keepdims=True), slots, -1)
+        at, ran = jnp.where(slots >= 0, slots, self.capacity), (slots >= 0).any(1)
+        put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
+        both = lambda caches, news: tuple(put(x, new, at) for x, new in zip(caches, news, strict=True))
+        rows = lambda new, old: jnp.where(ran.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+        new = self.replace(base=self.base.commit(entries.entries, slots), streams=both(self.streams, entries.streams),
+                           queries=both(self.queries, entries.queries), track=rows(entries.track, self.track),
+                           masked=rows(entries.masked, self.masked),
+                           renewals=rows(self.renewals + entries.renewals, self.renewals))
+        if entries.text is None:
+            return new
+        layers = [_renew((new.base.kv[i], new.streams[i], new.queries[i]), text, renewed & ran)
+                  for i, (text, renewed) in enumerate(zip(entries.text, entries.renewed, strict=True))]
+        kv, streams, queries = zip(*layers, strict=True)
+        return new.replace(base=new.base.replace(kv=kv), streams=streams, queries=queries)
+
+
+def _scores(q: Array, keys: Array) -> Array:
+    """`f32[B, H, n, S]` of queries `f[B, n, H, d]` to keys `f[B, G, S, d]`."""
+    (B, n, H, d), G = q.shape, keys.shape[1]
+    grouped = q.reshape(B, n, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, d)
+    scores = jnp.einsum("bgqd,bgsd->bgqs", grouped, keys, preferred_element_type=jnp.float32)
+    return scores.reshape(B, H, n, -1)
+
+
+def _renew(caches: tuple[Array, ...], text: tuple[Array, ...], rows: Array) -> tuple[Array, ...]:
+    """A layer's caches with those of `text` (`[B, S, ...]`) in the given rows. As a loop of one trip or none, since XLA
+    copies the caches that a conditional writes to."""
+    def write(carry: Any) -> Any:
+        kv, *rest = carry[1]
+        k, v, *more = text
+        heads = [(kv, jnp.concatenate([k, v], -1).swapaxes(1, 2)), *zip(rest, more, strict=True)]
+        return jnp.zeros((), bool), tuple(jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new.astype(old.dtype), old)
+                                          for old, new in heads)
+
+    return lax.while_loop(lambda carry: carry[0], write, (rows.any(), caches))[1]
+
+
+class Held:
+    """A cache's `attend` for some window, which remembers the queries that it was called with and their scale."""
+
+    queries: Array
+    scale: float
+
+    def __init__(self, cache: Any, window: Any):
+        self.cache, self.window = cache, window
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+        self.queries, self.scale = q, options["scale"]
+        return self.cache.attend(layer, q, k, v, self.window, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracking(Model):
+    """A model that runs the layers above a drift for the whole text.
+
+    Attributes:
+        model: a `Transformer` with a dense cache.
+        gamma: attention less alike than this is a drift. mask: the id of the mask token.
+        window: so many masked positions are attended from; the text's first ones.
+        whole: the nodes are the text, and there is nothing to compare with.
+    """
+
+    model: Any
+    gamma: float
+    mask: int
+    window: int
+    whole: bool
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        if not isinstance(self.model, LayeredModel):
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
+        base, c = dense_cache(self.model, batch, capacity, params, inputs), self.model.config
+        zeros = lambda *shape: tuple(jnp.zeros((batch, capacity, *shape), base.kv[0].dtype) for _ in c.layers)
+        return TrackingCache(
+            base=base, streams=zeros(c.width), queries=zeros(c.heads, c.head_dim),
+            track=jnp.zeros((batch, len(c.layers)), jnp.int32), masked=jnp.zeros((batch, capacity), bool),
+            renewals=jnp.zeros(batch, jnp.int32))
+
+    def apply(self, params: Any, window: Window, cache: Any) -> Out:
+        net, places, S = self.model.pieces(params), window.positions, cache.capacity
+        B = places.shape[0]
+        at = jnp.where(window.live & (places < S), places, S)
+        put = jax.vmap(lambda row, at, new: row.at[at].set(new.astype(row.dtype), mode="drop"))
+        masked = put(cache.masked, at, window.tokens == self.mask)
+        text = put(jnp.zeros((B, S), bool), at, window.live)
+        text = text if self.whole else text | window.cached
+        text_end = window.hint(TextEnd)
+        assert text_end is not None
+        ahead = jnp.arange(S) < text_end.end[:, None]       # slots before the end of the text
+        masked = masked & ahead
+        asks = window.live & (window.tokens == self.mask) & take(ahead, jnp.minimum(places, S - 1))
+        asks = asks & (jnp.cumsum(asks, 1) <= self.window)
+        asking = jnp.argsort(~asks, axis=1, stable=True)[:, :self.window]
+        asked = take(asks, asking)
+
+        x, whole = net.embed(window, cache), jnp.zeros((B, S, net.network.c.width))
+        # rows whose layer runs for the whole text, and those of which the layer below did
+        full = going = jnp.zeros(B, bool)
+        renewals = jnp.zeros(B, jnp.int32)
+        all_places = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+        beside = AttentionView(positions=all_places, key_positions=all_places,
+                               seen=jnp.broadcast_to(text[:, None], (B, S, S)), cached=jnp.zeros((B, 0), bool))
+        entries, streams, queries, texts, renewed, track = [], [], [], [], [], []
+        for layer in range(net.layers):
+            before, held = x, Held(cache, window)
+            added, (k, v) = net.attention(layer, x, places, held)
+            x = x + added
+            x = x + net.mlp(layer, x)
+            q, scale = held.queries, held.scale
+            node = lambda q, k=k, layer=layer, scale=scale: self._rows(q, k, at, cache, layer, text, scale)
+            if self.whole:
+                weights = self._weights(take(q, asking), k.swapaxes(1, 2), window.live, scale)[..., :S]
+            else:
+                weights = node(take(q, asking))
+                def run(layer: int = layer, before: Array = before, whole: Array = whole,
+                        going: Array = going) -> tuple[Array, ...]:
+                    entering = put(cache.streams[layer], at, before)
+                    starts, held = jnp.where(going[:, None, None], whole, entering), Held(cache, beside)
+                    added, (k, v) = net.attention(layer, starts, all_places, held)
+                    y = starts + added
+                    return y + net.mlp(layer, y), k, v, starts, held.queries
+
+                none = lambda run=run: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run))
+                after, *fresh = lax.cond(full.any(), run, none)
+                texts.append(tuple(fresh))
+                renewed.append(full)
+                asks_at = jnp.minimum(take(places, asking), S - 1)
+                again = self._weights(take(fresh[3], asks_at), fresh[0].swapaxes(1, 2), text, scale)
+                weights = jnp.where(full[:, None, None, None], again, weights)
+                x = jnp.where(full[:, None, None], take(after, jnp.minimum(places, S - 1)), x)
+                renewals = renewals + full
+                drifts = ~full & (self._likeness(cache, layer, q, places, node, text, scale) < self.gamma)
+                whole, going, full = after, full, full | drifts
+            column = jnp.where(asked[:, None, :, None], weights, 0).sum((1, 2))
+            track.append(jnp.argmax(jnp.where(masked | ~text, -1, column), 1).astype(jnp.int32))
+            entries.append((k, v))
+            streams.append(before)
+            queries.append(q)
+        return net.out(x, Tracked(
+            entries=tuple(entries), streams=tuple(streams), queries=tuple(queries), text=None if self.whole else
+            tuple(texts), renewed=None if self.whole else tuple(renewed), track=jnp.stack(track, 1), masked=masked,
+            renewals=renewals))
+
+    def _weights(self, q: Array, keys: Array, text: Array, scale: float) -> Array:
+        """Attention weights `f32[B, H, n, S]` of queries `f[B, n, H, d]` to keys `f[B, G, S, d]`."""
+        return self._softmax(_scores(q, keys), text, scale)
+
+    def _rows(self, q: Array, k: Array, at: Array, cache: Any, layer: int, text: Array, scale: float) -> Array:
+        """The same to the cached keys, with `k` (`f[B, W, G, d]`) in place of those of the nodes."""
+        old = _scores(q, cache.base.keys(layer))
+        new = _scores(q, k.swapaxes(1, 2))
+        joined = jax.vmap(lambda row, at, new: row.at[..., at].set(new, mode="drop"))(old, at, new)
+        return self._softmax(joined, text, scale)
+
+    def _softmax(self, scores: Array, text: Array, scale: float) -> Array:
+        return jax.nn.softmax(jnp.where(text[:, None, None], scores * scale, -1e30), -1)
+
+    def _likeness(self, cache: Any, layer: int, q: Array, places: Array, node: Any, text: Array, scale: float) -> Array:
+        """`f32[B]`: how alike the tracked tokens' attention and that of the forward before are."""
+        tracked = cache.track
+        index = jnp.argmax(places[:, None, :] == tracked[:, :, None], 2)
+        now = node(take(q, index))
+        then = self._weights(take(cache.queries[layer], tracked), cache.base.keys(layer), text, scale)
+        alike = cosine(now, then, 1)         # [B, L, S]
+        first = jnp.argmax(tracked[:, :, None] == tracked[:, None, :], 2) == jnp.arange(tracked.shape[1])
+        count = first[:, :, None] & text[:, None, :]
+        return jnp.where(count, alike, 0).sum((1, 2)) / count.sum((1, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift(Rewriting):
+    """Elastic-Cache's rule: one forward over the text, then `Tracking` ones.
+
+    Attributes:
+        mask: the id of the mask token.
+        window: masked positions of a forward, from the first on; the sampler's region must not unmask others.
+        gamma: the least likeness of attention; above 1 every layer but the first runs for the whole text.
+    """
+
+    mask: int
+    window: int = 16
+    gamma: float = 0.9
+    phases = (True, False)
+    beyond = True
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window: got {self.window}, takes 1 or more")
+
+    def stale(self, view: View, memory: Memory) -> Array:
+        return view.refreshed < 0
+
+    def through(self, model: Any, phase: int) -> Tracking:
+        return Tracking(model, self.gamma, self.mask, self.window, phase == 0)
+
+    def hint(self, view: View, positions: Array, phase: int) -> TextEnd:
+        return TextEnd(view.end)
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        assert view.text is not None
+        if left:
+            raise ValueError("caching: Drift takes models whose logits speak of their own position")
+        N = view.text.open.shape[1]
+        place, track = jnp.arange(N, dtype=jnp.int32), view.text.cache.track
+        open = view.text.open & (place >= view.start[:, None]) & (place < view.end[:, None])
+        asked = open & (jnp.cumsum(open, 1) <= self.window)
+        fresh = (view.text.when >= 0) & (view.text.when >= view.round[:, None] - 1)
+        tracked = (place == track[:, :, None]).any(1)
+        live = asked | fresh | tracked
+        size = min(track.shape[1] + 2 * self.window, N)
+        positions = jnp.argsort(~live, axis=1, stable=True)[:, :size].astype(jnp.int32)
+        return Nodes(positions=positions, live=jnp.take_along_axis(live, positions, 1),
+                     own=jnp.ones(positions.shape, bool))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leading(Whole):
+    """The whole text, of which the first `window` open positions may be unmasked; what is decided without a gap is
+    final."""
+
+    window: int = 16
+
+    @property
+    def least(self) -> int:
+        return 1
+
+    def active(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return view.masked & (jnp.cumsum(view.masked, 1) <= self.window)
+
+    def finished(self, view: View, memory: Memory) -> Array:
+        return jnp.cumprod(~view.open & view.inside, 1).sum(1).astype(jnp.int32)

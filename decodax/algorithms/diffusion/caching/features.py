@@ -1,0 +1,222 @@
+"""dLLM-Cache (Liu et al. 2025): features of earlier forwards reused node by node inside each layer.
+
+Between refreshes most tokens' features hardly move, and how far their values moved tells which did. So each layer
+computes the values of all nodes of the response, compares them with the cached ones, and runs queries, keys, attention
+and MLP only for the share of least cosine similarity; what the halves added to the residual stream for the others comes
+from the cache. The prompt's entries are refreshed rarely, the response's now and then.
+
+The network takes part layer by layer, through `Transformer.pieces`: `Reusing` is a model that wraps the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Nodes
+from decodax.algorithms.diffusion.caching.refreshes import Rewriting
+from decodax.algorithms.diffusion.policies import Memory, View
+from decodax.algorithms.diffusion.stats import cosine, rank
+from decodax.cache import AttentionView, Dense, Wrapper
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Cache, Entries
+from decodax.core.types import LayeredModel, Model, Out
+from decodax.core.window import Window, take
+
+EVERYTHING, RESPONSE, PART, PROMPT = range(4)
+"""Kinds of rounds: all is computed; the response; a part of it; the prompt and a part of the response."""
+
+
+@struct
+class Reuse(Struct):
+    """A hint for `Reusing`: `nodes` `bool[B, W]`, those of which features may be reused."""
+
+    nodes: Array
+
+
+@struct
+class Features(Struct):
+    """What a window's layers computed: `entries` as ever, and what attention and MLP added, `f[B, W, D]` a layer."""
+
+    entries: Entries
+    attention: tuple[Array, ...]
+    mlp: tuple[Array, ...]
+
+
+@struct
+class FeatureCache(Wrapper):
+    """A cache of keys and values, `base`, and of what each layer's halves added: `f[B, S, D]` a layer, slot = position.
+    """
+
+    base: Dense
+    attention: tuple[Array, ...]
+    mlp: tuple[Array, ...]
+
+    def commit(self, entries: Any, slots: Array) -> FeatureCache:
+        at = jnp.where(slots >= 0, slots, self.capacity)
+        put = lambda cache, new: jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop"))(
+            cache, new.astype(cache.dtype), at)
+        both = lambda caches, news: tuple(map(put, caches, news))
+        return FeatureCache(base=self.base.commit(entries.entries, slots),
+                            attention=both(self.attention, entries.attention), mlp=both(self.mlp, entries.mlp))
+
+    def at(self, layer: int, slots: Array) -> tuple[Array, ...]:
+        """Keys and values `f[B, W, G, d]` and what the halves added `f[B, W, D]`, at `slots` (`i32[B, W]`)."""
+        entry = lambda x: jax.vmap(lambda row, at: row[:, at].swapaxes(0, 1))(x, slots)
+        return (entry(self.base.keys(layer)), entry(self.base.values(layer)), take(self.attention[layer], slots),
+                take(self.mlp[layer], slots))
+
+
+def dense_cache(model: Model, batch: int, capacity: int, params: Any, inputs: Any) -> Dense:
+    """The model's cache.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    cache = model.init_cache(batch, capacity, params=params, inputs=inputs)
+    if not isinstance(cache, Dense):
+        raise ValueError(f"cache: got {type(cache).__name__}, this caching rule looks into a dense one")
+    return cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Reusing(Model):
+    """A model that recomputes, of the nodes that the hint `Reuse` names, only those whose values changed most; in its
+    first layer all of them, as in the authors' hooks: what stands there has just been embedded anew.
+
+    Attributes:
+        model: a `Transformer` with a dense cache.
+        ratio: the share of those nodes that each layer recomputes, rounded down.
+        gather: whether only these are run. False: all are, where the window's other nodes are many, and what is not
+            among them is dropped.
+    """
+
+    model: Any
+    ratio: float
+    gather: bool
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        if not isinstance(self.model, LayeredModel):
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
+        base = dense_cache(self.model, batch, capacity, params, inputs)
+        width, dtype = self.model.config.width, base.kv[0].dtype
+        zeros = lambda: tuple(jnp.zeros((batch, capacity, width), dtype) for _ in base.kv)
+        return FeatureCache(base=base, attention=zeros(), mlp=zeros())
+
+    def apply(self, params: Any, window: Window, cache: Any) -> Out:
+        net, places = self.model.pieces(params), window.positions
+        hint = window.hint(Reuse)
+        reuse = None if hint is None else hint.nodes
+        x = net.embed(window, cache)
+        slots = jnp.minimum(places, cache.capacity - 1)
+        entries, attention, mlp = [], [], []
+        for layer in range(net.layers):
+            if reuse is None or layer == 0:
+                added, entry = net.attention(layer, x, places, self._attend(cache, window))
+                x = x + added
+                more = net.mlp(layer, x)
+            else:
+                old_k, old_v, old_added, old_more = cache.at(layer, slots)
+                v = net.values(layer, x)
+                pick, put = self._choice(v, old_v, reuse, window.live)
+                visible = jnp.broadcast_to(window.visible(), (*places.shape, places.shape[1]))
+                seen = AttentionView(positions=pick(places), key_positions=places, seen=pick(visible),
+                                     cached=window.cached)
+                attend = self._attend(cache, seen, functools.partial(put, old_k), v)
+                added, (k, _) = net.attention(layer, pick(x), seen.positions, attend)
+                entry, added = (put(old_k, k), v), put(old_added, added)
+                x = x + added
+                more = put(old_more, net.mlp(layer, pick(x)))
+            x = x + more
+            entries.append(entry)
+            attention.append(added)
+            mlp.append(more)
+        return net.out(x, Features(entries=tuple(entries), attention=tuple(attention), mlp=tuple(mlp)))
+
+    def _attend(self, cache: Any, window: Any, keys: Callable[[Array], Array] = lambda k: k,
+                values: Array | None = None) -> Callable[..., tuple[Array, Any]]:
+        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+            out, _ = cache.base.attend(layer, q, keys(k), v if values is None else values, window, **options)
+            return out, (k, v)
+
+        return attend
+
+    def _choice(self, v: Array, old: Array, reuse: Array, live: Array) -> tuple[Callable[[Array], Array], Any]:
+        """What takes the nodes to recompute out of a window's, and what puts their news in the place of the old."""
+        flat = lambda x: x.reshape(*x.shape[:2], -1).astype(jnp.float32)
+        similarity = cosine(flat(v), flat(old))
+        among = reuse & live
+        counts = [int(n * self.ratio) for n in range(among.shape[1] + 1)]       # rounded as Python does
+        count = jnp.array(counts, jnp.int32)[among.sum(1)]
+        chosen = ~reuse | (among & (rank(-similarity, among) < count[:, None]))
+        widen = lambda rows, x: rows.reshape(*rows.shape, *[1] * (x.ndim - 2))
+        if not self.gather:
+            return (lambda x: x), (lambda old, new: jnp.where(widen(chosen, new), new, old))
+        index = jnp.argsort(~chosen, axis=1, stable=True)[:, :max(int(v.shape[1] * self.ratio), 1)]
+        target = jnp.where(take(chosen, index), index, v.shape[1])
+        put = jax.vmap(lambda row, at, new: row.at[at].set(new.astype(row.dtype), mode="drop"))
+        return (lambda x: take(x, index)), (lambda old, new: put(old, target, new))
+
+
+@dataclasses.dataclass(frozen=True)
+class Similarity(Rewriting):
+    """dLLM-Cache's schedule: the prompt is computed every `prompt` rounds of a row, the response every `response`; in
+    the others a share of the response's nodes, layer by layer.
+
+    The rule is that of the authors' hooks for LLaDA. With logits that point to the next position the prompt's last one,
+    which predicts the first new token, counts as the response's (the authors' hooks for Dream leave its logits as old
+    as the prompt's features).
+
+    Attributes:
+        prompt, response: the intervals; 1 and 1: as without a cache.
+        ratio: above 0, to 1.
+        size: the most new tokens of a text; longer ones are computed as without a cache. None: what the front door's
+            longest budget takes.
+    """
+
+    prompt: int = 50
+    response: int = 7
+    ratio: float = 0.25
+    size: int | None = None
+    phases = (True, False, False, True)
+
+    def __post_init__(self) -> None:
+        if min(self.prompt, self.response) < 1:
+            raise ValueError(f"prompt, response: got {self.prompt}, {self.response}, take 1 or more")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio: got {self.ratio}, takes above 0 to 1")
+
+    def fit(self, budget: int) -> Similarity:
+        """With a size for texts of `budget` new tokens."""
+        size = max(1 << max(budget - 1, 0).bit_length(), 8) if self.size is None else self.size
+        return dataclasses.replace(self, size=size)
+
+    @property
+    def _size(self) -> int:
+        if self.size is None:
+            raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
+        return self.size
+
+    def phase(self, view: View, memory: Memory) -> Array:
+        prompt, response = view.round % self.prompt == 0, view.round % self.response == 0
+        whole = (prompt & response) | (view.refreshed < 0) | (view.end - view.prompt_length > self._size)
+        return jnp.where(whole, EVERYTHING, jnp.where(response, RESPONSE, jnp.where(prompt, PROMPT, PART)))
+
+    def through(self, model: Any, phase: int) -> Reusing:
+        return Reusing(model, self.ratio, phase == PART)
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        positions = view.prompt_length[:, None] - left + jnp.arange(self._size + left, dtype=jnp.int32)
+        return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
+                     own=jnp.ones(positions.shape, bool))
+
+    def hint(self, view: View, positions: Array, phase: int) -> Reuse | None:
+        if phase in (EVERYTHING, RESPONSE):
+            return None
+        return Reuse(jnp.ones(positions.shape, bool) if phase == PART else positions >= view.prompt_length[:, None])

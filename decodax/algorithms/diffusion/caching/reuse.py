@@ -1,0 +1,106 @@
+"""ReCAP (Liu et al. 2025): masked generation with a full step now and then, and local steps in between.
+
+A full step scores the whole text and chooses what it and the following local steps decide: as many positions as their
+quotas add up to, in the order of its scores. A local step scores only these targets, decided or not, against the
+entries that the full step wrote for all other positions, and decides the next of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Nodes
+from decodax.algorithms.diffusion.caching.refreshes import Rewriting, scattered, with_left
+from decodax.algorithms.diffusion.canvas import paste
+from decodax.algorithms.diffusion.policies import Memory, Score, Seen, View
+from decodax.algorithms.diffusion.rules.scores import Confidence
+from decodax.algorithms.diffusion.rules.unmasking import Quota
+from decodax.algorithms.diffusion.stats import rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Which steps of a region are full: the first `lead` steps; of the following ones, the first and every `every`-th
+    after it."""
+
+    every: int = 2
+    lead: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.lead < 0:
+            raise ValueError(f"every, lead: got {self.every}, {self.lead}, take 1 or more and 0 or more")
+
+    def full(self, step: Array) -> Array:
+        """`bool[R]`: rows whose step is a full one."""
+        return (step < self.lead) | ((step - self.lead) % self.every == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class FullStepOrder(Score):
+    """The scores that `score` gave in the last full step. The memory is these scores, `f32[B, W]`."""
+
+    score: Any
+    turns: Turns
+
+    @property
+    def of(self) -> str:      # type: ignore[override]
+        return self.score.of
+
+    def init(self, view: View) -> Memory:
+        return jnp.zeros(view.positions.shape, jnp.float32)
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return jnp.where(self.turns.full(view.step)[:, None], self.score(view, seen, None), memory)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return self(before, seen, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets(Rewriting):
+    """ReCAP's cache: full steps are wide forwards, local steps score the targets.
+
+    The memory is the targets, `bool[B, W]`.
+
+    Attributes:
+        quota: how many positions a step decides. score: in which order. turns: which steps are full.
+        packed: sizes of narrow rounds, ascending: the live nodes are gathered into the smallest size that fits. If none
+            fits, the round is as long as the text.
+    """
+
+    quota: Quota = Quota()
+    score: Any = Confidence()
+    turns: Turns = Turns()
+    packed: tuple[int, ...] = ()
+
+    @property
+    def of(self) -> str:      # type: ignore[override]
+        return self.score.of
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:       # type: ignore[override]
+        return (*self.packed, None)
+
+    def init(self, view: View) -> Memory:
+        return jnp.zeros(view.positions.shape, bool)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        open, step = before.masked & seen.reached, before.step
+        order = rank(self.score(before, seen, None), open)
+        left, total, going = before, jnp.zeros_like(step), jnp.ones(step.shape, bool)
+        for turn in range(self.turns.every):
+            going = going & (~self.turns.full(step + turn) if turn else going)
+            total = total + jnp.where(going, jnp.maximum(self.quota.count(left), 1), 0)
+            left = before.replace(open=open & (order >= total[:, None]), step=step + turn + 1)
+        return jnp.where(self.turns.full(step)[:, None], open & ~left.open, memory)
+
+    def stale(self, view: View, memory: Memory) -> Array:
+        return (view.refreshed < 0) | self.turns.full(view.step)
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        assert view.text is not None
+        return scattered(with_left(paste(jnp.zeros(view.text.open.shape, bool), memory, view.start), left))

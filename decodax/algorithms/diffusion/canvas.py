@@ -1,0 +1,76 @@
+"""The state of masked diffusion: the text, decided and undecided, with what is known about each position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.diffusion.policies import Text, View
+from decodax.common.struct import Struct, struct
+from decodax.core.state import State
+
+
+@struct
+class Canvas(Struct):
+    """The text of each row by absolute position, with its undecided positions.
+
+    Attributes:
+        tokens, open, editable, when, confidence: `[B, N]`, as in `View`.
+        start, end, step, round, opened, full, kept, refreshed: `i32[B]`, as in `View`.
+        final: `i32[B]` tokens before it are final. It lies beyond `start` while they wait for a commit forward.
+        valid: `bool[B, S]` cache slots that hold an entry.
+        drafts: tokens and open positions `[B, K - 1, W]` of the region after further steps, or None.
+        memory: the policies' memories, by name.
+        record: log-probabilities by position at the time the tokens were decided, or None.
+        assistant: the state of a second model, or None.
+    """
+
+    tokens: Array
+    open: Array
+    editable: Array
+    when: Array
+    confidence: Array
+    start: Array
+    end: Array
+    step: Array
+    round: Array
+    opened: Array
+    full: Array
+    kept: Array
+    refreshed: Array
+    final: Array
+    valid: Array
+    drafts: Any
+    memory: Any
+    record: Any
+    assistant: Any = None
+
+
+def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
+    """The rows' regions, `width` positions from `start` on. `eos` (`i32[B, E]`): tokens that end a text."""
+    region = lambda x: cut(x, c.start, width)
+    return View(
+        positions=c.start[:, None] + jnp.arange(width, dtype=jnp.int32), tokens=region(c.tokens), open=region(c.open),
+        editable=region(c.editable), active=jnp.zeros((s.batch, width), bool), when=region(c.when),
+        confidence=region(c.confidence), start=c.start, end=c.end, step=c.step, round=c.round, opened=c.opened,
+        full=c.full, kept=c.kept, refreshed=c.refreshed, prompt_length=s.prompt_length, min_new=s.min_new, key=s.key,
+        eos=jnp.zeros((s.batch, 0), jnp.int32) if eos is None else eos)
+
+
+def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
+    """`look`, with the whole text around the regions in `View.text`."""
+    return look(s, c, width, eos).replace(text=Text(open=c.open, when=c.when, cache=s.cache))
+
+
+def cut(x: Array, start: Array, width: int) -> Array:
+    """`x[b, start[b] : start[b] + width]` for each row `b`."""
+    return jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, width))(x, start)
+
+
+def paste(x: Array, new: Array, start: Array) -> Array:
+    """`x` with `new[b]` at `start[b]` for each row `b`."""
+    return jax.vmap(lambda row, new, start: lax.dynamic_update_slice_in_dim(row, new, start, 0))(
+        x, new.astype(x.dtype), start)

@@ -1,0 +1,60 @@
+"""Classifier-free guidance of masked diffusion (LLaDA, Nie et al. 2025): the prompt against a prompt of masks.
+
+As in `decodax.sampling.guidance` it is a model that wraps a model: each forward scores the canvas twice, once with the
+prompt and once with the mask token in its place, and the logits are `u + scale * (c - u)`. LLaDA's `cfg_scale` is the
+scale less 1. Algorithms see one set of logits, so every sampler, cache rule and verifier works as without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.common.struct import static, struct
+from decodax.core import drivers
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Model, Params
+from decodax.core.window import Window
+from decodax.sampling.guidance import Guided, GuidedCache, Unconditional
+
+
+@struct
+class MaskedPrompt(Unconditional):
+    """The mask token in the prompt's place. `prompt_length`: `i32[B]`. `mask`: the id of the mask token."""
+
+    prompt_length: Array
+    mask: int = static()
+
+    def window(self, window: Window) -> Window:
+        # several canvases of a row may stand side by side in the batch
+        length = jnp.repeat(self.prompt_length, window.tokens.shape[0] // self.prompt_length.shape[0])
+        hidden = window.positions < length[:, None]
+        return window.replace(tokens=jnp.where(hidden, jnp.int32(self.mask), window.tokens))
+
+
+def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, scale: Any, mask: int,
+          prefills: bool) -> tuple[Model, State]:
+    """Puts a state before its first round under guidance.
+
+    Args:
+        scale: one number or `f32[B]`; 1 is no guidance, 0 no prompt.
+        prefills: whether the prompt's entries are in the cache already.
+    """
+    if s.cache.inputs is not None:
+        raise ValueError("guidance_scale: got one with inputs; it is not settled what the other branch is given")
+    size = s.cache.capacity
+    if prefills:
+        place = jnp.arange(size, dtype=jnp.int32)
+        tokens = jnp.where(place < s.prompt_length[:, None], jnp.int32(mask), s.tokens[:, :size])
+        other = drivers.begin(alg, model, params, policy, tokens, s.prompt_length, size=size,
+                              max_new=jnp.minimum(s.max_length - s.prompt_length, 1))
+        unconditional = drivers.prefill(alg, model, params, other, width=min(256, size)).cache
+    else:
+        unconditional = model.init_cache(s.batch, size)
+    # `+ 0`: the state is donated, and no array may stand in it twice
+    cache = GuidedCache(conditional=s.cache, unconditional=unconditional,
+                        other=MaskedPrompt(prompt_length=s.prompt_length + 0, mask=mask),
+                        scale=jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (s.batch,)))
+    return Guided(model), s.replace(cache=cache)

@@ -1,0 +1,161 @@
+"""Learn2PD (Bao et al. 2025): a small trained network predicts for each candidate of a block whether it is final, and
+the text is cut at the end that the model predicts.
+
+As in the authors' code, a block's candidates are unmasked where the filter's probability is above a threshold, and the
+step's quota of the surest ones in any case. End-of-text prediction looks at the whole canvas. If some candidate is an
+end of sequence that the filter accepts, the text ends behind the first such candidate. Otherwise, if some candidate is
+an end of sequence, the text ends behind the surest of them. That token is not unmasked yet, and later steps of the
+authors' code may decide another one there, which leaves a text without an end. Here the last token of a cut text is
+always an end of sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.algorithms.diffusion.policies import Counts, Memory, Seen, Stop, Unmask, View
+from decodax.algorithms.diffusion.rules.remasking import Keep
+from decodax.algorithms.diffusion.rules.stops import behind, ends
+from decodax.algorithms.diffusion.rules.unmasking import BlockQuota, current, number
+from decodax.common.struct import short
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Filter:
+    """Two layers on a block's confidences, compared by their weights: a few thousand numbers that are compiled into the
+    program.
+
+    Attributes:
+        hidden, out: kernels `f32[n, h]` and `f32[h, n]`, for blocks of `n` positions.
+        hidden_bias, out_bias: `f32[h]`, `f32[n]`.
+
+    Raises:
+        ValueError: weights whose shapes do not fit each other.
+    """
+
+    __repr__ = short
+
+    hidden: np.ndarray
+    hidden_bias: np.ndarray
+    out: np.ndarray
+    out_bias: np.ndarray
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, np.array(getattr(self, field.name), np.float32))
+        if self.hidden.ndim != 2 or self.hidden.shape[::-1] != self.out.shape or \
+                (self.hidden.shape[1],) != self.hidden_bias.shape or (self.out.shape[1],) != self.out_bias.shape:
+            shapes = [getattr(self, f.name).shape for f in dataclasses.fields(self)]
+            raise ValueError(f"filter: got shapes {shapes}, takes (n, h), (h,), (h, n), (n,)")
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Mapping[str, Any]]) -> Filter:
+        """From `{"hidden": {"kernel", "bias"}, "out": {"kernel", "bias"}}`."""
+        layer = lambda name: (weights[name]["kernel"], weights[name]["bias"])
+        return cls(*layer("hidden"), *layer("out"))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Filter:
+        """From a safetensors file with "hidden.kernel", "hidden.bias", "out.kernel" and "out.bias"."""
+        from safetensors.numpy import load_file
+        flat = load_file(path)
+        return cls.of({layer: {part: flat[f"{layer}.{part}"] for part in ("kernel", "bias")}
+                       for layer in ("hidden", "out")})
+
+    @property
+    def block(self) -> int:
+        """`n`, the positions of a block."""
+        return self.hidden.shape[0]
+
+    def __call__(self, confidence: Array) -> Array:
+        """Logits `f32[..., n]` that the candidates are final, given their probabilities `f32[..., n]`."""
+        return jax.nn.relu(confidence @ self.hidden + self.hidden_bias) @ self.out + self.out_bias
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple((x.shape, x.tobytes()) for x in (getattr(self, f.name) for f in dataclasses.fields(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Filter) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned(Counts, Unmask):
+    """The candidates that the filter accepts with a probability above `threshold`, and the step's quota.
+
+    Attributes:
+        steps: of a block, for the quota; None: one position a step.
+    """
+
+    filter: Filter
+    threshold: float = 0.96
+    steps: int | None = None
+
+    @property
+    def quota(self) -> BlockQuota:
+        return BlockQuota(self.filter.block, self.steps)
+
+    def init(self, view: View) -> Memory:
+        return self.quota.init(view)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return self.quota.learn(before, seen, after, memory)
+
+    def accepts(self, view: View, seen: Seen) -> Array:
+        """`bool[R, W]`: the positions of the current block whose candidates the filter accepts."""
+        n, W = self.filter.block, view.positions.shape[1]
+        block = current(view, n)[:, None]
+        place = block * n + jnp.arange(n, dtype=jnp.int32)
+        known = jnp.pad(jnp.where(view.inside & seen.reached, seen.model.prob, 0), ((0, 0), (0, 1)))
+        logits = self.filter(jnp.take_along_axis(known, jnp.minimum(place, W), 1))
+        own = jnp.take_along_axis(logits, (view.positions - view.start[:, None]) % n, 1)
+        return view.masked & (number(view, n) == block) & (jax.nn.sigmoid(own) > self.threshold)
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        return self.accepts(view, seen) | self.quota(view, seen, score, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictedEnd(Stop):
+    """The text ends behind the first candidate that is an end of sequence and that the filter accepts. If there is
+    none, it ends behind the surest candidate that is an end of sequence. That position may still be open, and is
+    decided later.
+
+    Attributes:
+        learned: the sampler's unmasking rule.
+    """
+
+    learned: Learned
+
+    def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
+        candidates = before.masked & seen.reached & ends(before, seen.token)
+        accepted = candidates & self.learned.accepts(before, seen)
+        log_prob = jnp.where(candidates, seen.model.log_prob, -jnp.inf)
+        surest = candidates & (jnp.argmax(log_prob, 1)[:, None] == jnp.arange(log_prob.shape[1]))
+        return behind(after, jnp.where(accepted.any(1, keepdims=True), accepted, surest))
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosingToken(Keep):
+    """Puts an end of sequence into the last position of a text that was cut, instead of the candidate.
+
+    The memory is where the text ended at first, `i32[B]`.
+    """
+
+    def init(self, view: View) -> Memory:
+        return view.end
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        last = before.masked & ~after.open & (after.positions == after.end[:, None] - 1)
+        last = last & (after.end < memory)[:, None] & (after.eos[:, :1] >= 0) & ~ends(after, after.tokens)
+        return after.replace(tokens=jnp.where(last, after.eos[:, :1], after.tokens))

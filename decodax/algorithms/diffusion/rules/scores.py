@@ -1,0 +1,92 @@
+"""The order of unmasking: by confidence, margin or entropy, at random, or from left to right; each with optional Gumbel
+noise."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.policies import Memory, Score, Seen, View
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.sampling.draw import exponentials
+
+Of = Literal["model", "policy"]
+"""Whose distribution: the model's own, or the policy's (temperature, top-p, ...), where a greedy row's temperature
+counts as 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Confidence(Score):
+    """The candidate's log-probability ("low-confidence remasking", LLaDA), or its probability with `log=False`."""
+
+    of: Of = "model"
+    log: bool = True
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        stats = seen.of(self.of)
+        return stats.log_prob if self.log else stats.prob
+
+
+@dataclasses.dataclass(frozen=True)
+class Margin(Score):
+    """The difference of the two largest probabilities (Dream's "topk_margin")."""
+
+    of: Of = "model"
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return seen.of(self.of).margin
+
+
+@dataclasses.dataclass(frozen=True)
+class NegEntropy(Score):
+    """Minus the entropy in nats (Dream's "entropy")."""
+
+    of: Of = "model"
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return -seen.of(self.of).entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Score):
+    """A uniform random number. It is drawn anew in each step, or with `once` a single time for the whole text."""
+
+    once: bool = False
+
+    def __call__(self, view: View, seen: Seen | None, memory: Memory) -> Array:
+        draws = keys.uniforms(view.key, view.positions, Purpose.ORDER) if self.once else view.uniforms(Purpose.ORDER)
+        return draws[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Position(Score):
+    """From left to right."""
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        return -view.positions.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noisy(Score):
+    """A score plus `temperature` times Gumbel noise.
+
+    The `n` best are then `n` draws without replacement from softmax(score / temperature): Dream's `alg_temp`. With
+    `steps` the temperature falls linearly to 0 over that many steps: MaskGIT's choice temperature.
+    """
+
+    score: Any
+    temperature: float
+    steps: int | None = None
+
+    @property
+    def of(self) -> str:      # type: ignore[override]
+        return self.score.of
+
+    def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
+        time = exponentials(view.addresses(Purpose.ORDER), 1)[..., 0]
+        left = 1.0 if self.steps is None else jnp.maximum(1 - (view.step + 1) / self.steps, 0)[:, None]
+        return self.score(view, seen, memory) - self.temperature * left * jnp.log(time)

@@ -1,0 +1,120 @@
+"""Statistics of a distribution over the vocabulary, computed in one pass.
+
+The logits are read once, in chunks that stay in the processor's cache. Each chunk is folded into running sums: the
+online softmax of Milakov and Gimelshein (2018), with the two largest logits and the entropy beside it. Only a few
+numbers a position are kept, nothing as wide as the vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.common.struct import Struct, struct
+
+CHUNK = 4096
+"""Entries of the vocabulary a chunk."""
+
+
+@struct
+class DistributionStats(Struct):
+    """Statistics of distributions with any leading axes `...`, all `f32[...]`, in natural logarithms.
+
+    Attributes:
+        log_prob: of the given token; the relative error is 1e-7 even where the probability is close to 1.
+        entropy: in nats.
+        lse: log of the sum of exponentials of the logits.
+        top, second: the two largest logits.
+    """
+
+    log_prob: Array
+    entropy: Array
+    lse: Array
+    top: Array
+    second: Array
+
+    @property
+    def prob(self) -> Array:
+        """Probability of the token."""
+        return jnp.exp(self.log_prob)
+
+    @property
+    def margin(self) -> Array:
+        """Difference of the two largest probabilities."""
+        return jnp.exp(self.top - self.lse) - jnp.exp(self.second - self.lse)
+
+    @property
+    def gap(self) -> Array:
+        """Difference of the two largest logits."""
+        return self.top - self.second
+
+
+def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> DistributionStats:
+    """The numbers of `DistributionStats` for `f32[..., V]` and tokens `i32[...]` (negative ones count as token 0).
+
+    >>> s = statistics(jnp.log(jnp.array([[0.5, 0.25, 0.25]])), jnp.array([0]))
+    >>> [round(float(x[0]), 4) for x in (s.prob, s.entropy, s.margin, s.gap)]
+    [0.5, 1.0397, 0.25, 0.6931]
+    """
+    V, tokens = logits.shape[-1], jnp.maximum(tokens, 0)
+
+    def fold(carry: tuple[Array, ...], x: Array, first: Array | int) -> tuple[Array, ...]:
+        top, second, total, rest, weighted = carry
+        index = first + jnp.arange(x.shape[-1], dtype=jnp.int32)
+        best = x.max(-1)
+        at = jnp.argmax(x, -1)
+        runner = jnp.where(jnp.arange(x.shape[-1]) == at[..., None], -jnp.inf, x).max(-1)
+        new = jnp.maximum(top, best)
+        # all sums are relative to the running maximum; one of -inf has seen nothing yet
+        base = jnp.where(new == -jnp.inf, 0, new)
+        shrink = jnp.where(top == -jnp.inf, 0, jnp.exp(top - base))
+        shift = jnp.where(top == -jnp.inf, 0, top - base)
+        y = x - base[..., None]
+        e = jnp.exp(y)
+        ey = jnp.where(e > 0, e * y, 0)
+        return (new, jnp.maximum(jnp.minimum(top, best), jnp.maximum(second, runner)),
+                total * shrink + e.sum(-1),
+                rest * shrink + jnp.where(index == tokens[..., None], 0, e).sum(-1),
+                shrink * (weighted + shift * total) + ey.sum(-1))
+
+    low, zero = (jnp.full(tokens.shape, v, jnp.float32) for v in (-jnp.inf, 0))
+    carry: tuple[Array, ...] = (low, low, zero, zero, zero)
+    whole = V // chunk if V > chunk else 0
+    if whole:
+        carry = lax.fori_loop(0, whole, lambda i, c: fold(
+            c, lax.dynamic_slice_in_dim(logits, i * chunk, chunk, -1), i * chunk), carry)
+    if whole * chunk < V:
+        carry = fold(carry, logits[..., whole * chunk:], whole * chunk)
+    top, second, total, rest, weighted = carry
+    log_total = jnp.log(total)
+    y = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0] - top
+    # near 1 the others' sum tells probabilities apart that a difference of logarithms rounds to the same number
+    likely = jnp.exp(y) * 2 > total
+    return DistributionStats(
+        log_prob=jnp.where(likely, -jnp.log1p(rest / jnp.where(likely, jnp.exp(y), 1)), y - log_total),
+        entropy=jnp.maximum(log_total - weighted / total, 0), lse=top + log_total, top=top, second=second)
+
+
+def cosine(a: Array, b: Array, axis: int = -1) -> Array:
+    """Cosine similarity `f32[...]` along an axis. Each length counts as at least 1e-8, as in torch. A floor under the
+    product of both lengths instead would make short vectors dissimilar to themselves.
+
+    >>> x = jnp.array([1e-6, 2e-6])
+    >>> round(float(cosine(x, x)), 4)
+    1.0
+    """
+    unit = lambda x: x / jnp.maximum(jnp.sqrt(jnp.square(x).sum(axis, keepdims=True)), 1e-8)
+    return (unit(a) * unit(b)).sum(axis)
+
+
+def rank(score: Array, among: Array) -> Array:
+    """`i32[R, W]`: places 0, 1, ... by falling score among the given positions, from left to right among equals. All
+    other positions come behind them.
+
+    >>> rank(jnp.array([[1.0, 3.0, 3.0, 2.0]]), jnp.array([[True, False, True, True]])).tolist()
+    [[2, 3, 0, 1]]
+    """
+    order = jnp.argsort(jnp.where(among, -score, jnp.inf), axis=-1, stable=True)
+    place = jax.lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1)
+    return jnp.put_along_axis(jnp.zeros_like(place), order, place, -1, inplace=False)

@@ -1,0 +1,268 @@
+"""Cascaded decoding: all positions of a text at once, by Markov models of rising order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.parallel.survivors import EPSILON, Bounds, best_text, edges, first, prune
+from decodax.common.struct import Struct, struct
+from decodax.core.around import Around
+from decodax.core.cache import Feature
+from decodax.core.record import record
+from decodax.core.state import State, Status
+from decodax.core.types import DEAD_END, INVALID, Algorithm, Decision, Out, Params
+from decodax.core.window import Window
+
+
+@struct
+class Survivors(Struct):
+    """What is left of a text's n-grams. Row `l` of a prompt has the n-grams that begin at position `l`.
+
+    Attributes:
+        order: `i32[B]`, the next to be scored. grams: `i32[B, K, m]`, of which the first `max(order, 1)` tokens count.
+        score: `f32[B, K]`: -inf in an empty place, else 0, and at position 0 the log-probability of the n-gram.
+        log_prob: `f32[B]`, of the text in the end.
+    """
+
+    order: Array
+    grams: Array
+    score: Array
+    log_prob: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetLengths:
+    """How long texts may be, by their prompts: `round(a * T + b) + 1` tokens with the end for a prompt of `T`, and up
+    to `spread` more or fewer. Texts then end in any case. `a` and `b` are a linear regression on what a model was
+    trained on, as in the authors' code."""
+
+    a: float = 1.0
+    b: float = 0.0
+    spread: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Cascade(Algorithm):
+    """Cascaded decoding (Deng and Rush, 2020) with a Markov transformer.
+
+    Such a model was trained with barriers: a token that stands in place of one of the text, behind which nothing in
+    front of it is seen but the prompt. So with `m` tokens behind a barrier it is a Markov model of order `m`. A text is
+    found in `orders + 1` forwards, however long it is:
+
+    - Order 0: barriers at all positions, each scored by itself. The `keep` likeliest tokens of each survive.
+    - Order `m`: each of the surviving `m`-grams of each position is read behind a barrier, which scores the steps to
+      those of the next position, `(m + 1)`-grams. Of these the `keep` with the best max-marginals survive: with the
+      best texts through them (`max_plus.max_marginals`).
+    - At the last order the best text is read off.
+
+    Positions behind the end of a text hold epsilon, at no cost, so that texts of all lengths compete. The end and
+    epsilon survive order 0 wherever they may stand.
+
+    A prompt has `longest` rows, one for each position, whose windows see the prompt; `cache="paged"` and
+    `cache="hydragen"` keep it once. A model is trained on `prompt, barrier, text` with more barriers in place of some
+    tokens of the text, so the barrier of position `l` stands where the token `l - 1` would. A temperature divides
+    log-probabilities, and nothing is drawn. The policy must not read the text (penalties, constraints); a stop string
+    cuts what has been found.
+
+    Attributes:
+        barrier: the token. orders: the highest Markov order. keep: `K`, survivors of a position.
+        longest: new tokens that a text may have. `max_new_tokens` may be less. lengths: what else bounds them, or None.
+
+    Raises:
+        ValueError: a number out of its range, `max_new_tokens` above `longest`, or a policy that reads the text.
+    """
+
+    barrier: int
+    orders: int = 4
+    keep: int = 32
+    longest: int = 32
+    lengths: TargetLengths | None = None
+
+    commits = 1
+
+    def __post_init__(self) -> None:
+        for name, low in (("barrier", 0), ("orders", 0), ("keep", 1), ("longest", 2)):
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes {low} or more")
+
+    @property
+    def emits(self) -> int:
+        return self.longest
+
+    @property
+    def samples(self) -> int:
+        return self.longest
+
+    @property
+    def answers(self) -> int:
+        return 1
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:
+        return frozenset(("trees",))
+
+    @property
+    def last(self) -> int:
+        """The order of the last round: a text of two tokens has no order above 1."""
+        return min(self.orders, self.longest - 1)
+
+    @property
+    def variants(self) -> tuple[Algorithm, ...]:
+        return tuple(_Order(self, m) for m in range(self.last + 1))
+
+    def choose(self, params: Params, policy: Any, s: State) -> Array:
+        # rows that came later wait at their order until the others are done
+        return jnp.where(s.running, s.algo.order, self.last).min()
+
+    def fit(self, budget: int) -> Cascade:
+        if budget > self.longest:
+            raise ValueError(f"max_new_tokens: got {budget} for a cascade with longest={self.longest}, takes at most "
+                             "that")
+        return self
+
+    def most_rounds(self, budget: int, rows: int) -> int:
+        return self.last + 8
+
+    def findings(self, s: State) -> dict[str, Array]:
+        """`log_prob` of each text, by the model of the last order."""
+        return {"log_prob": s.algo.log_prob}
+
+    def init(self, params: Params, s: State) -> Survivors:
+        B, K = s.batch, self.keep
+        return Survivors(order=jnp.zeros(B, jnp.int32), grams=jnp.zeros((B, K, max(self.last, 1)), jnp.int32),
+                         score=jnp.zeros((B, K), jnp.float32), log_prob=jnp.zeros(B, jnp.float32))
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        raise NotImplementedError("its rounds are those of its variants")
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        raise NotImplementedError("its rounds are those of its variants")
+
+    def bounds(self, s: State, eos: Array) -> Bounds:
+        """Those of each prompt, `[P]`."""
+        some = lambda x: x[::self.longest]
+        least, most = some(s.min_new) + 1, jnp.minimum(some(s.max_length - s.prompt_length), self.longest)
+        words = most
+        if (by := self.lengths) is not None:
+            middle = jnp.round(by.a * some(s.prompt_length) + by.b).astype(jnp.int32) + 1
+            least = jnp.minimum(jnp.maximum(least, middle - by.spread), most)
+            most = jnp.clip(middle + by.spread, least, most)
+            words = most - 1
+        return Bounds(least=least, most=most, words=words, eos=some(eos))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order(Around):
+    """The round of a cascade that scores its n-grams at one order.
+
+    A window has the prompt's newest token, the barrier, and behind it the row's n-grams side by side.
+    """
+
+    cascade: Cascade
+    order: int
+
+    @property
+    def inner(self) -> Cascade:
+        return self.cascade
+
+    @property
+    def variants(self) -> tuple[Algorithm, ...]:
+        return ()
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        readers = [type(t).__name__ for t, state in zip(policy.transforms, s.policy, strict=True)
+                   if t.needs != "nothing" or jax.tree.leaves(state)]
+        if readers:
+            raise ValueError(f"cascade: {readers[0]} reads the text, which is found at all positions at once; takes a "
+                             "policy that does not")
+        c, m, a = self.cascade, self.order, s.algo
+        K, B = c.keep if m else 0, s.batch
+        root = s.length + jnp.arange(B, dtype=jnp.int32) % c.longest
+        grams = jnp.maximum(a.grams[:, :K, :m], 0).reshape(B, K * m)
+        barrier = jnp.full((B, 1), c.barrier, jnp.int32)
+        places = root[:, None] + 1 + jnp.arange(K * m, dtype=jnp.int32) % max(m, 1)
+        return Window(tokens=jnp.concatenate([s.newest[:, None], barrier, grams], 1),
+                      positions=jnp.concatenate([s.length[:, None] - 1, root[:, None], places], 1),
+                      mask=sight(K, m)[None], live=jnp.broadcast_to(s.running[:, None], (B, 2 + K * m))), a
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Survivors) -> Decision:
+        c, m = self.cascade, self.order
+        L, B = c.longest, s.batch
+        P = B // L
+        group = lambda x: x.reshape(P, L, *x.shape[1:])
+        flat = lambda x: x.reshape(B, *x.shape[2:])
+        # the barrier in front of a text makes its tokens stand one position behind their places in it
+        dist = dist.replace(predicts=window.positions).warm
+        # the last tokens of the n-grams, or the barrier
+        leaves = jnp.array([1]) if m == 0 else 1 + m * (1 + jnp.arange(c.keep))
+        log_p = dist.log_probs(jnp.broadcast_to(leaves.astype(jnp.int32), (B, len(leaves))))
+        works = s.running & (algo.order == m)
+        broken = jnp.repeat(jnp.isnan(group(log_p)).any((1, 2, 3)), L) & works
+        log_p, bounds = group(log_p), c.bounds(s, dist.policy.eos)
+
+        grams, score = group(algo.grams), group(algo.score)
+        if m == 0:
+            grams, score = first(log_p[:, :, 0], bounds, c.keep, grams.shape[-1])
+        steps = None
+        if m > 0 or c.last == 0:
+            steps = edges(log_p, grams[..., :max(m, 1)], score, bounds, m)
+        if steps is not None and m < c.last:
+            grams, score = prune(steps, grams, score, m)
+        new = Survivors(order=algo.order + 1, grams=flat(grams), score=flat(score), log_prob=algo.log_prob)
+        tokens, count = jnp.zeros((B, L), jnp.int32), jnp.zeros(B, jnp.int32)
+        status, noted = jnp.full(B, Status.RUNNING, jnp.int32), None
+        if steps is not None and m == c.last:
+            text, path, total = best_text(steps, grams[..., :max(m, 1)])
+            new = new.replace(log_prob=jnp.repeat(total, L))
+            lead = jnp.arange(B) % L == 0
+            tokens = jnp.where(lead[:, None], jnp.repeat(text, L, 0), 0)
+            dead = jnp.repeat(total == -jnp.inf, L)
+            count = jnp.where(lead, jnp.where(dead, 1, (tokens != EPSILON).sum(1)), 0).astype(jnp.int32)
+            tokens = jnp.where((lead & dead)[:, None], DEAD_END, jnp.maximum(tokens, 0))
+            status = jnp.where(dead & ~lead, Status.DEAD_END, Status.LENGTH).astype(jnp.int32)
+            if s.record is not None:
+                noted = self._record(dist, group, path, jnp.maximum(text, 0), s.record.count)
+        tokens = jnp.where(broken[:, None], INVALID, tokens)
+        hold = lambda x, old: jnp.where(works.reshape(-1, *[1] * (x.ndim - 1)), x, old)
+        # never 0 or more, but made of what the model returned: XLA's CPU else copies the cache to be safe
+        slots = jnp.minimum(jnp.zeros_like(window.tokens) + jnp.argmax(flat(log_p)[:, :1], -1), 0) - 1
+        return Decision(tokens=tokens, count=jnp.where(works, jnp.where(broken, 1, count), 0), slots=slots,
+                        source=jnp.zeros_like(tokens), algo=jax.tree.map(hold, new, algo), record=noted, idle=~works,
+                        status=jnp.where(works, status, Status.RUNNING))
+
+    def _record(self, dist: Any, group: Any, path: Array, text: Array, count: int) -> Any:
+        """Log-probabilities of the text, in the first row of each prompt: those of its first tokens stand along the
+        first position's n-gram, the others at the ends of the n-grams that the path goes through."""
+        m, (P, L) = self.order, text.shape
+        depth = jnp.arange(m + 1, dtype=jnp.int32)
+        at = jnp.pad(path, ((0, 0), (0, L - path.shape[1])))[..., None]                         # [P, L, 1]
+        along = jnp.where(depth == 0, 1, 1 + at * m + depth)
+        row = jnp.arange(L)[:, None]
+        nodes = jnp.where(row == 0, along, along[..., m:]).reshape(P * L, m + 1)
+        place = jnp.arange(L)
+        pick = lambda x: group(x)[:, jnp.maximum(place - m, 0), jnp.minimum(place, m)]
+        found = record(pick(dist.logits(nodes)), pick(dist.log_probs(nodes)), text, count)
+        spread = lambda x: jnp.where((jnp.arange(P * L) % L == 0).reshape(-1, *[1] * (x.ndim - 1)), jnp.repeat(x, L, 0),
+                                     jnp.zeros((), x.dtype))
+        return jax.tree.map(spread, found)
+
+
+def sight(count: int, length: int) -> Array:
+    """Who sees whom in the window of a round, `bool[W, W]`: the newest token, the barrier, `count` n-grams of a length.
+
+    >>> for row in sight(2, 2).astype(int).tolist():
+    ...     print(row)
+    [1, 0, 0, 0, 0, 0]
+    [1, 1, 0, 0, 0, 0]
+    [1, 1, 1, 0, 0, 0]
+    [1, 1, 1, 1, 0, 0]
+    [1, 1, 0, 0, 1, 0]
+    [1, 1, 0, 0, 1, 1]
+    """
+    which = jnp.concatenate([jnp.array([-2, -1]), jnp.repeat(jnp.arange(count), length)])
+    return jnp.tri(2 + count * length, dtype=bool) & ((which < 0) | (which == which[:, None]))

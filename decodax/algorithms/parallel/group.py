@@ -1,0 +1,167 @@
+"""Group Think: several threads of one text that are written side by side and read one another token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Feature
+from decodax.core.state import State, Status
+from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.window import Window
+
+
+@struct
+class Threads(Struct):
+    """Attributes:
+        owner: `i32[B, N]`, the thread of each token of the buffer; -1: the prompt's.
+        live: `bool[B, n]`, threads that go on. newest, slot: `i32[B, n]`, the last token of each and where it stands.
+        lengths: `i32[B, n]`, tokens of each. step: `i32[B]`, how many each live one has.
+        cut: `bool[B]`, whether a thread has come to its bound.
+    """
+
+    owner: Array
+    live: Array
+    newest: Array
+    slot: Array
+    lengths: Array
+    step: Array
+    cut: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupThink(Algorithm):
+    """Threads that think together (Hsu et al., 2025, Group Think): in a round each of `threads` writes its next token,
+    given the prompt and the tokens that all of them have written so far.
+
+    They share one cache. A thread has a block of positions of its own behind the prompt, a `threads`-th part of the new
+    tokens, which is also the most that it writes; tokens of all threads lie in the cache in the order in which they
+    were written. A window has the newest token of each thread. They see one another, since the next token of each may
+    depend on all of them. With one thread it is plain decoding, by the same draws.
+
+    A thread ends with an end of the sequence, which is left out of the text, and the row with its last thread. In the
+    end a text has its threads one behind the other; `findings["thread_lengths"]` says how long they are, `split` takes
+    them apart. The policy must not read the text (penalties, constraints), stop strings are not looked for, and layers
+    must not attend to the nearest positions alone.
+
+    Attributes:
+        threads: how many. starts: tokens with which each thread begins, such as those of its name; they count as
+            written. Without any the first tokens of greedy threads are the same.
+        together: whether tokens of the same step see one another; if not, those of others are seen one step later.
+    """
+
+    threads: int = 4
+    starts: tuple[tuple[int, ...], ...] = ()
+    together: bool = True
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"threads: got {self.threads}, takes at least 1")
+        if self.starts and len(self.starts) != self.threads:
+            raise ValueError(f"starts: got {len(self.starts)} for {self.threads} threads")
+
+    @property
+    def emits(self) -> int:
+        return self.threads
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:
+        return frozenset(("trees",))
+
+    def most_rounds(self, budget: int, rows: int) -> int:
+        return budget + 8
+
+    def findings(self, s: State) -> dict[str, Array]:
+        """`thread_lengths`: `i32[B, threads]`."""
+        return {"thread_lengths": s.algo.lengths}
+
+    def init(self, params: Params, s: State) -> Threads:
+        each = lambda value: jnp.full((s.batch, self.threads), value, jnp.int32)
+        none = jnp.zeros(s.batch, jnp.int32)
+        return Threads(owner=jnp.full(s.tokens.shape, -1, jnp.int32), live=jnp.ones((s.batch, self.threads), bool),
+                       newest=each(0), slot=each(0), lengths=each(0), step=none, cut=none > 0)
+
+    def _places(self, s: State) -> Array:
+        """`i32[B, n]`: the position of each thread's next token."""
+        first = s.prompt_length[:, None] + jnp.arange(self.threads, dtype=jnp.int32) * self._bound(s)[:, None]
+        return first + s.algo.step[:, None]
+
+    def _bound(self, s: State) -> Array:
+        """`i32[B]`: tokens of a thread at most."""
+        return jnp.maximum((s.max_length - s.prompt_length) // self.threads, 1)
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Threads]:
+        if policy.stops is not None:
+            raise ValueError("stop: group-think writes several texts at once, in which no stop string is looked for")
+        if link := next((t for t in policy.transforms if t.needs != "nothing"), None):
+            raise ValueError(f"group-think: {type(link).__name__} reads the text, and there are several texts; takes a "
+                             "policy that does not")
+        a: Threads = s.algo
+        begins = (a.step == 0)[:, None]
+        tokens = jnp.where(begins, s.newest[:, None], a.newest)
+        positions = jnp.where(begins, s.length[:, None] - 1, self._places(s) - 1)
+        # in front of the first round all read the prompt's last token, each its own copy
+        own = jnp.eye(self.threads, dtype=bool)[None]
+        mask = own | ~begins[:, None] if self.together else jnp.broadcast_to(own, (s.batch, *own.shape[1:]))
+        return Window(tokens=tokens, positions=positions, mask=mask, live=a.live & s.running[:, None]), a
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Threads) -> Decision:
+        places, begins = self._places(s), (algo.step == 0)[:, None]
+        # a draw is addressed by the position of the token that it makes
+        token = dist.policy.over_logits(s, window.replace(positions=places - 1), dist.logits()).draw()
+        if self.starts:
+            token = self._started(token, algo.step)
+        ends = (token[:, :, None] == dist.policy.eos[:, None]).any(-1) & (token >= 0)
+        writes = algo.live & ~ends
+        rank = jnp.cumsum(writes, 1, dtype=jnp.int32) - 1
+        order = jnp.argsort(~writes, axis=1, stable=True).astype(jnp.int32)
+        count = writes.sum(1, dtype=jnp.int32)
+        slot = s.length[:, None] + rank
+        goes = writes & (algo.step + 1 < self._bound(s))[:, None]
+        cut = algo.cut | (writes & ~goes).any(1)
+        held = jnp.where(begins, jnp.where(jnp.arange(self.threads) == 0, s.length[:, None] - 1, -1),
+                         jnp.where(algo.live, algo.slot, -1))
+        thread = jnp.arange(self.threads, dtype=jnp.int32)
+        put = lambda row, at, yes: row.at[jnp.where(yes, at, row.shape[0])].set(thread, mode="drop")
+        new = Threads(owner=jax.vmap(put)(algo.owner, slot, writes & s.running[:, None]), live=goes, newest=token,
+                      slot=slot, lengths=algo.lengths + (writes & s.running[:, None]), step=algo.step + 1, cut=cut)
+        over = jnp.where(goes.any(1), Status.RUNNING, jnp.where(cut, Status.LENGTH, Status.EOS))
+        # always true, but it makes the slots depend on the logits: XLA's CPU else copies the cache to be safe
+        decided = token > jnp.iinfo(jnp.int32).min
+        return Decision(tokens=jnp.take_along_axis(token, order, 1), count=count, source=order, algo=new,
+                        slots=jnp.where(decided, held, -1), status=over.astype(jnp.int32))
+
+    def _started(self, token: Array, step: Array) -> Array:
+        """The tokens with which threads begin, in place of those that were drawn."""
+        width = max(map(len, self.starts))
+        table = jnp.array([[*start, *[-1] * (width + 1 - len(start))] for start in self.starts], jnp.int32)
+        given = table[:, jnp.minimum(step, width)].T
+        return jnp.where(given >= 0, given, token)
+
+    def outcome(self, s: State) -> State:
+        """The threads of each text one behind the other."""
+        place = jnp.arange(s.tokens.shape[1])
+        inside = (place >= s.prompt_length[:, None]) & (place < s.length[:, None])
+        rank = jnp.where(inside, s.algo.owner, jnp.where(place < s.prompt_length[:, None], -1, self.threads))
+        order = jnp.argsort(rank, axis=1, stable=True)
+        moved = lambda x: jax.vmap(lambda row, i: row[i])(x, order)
+        return s.replace(tokens=moved(s.tokens), record=jax.tree.map(moved, s.record))
+
+
+def split(tokens: Any, lengths: Any) -> list[list[int]]:
+    """The threads of one text.
+
+    Args:
+        tokens: `i32[n]`, the text (`Result.row`). lengths: `i32[threads]`, of `findings["thread_lengths"]`.
+
+    >>> split([5, 6, 7], [1, 2])
+    [[5], [6, 7]]
+    """
+    parts = np.split(np.asarray(tokens), np.cumsum(np.asarray(lengths))[:-1])
+    return [part.tolist() for part in parts]

@@ -1,0 +1,37 @@
+"""Speculative decoding: sources of drafts, shapes of trees, and rules that verify them, behind one algorithm."""
+
+from decodax.algorithms.speculative import drafts, trees
+from decodax.algorithms.speculative.adaptive.arms import NOTHING, Adaptive
+from decodax.algorithms.speculative.adaptive.controllers import Automatic, Bandit, Bass
+from decodax.algorithms.speculative.adaptive.fit_lengths import fit_lengths
+from decodax.algorithms.speculative.adaptive.fit_trees import fit_tree
+from decodax.algorithms.speculative.adaptive.lengths import Lengths
+from decodax.algorithms.speculative.adaptive.measure import automatic, measure
+from decodax.algorithms.speculative.adaptive.predictor import Logistic, fit_predictor
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.apart import apart
+from decodax.algorithms.speculative.drafts.self.layer_search import Skips, fit_layers
+from decodax.algorithms.speculative.reflective import Reflective
+from decodax.algorithms.speculative.source import Draft, Shape, Source
+from decodax.algorithms.speculative.tree import Probes, Proposal, Tree, chain
+from decodax.algorithms.speculative.verify import (
+    Block,
+    Cut,
+    Distance,
+    Greedy,
+    KSeq,
+    LongestBranch,
+    MultiRound,
+    Rejection,
+    SeedExact,
+    SpecVerification,
+    TopKAcceptance,
+    TypicalAcceptance,
+    Verifier,
+)
+
+__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Cut", "Distance", "Draft", "Greedy",
+           "KSeq", "Lengths", "Logistic", "LongestBranch", "MultiRound", "Probes", "Proposal", "Reflective",
+           "Rejection", "SeedExact", "Shape", "Skips", "Source", "SpecVerification", "Speculative", "TopKAcceptance",
+           "Tree", "TypicalAcceptance", "Verifier", "apart", "automatic", "chain", "drafts", "fit_layers",
+           "fit_lengths", "fit_predictor", "fit_tree", "measure", "trees"]

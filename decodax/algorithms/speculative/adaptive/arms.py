@@ -1,0 +1,254 @@
+"""Several ways to draft, one of them picked for each round: how long, from which source, or not at all.
+
+An *arm* is a `Speculative` algorithm; `NOTHING` is the arm that drafts nothing. All arms look at every round, whoever
+drafted it. The choice is one for the batch, since the window's shape is: with `SeedExact` the tokens do not depend on
+it, with the other verifiers their distribution does not.
+
+While nothing is drafted, drafts that are merely read off the text (`free`) are tried on paper: now and then one is
+noted and compared with what plain decoding writes. That tells their acceptance at no cost but the lookup's, where a
+real trial costs a wider window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.source import Draft, Drawn
+from decodax.algorithms.speculative.tree import Proposal
+from decodax.common.struct import Struct, struct
+from decodax.core.around import Around
+from decodax.core.cache import Feature
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.window import Window, take
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing(Draft):
+    """A draft of no tokens: the round is plain decoding."""
+
+    length: ClassVar[int] = 0
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        return Proposal(tokens=jnp.zeros((s.batch, 0), jnp.int32), live=jnp.zeros((s.batch, 0), bool)), state
+
+
+NOTHING = Speculative(Nothing())
+
+
+@struct
+class Paper(Struct):
+    """Drafts that are compared with plain decoding's tokens, without a forward of their own.
+
+    Attributes:
+        tokens: `i32[B, K]`, -1 beyond the draft. next: `i32[B]` which of them the next token is compared with.
+        held: `bool[B]` all before it held; False before the first draft.
+    """
+
+    tokens: Array
+    next: Array
+    held: Array
+
+
+EVERY = 8
+"""Rounds between lookups of drafts on paper: small beside what the rounds themselves cost, even of a tiny model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Algorithm):
+    """Rounds of several kinds on one state.
+
+    Attributes:
+        arms: the kinds; those with equal drafts share the draft's state.
+        controller: which comes next.
+
+    Raises:
+        ValueError: no arms, arms whose verifiers keep different guarantees, or drafts that differ in weights alone (a
+            corpus, a model's parameters): programs could not tell them apart.
+    """
+
+    arms: tuple[Speculative, ...]
+    controller: Controller
+
+    def __post_init__(self) -> None:
+        if not self.arms:
+            raise ValueError("arms: got none, takes one or more")
+        if len(kinds := {arm.guarantee for arm in self.arms if arm != NOTHING}) > 1:
+            raise ValueError(f"arms: keep different guarantees ({', '.join(sorted(kinds))}), takes one")
+        told: dict[Any, Any] = {}
+        for draft in (arm.draft for arm in self.arms):
+            if (other := told.setdefault(draft.bare(), draft)) is not draft and not _same(other.weights, draft.weights):
+                raise ValueError(f"arms: got two {type(draft).__name__} that differ in their weights alone, takes arms "
+                                 "that differ in another option too, or share the weights")
+
+    @property
+    def emits(self) -> int:
+        return max(arm.emits for arm in self.arms)
+
+    @property
+    def guarantee(self) -> str:
+        """That of the arms."""
+        return next((arm.guarantee for arm in self.arms if arm != NOTHING), NOTHING.guarantee)
+
+    @functools.cached_property
+    def drafts(self) -> tuple[Any, ...]:
+        """The distinct drafts, each with a state."""
+        return tuple(dict.fromkeys(arm.draft for arm in self.arms))
+
+    @property
+    def weights(self) -> Any:
+        return tuple(draft.weights for draft in self.drafts)
+
+    @property
+    def variants(self) -> tuple[_Arm, ...]:
+        """What the core runs: one algorithm an arm."""
+        return tuple(_Arm(self, i) for i in range(len(self.arms)))
+
+    @functools.cached_property
+    def known(self) -> Arms:
+        """What the controller knows of the arms."""
+        free = {self.arms[i].draft for i in self.free}
+        return Arms(lengths=tuple(arm.emits - 1 for arm in self.arms),
+                    families=tuple(self.drafts.index(arm.draft) for arm in self.arms),
+                    on_paper=tuple(arm.draft in free for arm in self.arms))
+
+    def init(self, params: Params, s: State) -> Any:
+        states = [next(arm for arm in self.arms if arm.draft == draft).drafter.init(self._own(params, draft), s)
+                  for draft in self.drafts]
+        return self.controller.init(self.known, s.batch), tuple(states), tuple(self._papers(s.batch))
+
+    def choose(self, params: Params, policy: Any, s: State) -> Array:
+        return self.controller.choose(self.known, s.algo[0], s)
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        return self.variants[0].propose(params, policy, s)
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        return self.variants[0].decide(params, dist, s, window, out, algo)
+
+    @property
+    def observer(self) -> Adaptive | None:
+        return None if all(arm.observer is None for arm in self.arms) else self
+
+    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+        """What the drafts make of a prefill chunk."""
+        return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
+
+    @functools.cached_property
+    def free(self) -> tuple[int, ...]:
+        """Arms whose drafts are tried on paper: the longest of each draft."""
+        if NOTHING not in self.arms or not self.controller.notes:
+            return ()
+        longest = {arm.draft: i for i, arm in sorted(enumerate(self.arms), key=lambda x: x[1].emits)
+                   if arm.draft.free}
+        return tuple(longest.values())
+
+    def _papers(self, batch: int) -> list[Paper]:
+        return [Paper(tokens=jnp.full((batch, self.arms[i].emits - 1), -1, jnp.int32), next=jnp.zeros(batch, jnp.int32),
+                      held=jnp.zeros(batch, bool)) for i in self.free]
+
+    def _tell(self, s: State, window: Window, out: Out, decision: Decision | None, states: Any) -> Any:
+        return tuple(next(arm for arm in self.arms if arm.draft == draft).drafter.observe(s, window, out, decision, x)
+                     for draft, x in zip(self.drafts, states, strict=True))
+
+    def _own(self, params: Params, draft: Any) -> Params:
+        return params if params.draft is None else params.replace(draft=params.draft[self.drafts.index(draft)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arm(Around):
+    """The rounds of one arm, told to all."""
+
+    adaptive: Adaptive
+    index: int
+
+    @property
+    def inner(self) -> Adaptive:
+        """All arms: they have a state, weights and a cache together."""
+        return self.adaptive
+
+    @property
+    def arm(self) -> Speculative:
+        return self.adaptive.arms[self.index]
+
+    @property
+    def commits(self) -> int:
+        return self.arm.commits
+
+    @property
+    def variants(self) -> tuple[Algorithm, ...]:
+        return ()
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        control, states, papers = s.algo
+        own = self.adaptive.drafts.index(self.arm.draft)
+        window, (state, tree) = self.arm.propose(self.adaptive._own(params, self.arm.draft), policy,
+                                                 s.replace(algo=(states[own], None)))
+        if self.arm == NOTHING:
+            papers = tuple(self._renew(i, params, policy, s, paper)
+                           for i, paper in zip(self.adaptive.free, papers, strict=True))
+        return window, ((control, tuple(state if i == own else x for i, x in enumerate(states)), papers), tree)
+
+    def _renew(self, index: int, params: Params, policy: Any, s: State, paper: Paper) -> Paper:
+        arm, K = self.adaptive.arms[index], paper.tokens.shape[1]
+        over = ~paper.held | (paper.next >= K)
+        due = (s.running & over).any() & (s.stats.rounds.max() % EVERY == 0)
+
+        def look() -> Paper:
+            at = self.adaptive.drafts.index(arm.draft)
+            found, _ = arm.drafter.propose(self.adaptive._own(params, arm.draft), policy, s, s.algo[1][at],
+                                           arm.verify.drawn)
+            tokens = jnp.where(over[:, None], jnp.where(found.live, found.tokens, -1), paper.tokens)
+            return Paper(tokens=tokens, next=jnp.where(over, 0, paper.next), held=over | paper.held)
+
+        return lax.cond(due, look, lambda: paper)
+
+    def _compare(self, control: Any, papers: Any, s: State, d: Decision, seen: RoundOutcome) -> tuple[Any, Any]:
+        """What the drafts on paper show after this round. One in which others drafted is no test for them: it ends."""
+        if self.arm != NOTHING:
+            return control, tuple(paper.replace(held=jnp.zeros_like(paper.held)) for paper in papers)
+        renewed = []
+        for index, paper in zip(self.adaptive.free, papers, strict=True):
+            K = paper.tokens.shape[1]
+            tried = paper.held & (paper.next < K) & s.running
+            held = tried & (take(paper.tokens, jnp.minimum(paper.next, K - 1)[:, None])[:, 0] == d.tokens[:, 0])
+            at = paper.next[:, None] == jnp.arange(self.emits - 1)
+            control = self.adaptive.controller.note(
+                self.adaptive.known, control, seen.replace(arm=jnp.asarray(index, jnp.int32), tried=tried[:, None] & at,
+                                                     held=held[:, None] & at))
+            renewed.append(paper.replace(next=paper.next + 1, held=held))
+        return control, tuple(renewed)
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        (control, states, papers), tree = algo
+        d = self.arm.judge(dist, s, window, out, tree)
+        assert d.accepted is not None
+        depth, running = jnp.arange(1, self.emits), s.running[:, None]
+        seen = RoundOutcome(
+            arm=jnp.asarray(self.index, jnp.int32), running=s.running, tokens=d.count, accepted=d.accepted,
+            tried=running & (depth <= d.accepted[:, None] + 1) & (depth < self.arm.emits),
+            held=running & (depth <= d.accepted[:, None]))
+        spare = self.emits - d.tokens.shape[1]
+        wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, spare))), (d.tokens, d.source))
+        states = self.adaptive._tell(s, window, out, d, states)
+        control = self.adaptive.controller.update(self.adaptive.known, control, seen)
+        control, papers = self._compare(control, papers, s, d, seen)
+        return d.replace(tokens=wide[0], source=wide[1], algo=(control, states, papers))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether the weights of two drafts that are otherwise equal are the same arrays."""
+    equal = lambda x, y: x is y or (isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and np.array_equal(x, y))
+    one, other = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(one) == len(other) and all(map(equal, one, other))

@@ -1,0 +1,136 @@
+"""Trees fitted to what is accepted here: a large tree drafts on samples, and the best positions of it are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.trees import Fixed, from_acceptance
+from decodax.core import drivers
+from decodax.core.around import Around
+from decodax.core.memory import bucket
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window
+from decodax.sampling import build
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Around):
+    """`of`, with a count of how often each draft position is accepted: `i32[B, N]` beside its own state."""
+
+    of: Speculative
+
+    @property
+    def inner(self) -> Speculative:
+        return self.of
+
+    def init(self, params: Params, s: State) -> Any:
+        return self.of.init(params, s), jnp.zeros((s.batch, len(tree_of(self.of).paths)), jnp.int32)
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        window, algo = self.of.propose(params, policy, s.replace(algo=s.algo[0]))
+        return window, (algo, s.algo[1])
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        d = self.of.decide(params, dist, s, window, out, algo[0])
+        assert d.accepted is not None
+        index = jnp.arange(d.source.shape[1])
+        on = s.running[:, None] & (index > 0) & (index <= d.accepted[:, None])
+        hit = (d.source[:, :, None] == 1 + jnp.arange(algo[1].shape[1])) & on[:, :, None]
+        return d.replace(algo=(d.algo, algo[1] + hit.sum(1, dtype=jnp.int32)))
+
+    @property
+    def observer(self) -> Counted | None:
+        return None if self.of.observer is None else self
+
+    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+        """What `of` makes of a prefill chunk; nothing is counted."""
+        assert self.of.observer is not None
+        return self.of.observer.observe(s, window, out, algo[0]), algo[1]
+
+
+def tree_of(algorithm: Speculative) -> Fixed:
+    """The fixed tree that an algorithm drafts.
+
+    Raises:
+        ValueError: its trees are not fixed.
+    """
+    tree = algorithm.drafter.form
+    if not isinstance(tree, Fixed):
+        raise ValueError(f"algorithm: {type(algorithm.draft).__name__} with shape={algorithm.shape!r} does not draft a "
+                         "Fixed tree")
+    return tree
+
+
+def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], nodes: int, *, max_new_tokens: int = 64,
+             seed: int = 0, **sampling: Any) -> Fixed:
+    """The `nodes` positions of an algorithm's large tree that its verifier accepts most often on some samples.
+
+    For any draft with a fixed tree: a `Source` with a `Fixed` shape, or `TokenRecycling`. STAND (Song et al. 2025) fits
+    its tree so; `from_acceptance` is the rule by which positions are kept.
+
+    Args:
+        lm: what `decodax.load` gave.
+        algorithm: with the large tree, `Fixed.balanced(8, 4, 3, 2)` say, and the verifier that it will run with.
+        samples: prompts of the kind to come, as token ids. They are continued together, in one batch.
+        nodes: drafts of the tree to keep.
+        sampling: the policy, as in `decodax.generate`; accept rates depend on the temperature.
+
+    Raises:
+        ValueError: an algorithm without a fixed tree, no samples or an empty one, or a number out of range.
+
+        large = Speculative(drafts.Stand(lm.vocab_size), shape=shapes.Fixed.balanced(8, 4, 3, 2))
+        tree = fit_tree(lm, large, samples, nodes=16, temperature=0.8)
+        out = generate(lm, prompts, algorithm=system("stand", lm, shape=tree), temperature=0.8)
+    """
+    large = tree_of(algorithm)
+    from_acceptance(large, [0] * len(large.paths), nodes)       # says what is wrong with nodes before anything runs
+    s = continued(lm, Counted(algorithm), samples, max_new_tokens, seed, **sampling)
+    return from_acceptance(large, np.asarray(s.algo[1]).sum(0).tolist(), nodes)
+
+
+def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
+              **sampling: Any) -> State:
+    """The state after samples, token ids, were continued by an algorithm in one batch.
+
+    Raises:
+        ValueError: as `begun`.
+    """
+    alg, params, policy, s = begun(lm, algorithm, samples, max_new_tokens, seed, **sampling)
+    return drivers.advance(alg, lm.model, params, policy, s, jnp.int32(max_new_tokens))
+
+
+def begun(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
+          **sampling: Any) -> tuple[Any, Params, Any, State]:
+    """What runs an algorithm on samples, token ids, in one batch: it without its weights, the weights, the policy, and
+    the state behind the prompts.
+
+    Raises:
+        ValueError: no samples or an empty one, or no tokens to make.
+    """
+    if not samples or not all(map(len, samples)):
+        raise ValueError(f"samples: got {len(samples)} prompts, the shortest of {min(map(len, samples), default=0)} "
+                         "tokens, takes one or more, none empty")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}, takes 1 or more")
+    B, lengths = len(samples), np.array([len(ids) for ids in samples], np.int32)
+    size = bucket(int(lengths.max()) + max_new_tokens)
+    tokens = np.zeros((B, size), np.int32)
+    for row, given in zip(tokens, samples, strict=True):
+        row[:len(given)] = given
+    algorithm = algorithm.fit(max_new_tokens)
+    alg, params = algorithm.bare(), Params(lm.params, algorithm.weights)
+    policy = build(B, vocab_size=lm.vocab_size, **sampling)
+    s = drivers.begin(alg, lm.model, params, policy, jnp.asarray(tokens), lengths, size=size, seed=np.uint32(seed),
+                      max_new=np.full(B, max_new_tokens, np.int32))
+    s = drivers.prefill(alg, lm.model, params, s, width=min(64, size))
+    return alg, params, policy, s
+
+
+__all__ = ["begun", "continued", "fit_tree"]

@@ -1,0 +1,85 @@
+"""What rounds cost here: seconds of each arm at a batch size, measured in turn on the model itself."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decodax.algorithms.speculative.adaptive.arms import NOTHING, Adaptive
+from decodax.algorithms.speculative.adaptive.controllers import Automatic
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.trees import Chain
+from decodax.core import drivers
+from decodax.core.memory import bucket, power
+from decodax.core.types import Model, Params
+from decodax.sampling import build
+
+
+def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: int = 1, length: int = 128,
+            vocab_size: int, repeats: int = 5, rounds: int = 8, **sampling: Any) -> tuple[float, ...]:
+    """Seconds of a round of each arm, as `Adaptive` runs it: all drafts look at the round, and the target keeps what
+    any of them reads.
+
+    Args:
+        weights: the target's. Drafts bring their own.
+        batch: rows. length: tokens in the cache when the clock starts.
+        repeats: measurements of each arm, taken in turn; the median counts. rounds: of which each is the mean.
+        sampling: the policy, as in `decodax.generate`.
+
+    Raises:
+        ValueError: a number below 1, or arms that `Adaptive` refuses.
+    """
+    for name, value in (("batch", batch), ("length", length), ("repeats", repeats), ("rounds", rounds)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, takes 1 or more")
+    room = (max((arm.emits for arm in arms), default=1) * rounds) * (repeats + 1)
+    together = Adaptive(tuple(arms), Automatic((1.0,) * len(arms))).fit(room)
+    model, params, bare = model.fit(power(room)), Params(weights, together.weights), together.bare()
+    size = bucket(length + room)
+    # the same few tokens over and over, so that drafts which look into the text find some
+    tokens = np.zeros((batch, size), np.int32)
+    tokens[:, :length] = np.random.default_rng(0).integers(0, vocab_size, (batch, 16))[:, np.arange(length) % 16]
+    policy = build(batch, vocab_size=vocab_size, **sampling)
+    states = []
+    for alg in bare.variants:
+        s = drivers.begin(alg, model, params, policy, jnp.asarray(tokens), np.full(batch, length, np.int32), size=size,
+                          max_new=np.full(batch, room, np.int32))
+        states.append((alg, drivers.prefill(alg, model, params, s, width=min(128, size))))
+    seconds: list[list[float]] = [[] for _ in arms]
+    for _ in range(repeats + 1):
+        for i, (alg, s) in enumerate(states):
+            before = int(np.asarray(s.stats.rounds).max())
+            clock = time.perf_counter()
+            s = jax.block_until_ready(drivers.advance(alg, model, params, policy, s, jnp.int32(rounds)))
+            spent, done = time.perf_counter() - clock, int(np.asarray(s.stats.rounds).max()) - before
+            states[i] = alg, s
+            if done:
+                seconds[i].append(spent / done)
+    return tuple(statistics.median(x[1:] or x) for x in seconds)       # the first of each was compiling
+
+
+def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch: int = 1, length: int = 128,
+              verify: Any = None, **sampling: Any) -> Adaptive:
+    """Speculation that is as long as it pays: not at all, or chains of these lengths from `draft`, by costs measured
+    here and now for this batch size and by the acceptance that the text shows.
+
+    Args:
+        lm: what `decodax.load` gave. draft: a `Draft` or `Source`; a `Draft` proposes chains of at least
+            `max(lengths)`.
+        verify: a verifier, default `SeedExact`. Others as in `measure`.
+
+    Raises:
+        ValueError: no lengths, or a length below 1.
+    """
+    if not lengths:
+        raise ValueError("lengths: got none, takes one or more")
+    options = {} if verify is None else {"verify": verify}
+    arms = (NOTHING, *(Speculative(draft, shape=Chain(k), **options) for k in sorted(set(lengths))))
+    costs = measure(lm.model, lm.params, arms, batch=batch, length=length, vocab_size=lm.vocab_size, **sampling)
+    return Adaptive(arms, Automatic(costs))

@@ -1,0 +1,150 @@
+"""Speculative decoding: a source drafts, one target forward scores all of it, a verifier says what holds.
+
+Leviathan, Kalman, Matias (2023) and Chen et al. (2023) for chains, SpecInfer (Miao et al. 2024) for trees, with any
+source of drafts and any verification rule. Rows accept different lengths, which costs nothing: what was not accepted
+was never written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from decodax.algorithms.speculative.contracts import propose, verified
+from decodax.algorithms.speculative.drafter import Drafter
+from decodax.algorithms.speculative.grown import Grown, Trimmed
+from decodax.algorithms.speculative.source import Draft, Shape, Source
+from decodax.algorithms.speculative.tree import Proposal, Tree, tree, window
+from decodax.algorithms.speculative.verify import SeedExact, Verifier
+from decodax.common.arguments import shown
+from decodax.common.struct import short
+from decodax.core.cache import Feature
+from decodax.core.packing import Packing
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.window import Window, take
+from decodax.sampling.base import Distribution
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculative(Algorithm):
+    """Decoding with drafts from `draft`, accepted by `verify`.
+
+    The guarantee is the verifier's: `SeedExact`, the default, gives the tokens of plain sampling with the same seed.
+
+    Attributes:
+        draft: where drafts come from: a `Draft`, which proposes chains or trees of its own making, or a `Source`,
+            which gives a distribution at any node of a tree.
+        verify: which drafts hold.
+        shape: how the tree of a `Source` grows; default a chain. To a `Draft` a chain says how much of it is used.
+        packed: whether dense layers see the tokens of rows with drafts of unequal number side by side, without those
+            that fill up (EMS-SD: Ni et al., 2024). It is faster where many tokens are dead, and compiles longer.
+
+    Raises:
+        ValueError: a shape other than a chain for a draft that makes its own.
+    """
+
+    __repr__ = short
+
+    draft: Draft | Source
+    verify: Verifier = SeedExact()
+    shape: Shape | None = None
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        for name, given, of, takes in (
+                ("draft", self.draft, (Draft, Source), "a Draft or a Source, such as decodax.drafts.PromptLookup()"),
+                ("verify", self.verify, Verifier, "a Verifier, such as decodax.SeedExact()"),
+                ("shape", self.shape, (Shape, type(None)), "a Shape, such as decodax.shapes.Chain(4), or None"),
+                ("packed", self.packed, bool, "True or False")):
+            if not isinstance(given, of):
+                raise TypeError(f"{name}: got {shown(given)}, takes {takes}")
+        if self.shape is not None and isinstance(self.draft, Draft) and not self.shape.is_chain:
+            raise ValueError(f"shape: {type(self.draft).__name__} makes its own trees and takes at most a Chain, got "
+                             f"{type(self.shape).__name__}")
+
+    @property
+    def drafter(self) -> Draft:
+        """The draft, grown into trees if it is a `Source`."""
+        draft = self.draft
+        if isinstance(draft, Source):
+            return Grown(draft, self.shape)
+        return draft if self.shape is None else Trimmed(draft, min(self.shape.length, draft.length))
+
+    @property
+    def emits(self) -> int:
+        return self.drafter.length + 1
+
+    @property
+    def commits(self) -> int:
+        return self.emits       # the newest token, and the drafts that hold
+
+    @property
+    def name(self) -> str:
+        return f"Speculative({type(self.draft).__name__})"
+
+    @property
+    def guarantee(self) -> str:
+        """The verifier's: "seed-exact", "distribution-exact" or "approximate"; that also where the draft has the target
+        keep a lossy cache."""
+        return self.verify.guarantee if self.draft.exact else "approximate"
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:
+        return self.drafter.cache_needs
+
+    def init(self, params: Params, s: State) -> Any:
+        return self.drafter.init(params, s), None
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        proposal, state = propose(self.drafter, params, policy, s, s.algo[0], self.verify.drawn)
+        t = tree(s.newest, proposal, self.drafter.length)
+        w = window(t, s.length - 1, s.running, proposal.probes, proposal.begun)
+        return w.replace(hints=(*w.hints, self._packing(s.batch, w.width))) if self.packed else w, (state, t)
+
+    def _packing(self, rows: int, width: int) -> Packing:
+        form = self.drafter.form
+        if form is not None and (budget := form.batch_budget) is not None:
+            return Packing((-(-(rows + budget) // 8) * 8,), bounded=True)
+        return Packing(tuple(dict.fromkeys(-(-rows * width // share // 8) * 8 for share in (4, 2))))
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        state, t = algo
+        d = self.judge(dist, s, window, out, t)
+        return d.replace(algo=(self.drafter.observe(s, window, out, d, state), None))
+
+    def judge(self, dist: Distribution, s: State, window: Window, out: Out, t: Tree) -> Decision:
+        """The decision, before anybody is told."""
+        path, accepted, own = verified(self.verify, self.verify(
+            dist if window.width == t.size else dist.first(t.size), s, t), s.batch, t.longest)
+        index = jnp.arange(t.longest + 1, dtype=jnp.int32)
+        drafts = take(t.tokens, jnp.concatenate([path[:, 1:], path[:, :1]], 1))
+        tokens = jnp.where(index < accepted[:, None], drafts, own[:, None])
+        # the newest token and the accepted drafts are true; the token that follows them opens the next window
+        count = accepted + 1
+        if (horizon := s.cache.horizon()) is not None:      # what else was accepted is drafted again
+            count = jnp.minimum(count, horizon)
+        on = (path[:, :, None] == jnp.arange(window.width)) & (index < count[:, None])[:, :, None]
+        slots = jnp.where(on.any(1) & (tokens[:, :1] >= 0), window.positions, -1)
+        return Decision(tokens=tokens, count=count, slots=slots, source=path, algo=None,
+                        drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=accepted)
+
+    @property
+    def observer(self) -> PromptReader | None:
+        reader = self.drafter.reader
+        return None if reader is None else PromptReader(reader)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptReader:
+    """The observer of a speculative method: its drafter, or the part of it that reads prompts."""
+
+    reader: Drafter
+
+    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+        return self.reader.observe(s, window, out, None, algo[0]), None
+
+
+__all__ = ["Draft", "Proposal", "Source", "Speculative", "Tree"]

@@ -1,0 +1,113 @@
+"""Two sources, chosen row by row and round by round: the second where the first has little to offer.
+
+The rule of SAM-Decoding (Hu et al. 2024): where the end of the text was found before, and enough of it, what followed
+there is drafted; elsewhere another source drafts, such as Token Recycling's tree or a draft model. How long the match
+is says how likely its continuation is; how much follows it does not. `Adaptive` chooses for the batch, by cost; this
+chooses for each row, and both sources run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.contracts import propose
+from decodax.algorithms.speculative.grown import Grown
+from decodax.algorithms.speculative.source import Draft, Shape, Source
+from decodax.algorithms.speculative.tree import Drawn, Proposal
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Feature
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window
+
+
+@struct
+class Both(Struct):
+    """The states of both sources, and `mine` `bool[B]`: rows whose drafts are the first one's this round."""
+
+    first: Any
+    second: Any
+    mine: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback(Draft):
+    """Chains of `first` where its match is at least `at_least` tokens long, else what `second` drafts.
+
+    Attributes:
+        first: a `Draft` of deterministic chains that says how long its matches are: `SuffixAutomaton`, `PromptLookup`.
+        second: a `Draft` or `Source` of chains or trees; `shape` grows the latter.
+
+    Raises:
+        ValueError: at_least below 1; while it is traced: a first one that says nothing of matches or makes trees, or a
+            second one with probes.
+    """
+
+    first: Draft
+    second: Draft | Source
+    at_least: int = 5
+    shape: Shape | None = None
+
+    def __post_init__(self) -> None:
+        if self.at_least < 1:
+            raise ValueError(f"at_least: got {self.at_least}, takes 1 or more")
+
+    @property
+    def other(self) -> Draft:
+        """The second as a `Draft`."""
+        return self.second if isinstance(self.second, Draft) else Grown(self.second, self.shape)
+
+    @property
+    def length(self) -> int:
+        return max(self.first.length, self.other.length)
+
+    if not TYPE_CHECKING:       # of a class variable
+
+        @property
+        def cache_needs(self) -> frozenset[Feature]:
+            return self.first.cache_needs | self.other.cache_needs
+
+    def init(self, params: Params, s: State) -> Both:
+        one, two = _split(params)
+        return Both(self.first.init(one, s), self.other.init(two, s), jnp.zeros(s.batch, bool))
+
+    def propose(self, params: Params, policy: Any, s: State, state: Both, drawn: Drawn) -> tuple[Proposal, Both]:
+        one, two = _split(params)
+        a, first = propose(self.first, one, policy, s, state.first, drawn)
+        b, second = propose(self.other, two, policy, s, state.second, drawn)
+        if a.match is None or a.parents is not None or a.log_q is not None:
+            raise ValueError(f"first: got {type(self.first).__name__}, takes a Draft of deterministic chains that says "
+                             "how long its matches are, SuffixAutomaton or PromptLookup")
+        if b.probes is not None:
+            raise ValueError(f"second: got {type(self.second).__name__}, which proposes probes; takes chains and trees")
+        mine = a.match >= self.at_least
+        N = max(a.tokens.shape[1], b.tokens.shape[1])
+        wide = lambda x, size, fill: jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2),
+                                             constant_values=fill)
+        pick = lambda x, y, size, fill: jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), wide(x, size, fill),
+                                                  wide(y, size, fill))
+        parents = log_q = None
+        if b.parents is not None:
+            above = jnp.broadcast_to(b.parents, b.tokens.shape)
+            parents = jnp.where(mine[:, None], jnp.arange(N, dtype=jnp.int32), wide(above, N, 0))
+        if b.log_q is not None:
+            certain = jnp.where(a.tokens[..., None] == jnp.arange(b.log_q.shape[-1]), 0.0, -jnp.inf)
+            log_q = pick(certain, b.log_q, max(certain.shape[1], b.log_q.shape[1]), 0)
+        proposal = Proposal(tokens=pick(a.tokens, b.tokens, N, 0), live=pick(a.live, b.live, N, False),
+                            parents=parents, log_q=log_q)
+        return proposal, Both(first, second, mine)
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Both) -> Both:
+        first = self.first.observe(s, window, out, decision, state.first)
+        if decision is not None:        # the second's own nodes are not those that stand in the window of such a row
+            decision = decision.replace(slots=jnp.where(state.mine[:, None], -1, decision.slots))
+        return Both(first, self.other.observe(s, window, out, decision, state.second), state.mine)
+
+
+def _split(params: Params) -> tuple[Params, Params]:
+    one, two = params.draft if params.draft is not None else (None, None)
+    return params.replace(draft=one), params.replace(draft=two)

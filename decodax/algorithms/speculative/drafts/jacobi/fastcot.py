@@ -1,0 +1,94 @@
+"""FastCoT's windows: a glance at the future of a chain of thought, as far as the position deserves.
+
+Zhang et al. 2023, "Fast Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster". Each
+forward carries the newest token, which it decodes as usual, and a window of approximate tokens of the future, which it
+improves by a Jacobi update; what is verified is committed, and approximate tokens that are still wrong stay and are
+used by the next forward. The window's size changes with the position: many approximate tokens where the text settles
+early, few or none where they would be wasted.
+
+That much is exact. The paper also cuts the rationale early: after so many forwards it stops, wherever it is, and the
+answer is generated from exact and approximate tokens together. With `cut` and `trigger` the window of the next forward
+holds the approximate tokens as they are and then the tokens that open the answer; the verifier `Cut` accepts all of it,
+and decoding goes on behind it. The output then is approximate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, Guesses, Iterated, check_fill
+from decodax.algorithms.speculative.source import Drawn
+from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.core.state import State
+from decodax.core.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class FastCoT(Iterated):
+    """A Jacobi window whose size follows a schedule.
+
+    Attributes:
+        schedule: pairs of a number of new tokens and a size: from so many new tokens on, the window has that size (0
+            is plain decoding). Tokens that a shrinking window leaves out are forgotten.
+        fill: the first guess of a position that enters the window.
+        cut: forwards after which the rationale ends; None never cuts it. trigger: token ids that open the answer.
+
+    Raises:
+        ValueError: a schedule that does not start at 0, does not rise, or never has a window; a fill that is none; a
+            cut below 1, or a trigger without one or with a negative id.
+
+    >>> FastCoT(((0, 4), (32, 16), (128, 0))).length
+    16
+    """
+
+    schedule: tuple[tuple[int, int], ...] = ((0, 4), (16, 8), (64, 12))
+    fill: Fill = "repeat"
+    cut: int | None = None
+    trigger: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        starts = [start for start, _ in self.schedule]
+        if starts[:1] != [0] or any(a >= b for a, b in itertools.pairwise(starts)):
+            raise ValueError(f"schedule: got starts {starts}, takes 0 and then rising numbers of new tokens")
+        if self.widest < 1 or min(size for _, size in self.schedule) < 0:
+            raise ValueError(f"schedule: got sizes {[size for _, size in self.schedule]}, takes 0 or more, one of them "
+                             "at least 1")
+        check_fill(self.fill)
+        if self.cut is not None and self.cut < 1:
+            raise ValueError(f"cut: got {self.cut}, takes at least 1")
+        if self.trigger and (self.cut is None or min(self.trigger) < 0):
+            raise ValueError(f"trigger: got {self.trigger} with cut={self.cut}, takes ids from 0 up, with a cut")
+
+    @property
+    def widest(self) -> int:
+        """The largest size."""
+        return max(size for _, size in self.schedule)
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """The largest size, and the trigger."""
+        return self.widest + len(self.trigger)
+
+    def width(self, s: State) -> Array:
+        starts, sizes = (jnp.asarray(x, jnp.int32) for x in zip(*self.schedule, strict=True))
+        made = s.length - s.prompt_length
+        return sizes[(made[:, None] >= starts).sum(1) - 1]
+
+    def propose(self, params: Params, policy: Any, s: State, state: Guesses, drawn: Drawn) -> tuple[Proposal, Guesses]:
+        p, state = super().propose(params, policy, s, state, drawn)
+        if self.cut is None:
+            return p, state
+        # what is known of the future, up to an end of sequence, and the trigger behind it
+        known = (state.tokens >= 0) & ~(state.tokens[:, :, None] == policy.eos[:, None, :]).any(-1)
+        count = jnp.minimum(jnp.cumprod(known, 1).sum(1, dtype=jnp.int32), self.widest)
+        opens = jnp.asarray(self.trigger, jnp.int32)
+        put = jax.vmap(lambda row, i: jax.lax.dynamic_update_slice_in_dim(row, opens, i, 0))
+        whole = chain(put(jnp.maximum(state.tokens, 0), count), count + len(self.trigger))
+        now = (s.stats.rounds == self.cut)[:, None]
+        return jax.tree.map(lambda a, b: jnp.where(now, a, b), whole, p), state

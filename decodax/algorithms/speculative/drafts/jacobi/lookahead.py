@@ -1,0 +1,196 @@
+"""Lookahead decoding: n-grams are read off parallel Jacobi trajectories, and verified where one fits.
+
+Fu, Bailis, Stoica, Zhang 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding". One forward
+runs two branches behind the newest token:
+
+The lookahead branch is a window of `W` columns and `N - 1` levels, the last iterations of a Jacobi trajectory, oldest
+first. Cell (level `l`, column `c`) stands `l + c` behind the newest token, which itself is cell (0, 0). It sees the
+past, the columns up to `c` of level 0, and of the levels 1 to `l` column `c` alone (itself the last of them). So a
+column is one n-gram going down, in front of it the oldest trajectory. With `W = 4`, `N = 4`, by distances:
+
+    level 0   newest 1 2 3
+    level 1        1 2 3 4        the 4 in level 1 sees newest, 1, 2, 3 of level 0 and itself
+    level 2        2 3 4 5        the 5 in level 2 sees the same and that 4
+
+The last level's argmaxes are the next trajectory, and with the columns above them `W` new n-grams. Then each level
+takes the place of the one before it.
+
+The verification branch is a tree of up to `G` pooled n-grams that begin with the newest token; n-grams with a common
+beginning share nodes, so that a token is tried once, as in the paper's rule for sampling.
+
+Variants: the window moves by one whatever was accepted, the pool keeps `G` n-grams a key, least recently seen out
+first (both as the authors' code does by default). Levels are filled one a round, and the cell that a sliding level
+leaves open is a token of the text at random, where the authors begin with a level `N - 2` wider. End-of-sequence tokens
+stay in the window. Drafts are deterministic, and every verifier keeps its guarantee.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.algorithms.speculative.drafts.jacobi.jacobi import filling
+from decodax.algorithms.speculative.source import Draft, Drawn
+from decodax.algorithms.speculative.tree import Probes, Proposal
+from decodax.common.struct import Struct, struct
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window
+from decodax.sampling.draw import first_argmax
+
+
+@struct
+class Ahead(Struct):
+    """Window and pool of each row.
+
+    Attributes:
+        levels: `i32[B, N - 1, W]`; cell (0, 0) is not read. filled: `i32[B]`, levels that are in use.
+        pool: `i32[B, buckets, G, N]` n-grams, the newest of a bucket last; -1 where there is none.
+    """
+
+    levels: Array
+    filled: Array
+    pool: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookahead(Draft):
+    """Lookahead decoding; a forward has `1 + G (N - 1) + W (N - 1) - 1` nodes.
+
+    Attributes:
+        window: `W`, columns. ngram: `N`, tokens of an n-gram with its key. guesses: `G`, n-grams verified a round.
+        buckets: sets of `G` n-grams in a row's pool; keys that are equal modulo it share one.
+        text: whether n-grams of the prompt and of the output enter the pool too.
+
+    Raises:
+        ValueError: `window`, `guesses` or `buckets` below 1, `ngram` below 2.
+    """
+
+    window: int = 7
+    ngram: int = 5
+    guesses: int = 7
+    buckets: int = 1024
+    text: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("ngram", 2), ("guesses", 1), ("buckets", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
+
+    @property
+    def length(self) -> int:
+        return self.ngram - 1
+
+    def init(self, params: Params, s: State) -> Ahead:
+        B, N = s.batch, self.ngram
+        pool = jnp.full((B, self.buckets, self.guesses, N), -1, jnp.int32)
+        if self.text:
+            def enter(i: Array, pool: Array) -> Array:
+                grams = lax.dynamic_slice_in_dim(s.tokens, i, N, 1)
+                return insert(pool, grams[:, None], (i + N <= s.length)[:, None])
+
+            pool = lax.fori_loop(0, jnp.max(s.length) - N + 1, enter, pool)
+        first = filling("text", s, self.window)[:, None]
+        return Ahead(levels=jnp.tile(first, (1, N - 1, 1)), filled=jnp.ones(B, jnp.int32), pool=pool)
+
+    def propose(self, params: Params, policy: Any, s: State, state: Ahead, drawn: Drawn) -> tuple[Proposal, Ahead]:
+        offset, sees = layout(self.window, self.ngram, self.guesses * self.length)
+        cells = state.levels.reshape(s.batch, -1)[:, 1:]
+        probes = Probes(tokens=cells, offset=jnp.asarray(offset)[None], sees=jnp.asarray(sees)[None])
+        tokens, live, parents = jax.vmap(guesses)(state.pool, s.newest)
+        return Proposal(tokens=tokens, live=live, parents=parents, probes=probes if cells.shape[1] else None), state
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Ahead) -> Ahead:
+        if decision is None:
+            return state
+        drafts = self.guesses * self.length
+        if window.width == drafts + self.window * self.length:      # not so in a window that another draft proposed
+            state = self._advance(s, out, state, drafts)
+        return state.replace(pool=self._read(s, decision, state.pool)) if self.text else state
+
+    def _advance(self, s: State, out: Out, state: Ahead, drafts: int) -> Ahead:
+        """The next iteration of the window, and its n-grams into the pool."""
+        cell = (state.filled[:, None] - 1) * self.window + jnp.arange(self.window, dtype=jnp.int32)
+        new = first_argmax(out.logits(jnp.where(cell > 0, drafts + cell, 0)))      # `[B, W]`, of the last level in use
+        full = state.filled == self.length
+        levels = state.levels.at[:, 0, 0].set(s.newest)
+        grown = jnp.concatenate([levels, new[:, None]], 1)
+        grams = grown.swapaxes(1, 2)
+        pool = insert(state.pool, grams, jnp.broadcast_to(full[:, None], grams.shape[:2]))
+        # one step on: level l + 1 becomes level l; while the window fills, levels move one column on and one joins them
+        opened = filling("text", s, self.ngram, salt=1)[:, :, None]
+        moved = jnp.concatenate([grown[:, :, 1:], opened], 2)
+        joins = jnp.arange(self.length) == state.filled[:, None]
+        moved = jnp.where(joins[:, :, None], moved[:, -1:], moved[:, :-1])
+        return Ahead(levels=jnp.where(full[:, None, None], grown[:, 1:], moved), pool=pool,
+                     filled=jnp.where(full, state.filled, state.filled + 1))
+
+    def _read(self, s: State, decision: Decision, pool: Array) -> Array:
+        """The n-grams that end with the round's tokens."""
+        N, M = self.ngram, decision.tokens.shape[1]
+        at = s.length[:, None] - N + 1 + jnp.arange(N - 1)
+        text = jnp.concatenate([jnp.take_along_axis(s.tokens, jnp.maximum(at, 0), 1), decision.tokens], 1)
+        grams = text[:, np.arange(M)[:, None] + np.arange(N)]
+        ends = jnp.arange(M)
+        valid = (ends < decision.count[:, None]) & (s.length[:, None] + ends >= N - 1) & (grams >= 0).all(-1)
+        return insert(pool, grams, valid)
+
+
+def layout(W: int, N: int, drafts: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The lookahead branch without its cell (0, 0), the newest token, with so many drafts between the two.
+
+    Returns:
+        `i32[P]` distances from the newest token, and `bool[P, 1 + drafts + P]` who sees whom.
+
+    >>> layout(2, 3)[0].tolist(), layout(2, 3)[1].astype(int).tolist()
+    ([1, 1, 2], [[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]])
+    """
+    level, column = (x.reshape(-1) for x in np.mgrid[:N - 1, :W])
+    oldest = (level == 0) & (column <= column[:, None])
+    same = (level > 0) & (level <= level[:, None]) & (column == column[:, None])
+    sees = oldest | same
+    between = np.zeros((len(level), drafts), bool)
+    return (level + column)[1:].astype(np.int32), np.concatenate([sees[:, :1], between, sees[:, 1:]], 1)[1:]
+
+
+def guesses(pool: Array, newest: Array) -> tuple[Array, Array, Array]:
+    """The n-grams of one row's pool (`i32[buckets, G, N]`) that begin with `newest` (`i32[]`), as a tree.
+
+    Returns:
+        tokens, live and parents, `[G (N - 1)]`, n-gram by n-gram, the newest first. A node that an n-gram shares with
+        an earlier one is dead, and what follows it hangs below the earlier one's.
+    """
+    bucket = pool[newest % pool.shape[0]][::-1]
+    mine, tokens = bucket[:, 0] == newest, bucket[:, 1:]
+    G, K = tokens.shape
+    alike = (tokens[:, None] == tokens[None]) & (mine[:, None] & mine)[:, :, None]
+    owner = jnp.argmax(jnp.cumprod(alike, 2), 1).astype(jnp.int32)         # `[G, K]`, the first with the same beginning
+    depth = jnp.arange(K, dtype=jnp.int32)
+    live = mine[:, None] & (owner == jnp.arange(G)[:, None])
+    node = 1 + owner * K + depth
+    parents = jnp.concatenate([jnp.zeros((G, 1), jnp.int32), node[:, :-1]], 1)
+    return tokens.reshape(-1), live.reshape(-1), parents.reshape(-1)
+
+
+def insert(pool: Array, grams: Array, valid: Array) -> Array:
+    """`grams` (`i32[B, n, N]`) one after the other into their buckets, each as the newest; a full bucket loses its
+    oldest, and one that was there moves up. What is not `valid` (`bool[B, n]`) is left out."""
+    def row(pool: Array, grams: Array, valid: Array) -> Array:
+        ways = jnp.arange(pool.shape[1])
+
+        def one(pool: Array, x: tuple[Array, Array]) -> tuple[Array, None]:
+            gram, valid = x
+            at = jnp.where(valid, gram[0] % pool.shape[0], 0)
+            bucket = pool[at]
+            out = jnp.argmax((bucket == gram).all(-1))      # itself, or else the oldest: that is entry 0
+            moved = jnp.concatenate([bucket, gram[None]])[ways + (ways >= out)]
+            return pool.at[at].set(jnp.where(valid, moved, bucket)), None
+
+        return lax.scan(one, pool, (grams, valid))[0]
+
+    return jax.vmap(row)(pool, grams, valid)

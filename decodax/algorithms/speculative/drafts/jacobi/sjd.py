@@ -1,0 +1,115 @@
+"""Speculative Jacobi decoding (SJD): Jacobi iteration with a probabilistic test in place of the fixed point.
+
+Teng et al. 2025 (ICLR), "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi
+Decoding". The window's tokens are draws from the conditionals `p_{j-1}` of the previous iteration, and those serve as
+the draft distribution of this one: under `Rejection` token `x_i` is accepted with probability
+min(1, p_j(x_i) / p_{j-1}(x_i)); at the first rejection the token comes from the positive part of p_j - p_{j-1}, the
+tokens behind it are drawn anew from `p_j`, and fresh ones enter at the far end. Under `SeedExact` the draws take the
+noise that the target will draw with, and the window is a coupled Jacobi iteration.
+
+`p_{j-1}` itself would be a vocabulary-sized carry. What is carried is its `top` most likely tokens, renormalised, and
+tokens are drawn from exactly that, so q sampled is q reported and the output's distribution is the target's whatever
+`top` is; where the policy leaves at most `top` tokens (top-k, the paper's setting) q is `p_{j-1}` itself. A fresh
+token is a certain draft (q puts all on it), as in the authors' code. SJD++'s and MC-SJD's refinements are not included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, behind, check_fill, filling
+from decodax.algorithms.speculative.source import Draft, Drawn
+from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.common.struct import Struct, struct
+from decodax.core import keys
+from decodax.core.cache import Feature
+from decodax.core.keys import Purpose
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window, take
+from decodax.pallas_kernels.vocabulary import top_k
+from decodax.sampling.draw import draw
+
+
+@struct
+class Conditionals(Struct):
+    """The previous iteration's conditionals for what follows the newest token.
+
+    Attributes:
+        tokens: `i32[B, K, top]`. log_p: `f32[B, K, top]`, not normalised; all -inf where there are none yet.
+        policy: within a round, what `p_j` is taken under.
+    """
+
+    tokens: Array
+    log_p: Array
+    policy: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SJD(Draft):
+    """A window of `length` draws from the target's own last conditionals.
+
+    Attributes:
+        vocab_size: entries of the target's logits.
+        top: how many tokens of a conditional are kept.
+        fill: the token that enters the window; the paper draws it from the text or at random, or repeats a neighbour.
+
+    Raises:
+        ValueError: a vocab_size, length or top below 1, or a fill that is none; in tracing, logits of another size.
+    """
+
+    vocab_size: int
+    length: int = 16
+    top: int = 64
+    fill: Fill = "text"
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "length", "top"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        check_fill(self.fill)
+
+    def init(self, params: Params, s: State) -> Conditionals:
+        shape = (s.batch, self.length, min(self.top, self.vocab_size))
+        return Conditionals(tokens=jnp.zeros(shape, jnp.int32), log_p=jnp.full(shape, -jnp.inf, jnp.float32))
+
+    def propose(self, params: Params, policy: Any, s: State, state: Conditionals,
+                drawn: Drawn) -> tuple[Proposal, Conditionals]:
+        log_q = self._log_q(s, state)
+        positions = s.length[:, None] + jnp.arange(self.length, dtype=jnp.int32)
+        if drawn in ("coupled", "ranked"):
+            at = keys.addresses(s.key, positions, Purpose.TOKEN)
+        else:       # a position is drawn anew in every round that does not reach it
+            at = keys.addresses(s.key, positions, Purpose.DRAFT, s.stats.rounds)
+        tokens = draw(log_q, at)
+        count = jnp.full(s.batch, self.length, jnp.int32)
+        return chain(tokens, count, None if drawn in ("coupled", "ranked") else log_q), state.replace(policy=policy)
+
+    def _log_q(self, s: State, state: Conditionals) -> Array:
+        """`f32[B, K, V]`: the kept conditionals, all on one token where there are none."""
+        known = (state.log_p > -jnp.inf).any(-1)
+        fresh = filling(self.fill, s, self.length)[..., None] == jnp.arange(self.vocab_size)
+        log_p = jax.nn.log_softmax(jnp.where(known[..., None], state.log_p, 0), -1)
+        put = lambda row, tokens, x: row.at[tokens].set(x)
+        kept = jax.vmap(jax.vmap(put))(jnp.full(fresh.shape, -jnp.inf), state.tokens, log_p)
+        return jnp.where(known[..., None], kept, jnp.where(fresh, 0.0, -jnp.inf))
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Conditionals) -> Conditionals:
+        if decision is None or state.policy is None:
+            return state.replace(policy=None)
+        nodes, run = behind(s, window, decision, self.length)
+        log_p = state.policy.over(s, window, out).log_probs()
+        if log_p.shape[-1] != self.vocab_size:
+            raise ValueError(f"vocab_size: got {self.vocab_size}, the target's logits have {log_p.shape[-1]} entries")
+        log_p = take(log_p, nodes)
+        log_p, tokens = top_k(jnp.where(run[..., None] & ~jnp.isnan(log_p), log_p, -jnp.inf),
+                                      state.tokens.shape[-1])
+        return Conditionals(tokens=tokens.astype(jnp.int32), log_p=log_p)

@@ -1,0 +1,64 @@
+"""A user's own function as a source of drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.source import Draft, Drawn
+from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.core.cache import Feature
+from decodax.core.state import State
+from decodax.core.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class UserDraft(Draft):
+    """Drafts what `fn` returns. With `SeedExact` the output is plain decoding's, whatever that is.
+
+    Attributes:
+        fn: a pure JAX function `(tokens i32[B, N], length i32[B]) -> (drafts i32[B, K], count i32[B])`: drafts of what
+            follows the first `length` tokens of each row, and how many of them are meant. What stands behind a row's
+            length means nothing, and a row must not look at another. Give a function of a module, not a fresh lambda
+            each time: it is compared by identity, and a new one compiles anew.
+        length: `K`.
+
+    A draft ends at its first negative token.
+
+    Raises:
+        ValueError: `fn` is not callable or not hashable, a length below 1; while it is traced: results of another
+            structure, shape or type.
+
+    >>> UserDraft(lambda tokens, length: (tokens[:, :4], length * 0 + 4), length=4).length
+    4
+    """
+
+    fn: Callable[[Array, Array], tuple[Array, Array]]
+    length: int
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ValueError(f"fn: got {type(self.fn).__name__}, takes a function")
+        try:
+            hash(self.fn)
+        except TypeError:
+            raise ValueError(f"fn: got {type(self.fn).__name__} without a hash, takes a hashable function") from None
+        if self.length < 1:
+            raise ValueError(f"length: got {self.length}, takes at least 1")
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        result = self.fn(s.tokens, s.length)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"fn: returned {type(result).__name__}, takes a pair of drafts and count")
+        tokens, count = (jnp.asarray(x) for x in result)
+        for name, x, shape in (("drafts", tokens, (s.batch, self.length)), ("count", count, (s.batch,))):
+            if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+                raise ValueError(f"fn: returned {name} {x.dtype}{list(x.shape)}, takes int32{list(shape)}")
+        real = jnp.cumprod(tokens >= 0, 1).sum(1)
+        return chain(jnp.maximum(tokens, 0).astype(jnp.int32), jnp.minimum(count, real).astype(jnp.int32)), state

@@ -1,0 +1,136 @@
+"""A draft model: a smaller network with the target's tokenizer (Leviathan et al. 2023, Chen et al. 2023).
+
+It has a cache of its own, which holds verified tokens only; the nodes of a growing tree lie in a scratch beside it, and
+what the target accepts is moved over. A round begins with a window of the two newest tokens, since the last accepted
+draft was never run; whatever else is missing (the prompt, rounds in which another source drafted) is caught up first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.source import Answer, Level, Source
+from decodax.common.axes import constrain
+from decodax.common.struct import Struct, short, struct
+from decodax.core.cache import Cache, Draftable
+from decodax.core.loaded import Loaded, network_of
+from decodax.core.mesh import heads
+from decodax.core.resized import Resized
+from decodax.core.state import State
+from decodax.core.types import Decision, Model, Out, Params
+from decodax.core.window import Window, causal, take
+
+
+@struct
+class Drafting(Struct):
+    """The state of a draft model: `cache`; within a round also the tree's `scratch` and the window node of each of its
+    entries, `nodes` `i32[B or 1, room]`."""
+
+    cache: Cache
+    scratch: Draftable | None = None
+    nodes: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel(Source):
+    """Drafts from `model`, a `Model` or what `decodax.load` gave.
+
+    Attributes:
+        weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
+        vocab_size: entries of the target's logits; default what the policy is built for, or the draft model's own.
+        chunk: tokens a forward while it catches up.
+        reads: ids that the model reads; default those of what decodax.load gave, or any.
+
+    The vocabularies may be padded to different sizes, as those of small and large Qwen 2.5 are; see `Resized`.
+    """
+
+    __repr__ = short
+
+    model: Any
+    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    vocab_size: int | None = None
+    chunk: int = 64
+    reads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk: got {self.chunk}, takes at least 1")
+        if isinstance(self.model, Loaded):
+            object.__setattr__(self, "reads", self.reads or self.model.vocab_size)
+        network, weights = network_of(self.model)       # the network is static, its weights are data
+        object.__setattr__(self, "model", network)
+        object.__setattr__(self, "weights", self.weights if weights is None else weights)
+
+    def bare(self) -> DraftModel:
+        return dataclasses.replace(self, weights=None)
+
+    def for_vocabulary(self, size: int) -> DraftModel:
+        """With logits of `size` entries, unless `vocab_size` is set."""
+        return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
+
+    @property
+    def fitted(self) -> Resized:
+        """The model with the target's vocabulary."""
+        return Resized(self.model, self.reads, self.vocab_size)
+
+    def init(self, params: Params, s: State) -> Drafting:
+        if params.draft is None:
+            raise ValueError("params: DraftModel needs its weights in Params.draft")
+        cache = self.model.init_cache(s.batch, s.cache.capacity, params=params.draft)
+        return Drafting(cache=constrain(cache, heads(cache)))
+
+    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:
+        cache = catch_up(self.fitted, params.draft, s, state.cache, self.chunk)
+        positions = s.length[:, None] - 2 + jnp.arange(2, dtype=jnp.int32)
+        live = (positions >= cache.length[:, None]) & (positions >= 0) & s.running[:, None]
+        tokens = jnp.take_along_axis(s.tokens, jnp.maximum(positions, 0), 1)
+        out = self.fitted.apply(params.draft, causal(tokens, s.length - 2, live), cache)
+        cache = cache.commit(out.entries, _verified(live, out, positions))
+        scratch = cache.scratch(out.entries, room)
+        last = jnp.ones((s.batch, 1), jnp.int32)
+        answer = Answer(out.logits(last), take(out.hidden, last))
+        return Drafting(cache=cache, scratch=scratch.replace(base=None)), answer
+
+    def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:
+        assert state.scratch is not None
+        scratch = state.scratch.replace(base=state.cache)
+        window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
+                        live=jnp.ones(level.tokens.shape, bool))
+        out = self.fitted.apply(params.draft, window, scratch.seen_by(level.sees))
+        scratch = scratch.append(out.entries, level.positions, level.at).replace(base=None)
+        return state.replace(scratch=scratch), Answer(out.logits(), out.hidden)
+
+    def place(self, state: Drafting, slots: Array) -> Drafting:
+        return state.replace(nodes=slots)
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Drafting) -> Drafting:
+        if decision is None or state.scratch is None or state.nodes is None:
+            return Drafting(cache=state.cache)
+        nodes = jnp.broadcast_to(state.nodes, (s.batch, state.nodes.shape[1]))
+        slots = jnp.where(nodes >= 0, jnp.take_along_axis(decision.slots, jnp.maximum(nodes, 0), 1), -1)
+        return Drafting(cache=state.scratch.replace(base=state.cache).commit(slots) if nodes.shape[1] else state.cache)
+
+
+def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newest: int = 2) -> Any:
+    """Commits what the cache lacks of each row's text, all but the `newest` tokens. Mostly it lacks nothing."""
+    lacks = jnp.where(s.running, s.length - newest - cache.length, 0)
+
+    def visit(i: Array, cache: Any) -> Any:
+        positions = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+        live = (positions < s.length[:, None] - newest) & s.running[:, None]
+        tokens = jnp.take_along_axis(s.tokens, jnp.minimum(positions, s.tokens.shape[1] - 1), 1)
+        out = model.apply(weights, causal(tokens, cache.length, live).replace(certain=True), cache)
+        return cache.commit(out.entries, _verified(live, out, positions))
+
+    return lax.fori_loop(0, (jnp.max(lacks) + chunk - 1) // chunk, visit, cache)
+
+
+def _verified(live: Array, out: Out, positions: Array) -> Array:
+    # the slots must depend on the forward, or XLA on CPU copies the cache to protect its readers
+    return jnp.where(live & jnp.isfinite(out.hidden).all(-1), positions, -1)
+
+

@@ -1,0 +1,164 @@
+"""SpecBranch (Shen et al. 2025): while the target verifies, the draft model goes on from several tokens at once.
+
+As in PEARL the draft model writes ahead of the target. It goes on from the *branch point*, the place behind the last
+draft that waits: there it takes the `branches` likeliest tokens, and writes a continuation of each. If all drafts hold
+that waited and the target's own token behind them is one of those, its continuation is what waits next, and nothing is
+rolled back; only if it is none of them is everything void that was written.
+
+How much of a continuation waits decides where the next branch point is, so that a likely rejection falls on it, where
+several tokens are prepared:
+
+- The draft model's confidence, the probability of its likeliest token: drafting stops in front of the first token below
+  `least`. As in the authors' code the first token is not tested.
+- With `lengths` (H-RAD) a classifier says beforehand, by the target's hidden states, whether the target will reject all
+  of it (then nothing waits, and the branch point is right behind the target's token), accept all of it (then all
+  waits), or neither, in which case the confidence decides.
+
+The authors accept the branch token that the target finds likeliest, with probability p / q, and draw from the residual
+otherwise, which keeps the target's distribution for greedy decoding alone, as their branches are the likeliest tokens
+and not draws. Here the target draws its own token and the branch that has it goes on: the law is the verifier's, and no
+rule accepts a set of deterministic candidates more often. All `branches` are written in each round, as in their code,
+since a program of a fixed width saves nothing with fewer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.adaptive.lengths import Lengths
+from decodax.algorithms.speculative.overlap import Overlapping
+from decodax.algorithms.speculative.source import Grower, Source, fitted
+from decodax.algorithms.speculative.tree import Drawn, Proposal
+from decodax.common.struct import Struct, struct
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window, take
+
+
+@struct
+class Branches(Struct):
+    """What the draft has written; `K` is gamma - 1.
+
+    Attributes:
+        source: the state of the source.
+        waiting: `i32[B, K]` the continuation that may wait. sure: `i32[B]` how many of it by confidence.
+        waits: `bool[B]` whether it does. offered: `i32[B]` drafts that are being verified in this round.
+        seen: `f32[B, F]` what the classifier reads of the target; F is 0 without one.
+        heads: `i32[B, k]` the tokens at the branch point, -1 for none. rest: `i32[B, k, K]` what follows each.
+        confident: `i32[B, k]` how many of that by confidence.
+    """
+
+    source: Any
+    waiting: Array
+    sure: Array
+    waits: Array
+    offered: Array
+    seen: Array
+    heads: Array
+    rest: Array
+    confident: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecBranch(Overlapping):
+    """Chains of `source`, written one round ahead of the target for several tokens of its.
+
+    Attributes:
+        source: a `Source` that can be asked about a chain of nodes at once, as `DraftModel`.
+        gamma: tokens that it writes in a round, 2 or more. branches: for how many tokens of the target.
+        least: confidence below which drafting stops, from 0, where it never does, to 1.
+        lengths: the classifier of H-RAD, from `fit_lengths`; None: confidence alone.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    source: Source
+    gamma: int = 4
+    branches: int = 3
+    least: float = 0.4
+    lengths: Lengths | None = None
+    written: ClassVar[tuple[str, ...]] = ("heads", "rest", "confident")
+
+    def __post_init__(self) -> None:
+        for name, low in (("gamma", 2), ("branches", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {low}")
+        if not 0 <= self.least <= 1:
+            raise ValueError(f"least: got {self.least}, takes a number from 0 to 1")
+
+    @property
+    def length(self) -> int:
+        return self.gamma - 1
+
+    @property
+    def weights(self) -> Any:
+        own = self.source.weights
+        return own if self.lengths is None else {"source": own, "lengths": self.lengths.weights}
+
+    def bare(self) -> SpecBranch:
+        lengths = None if self.lengths is None else self.lengths.bare()
+        return dataclasses.replace(self, source=self.source.bare(), lengths=lengths)
+
+    def init(self, params: Params, s: State) -> Branches:
+        K, k, zeros = self.length, self.branches, lambda *more: jnp.zeros((s.batch, *more), jnp.int32)
+        features = 0 if self.lengths is None else self.lengths.features(params.draft["lengths"])
+        return Branches(source=self.source.init(self._own(params), s), waiting=zeros(K), sure=zeros(),
+                        waits=jnp.zeros(s.batch, bool), offered=zeros(), heads=zeros(k), rest=zeros(k, K),
+                        confident=zeros(k), seen=jnp.zeros((s.batch, features), jnp.float32))
+
+    def offer(self, params: Params, s: State, state: Branches) -> tuple[Proposal, Branches]:
+        count = state.sure
+        if self.lengths is not None:
+            kind = self.lengths.classify(params.draft["lengths"], state.seen, s.newest)
+            count = jnp.stack([jnp.zeros_like(count), count, jnp.full_like(count, self.length)], 1)
+            count = take(count, kind[:, None])[:, 0]
+        count = jnp.where(state.waits, count, 0)
+        live = jnp.arange(self.length) < count[:, None]
+        return Proposal(tokens=state.waiting, live=live), state.replace(offered=count)
+
+    def write(self, params: Params, policy: Any, s: State, state: Branches, drawn: Drawn) -> Branches:
+        source, K, k, n = fitted(self.source, policy.vocab_size), self.length, self.branches, state.offered
+        grower = Grower(source, self._own(params), policy, s, drawn).ranked     # the branches are no draws
+        # what waits stands in slots 1 to K; of what does not wait there nothing goes on
+        g, first = grower.start(state.source, K + k * K, k)
+        g, behind = grower.expand(g, state.waiting, jnp.zeros((1, 1), jnp.int32), k, chained=True)
+        places = jnp.concatenate([first.tokens, behind.tokens], 1), jnp.concatenate([first.live, behind.live], 1)
+        heads, live = (take(x, n[:, None])[:, 0] for x in places)
+        tokens, parents, rest, trust = heads, jnp.broadcast_to(n[:, None], heads.shape), [], []
+        for i in range(K):
+            g, after = grower.expand(g, tokens, parents, 1)
+            tokens = after.tokens[:, :, 0]
+            parents = jnp.broadcast_to(1 + K + i * k + jnp.arange(k, dtype=jnp.int32), heads.shape)
+            rest.append(tokens)
+            trust.append(jnp.exp(after.log_own.max(-1)) >= self.least if i else jnp.ones(heads.shape, bool))
+        nodes = jnp.concatenate([jnp.arange(1, K + 1, dtype=jnp.int32), jnp.full(k * K, -1, jnp.int32)])[None]
+        confident = jnp.cumprod(jnp.stack(trust, -1).astype(jnp.int32), -1).sum(-1, dtype=jnp.int32)
+        return state.replace(source=source.place(g.source, nodes), heads=jnp.where(live, heads, -1),
+                             rest=jnp.stack(rest, -1), confident=confident)
+
+    def look(self, out: Out, decision: Decision | None) -> Any:
+        if self.lengths is None or decision is None or decision.accepted is None:
+            return None
+        return self.lengths.read(out, take(decision.source, decision.accepted[:, None])[:, 0])
+
+    def learn(self, s: State, window: Window, out: Out, decision: Decision | None, seen: Any,
+              state: Branches) -> Branches:
+        source = self.source.observe(s, window, out, decision, state.source)
+        if decision is None or decision.accepted is None:
+            return state.replace(source=source, waits=jnp.zeros_like(state.waits))
+        own = take(decision.tokens, decision.accepted[:, None])
+        prepared = state.heads == own
+        whole = decision.count == decision.accepted + 1         # a cache may cut what was accepted
+        branch = jnp.argmax(prepared, 1).astype(jnp.int32)[:, None]
+        return state.replace(
+            source=source, waits=(decision.accepted == state.offered) & whole & prepared.any(1),
+            waiting=take(state.rest, branch)[:, 0], sure=take(state.confident, branch)[:, 0],
+            seen=state.seen if seen is None else seen)
+
+    def _own(self, params: Params) -> Params:
+        return params if self.lengths is None else params.replace(draft=params.draft["source"])

@@ -1,0 +1,171 @@
+"""In-context layer skip: which layers the draft leaves out is found anew from what the target has just computed.
+
+CLaSp (Chen et al. 2025). The target's residual stream after every layer, at the last accepted token, is what a draft
+with M layers left out should come close to. With `d[i][j]` the best stream after `i` layers of which `j` were skipped,
+
+    d[i][j] = the one nearer to the target's stream after layer i, by cosine, of
+              d[i-1][j-1]             layer i is skipped
+              layer_i(d[i-1][j])      layer i is run
+
+(an approximation: the nearest of a cell need not lead to the nearest of the next), and the choices that led to
+`d[L][M]` are the set for the next round. All `j` of a layer are one window, so finding a set costs about a target
+forward over M + 1 tokens; `every` spreads that over rounds. Before the first round the last cached prompt token serves.
+
+One set serves the whole batch, since only what no row runs is saved: each choice is made by the mean cosine over the
+running rows. So what a row *drafts* depends on its batch mates. Its output does not under `SeedExact` and for greedy
+rows; under other verifiers its distribution does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.drafter import TREES
+from decodax.algorithms.speculative.drafts.self.layer_skip import OwnLayers, layered, verified
+from decodax.algorithms.speculative.source import Answer
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Draftable, Feature
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window, take
+
+
+@struct
+class InContext(Struct):
+    """What `CLaSp` carries, by row, so that rows can be selected and sharded.
+
+    Attributes:
+        keep: `bool[B, L]`, the layers that the draft runs; after a search the same for all rows.
+        states: `f[B, L, D]`, the target's stream after each layer at the token before the newest one.
+        known: `bool[B]`, whether there is such a token yet.
+        wait: `i32[B]`, rounds until the set is found anew.
+        scratch: the tree's keys within a round.
+    """
+
+    keep: Array
+    states: Array
+    known: Array
+    wait: Array
+    scratch: Draftable | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CLaSp(OwnLayers):
+    """Drafts from the target without the `skips` layers that matter least in this context.
+
+    Attributes:
+        model: the target: a `Transformer`, or what `decodax.load` gave. Weights are `Params.target`.
+        skips: `M`, how many layers are left out; the paper finds about half of them best.
+        every: rounds from one search to the next.
+
+    Raises:
+        ValueError: a number of layers that leaves none, or `every` below 1.
+    """
+
+    model: Any
+    skips: int
+    every: int = 1
+    cache_needs: ClassVar[frozenset[Feature]] = TREES | {"truncation"}
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", layered(self.model))
+        L = self.model.depth
+        if not 1 <= self.skips < L:
+            raise ValueError(f"skips: got {self.skips}, takes 1 to {L - 1}")
+        if self.every < 1:
+            raise ValueError(f"every: got {self.every}, takes at least 1")
+
+    @property
+    def reader(self) -> CLaSp:
+        return self
+
+    def init(self, params: Params, s: State) -> InContext:
+        L, M = self.model.depth, self.skips
+        # until a context is known: layers spread evenly over the middle
+        first = jnp.asarray([(2 * k + 1) * L // (2 * M) for k in range(M)], jnp.int32)
+        stream = jax.eval_shape(lambda p: self._walk(p, s, 1)[0], params)
+        return InContext(keep=jnp.ones((s.batch, L), bool).at[:, first].set(False),
+                         wait=jnp.zeros(s.batch, jnp.int32),
+                         states=jnp.zeros((s.batch, L, stream.shape[-1]), stream.dtype), known=jnp.zeros(s.batch, bool))
+
+    def start(self, params: Params, s: State, state: InContext, room: int) -> tuple[InContext, Answer]:
+        use = (state.known & s.running).astype(jnp.float32)
+
+        def search() -> Array:
+            embedded, run = self._walk(params, s, self.skips + 1)
+            return ~skip_set(run, embedded, state.states, use, self.skips)[None]
+
+        first = jnp.argmax(s.running)
+        due = (state.wait[first] <= 0) & (use.sum() > 0)
+        keep = lax.cond(due, search, lambda: state.keep[first][None])
+        wait = jnp.full(s.batch, jnp.where(due, self.every, state.wait[first]) - 1)
+        state = state.replace(keep=jnp.broadcast_to(keep, state.keep.shape), wait=wait)
+        return super().start(params, s, state, room)
+
+    def running(self, s: State, state: InContext) -> Array:
+        return state.keep[:1]
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: InContext) -> InContext:
+        state = state.replace(scratch=None)
+        if out.layers is None:      # under guidance: the set stays as it is
+            return state
+        if decision is None:
+            here = window.live & (window.positions == s.prompt_length[:, None] - 2)
+            node, found = jnp.argmax(here, 1), here.any(1)
+        else:
+            node = jnp.take_along_axis(decision.source, jnp.maximum(decision.count - 1, 0)[:, None], 1)[:, 0]
+            found = s.running & (decision.count > 0)
+        states = jnp.stack([take(x, node) for x in out.layers], 1)
+        return state.replace(states=jnp.where(found[:, None, None], states, state.states), known=state.known | found)
+
+    def _walk(self, params: Params, s: State, width: int) -> tuple[Array, Callable[[int, Array], Array]]:
+        """The network at the token before the newest one, for so many streams that do not see each other."""
+        at = jnp.maximum(s.length - 2, 0)
+        wide = lambda x: jnp.broadcast_to(x[:, None], (s.batch, width))
+        window = Window(tokens=wide(jnp.take_along_axis(s.tokens, at[:, None], 1)[:, 0]), positions=wide(at),
+                        mask=jnp.eye(width, dtype=bool)[None], live=jnp.ones((s.batch, width), bool))
+        return self.model.walk(params.target, window, verified(s).truncate(at))
+
+
+def skip_set(run: Callable[[int, Array], Array], embedded: Array, states: Array, use: Array, skips: int) -> Array:
+    """The layers to skip.
+
+    Args:
+        run: (layer, streams `f[B, J, D]`) to the streams after it.
+        embedded: `f[B, J, D]`, `J = skips + 1` times the stream before the first layer.
+        states: `f[B, L, D]`, the target's stream after each layer.
+        use: `f32[B]`, what each row's cosine weighs.
+
+    Returns:
+        `bool[L]`, `skips` of them true.
+    """
+    L, J = states.shape[1], skips + 1
+    d, choices = embedded, []
+    for i in range(L):
+        after = run(i, d)
+        before = jnp.concatenate([jnp.zeros_like(d[:, :1]), d[:, :-1]], 1)      # cell j from d[i-1][j-1]
+        near = lambda x, i=i: (use[:, None] * _cosine(x, states[:, i, None])).sum(0)
+        j = jnp.arange(J)
+        # of i + 1 layers, j skipped: running this one leaves j <= i, skipping it asks for 1 <= j <= i + 1
+        runs, skipped = jnp.where(j <= i, near(after), -jnp.inf), jnp.where(j >= 1, near(before), -jnp.inf)
+        skip = (skipped > runs) & (j <= i + 1)
+        choices.append(skip)
+        d = jnp.where(skip[:, None], before, after)
+    j, chosen = jnp.asarray(skips, jnp.int32), [jnp.zeros((), bool)] * L
+    for i in reversed(range(L)):
+        chosen[i] = choices[i][j]
+        j = j - chosen[i]
+    return jnp.stack(chosen)
+
+
+def _cosine(a: Array, b: Array) -> Array:
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
+    return (a * b).sum(-1) / jnp.maximum(norms, 1e-30)
+

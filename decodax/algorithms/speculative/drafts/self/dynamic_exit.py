@@ -1,0 +1,176 @@
+"""Early exit whose layer and draft length are chosen anew for each round.
+
+DEL (Entezari Zarch et al. 2025). What layer `l` would have drafted is known without drafting: its state in the
+verification, put through the target's norm and head, gives a *shadow token* at each node. Shadow tokens are compared
+with what the target decided there, at the newest token and the accepted drafts (behind a rejected one the context is
+wrong), and the acceptance of each layer is the share that agreed, older rounds fading:
+
+    a_l = sum_r decay^(R-r) matches_l(r) / sum_r decay^(R-r) nodes(r)
+
+The next round drafts `d` tokens with the first `l` layers, the pair with the most tokens per layer run,
+
+    TPL(l, d) = (1 + a_l + ... + a_l^d) / (d l + L)
+
+and ends before that after a draft less likely than a threshold, which follows the context as the acceptance does. It
+lies midway between how sure layer `l` has been of shadow tokens that agreed and of those that did not,
+
+    h_l = (mean confidence of the former + mean confidence of the latter) / 2
+
+the means faded like the counts, the confidence of a shadow token its probability.
+
+Each row chooses for itself, so its drafts do not depend on its batch mates; a draft step runs as deep, and drafting
+goes on as long, as the row that asks for most. A draft in doubt is verified, only what would follow it is not drafted:
+so whether a position is drafted depends on what stands before it, and every verifier keeps its guarantee. Shadow tokens
+cost a head for each layer of `exits` and each decided node.
+
+TPL and shadow tokens are the paper's. That the threshold is a running one of each layer, from the confidences of
+accepted and rejected tokens, is from memory; the formula, `decay` 0.95 for acceptance and confidence alike and what
+holds before any evidence are settled here: layer `l` then counts as accepted `l` times in `L`, with the weight of one
+node and no confidence, and no draft is in doubt. The verification runs all layers: exits differ by row and round, and
+what is shared with the drafts (see `LayerSkip`) would be the least of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.drafts.self.layer_skip import OwnLayers, layered
+from decodax.algorithms.speculative.source import Grower, Shape
+from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.trees.threshold import grow_chain
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Draftable
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window, take
+from decodax.sampling.draw import first_argmax
+
+
+@struct
+class Exits(Struct):
+    """What `DynamicExit` carries.
+
+    Attributes:
+        matched: `f32[B, E]` faded count of shadow tokens that agreed, for each exit; nodes: `f32[B]` of all.
+        sure: `f32[B, E, 2]` faded sums of the confidence of those that agreed and of the others.
+        layer, length: `i32[B]`, what the next round drafts with. least: `f32[B]`, the probability below which a draft
+            is the round's last.
+        scratch: the tree's keys within a round.
+    """
+
+    matched: Array
+    nodes: Array
+    sure: Array
+    layer: Array
+    length: Array
+    least: Array
+    scratch: Draftable | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicExit(OwnLayers):
+    """Drafts from the first layers of the target, as many of both as pay (DEL).
+
+    Under a shape other than its own, `ChosenLength`, only the layer is chosen.
+
+    Attributes:
+        model: the target: a `Transformer`, or what `decodax.load` gave. Weights are `Params.target`.
+        most: the longest draft.
+        exits: the layers after which drafting may stop; default every one but the last.
+        decay: what a round's evidence weighs after one more round.
+
+    Raises:
+        ValueError: a number out of range, or exits that the model does not have.
+    """
+
+    model: Any
+    most: int = 8
+    exits: tuple[int, ...] | None = None
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", layered(self.model))
+        L = self.model.depth
+        exits = tuple(range(1, max(L, 2))) if self.exits is None else tuple(sorted(set(self.exits)))
+        object.__setattr__(self, "exits", exits)
+        if not exits or exits[0] < 1 or exits[-1] > L:
+            raise ValueError(f"exits: got {exits}, takes layers from 1 to {L}")
+        if self.most < 1:
+            raise ValueError(f"most: got {self.most}, takes at least 1")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay: got {self.decay}, takes 0 to 1")
+
+    @property
+    def shape(self) -> ChosenLength:
+        """How its tree grows unless another shape is asked for."""
+        return ChosenLength(self.most)
+
+    def init(self, params: Params, s: State) -> Exits:
+        assert self.exits is not None
+        prior = jnp.asarray(self.exits, jnp.float32) / self.model.depth
+        matched = jnp.broadcast_to(prior, (s.batch, len(self.exits)))
+        return self._choose(matched, jnp.ones(s.batch, jnp.float32), jnp.zeros((*matched.shape, 2), jnp.float32))
+
+    def running(self, s: State, state: Exits) -> Array:
+        # rows that have finished ask for nothing
+        return jnp.arange(self.model.depth) < jnp.where(s.running, state.layer, 0)[:, None]
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Exits) -> Exits:
+        state = state.replace(scratch=None)
+        if decision is None or out.layers is None or out.norm is None:      # no layers under guidance: the choice stays
+            return state
+        assert self.exits is not None
+        norm, head = out.norm, out.head
+
+        def shadow(x: Array) -> tuple[Array, Array]:
+            logits = head(norm(x))
+            return first_argmax(logits), jnp.exp(logits.max(-1) - jax.nn.logsumexp(logits, -1))
+
+        # one head after the other: all of them together would hold E times the logits
+        tokens, sure = jax.lax.map(shadow, jnp.stack([take(out.layers[i - 1], decision.source) for i in self.exits]))
+        valid = (jnp.arange(decision.tokens.shape[1]) < decision.count[:, None]) & s.running[:, None]
+        agreed = tokens == decision.tokens                                          # bool[E, B, M]
+        total = lambda x, where: jnp.where(where & valid, x, 0).sum(-1).T           # f32[B, E]
+        fade = lambda old, new: old * self.decay + new
+        return self._choose(fade(state.matched, total(1.0, agreed)), fade(state.nodes, valid.sum(-1)),
+                            fade(state.sure, jnp.stack([total(sure, agreed), total(sure, ~agreed)], -1)))
+
+    def _choose(self, matched: Array, nodes: Array, sure: Array) -> Exits:
+        exits = jnp.asarray(self.exits, jnp.int32)
+        table = tokens_per_layer(matched / jnp.maximum(nodes, 1e-6)[:, None], exits, self.model.depth, self.most)
+        best = jnp.argmax(table.reshape(table.shape[0], -1), 1).astype(jnp.int32)
+        counts = jnp.stack([matched, nodes[:, None] - matched], -1)
+        doubt = (sure / jnp.maximum(counts, 1e-6)).mean(-1)
+        return Exits(matched=matched, nodes=nodes, sure=sure, layer=exits[best // self.most],
+                     length=best % self.most + 1, least=take(doubt, best // self.most))
+
+
+def tokens_per_layer(acceptance: Array, exits: Array, layers: int, most: int) -> Array:
+    """TPL `f32[B, E, most]` of drafting 1 .. `most` tokens at each exit.
+
+    Args:
+        acceptance: `f32[B, E]`. exits: `i32[E]`. layers: `L`.
+
+    >>> [f"{x:.3f}" for x in tokens_per_layer(jnp.array([[0.5]]), jnp.array([1]), 4, 2)[0, 0]]
+    ['0.300', '0.292']
+    """
+    d = jnp.arange(1, most + 1)
+    tokens = 1 + jnp.cumsum(acceptance[..., None] ** d, -1)
+    return tokens / (d * exits[:, None] + layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenLength(Shape):
+    """A chain as long as each row's source says (`state.length`), at most `length`, that ends early after a draft less
+    likely than the source says (`state.least`)."""
+
+    length: int
+
+    def grow(self, grower: Grower, state: Exits) -> tuple[Proposal, Any, Array]:
+        chance = lambda child, i: jnp.where(i + 1 < state.length, jnp.exp(child.own[:, 0, 0]), -1.0)
+        return grow_chain(grower, state, self.length, chance, lambda f, all_of_them: f >= state.least)

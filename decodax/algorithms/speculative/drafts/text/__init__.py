@@ -1,0 +1,1 @@
+"""Drafts read off the text, or out of tables of earlier texts."""

@@ -1,0 +1,185 @@
+"""ADED, adaptive draft-verification (Liu et al. 2024): a tri-gram matrix, and a tree search on it that makes the draft.
+
+The matrix estimates the chance of each token after the last two, from the prompt and whatever was decided since (and a
+corpus, if there is one). The draft tree is that of a Monte-Carlo tree search under the newest token: each simulation
+descends to the child with the highest
+
+    PUCT = Q + explore * P * sqrt(visits of the parent) / (1 + visits of the child)
+
+until it meets one that is not in the tree yet, adds it, and returns its chance of being reached (the product of P along
+its path) to all nodes above, whose mean Q is. So likely branches grow deep, and rarely visited siblings get their turn.
+
+The matrix is a hashed table with `rows` rows of `k` counted successors a batch row; two pairs of one hash displace each
+other, and in a full row a new successor takes the place of the least counted one.
+
+The rule is the plain one of that name (Rosin 2011). The authors' code (liuxukun2000/Adaptix) is random: a simulation
+opens all children of a node, goes on at random for four tokens and returns 1 plus the sum of their chances, with 32 or
+more for `explore`; the drafts are the 24 paths that were visited most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.drafts.model.other_tokenizer import FromText
+from decodax.algorithms.speculative.source import Draft, Drawn
+from decodax.algorithms.speculative.tree import Proposal
+from decodax.common.struct import Struct, struct
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window
+
+
+@struct
+class Trigrams(Struct):
+    """Counts of what followed pairs of tokens.
+
+    Attributes:
+        pair: `i32[..., rows, 2]`, whose successors a row holds, -1 none. tokens: `i32[..., rows, k]`.
+        counts: `f32[..., rows, k]`, 0 where a place is free.
+    """
+
+    pair: Array
+    tokens: Array
+    counts: Array
+
+    @classmethod
+    def empty(cls, rows: int, k: int) -> Trigrams:
+        return cls(pair=jnp.full((rows, 2), -1, jnp.int32), tokens=jnp.zeros((rows, k), jnp.int32),
+                   counts=jnp.zeros((rows, k), jnp.float32))
+
+    def slot(self, first: Array, second: Array) -> Array:
+        mixed = first.astype(jnp.uint32) * jnp.uint32(2654435761) + second.astype(jnp.uint32) * jnp.uint32(40503)
+        return ((mixed ^ (mixed >> 15)) % jnp.uint32(self.pair.shape[0])).astype(jnp.int32)
+
+    def add(self, first: Array, second: Array, token: Array) -> Trigrams:
+        """One more tri-gram (`i32[]` each) in one row's table; with a negative token in it, none."""
+        at = self.slot(first, second)
+        pair = jnp.stack([first, second])
+        counts = jnp.where((self.pair[at] == pair).all(), self.counts[at], 0)
+        hit = (self.tokens[at] == token) & (counts > 0)
+        place = jnp.where(hit.any(), jnp.argmax(hit), jnp.argmin(counts))
+        counts = counts.at[place].set(jnp.where(hit.any(), counts[place] + 1, 1))
+        at = jnp.where((first >= 0) & (second >= 0) & (token >= 0), at, self.pair.shape[0])
+        return Trigrams(pair=self.pair.at[at].set(pair, mode="drop"),
+                        tokens=self.tokens.at[at, place].set(token, mode="drop"),
+                        counts=self.counts.at[at].set(counts, mode="drop"))
+
+    def read(self, text: Array, begin: Array, end: Array) -> Trigrams:
+        """With every tri-gram of `text` (`i32[N]`) whose last token stands from `begin` up to before `end`."""
+        def step(i: Array, table: Trigrams) -> Trigrams:
+            return table.add(text[i - 2], text[i - 1], text[i])
+
+        return lax.fori_loop(jnp.maximum(begin, 2), end, step, self)
+
+    def after(self, first: Array, second: Array) -> tuple[Array, Array]:
+        """Successors `i32[k]` of a pair and their chances `f32[k]`, 0 for those that are none."""
+        at = self.slot(first, second)
+        known = (self.pair[at] == jnp.stack([first, second])).all() & (second >= 0)
+        counts = jnp.where(known, self.counts[at], 0)
+        return self.tokens[at], counts / jnp.maximum(counts.sum(), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ADED(FromText, Draft):
+    """Drafts a tree of up to `nodes` tokens, up to `depth` deep. With `SeedExact` the output is plain decoding's.
+
+    Attributes:
+        k: successors kept for each pair. rows: rows of the table. explore: the weight of exploration.
+
+    Raises:
+        ValueError: one of the numbers below 1, or a negative weight.
+    """
+
+    nodes: int = 24
+    depth: int = 6
+    k: int = 8
+    rows: int = 4096
+    explore: float = 1.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("nodes", "depth", "k", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        if self.explore < 0:
+            raise ValueError(f"explore: got {self.explore}, takes at least 0")
+
+    @property
+    def length(self) -> int:
+        return min(self.depth, self.nodes)
+
+    def init(self, params: Params, s: State) -> Trigrams:
+        table = Trigrams.empty(self.rows, self.k)
+        corpus = self.weights if params.draft is None else params.draft
+        if corpus is not None:
+            table = table.read(jnp.asarray(corpus), jnp.int32(0), jnp.int32(corpus.shape[0]))
+        return jax.vmap(table.read, (0, None, 0))(s.tokens, jnp.int32(0), s.length)
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        before = jnp.where(s.length > 1, jnp.take_along_axis(s.tokens, jnp.maximum(s.length - 2, 0)[:, None], 1)[:, 0],
+                           -1)
+        return jax.vmap(self._search)(state, before, s.newest), state
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        if decision is None:
+            return state
+
+        def row(table: Trigrams, text: Array, length: Array, tokens: Array, count: Array) -> Trigrams:
+            last = jnp.where(length - 2 + jnp.arange(2) >= 0, text[jnp.maximum(length - 2 + jnp.arange(2), 0)], -1)
+            new = jnp.where(jnp.arange(tokens.shape[0]) < count, tokens, -1)
+            return table.read(jnp.concatenate([last, new]), jnp.int32(2), jnp.int32(2 + tokens.shape[0]))
+
+        return jax.vmap(row)(state, s.tokens, s.length, decision.tokens, decision.count)
+
+    def _search(self, table: Trigrams, before: Array, newest: Array) -> Proposal:
+        """One row's tree: `i32[]`, `i32[]` the last two tokens."""
+        size, k = 1 + self.nodes, self.k
+        slots = lambda fill, dtype: jnp.full((size, k), fill, dtype)
+        at_root, p_root = table.after(before, newest)
+        tree = dict(
+            tokens=jnp.zeros(size, jnp.int32).at[0].set(newest), parents=jnp.zeros(size, jnp.int32),
+            live=jnp.zeros(size, bool).at[0].set(True), reach=jnp.zeros(size, jnp.float32).at[0].set(1),
+            sees=jnp.zeros((size, size), bool).at[0, 0].set(True),
+            visits=jnp.zeros(size, jnp.float32).at[0].set(1), value=jnp.zeros(size, jnp.float32),
+            successors=slots(0, jnp.int32).at[0].set(at_root), p=slots(0, jnp.float32).at[0].set(p_root),
+            child=slots(-1, jnp.int32))
+
+        def best(tree: Any, node: Array) -> Array:
+            child = tree["child"][node]
+            n = jnp.where(child >= 0, tree["visits"][child], 0)
+            q = jnp.where(child >= 0, tree["value"][child] / jnp.maximum(n, 1), 0)
+            score = q + self.explore * tree["p"][node] * jnp.sqrt(tree["visits"][node]) / (1 + n)
+            return jnp.argmax(jnp.where(tree["p"][node] > 0, score, -jnp.inf))
+
+        def simulate(new: Array, tree: Any) -> Any:
+            def descend(_: Any, node: Array) -> Array:
+                child = tree["child"][node, best(tree, node)]
+                return jnp.where(child >= 0, child, node)
+
+            node = lax.fori_loop(0, self.length, descend, jnp.zeros((), jnp.int32))
+            rank = best(tree, node)
+            grows = tree["p"][node, rank] > 0        # else a leaf without successors: the visit counts
+            token = tree["successors"][node, rank]
+            reach = tree["reach"][node] * tree["p"][node, rank]
+            path = tree["sees"][node]
+            put = lambda x, value: x.at[jnp.where(grows, new, size)].set(value, mode="drop")
+            successors, p = table.after(tree["tokens"][node], token)
+            p = jnp.where(path.sum() < self.length, p, 0)     # as deep as a path may be
+            own = path.at[new].set(True)
+            visited = jnp.where(grows, own, path)
+            return dict(
+                tokens=put(tree["tokens"], token), parents=put(tree["parents"], node), live=put(tree["live"], True),
+                reach=put(tree["reach"], reach), sees=put(tree["sees"], own),
+                visits=tree["visits"] + visited,
+                value=tree["value"] + visited * jnp.where(grows, reach, tree["reach"][node]),
+                successors=put(tree["successors"], successors), p=put(tree["p"], p),
+                child=tree["child"].at[jnp.where(grows, node, size), rank].set(new.astype(jnp.int32), mode="drop"))
+
+        tree = lax.fori_loop(1, size, simulate, tree)
+        return Proposal(tokens=tree["tokens"][1:], live=tree["live"][1:], parents=tree["parents"][1:])

@@ -1,0 +1,139 @@
+"""N-gram drafts: the most frequent continuation of the last tokens, and a smoothed n-gram model as a source for trees.
+
+`NGram` is the plain table: the longest context of at most `order - 1` tokens that occurred before (prompt, output, an
+optional corpus) decides, and the token that followed it most often is the next draft; ties go to the most recent. The
+context moves along with the draft, so drafts need not have stood in the text as a whole.
+
+`NGramModel` is the classic model: orders from `order` down to 1, each smoothed with the next lower one after Witten and
+Bell (1991), order 1 with the uniform distribution. It is a proper distribution over the whole vocabulary, so any shape
+can grow it and any verifier take it.
+
+Counts are taken by a pass over the tokens for each drafted node instead of from stored tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafts.model.other_tokenizer import FromText, best_places, matched, tail
+from decodax.algorithms.speculative.source import Answer, Draft, Drawn, Level, Source
+from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.common.struct import Struct, struct
+from decodax.core.cache import Feature
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window, take
+
+
+@dataclasses.dataclass(frozen=True)
+class NGram(FromText, Draft):
+    """Drafts a chain of up to `length` tokens. With `SeedExact` the output is plain decoding's.
+
+    Attributes:
+        order: the longest n-gram, the drafted token included; the shortest is a bigram.
+        places: occurrences of a context that are counted, the most recent ones.
+
+    Raises:
+        ValueError: a length or number of places below 1, or an order below 2.
+    """
+
+    length: int = 5
+    order: int = 4
+    places: int = 32
+    free: ClassVar[bool] = True
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("length", 1), ("order", 2), ("places", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        history = self.history(params, s)
+
+        def step(context: Array, _: None) -> tuple[Array, Array]:
+            places, match = best_places(matched(history, context), self.places)
+            votes = (match == match[:, :1]) & (match > 0)
+            next_ = take(history, jnp.minimum(places + 1, history.shape[1] - 1))
+            count = ((next_[:, :, None] == next_[:, None]) & votes[:, None]).sum(-1)
+            best = jnp.argmax(jnp.where(votes, count, -1), 1)
+            token = jnp.where(match[:, 0] > 0, jnp.take_along_axis(next_, best[:, None], 1)[:, 0], -1)
+            # behind a draft that is not there, -1 matches nothing
+            return jnp.concatenate([context[:, 1:], token[:, None]], 1), token
+
+        tokens = lax.scan(step, tail(s, self.order - 1), None, self.length)[1].T
+        return chain(jnp.maximum(tokens, 0), (tokens >= 0).sum(1, dtype=jnp.int32)), state
+
+
+@struct
+class Paths(Struct):
+    """The last tokens at the newest token and at each node expanded so far: `contexts` `i32[B, 1 + room, n]`."""
+
+    contexts: Array
+
+    @classmethod
+    def start(cls, s: State, count: int, room: int) -> Paths:
+        """At the newest token: its last `count` tokens."""
+        contexts = jnp.full((s.batch, 1 + room, count), -1, jnp.int32)
+        return cls(contexts.at[:, 0].set(tail(s, count)))
+
+    def extend(self, level: Level) -> tuple[Paths, Array]:
+        """With a level's nodes, and their contexts `i32[B, w, n]`."""
+        above = take(self.contexts, level.parents)
+        new = jnp.concatenate([above[..., 1:], level.tokens[..., None]], -1)
+        return Paths(lax.dynamic_update_slice_in_dim(self.contexts, new, 1 + level.at, 1)), new
+
+
+@dataclasses.dataclass(frozen=True)
+class NGramModel(FromText, Source):
+    """A smoothed n-gram model of the text so far: a `Source`, for any shape and any verifier.
+
+    Attributes:
+        vocab: size of the target's vocabulary.
+        order: the longest n-gram, the predicted token included.
+
+    Raises:
+        ValueError: a vocabulary or order below 1.
+    """
+
+    vocab: int
+    order: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("vocab", "order"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
+        paths = Paths.start(s, max(self.order - 1, 1), room)
+        return paths, Answer(self._logits(self.history(params, s), paths.contexts[:, :1]))
+
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
+        paths, contexts = state.extend(level)
+        return paths, Answer(self._logits(self.history(params, s), contexts))
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return None         # the tree's contexts end with the round
+
+    def _logits(self, history: Array, contexts: Array) -> Array:
+        """`f32[B, w, V]` from `i32[B, C + N]` and `i32[B, w, n]`."""
+        def node(history: Array, context: Array) -> Array:
+            next_ = jnp.pad(history[1:], (0, 1), constant_values=-1)
+            match = matched(history, context)
+            p = jnp.full(self.vocab, 1 / self.vocab)
+            for n in range(self.order):
+                counted, token = (match >= n, next_) if n else (history >= 0, history)
+                seen = jnp.zeros(self.vocab).at[jnp.where(counted, token, self.vocab)].add(1, mode="drop")
+                kinds = (seen > 0).sum()
+                p = jnp.where(kinds > 0, (seen + kinds * p) / jnp.maximum(seen.sum() + kinds, 1), p)
+            return jnp.log(p)
+
+        return jax.vmap(jax.vmap(node, (None, 0)))(history, contexts)

@@ -1,0 +1,225 @@
+"""STAND, stochastic adaptive n-gram drafting (Song et al. 2025): averaged next-token distributions of n-grams.
+
+Where an n-gram table keeps counts of what was drawn, STAND keeps what the target thought: for each n-gram the average
+of its next-token distributions, cut to the likeliest tokens. The longest n-gram at the end of a path that was seen
+before gives the distribution from which children are drawn: without replacement (Gumbel-top-k's distribution) for
+`MultiRound`, one by one for `Rejection`, coupled with the target's own draws for `SeedExact`. q is what they were
+drawn from, so the first two keep the target's distribution.
+
+The paper computes its Gumbel noise once and uses it again from step to step. Not here: a draft whose noise has already
+decided an earlier token is no draw from q given the text, and the distribution would not be kept. Each draw has noise
+of its own, addressed by position, node and rank. What is shared is noise between draft and target, under `SeedExact`:
+children come in the order of the race that will pick the target's token.
+
+Here the distributions are kept with the text, one for each place of the prompt and the output, and averaged where an
+n-gram is looked up, over its latest `places` occurrences; the paper's table keeps a running average, which it cuts to
+the likeliest tokens after each update.
+
+The paper has one table for all rollouts of a problem. So here, with `share`, a row looks into the texts of all rows of
+the batch that have its prompt, finished ones too, its own last; and a later call can go on from what `remember` keeps
+of a state. What a row *drafts* then depends on its batch mates. Its output does not under `SeedExact` and for greedy
+rows; under other verifiers its distribution does not.
+
+The tree is fitted to data, as the paper's is: positions of a large tree that were accepted most often. `TREE` is fitted
+to Python code; this fits one to other texts:
+
+    large = Speculative(Stand(lm.vocab_size), shape=Fixed.balanced(6, 3, 2, 2, 1))
+    tree = fit_tree(lm, large, samples, nodes=15, temperature=0.8)
+    stand = Speculative(Stand(lm.vocab_size), shape=tree)           # or system("stand", lm, shape=tree)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.algorithms.speculative.drafts.model.other_tokenizer import best_places, known, matched
+from decodax.algorithms.speculative.drafts.text.ngram import Paths
+from decodax.algorithms.speculative.source import Answer, Level, Shape, Source
+from decodax.algorithms.speculative.trees.fixed import Fixed
+from decodax.common.struct import Struct, struct
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window, take
+from decodax.pallas_kernels.vocabulary import top_k
+
+TREE = Fixed.of([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0],
+                 [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0, 0]])
+"""15 of the 110 positions of `Fixed.balanced(5, 3, 2, 1, 1)`, fitted to Python code: `pycode` at temperature 0.8, top-p
+0.95, three samples each of 12 held-out functions, 48 new tokens, with a shared table."""
+
+
+@struct
+class Memory(Struct):
+    """Texts and what the target predicted behind each of their places.
+
+    Attributes:
+        text: `i32[C]`, -1 behind each text. tokens: `i32[C, k]`, the target's likeliest ones. chances: `f32[C, k]`.
+    """
+
+    text: Array
+    tokens: Array
+    chances: Array
+
+
+@struct
+class TargetPredictions(Struct):
+    """What the target predicted behind each place of the text.
+
+    Attributes:
+        tokens: `i32[B, N, k]`, its likeliest tokens. chances: `f32[B, N, k]`, theirs, 0 where nothing is known.
+        prompt: `i32[B]`, a hash of the prompt, which is how rows know those that have the same.
+        paths: contexts of the tree's nodes between `start` and `observe`, else None.
+    """
+
+    tokens: Array
+    chances: Array
+    prompt: Array
+    paths: Paths | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stand(Source):
+    """A `Source` whose distributions are averages of the target's own after the same tokens.
+
+    Attributes:
+        vocab: size of the target's vocabulary.
+        order: the longest n-gram that is looked up, of the tokens before the predicted one; the shortest is one token.
+        k: tokens kept of each distribution.
+        places: occurrences that are averaged.
+        shape: how its tree grows if `Speculative` is told nothing else.
+        share: whether rows of one prompt look into each other's texts. The lookup then costs a pass over the whole
+            batch's texts for each row and node.
+        warm: what `remember` kept of earlier generations.
+
+    Where nothing is known of a node's last token its distribution is uniform.
+
+    Raises:
+        ValueError: one of the numbers below 1, or more tokens kept than there are.
+    """
+
+    vocab: int
+    order: int = 3
+    k: int = 10
+    places: int = 16
+    shape: Shape = TREE
+    share: bool = False
+    warm: Memory | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "order", "k", "places"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        if self.k > self.vocab:
+            raise ValueError(f"k: got {self.k}, takes at most {self.vocab}, the vocabulary")
+        if self.warm is not None and self.warm.tokens.shape[-1] != self.k:
+            raise ValueError(f"warm: got {self.warm.tokens.shape[-1]} tokens of each distribution, takes {self.k}")
+
+    @property
+    def weights(self) -> Any:
+        return self.warm
+
+    def bare(self) -> Stand:
+        return dataclasses.replace(self, warm=None)
+
+    @property
+    def reader(self) -> Stand:
+        return self
+
+    def init(self, params: Params, s: State) -> TargetPredictions:
+        shape = (*s.tokens.shape, self.k)
+        return TargetPredictions(tokens=jnp.zeros(shape, jnp.int32), chances=jnp.zeros(shape, jnp.float32),
+                                 prompt=hashed(s))
+
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
+        paths = Paths.start(s, self.order, room)
+        return state.replace(paths=paths), Answer(self._logits(params, s, state, paths.contexts[:, :1]))
+
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
+        paths, contexts = state.paths.extend(level)
+        return state.replace(paths=paths), Answer(self._logits(params, s, state, contexts))
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        N = s.tokens.shape[1]
+        if decision is None:
+            nodes, true = None, window.live
+        else:
+            nodes = decision.source       # the newest token, then the accepted drafts
+            true = (jnp.arange(nodes.shape[1]) < decision.count[:, None]) & s.running[:, None]
+        at = jnp.where(true, window.positions if nodes is None else take(window.positions, nodes), N)
+        chances, tokens = top_k(jax.nn.softmax(out.logits(nodes)), self.k)
+        put = jax.vmap(lambda table, at, x: table.at[at].set(x, mode="drop"))
+        return state.replace(tokens=put(state.tokens, at, tokens.astype(jnp.int32)),
+                             chances=put(state.chances, at, chances), paths=None)
+
+    def _logits(self, params: Params, s: State, seen: TargetPredictions, contexts: Array) -> Array:
+        """`f32[B, w, V]` from contexts `i32[B, w, n]`."""
+        B, N = s.tokens.shape
+        warm = self.warm if params.draft is None else params.draft
+        # all that is known, text by text, and -1 between them; a row's history is a selection of it
+        rows = jnp.pad(known(s), ((0, 0), (0, 1)), constant_values=-1)
+        before = jnp.zeros(0, jnp.int32) if warm is None else jnp.asarray(warm.text)
+        flat = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0))).reshape(B * (N + 1), self.k)
+        tokens, chances = flat(seen.tokens), flat(seen.chances)
+        if warm is not None:
+            tokens, chances = jnp.concatenate([warm.tokens, tokens]), jnp.concatenate([warm.chances, chances])
+        C = before.shape[0]
+
+        def row(b: Array, contexts: Array) -> Array:
+            # its own text last, since of equal matches the latest count
+            mates = (b + 1 + jnp.arange(B)) % B if self.share else b[None]
+            texts = jnp.where((seen.prompt[mates] == seen.prompt[b])[:, None], rows[mates], -1)
+            history = jnp.concatenate([before, texts.reshape(-1)])
+
+            def node(context: Array) -> Array:
+                places, match = best_places(matched(history, context), self.places)
+                here = (match == match[0]) & (match > 0)
+                text = mates[jnp.maximum(places - C, 0) // (N + 1)]
+                at = jnp.where(places < C, places, C + text * (N + 1) + (places - C) % (N + 1))
+                total = jnp.zeros(self.vocab).at[tokens[at]].add(jnp.where(here[:, None], chances[at], 0))
+                p = total / jnp.maximum(here.sum(), 1)
+                return jnp.where((p > 0).any(), jnp.log(p), 0.0)
+
+            return lax.map(node, contexts) if self.share else jax.vmap(node)(contexts)
+
+        return jax.vmap(row)(jnp.arange(B), contexts)
+
+
+def hashed(s: State) -> Array:
+    """`i32[B]`, of the prompts. Two of equal hash share their drafts, nothing else."""
+    place = jnp.arange(s.tokens.shape[1], dtype=jnp.uint32)
+    mixed = (s.tokens.astype(jnp.uint32) + 1) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
+    total = jnp.where(place < s.prompt_length[:, None].astype(jnp.uint32), mixed, 0).sum(1, dtype=jnp.uint32)
+    return (total + s.prompt_length.astype(jnp.uint32)).astype(jnp.int32)
+
+
+def remember(s: State, before: Memory | None = None, most: int = 1 << 15) -> Memory:
+    """What a state's rows have seen, for the `warm` of later generations; on the host.
+
+    Args:
+        s: a state of `Speculative(Stand(...))`, as `decodax.run` or a `Job` leaves it.
+        before: what was kept so far, to which this is added.
+        most: places to keep, the latest. The size is rounded up to a multiple of 1,024, since each one compiles anew.
+
+    Raises:
+        ValueError: another algorithm's state, or `most` below 1.
+    """
+    seen = s.algo[0] if isinstance(s.algo, tuple) else None
+    if not isinstance(seen, TargetPredictions):
+        raise ValueError(f"s: got a state of {type(seen).__name__}, takes one of Speculative(Stand(...))")
+    if most < 1:
+        raise ValueError(f"most: got {most}, takes at least 1")
+    parts: list[Any] = [] if before is None else [(before.text, before.tokens, before.chances)]
+    for text, length, tokens, chances in zip(*map(np.asarray, (s.tokens, s.length, seen.tokens, seen.chances)),
+                                             strict=True):
+        parts.append((np.append(text[:length], -1), tokens[:length + 1], chances[:length + 1]))
+    whole = [np.concatenate(each)[-most:] for each in zip(*parts, strict=True)]
+    spare = -len(whole[0]) % 1024
+    pad = lambda x, fill: jnp.asarray(np.pad(x, [(spare, 0)] + [(0, 0)] * (x.ndim - 1), constant_values=fill))
+    return Memory(text=pad(whole[0], -1), tokens=pad(whole[1], 0), chances=pad(whole[2], 0))

@@ -1,0 +1,208 @@
+"""The longest suffix that occurred before: SAM-Decoding (Hu et al. 2024).
+
+The longest suffix of the text, of any length, that also ends earlier in the text or in a corpus; the draft is what
+followed, the longer the longer the match. The paper finds it with a suffix automaton; here two structures of
+fixed size give the same match exactly. For a row's own text: the length of the match that ends at each place, brought
+forward by each decided token (one more than at the place before, or 0). For the corpus: a suffix array of its
+documents read backwards, built on the host and searched by bisection.
+
+As in the authors' code the earliest of several longest matches in the row's own text counts, which leaves the most to
+copy, and the corpus only where its match is more than `bias` tokens longer. How much is drafted differs there by
+whether another source stands behind it (`Fallback`):
+
+- alone, at most `factor` times the match's tokens, 4 in the code;
+- with another source, which drafts where the match is short, always a full draft (`full`): where the earliest longest
+  match is not followed by so many tokens, the longest shorter one that is takes its place.
+
+Of several places in the corpus any counts. The code takes the first, and alone it grows a tree of the commonest
+continuations there; `SuffixTree` (Oliaro et al. 2024) grows trees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafts.model.other_tokenizer import FromText, known
+from decodax.algorithms.speculative.source import Draft, Drawn
+from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.core.cache import Feature
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window, take
+
+
+@dataclasses.dataclass(frozen=True)
+class SuffixAutomaton(FromText, Draft):
+    """Drafts up to `length` tokens. With `SeedExact` the output is plain decoding's.
+
+    Attributes:
+        factor: most drafts for each token of the match.
+        full: whether a shorter match that is followed by a full draft goes before a longer one that is not, and no
+            factor bounds the draft.
+        min_match: shorter matches draft nothing.
+        bias: by how many tokens a match in the corpus must be longer than that in the text itself.
+        longest: corpus matches are compared up to this many tokens; those in the text itself have no bound.
+
+    Raises:
+        ValueError: a length, match or bound below 1, a factor of 0 or less, a negative bias, or a corpus in which
+            nothing follows anything.
+    """
+
+    length: int = 10
+    factor: float = 4.0
+    min_match: int = 1
+    bias: int = 5
+    longest: int = 32
+    full: bool = False
+    free: ClassVar[bool] = True
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("length", 1), ("min_match", 1), ("bias", 0), ("longest", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
+        if not self.factor > 0:
+            raise ValueError(f"factor: got {self.factor}, takes more than 0")
+        if self.corpus and max(map(len, self.corpus)) < 2:
+            raise ValueError("corpus: got documents of one token each, takes one of two or more")
+
+    @property
+    def weights(self) -> Any:
+        """The documents `i32[C]`, and the places in them in the order of the text that ends there, read backwards."""
+        text = super().weights
+        if text is None:
+            return None
+        order = len(text) - 1 - suffix_array(text[::-1])
+        # a document's last token ends no match that could be continued
+        usable = (text[order] >= 0) & (text[np.minimum(order + 1, len(text) - 1)] >= 0)
+        return dict(text=text, order=order[usable].astype(np.int32))
+
+    def init(self, params: Params, s: State) -> Any:
+        """`i32[B, N]`: the length of the longest common suffix of the text and the text up to each place."""
+        return jax.vmap(common_suffixes)(known(s), s.length)
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        N = s.tokens.shape[1]
+        at = jnp.arange(N)
+        length = jnp.where(at < s.length[:, None] - 1, state, 0)
+        match = wanted = length.max(1)
+        text, end = known(s), s.length
+        if self.full:       # as in the code the text ends in front of the newest token, and one token more must follow
+            end = s.length - 1
+            wanted = jnp.max(jnp.where(at < end[:, None] - self.length - 1, length, 0), 1)
+            wanted = jnp.maximum(wanted, 1)
+        place = jnp.argmax(length >= wanted[:, None], 1).astype(jnp.int32)          # the first that is long enough
+        corpus, certain = self.weights if params.draft is None else params.draft, match
+        if corpus is not None:
+            found, lasting = jax.vmap(lambda row, end: self._bisect(corpus, row, end))(text, s.length)
+            ours = match >= lasting - self.bias
+            place = jnp.where(ours, place, N + found)
+            match = jnp.where(ours, match, lasting)
+            certain = jnp.where(ours, match, lasting - self.bias)
+            text = jnp.concatenate([text, jnp.broadcast_to(corpus["text"], (s.batch, corpus["text"].shape[0]))], 1)
+        index = place[:, None] + 1 + jnp.arange(self.length)
+        tokens = take(text, jnp.minimum(index, text.shape[1] - 1))
+        # a draft from the text itself ends where the text does, before the corpus that lies behind it
+        inside = (tokens >= 0) & (index < jnp.where(place < N, end, text.shape[1])[:, None])
+        count = jnp.cumprod(inside, 1).sum(1)
+        if not self.full:
+            count = jnp.minimum(count, jnp.clip(jnp.floor(self.factor * match), 1, self.length))
+        count = jnp.where(match >= self.min_match, count, 0)
+        return chain(jnp.maximum(tokens, 0), count.astype(jnp.int32)).replace(match=certain), state
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        if decision is None:
+            return state
+        return jax.vmap(follow)(known(s), s.length, state, decision.tokens, decision.count)
+
+    def _bisect(self, corpus: Any, row: Array, end: Array) -> tuple[Array, Array]:
+        """A place of the corpus whose text ends like a row's (`i32[N]`, `i32[]`), and the length of the match."""
+        text, order = jnp.asarray(corpus["text"]), jnp.asarray(corpus["order"])
+        back = jnp.arange(self.longest, dtype=jnp.int32)
+        read = lambda x, place: jnp.where(back <= place, x[jnp.maximum(place - back, 0)], -2)
+        query = read(row, end - 1)
+
+        def closer(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+            low, high = bounds
+            middle = (low + high) // 2
+            there = read(text, order[jnp.minimum(middle, order.shape[0] - 1)])
+            differs = there != query
+            at = jnp.argmax(differs)
+            less = differs.any() & (there[at] < query[at]) & (low < high)
+            return jnp.where(less, middle + 1, low), jnp.where(less, high, jnp.maximum(middle, low))
+
+        size = order.shape[0]
+        start = (jnp.zeros((), jnp.int32), jnp.full((), size, jnp.int32))
+        low, _ = lax.fori_loop(0, size.bit_length() + 1, closer, start)
+        # what shares the longest prefix with the query stands next to where it would stand
+        near = order[jnp.clip(jnp.stack([low - 1, low]), 0, size - 1)]
+        length = jax.vmap(lambda p: jnp.cumprod((read(text, p) == query) & (query >= 0)).sum())(near)
+        best = jnp.argmax(length)
+        return near[best], length[best].astype(jnp.int32)
+
+
+def suffix_array(text: np.ndarray) -> np.ndarray:
+    """The starts of a text's suffixes in lexicographic order, by prefix doubling: O(C log^2 C) on the host.
+
+    >>> suffix_array(np.array([2, 1, 2, 1])).tolist()
+    [3, 1, 2, 0]
+    """
+    rank = np.unique(text, return_inverse=True)[1].astype(np.int64)
+    order, step = np.argsort(rank, kind="stable"), 1
+    while step < len(text):
+        behind = np.full(len(text), -1, np.int64)
+        behind[:-step] = rank[step:]
+        order = np.lexsort((behind, rank))
+        fresh = (np.diff(rank[order]) != 0) | (np.diff(behind[order]) != 0)
+        rank[order] = np.concatenate([[0], np.cumsum(fresh)])
+        if rank[order[-1]] == len(text) - 1:
+            break
+        step *= 2
+    return order
+
+
+def common_suffixes(text: Array, length: Array) -> Array:
+    """How far the text up to each place agrees with the end of the text: `i32[N]` from `i32[N]` and `i32[]`.
+
+    A pass over the text for each token of the longest match. At the last place itself the value means nothing.
+
+    >>> common_suffixes(jnp.array([1, 2, 3, 1, 2, 9, 1, 2, -1]), jnp.int32(8)).tolist()[:7]
+    [0, 2, 0, 0, 2, 0, 0]
+    """
+    place = jnp.arange(text.shape[0], dtype=jnp.int32)
+
+    def agree(carry: tuple[Array, Array, Array]) -> Array:
+        return carry[1].any()
+
+    def back(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        d, equal, found = carry
+        equal = equal & (jnp.roll(text, d) == text[jnp.maximum(length - 1 - d, 0)]) & (place >= d)
+        return d + 1, equal, found + equal
+
+    start = (jnp.zeros((), jnp.int32), place < length - 1, jnp.zeros(text.shape, jnp.int32))
+    return lax.while_loop(agree, back, start)[2]
+
+
+def follow(text: Array, length: Array, match: Array, tokens: Array, count: Array) -> Array:
+    """`common_suffixes` after the first `count` (`i32[]`) of `tokens` (`i32[M]`) were appended to a text.
+
+    Args:
+        text: `i32[N]`. length: `i32[]`, before them. match: `i32[N]`, before them.
+    """
+    def step(carry: tuple[Array, Array], x: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+        text, match = carry
+        i, token = x
+        text = text.at[length + i].set(token, mode="drop")
+        longer = jnp.where(text == token, jnp.pad(match, (1, 0))[:-1] + 1, 0)
+        return (jnp.where(i < count, text, carry[0]), jnp.where(i < count, longer, match)), None
+
+    index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    return lax.scan(step, (text, match), (index, tokens))[0][1]

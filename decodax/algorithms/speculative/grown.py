@@ -1,0 +1,57 @@
+"""Drafts made of other parts: a `Source` grown by a `Shape`, and the beginning of another draft's chains."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from decodax.algorithms.speculative.contracts import grow, propose
+from decodax.algorithms.speculative.drafter import CHAINS, TREES, AroundSource
+from decodax.algorithms.speculative.source import Draft, Grower, Shape, Source, fitted
+from decodax.algorithms.speculative.tree import Drawn, Proposal
+from decodax.algorithms.speculative.trees.fixed import Chain
+from decodax.core.cache import Feature
+from decodax.core.state import State
+from decodax.core.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Grown(AroundSource, Draft):
+    """A `Source` grown into trees by a `Shape`."""
+
+    source: Source
+    shape: Shape | None = None
+
+    @property
+    def form(self) -> Shape:
+        return self.shape or self.source.shape or Chain()
+
+    @property
+    def length(self) -> int:
+        return self.form.length
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:       # type: ignore[override]
+        return self.source.cache_needs | (TREES if self.form.branches else CHAINS)
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        source = fitted(self.source, policy.vocab_size)
+        proposal, state, nodes = grow(self.form, Grower(source, params, policy, s, drawn), state)
+        begun = self.source.begin(params, s, state, proposal, nodes)
+        return proposal.replace(begun=begun), self.source.place(state, nodes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trimmed(AroundSource, Draft):
+    """The first `length` drafts of a chain."""
+
+    source: Draft
+    length: int
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        p, state = propose(self.source, params, policy, s, state, drawn)
+        if p.parents is not None or p.probes is not None:
+            raise ValueError(f"shape: {type(self.source).__name__} proposes trees or probes, which a chain cannot cut")
+        log_q = None if p.log_q is None else p.log_q[:, :self.length]
+        tokens, live = p.tokens[:, :self.length], p.live[:, :self.length]
+        return Proposal(tokens=tokens, live=live, log_q=log_q, match=p.match), state

@@ -1,0 +1,91 @@
+"""Reflective verification: the forward that verifies a draft has it a second time, behind a question about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.tree import Tree
+from decodax.common.registry import Guarantee
+from decodax.core.cache import Feature
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window
+
+
+@dataclasses.dataclass(frozen=True)
+class Reflective(Speculative):
+    """Speculation whose verifier takes a second thought into account (Wang et al., 2025, Reflective Verification).
+
+    Behind the draft the window has a probe, such as "Is that right? Again: ", and the draft once more. What the target
+    says of a token of the second copy, having read the whole draft and the probe, is its reflective distribution.
+    It is mixed with the usual one, `(1 - alpha) l + alpha l'` of the logits, and drafts are accepted, and the token
+    behind them is chosen, by the mixture. So drafts that say the same in other words hold more often; the text is not
+    that of plain decoding. A forward has about twice as many nodes. With `alpha = 0` it is plain speculation.
+
+    Attributes:
+        probe: tokens of the probe. alpha: weight of the reflective logits, from 0 to 1.
+    """
+
+    probe: tuple[int, ...] = ()
+    alpha: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.probe:
+            raise ValueError("probe: got none, takes one token or more")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha: got {self.alpha}, takes a number from 0 to 1")
+        if self.shape is not None and not self.shape.is_chain:
+            raise ValueError(f"shape: got {self.shape}, takes a chain, which is read again")
+        if self.packed:
+            raise ValueError("packed: takes False with a probe")
+
+    @property
+    def guarantee(self) -> Guarantee:
+        return "approximate"
+
+    @property
+    def cache_needs(self) -> frozenset[Feature]:
+        return self.drafter.cache_needs | {"trees"}
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        w, (state, t) = super().propose(params, policy, s)
+        if w.width != t.size or not isinstance(t.parents, np.ndarray) or (
+                t.parents != np.arange(-1, t.size - 1)).any():
+            raise ValueError(f"draft: {type(self.draft).__name__} makes trees or has probes of its own; takes one that "
+                             "makes chains")
+        if w.hints:
+            w = w.replace(hints=())
+        B, N, m = s.batch, t.size, len(self.probe)
+        real = t.live[:, 1:].sum(1, dtype=jnp.int32)
+        behind = s.length[:, None] + real[:, None]              # the position behind the draft
+        probe = jnp.broadcast_to(jnp.array(self.probe, jnp.int32), (B, m))
+        more = jnp.arange(m + N - 1, dtype=jnp.int32)
+        running = jnp.broadcast_to(s.running[:, None], (B, m))
+        live = jnp.concatenate([w.live, running, w.live[:, 1:]], 1)
+        # the second copy is a text that goes on: it sees all in front of it, and dead nodes are seen by none
+        mask = jnp.tri(2 * N - 1 + m, dtype=bool)[None]
+        mask = jnp.broadcast_to(mask, (w.mask.shape[0], *mask.shape[1:])).at[:, :N, :N].set(w.mask)
+        return Window(tokens=jnp.concatenate([w.tokens, probe, w.tokens[:, 1:]], 1),
+                      positions=jnp.concatenate([w.positions, behind + more], 1).astype(jnp.int32), mask=mask,
+                      live=live), (state, t)
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        state, t = algo
+        small = window.part(0, t.size)
+        d = self.judge(dist.policy.over_logits(s, small, self._fused(dist, t)), s, small, out.first(t.size), t)
+        slots = jnp.pad(d.slots, ((0, 0), (0, window.width - t.size)), constant_values=-1)
+        return d.replace(algo=(self.drafter.observe(s, small, out.first(t.size), d, state), None), slots=slots)
+
+    def _fused(self, dist: Any, t: Tree) -> Array:
+        """`f32[B, N + 1, V]`: the mixture at each node of the tree. The last token of the probe asks for the first
+        draft, and the second copy of a draft for the next one."""
+        logits = dist.logits()
+        first, second = logits[:, :t.size], logits[:, t.size + len(self.probe) - 1:]
+        return first if self.alpha == 0 else (1 - self.alpha) * first + self.alpha * second

@@ -1,0 +1,365 @@
+"""Where drafts come from: `Draft`, which proposes whole chains or trees, and `Source`, which is asked node by node.
+
+A `Source` gives the distribution of what follows any node of a tree; a `Shape` decides which nodes are asked for, and
+`Grown` joins the two into a `Draft`. So each tree rule is written once, for draft models, skipped layers and tables.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.contracts import answered
+from decodax.algorithms.speculative.drafter import CHAINS, Drafter
+from decodax.algorithms.speculative.tree import Drawn, Proposal
+from decodax.common.struct import Struct, static, struct
+from decodax.core import keys
+from decodax.core.cache import Feature
+from decodax.core.keys import Purpose
+from decodax.core.state import State
+from decodax.core.types import Params
+from decodax.core.window import Window, take
+from decodax.pallas_kernels.vocabulary import top_k
+from decodax.sampling.draw import draw, race, winner
+
+
+class Draft(Drafter, abc.ABC):
+    """A source of drafts that makes its own chains or trees: derive a frozen dataclass from this, static under jit.
+
+    Attributes:
+        length: `K`, the most drafts on one path.
+    """
+
+    if TYPE_CHECKING:       # a dataclass would take a property here for the default of its field
+
+        @property
+        def length(self) -> int: ...
+
+    @property
+    def form(self) -> Shape | None:
+        """The shape of the trees that it drafts; None where what is drafted decides it."""
+        return None
+
+    @abc.abstractmethod
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        """What may follow each row's newest token. Deterministic drafts need not look at `drawn`."""
+
+
+@struct
+class Answer(Struct):
+    """What a source says of `w` nodes.
+
+    Attributes:
+        logits: `f32[B, w, V]` of the token that follows each.
+        hidden: `f[B, w, D]` hidden states there, for predictors that read them; None from a source without any.
+    """
+
+    logits: Array
+    hidden: Array | None = None
+
+
+class Source(Drafter, abc.ABC):
+    """A next-token distribution at any node of a draft tree: derive a frozen dataclass from this, static under jit.
+
+    A `Shape` grows the tree. `observe` sees the state that `extend` left.
+    """
+
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS      # and what the shape asks for
+
+    @property
+    def shape(self) -> Shape | None:
+        """How its tree grows unless another shape is asked for; None: as a chain."""
+        return None
+
+    @abc.abstractmethod
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
+        """The state with room for so many tree nodes, and what follows the newest token (`w` is 1)."""
+
+    @abc.abstractmethod
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
+        """The state with the nodes of a level, and what follows them."""
+
+    def place(self, state: Any, slots: Array) -> Any:
+        """The state, after it has been told where the tree nodes that it expanded stand in the window: `slots` `i32[B
+        or 1, room]`, -1 nowhere; a NumPy array where the topology is fixed."""
+        return state
+
+    def begin(self, params: Params, s: State, state: Any, proposal: Proposal, slots: Array) -> Any:
+        """Of sources that run the target's own first layers: what the target may take over of the forward over the
+        newest token and the drafts (`PartialForward`), or None; `slots` as in `place`."""
+        return None
+
+
+PLACES, RANKS = 1 << 16, 1 << 8
+"""Places in a tree, and children of a node, that the addresses of a shape's draws tell apart."""
+
+
+@struct
+class Level(Struct):
+    """Tree nodes that a source is asked about together.
+
+    Attributes:
+        tokens: `i32[B, w]`. positions: `i32[B, w]`.
+        parents: `i32[B, w]`, the slot of each one's parent: 0 the newest token, `i` the `i`-th node expanded before.
+        sees: `bool[B, w, room]`, which nodes expanded before are ancestors; entry 0 is the first.
+        at: `i32[]`, how many nodes were expanded before.
+        chained: whether each node is the parent of the next one, which then sees those in front of it too.
+    """
+
+    tokens: Array
+    positions: Array
+    parents: Array
+    sees: Array
+    at: Array
+    chained: bool = static(default=False)
+
+    @property
+    def inside(self) -> Array:
+        """`bool[1, w, w]`: who sees whom in the level."""
+        w = self.tokens.shape[1]
+        return (jnp.tri(w, dtype=bool) if self.chained else jnp.eye(w, dtype=bool))[None]
+
+
+@struct
+class Children(Struct):
+    """Candidates for what follows some nodes.
+
+    Attributes:
+        tokens: `i32[B, w, R]` in the order in which they are to be tried. live: `bool[B, w, R]`.
+        log_p: `f32[B, w, R]` the log of each one's chance of being the target's token, as the source sees it.
+        log_q: `f32[B, w, V]` what they were drawn from, or None where nobody asks.
+        log_all: `f32[B, w, V]` such chances of all tokens: the source's log-probabilities at temperature 1, or, where
+            the noise of the target's own draw is known ("coupled"), each token's share of the race, which foretells
+            that draw better.
+        log_own: `f32[B, w, V]` the source's log-probabilities at temperature 1. Loops carry what they need of these.
+        hidden: `f[B, w, D]` the source's hidden states at the nodes, or None.
+    """
+
+    tokens: Array
+    live: Array
+    log_p: Array
+    log_q: Array | None
+    log_all: Array
+    log_own: Array
+    hidden: Array | None
+
+    @property
+    def own(self) -> Array:
+        """`f32[B, w, R]`: the source's log-probability of each candidate at temperature 1."""
+        return jnp.take_along_axis(self.log_own, self.tokens, -1)
+
+
+@struct
+class Growth(Struct):
+    """A tree in the making: the newest token in slot 0, then the nodes expanded so far.
+
+    Attributes:
+        tokens: `i32[B, 1 + room]`. sees: `bool[B, 1 + room, 1 + room]`, ancestors and self.
+        filled: `i32[]`, slots in use. source: the source's state.
+        states: of the policy's transforms behind each slot, `[B, 1 + room, ...]` leaves; see `Policy.drafted`.
+    """
+
+    tokens: Array
+    sees: Array
+    filled: Array
+    source: Any
+    states: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Grower:
+    """What a shape grows its tree with, for one round. It lives inside one trace.
+
+    Attributes:
+        drawn: how children are chosen. Of sampled drafts, a shape may decide by what it has seen whether *another*
+            child is drawn, never by a child's own probability whether to keep it: what is kept would not be drawn from
+            q. A shape that does so asks for "ranked" children, which no verifier takes for draws.
+        stream: tells apart the draws of several sources that draft in one round.
+    """
+
+    source: Source
+    params: Params
+    policy: Any
+    s: State
+    drawn: Drawn
+    stream: int = 0
+
+    @property
+    def ranked(self) -> Grower:
+        """The same with children that may be kept for their own chance: "coupled" or "ranked" ones."""
+        return self if self.drawn == "coupled" else dataclasses.replace(self, drawn="ranked")
+
+    def distinct(self, shape: Any) -> None:
+        """Raises ValueError where the verifier wants siblings drawn with replacement, and `shape` draws without."""
+        if self.drawn == "independent":
+            raise ValueError(f"verify: {type(shape).__name__} draws siblings without replacement; takes SeedExact or "
+                             "MultiRound(replacement=False)")
+
+    def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
+        """An empty tree with room for so many nodes below the newest token, and candidates for the first level."""
+        B = self.s.batch
+        state, answer = answered(self.source, "start", self.source.start(self.params, self.s, state, room), B, 1)
+        tokens = jnp.zeros((B, 1 + room), jnp.int32).at[:, 0].set(self.s.newest)
+        sees = jnp.broadcast_to(jnp.eye(1 + room, dtype=bool), (B, 1 + room, 1 + room))
+        states = jax.tree.map(lambda x: jnp.repeat(x[:, None], 1 + room, 1), self.policy.drafted(self.s.policy))
+        g = Growth(tokens=tokens, sees=sees, filled=jnp.ones((), jnp.int32), source=state, states=states)
+        return g, self._children(g, answer, jnp.zeros((B, 1), jnp.int32), children)
+
+    def expand(self, g: Growth, tokens: Array, parents: Array, children: int,
+               chained: bool = False) -> tuple[Growth, Children]:
+        """Puts nodes (`tokens` `i32[B, w]` below the slots `parents` `i32[B or 1, w]`) into the tree and asks what
+        follows them. With `chained` only the first one's parent counts, and each is the next one's; not every source
+        can answer that."""
+        B, w = tokens.shape
+        slots = g.filled + jnp.arange(w, dtype=jnp.int32)
+        parents = jnp.broadcast_to(parents, (B, w)).astype(jnp.int32)
+        above = jnp.take_along_axis(g.sees, (parents[:, :1] if chained else parents)[:, :, None], 1)
+        here = slots[:, None] == jnp.arange(g.tokens.shape[1])
+        own = above | (jnp.cumsum(here, 0) > 0 if chained else here)
+        if chained:
+            parents = jnp.concatenate([parents[:, :1], jnp.broadcast_to(slots[:-1], (B, w - 1))], 1)
+        level = Level(tokens=tokens, positions=self.s.length[:, None] - 2 + own.sum(-1, dtype=jnp.int32),
+                      parents=parents, sees=jnp.broadcast_to(above, own.shape)[:, :, 1:], at=g.filled - 1,
+                      chained=chained)
+        state, answer = answered(self.source, "extend", self.source.extend(self.params, self.s, g.source, level), B, w)
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g.filled, 1)
+        states = jax.tree.map(put, g.states, self._followed(g, tokens, parents, chained))
+        g = Growth(tokens=put(g.tokens, tokens), sees=put(g.sees, own), filled=g.filled + w, source=state,
+                   states=states)
+        return g, self._children(g, answer, jnp.broadcast_to(slots, (B, w)), children)
+
+    def _followed(self, g: Growth, tokens: Array, parents: Array, chained: bool) -> Any:
+        """The states of the policy's transforms behind a level's nodes."""
+        if not chained or not jax.tree.leaves(g.states):
+            return self.policy.follow(_at(g.states, parents), tokens)
+
+        def visit(before: Any, token: Array) -> tuple[Any, Any]:
+            behind = self.policy.follow(before, token[:, None])
+            return behind, behind
+
+        behind = jax.lax.scan(visit, _at(g.states, parents[:, :1]), tokens.T)[1]
+        return jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), behind)
+
+    def uniforms(self, g: Growth, nodes: Array, count: int) -> Array:
+        """Uniforms in [0, 1) of a shape's own at tree slots `nodes` (`i32[B, w]`): `f32[B, w, count, 2]`."""
+        return self._uniforms(g, nodes, count, Purpose.ORDER)
+
+    def _children(self, g: Growth, answer: Answer, nodes: Array, count: int) -> Children:
+        window = Window(tokens=g.tokens, positions=self._positions(g), mask=g.sees, live=jnp.ones(g.tokens.shape, bool))
+        raw, warm = self.policy.on_draft(self.s, window, answer.logits, nodes, _at(g.states, nodes))
+        log_all = log_p = jax.nn.log_softmax(raw)
+        cold = self.policy.greedy[:, None]
+        if self.drawn == "ranked":
+            log_q, tokens = None, likeliest(log_p, count)
+        elif self.drawn == "coupled":
+            predicts = jnp.take_along_axis(window.positions, nodes, 1) + 1
+
+            def couple() -> tuple[Array, Array]:
+                # the race that the target will run, by the draft's distribution; behind it what the policy forbids the
+                # draft, which it may allow the target
+                arrival = race(warm(), keys.addresses(self.s.key, predicts, Purpose.TOKEN))
+                tokens = likeliest(jnp.where(cold[..., None] | (arrival == -jnp.inf), log_p - 1, arrival), count)
+                # by its time so far each token's share of what may come first
+                share = jax.nn.log_softmax(-jnp.log(-arrival))
+                return tokens, jnp.where(cold[..., None], log_p, share)
+
+            log_q = None
+            tokens, log_all = lax.cond(cold.all(), lambda: (likeliest(log_p, count), log_p), couple)
+        else:
+            # where the policy leaves one token the draft ranks all: any q keeps the verifiers exact
+            log_q = jnp.where(cold[..., None], log_p, jax.nn.log_softmax(warm()))
+            if self.drawn == "distinct":        # the order of arrival is a draw without replacement
+                drawn = likeliest(race(log_q, self._addresses(g, nodes, 1)[:, :, 0]), count)
+            else:
+                drawn = draw(log_q[:, :, None], self._addresses(g, nodes, count))
+            tokens = jnp.where(cold[..., None], likeliest(log_p, count), drawn)
+        of = lambda x: jnp.take_along_axis(x, jnp.maximum(tokens, 0), -1)
+        # what a transform of the draft forbids may still be drawn first: the target decides
+        live = (tokens >= 0) & ((jnp.arange(count) == 0) | jnp.isfinite(of(log_p)))
+        return Children(tokens=jnp.maximum(tokens, 0), live=live, log_p=jnp.where(live, of(log_all), -jnp.inf),
+                        log_q=log_q, log_all=log_all, log_own=log_p, hidden=answer.hidden)
+
+    def _positions(self, g: Growth) -> Array:
+        return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)
+
+    def _addresses(self, g: Growth, nodes: Array, count: int) -> Array:
+        """Of draws of drafts: `u32[B, w, count, 2]`."""
+        return self._each(g, nodes, count, Purpose.DRAFT, keys.address)
+
+    def _uniforms(self, g: Growth, nodes: Array, count: int, purpose: Purpose) -> Array:
+        return self._each(g, nodes, count, purpose, lambda key: jax.random.uniform(key, (2,), jnp.float32))
+
+    def _each(self, g: Growth, nodes: Array, count: int, purpose: Purpose, make: Callable[[Array], Array]) -> Array:
+        """`[B, w, count, ...]`: what `make` makes of the keys of `count` draws at tree slots `nodes` (`i32[B, w]`).
+
+        No two draws at one position share noise: rounds see it at different depths, whatever tree each of them grows,
+        and of one round the place in the tree, the rank among the children and the stream differ.
+        """
+        if count > RANKS:
+            raise ValueError(f"children: got {count} draws at a node, takes at most {RANKS}")
+        depth = jnp.take_along_axis(g.sees.sum(-1, dtype=jnp.int32), nodes, 1)
+        place = (self.stream * PLACES + nodes)[..., None] * RANKS + jnp.arange(count, dtype=jnp.int32)
+        one = lambda key, position, depth, place: make(
+            jax.random.fold_in(keys.at(key, position, purpose, depth), place))
+        each = jax.vmap(jax.vmap(jax.vmap(one, (None, None, None, 0)), (None, 0, 0, 0)))
+        return each(self.s.key, jnp.take_along_axis(self._positions(g), nodes, 1) + 1, depth, place)
+
+
+def _at(states: Any, slots: Array) -> Any:
+    """States of slots (`i32[B, w]`) of a tree."""
+    return jax.tree.map(lambda x: take(x, slots), states)
+
+
+def likeliest(log_p: Array, count: int) -> Array:
+    """The `count` likeliest tokens in order, `i32[..., count]` from `f32[..., V]`, log-probabilities or any scores; -1
+    where no more are possible."""
+    if count == 1:
+        return jnp.maximum(winner(log_p), -1)[..., None]
+    best, tokens = top_k(log_p, min(count, log_p.shape[-1]))
+    tokens = jnp.where(best > -jnp.inf, tokens, -1).astype(jnp.int32)
+    spare = count - tokens.shape[-1]
+    return jnp.pad(tokens, [(0, 0)] * (tokens.ndim - 1) + [(0, spare)], constant_values=-1) if spare else tokens
+
+
+def fitted(source: Any, size: int | None) -> Any:
+    """A drafter for logits of `size` entries, the target's; None: whatever it has."""
+    return source if size is None else source.for_vocabulary(size)
+
+
+class Shape(abc.ABC):
+    """How a tree grows: derive a frozen dataclass from this, static under jit.
+
+    Attributes:
+        length: the most drafts on one path.
+    """
+
+    if TYPE_CHECKING:       # as in `Draft`
+
+        @property
+        def length(self) -> int: ...
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it is a chain of a fixed length."""
+        return False
+
+    @property
+    def branches(self) -> bool:
+        """Whether a node may have several children."""
+        return not self.is_chain
+
+    @property
+    def batch_budget(self) -> int | None:
+        """The most drafts that all rows of a batch have together; None: as many as the window has room for."""
+        return None
+
+    @abc.abstractmethod
+    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
+        """A tree from the source's state: the proposal, the source's state after it, and for each node that was
+        expanded its window node (`i32[B or 1, room]`, -1 where it was left out)."""

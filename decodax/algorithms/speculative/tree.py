@@ -1,0 +1,175 @@
+"""Trees of drafts: what a source proposes, and its topology. A chain is a tree.
+
+Window node 0 is the newest token, nodes 1 .. N are drafts, and behind them stand probes, which are scored in the same
+forward and never verified. Parents stand before their children, siblings in the order in which they are to be tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.common.struct import Struct, struct
+from decodax.core.checks import array
+from decodax.core.types import PartialForward
+from decodax.core.window import Window
+
+Drawn = Literal["coupled", "ranked", "distinct", "independent"]
+"""How a verifier wants sampled drafts. "coupled": in the order of arrival in the race by which the target's own token
+will be drawn, run with the draft's distribution (`decodax.sampling.draw`). "ranked": the likeliest in order.
+"distinct": children of a node without replacement. "independent": each child a draw of its own. The last two report
+what they drew from, `log_q`."""
+
+
+@struct
+class Probes(Struct):
+    """Nodes that are scored and never verified: lookahead windows, mask tokens, parallel prompts.
+
+    Attributes:
+        tokens: `i32[B, P]`. offset: `i32[B or 1, P]`, the position's distance from the newest token's.
+        sees: `bool[B or 1, P, 1 + N + P]`, what each sees of the window: newest token, drafts, probes.
+    """
+
+    tokens: Array
+    offset: Array
+    sees: Array
+
+
+@struct
+class Proposal(Struct):
+    """Drafts of what follows each row's newest token.
+
+    Attributes:
+        tokens: `i32[B, N]`.
+        live: `bool[B, N]`, which of them are real; a node below a dead one is dead. Dead ones are never accepted. What
+            makes a draft dead must not be its own value. Among siblings drawn without replacement a dead one in front
+            of a live one counts as drawn: its token is out of what the later ones were drawn from, unless it is
+            negative, which says that nothing was drawn.
+        parents: `i32[B or 1, N]` window node above each (0: the newest token, `i`: draft `i - 1`); a NumPy array where
+            the topology is fixed; None says a chain.
+        log_q: `f32[B, J, V]` for the first J window nodes the log of the distribution that their children *were drawn
+            from*; None says that drafts are deterministic. Nodes from J on have no children.
+        drawn_at: `i32[N]`, a NumPy array: the entry of `log_q` that each draft was drawn from, where that is not its
+            parent's, since several sources drew; such siblings are independent draws.
+        probes: what else the forward is to score.
+        begun: what drafting has computed of the forward over the newest token and the drafts; not beside probes.
+        match: `i32[B]`, how many of the text's last tokens the drafts were looked up by; None if they were not.
+    """
+
+    tokens: Array
+    live: Array
+    parents: Any = None
+    log_q: Array | None = None
+    probes: Probes | None = None
+    begun: PartialForward | None = None
+    match: Array | None = None
+    drawn_at: Any = None
+
+    @property
+    def count(self) -> Array:
+        """`i32[B]`: how many drafts are real."""
+        return self.live.sum(1, dtype=jnp.int32)
+
+
+def chain(tokens: Array, count: Array, log_q: Array | None = None) -> Proposal:
+    """A chain of the first `count` (`i32[B]`) of `tokens` (`i32[B, K]`), the `i`-th drawn from `log_q[:, i]`.
+
+    Raises:
+        TypeError: an array of another dtype or shape.
+    """
+    sizes: dict[str, int] = {}
+    array("chain", "tokens", tokens, "i[B, K]", sizes)
+    array("chain", "count", count, "i[B]", sizes)
+    live = jnp.arange(tokens.shape[1]) < count[:, None]
+    return Proposal(tokens=tokens, live=live, log_q=log_q)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A proposal with its topology, over the newest token and the drafts. It lives inside one trace.
+
+    Attributes:
+        tokens, live: `[B, 1 + N]`; dead nodes have token 0. drawn: `i32[B, 1 + N]`, dead nodes with their own.
+        parents: `i32[B or 1, 1 + N]`, -1 above the newest token.
+        sees: `bool[B or 1, 1 + N, 1 + N]`, node `i` has `j` among its ancestors or is it.
+        depth: `i32[B or 1, 1 + N]`. longest: the most drafts that a path can have.
+        log_q, drawn_at: as in `Proposal`.
+    """
+
+    tokens: Array
+    live: Array
+    drawn: Array
+    parents: Any
+    sees: Any
+    depth: Any
+    longest: int
+    log_q: Array | None
+    drawn_at: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+
+def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
+    """The topology of a proposal under the tokens `newest` (`i32[B]`)."""
+    N = proposal.tokens.shape[1]
+    above = np.arange(N, dtype=np.int32)[None] if proposal.parents is None else proposal.parents
+    xp: Any = np if isinstance(above, np.ndarray) else jnp      # a fixed topology is a constant of the program
+    parents = xp.concatenate([xp.full((above.shape[0], 1), -1, xp.int32), above.astype(xp.int32)], 1)
+    sees = xp.eye(N + 1, dtype=bool)[None] | (parents[:, :, None] == xp.arange(N + 1))
+    reach = 1
+    while reach < longest:      # each squaring doubles how far up a node sees
+        sees = (sees.astype(xp.float32) @ sees.astype(xp.float32)) > 0
+        reach *= 2
+    live = jnp.concatenate([jnp.ones((newest.shape[0], 1), bool), proposal.live], 1)
+    live = (live[:, None, :] | ~sees).all(-1)
+    tokens = jnp.concatenate([newest[:, None], proposal.tokens], 1)
+    return Tree(tokens=jnp.where(live, tokens, 0).astype(jnp.int32), live=live, drawn=tokens.astype(jnp.int32),
+                parents=parents, sees=sees, depth=sees.sum(-1, dtype=xp.int32) - 1, longest=longest,
+                log_q=proposal.log_q, drawn_at=proposal.drawn_at)
+
+
+def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: PartialForward | None = None) -> Window:
+    """The window of a tree whose newest tokens stand at `start` (`i32[B]`); rows that are not `running` are dead."""
+    B = t.tokens.shape[0]
+    start = start[:, None].astype(jnp.int32)
+    live = t.live & running[:, None]
+    if probes is None:
+        return Window(tokens=t.tokens, positions=start + t.depth, mask=jnp.asarray(t.sees), live=live,
+                      hints=() if begun is None else (begun,))
+    P = probes.tokens.shape[1]
+    rows = max(t.sees.shape[0], probes.sees.shape[0])
+    above = jnp.broadcast_to(jnp.concatenate([t.sees, jnp.zeros((*t.sees.shape[:2], P), bool)], 2),
+                             (rows, t.size, t.size + P))
+    mask = jnp.concatenate([above, jnp.broadcast_to(probes.sees, (rows, P, t.size + P))], 1)
+    return Window(tokens=jnp.concatenate([t.tokens, probes.tokens.astype(jnp.int32)], 1),
+                  positions=jnp.concatenate([start + t.depth, start + probes.offset], 1), mask=mask,
+                  live=jnp.concatenate([live, jnp.broadcast_to(running[:, None], (B, P))], 1))
+
+
+def path_to(t: Tree, node: Array) -> Array:
+    """Window nodes from the newest token to `node` (`i32[B]`), by depth: `i32[B, longest + 1]`; beyond it 0."""
+    on = jnp.take_along_axis(jnp.broadcast_to(t.sees, (node.shape[0], t.size, t.size)), node[:, None, None], 1)
+    here = on & (t.depth[:, None, :] == jnp.arange(t.longest + 1)[:, None])
+    return jnp.argmax(here, -1).astype(jnp.int32)
+
+
+def deepest(t: Tree, holds: Array) -> tuple[Array, Array]:
+    """The longest path whose drafts all hold, and its length.
+
+    Args:
+        holds: `bool[B, 1 + N]`, for each node whether it may follow its parent; of the newest token it is not read.
+
+    Returns:
+        path `i32[B, longest + 1]` as in `path_to`, accepted `i32[B]`.
+    """
+    holds = (holds & t.live).at[:, 0].set(True)
+    good = (holds[:, None, :] | ~t.sees).all(-1)
+    depth = jnp.where(good, t.depth, -1)
+    node = jnp.argmax(depth, 1)       # the first of the deepest: among equal siblings the earlier one
+    return path_to(t, node), jnp.take_along_axis(depth, node[:, None], 1)[:, 0]

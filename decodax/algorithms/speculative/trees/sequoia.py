@@ -1,0 +1,109 @@
+"""Sequoia's trees (Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen 2024): optimal for given chances of acceptance.
+
+If the k-th child of a node is accepted with probability p_k, whatever the node, a tree gains in expectation the sum
+over its nodes of the product of p down to them. A dynamic program over (size, depth, children) finds the best tree of a
+size; `sequoia_for` also chooses size and depth, by given times. Nothing here measures chances or times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from decodax.algorithms.speculative.trees.fixed import Fixed, Path
+from decodax.algorithms.speculative.trees.layers import at_least
+
+
+def expected(accept: Sequence[float], tree: Fixed) -> float:
+    """Tokens that a round with `tree` is expected to give, the target's own among them.
+
+    >>> expected([0.5, 0.25], Fixed.of([[0], [1], [0, 0]]))
+    2.0
+    """
+    return 1 + float(sum(np.prod([accept[i] for i in path]) for path in tree.paths))
+
+
+def sequoia(accept: Sequence[float], nodes: int, length: int | None = None) -> Fixed:
+    """The tree of `nodes` drafts, at most `length` deep, with the most expected tokens.
+
+    Args:
+        accept: p_k, the chance that the k-th child is accepted; a node has at most as many children.
+
+    Raises:
+        ValueError: numbers below 1, probabilities outside [0, 1], or so few of them that no such tree has `nodes`
+            drafts.
+
+    >>> sequoia([0.5, 0.1], 3).paths
+    ((0,), (0, 0), (0, 0, 0))
+    """
+    at_least(nodes=nodes, length=nodes if length is None else length)
+    return _Table(accept, nodes, min(nodes, length or nodes)).tree(nodes, min(nodes, length or nodes))
+
+
+def sequoia_for(accept: Sequence[float], verify: Mapping[int, float], draft: float, length: int = 16) -> Fixed:
+    """The tree with the most expected tokens per second: size and depth by measured times.
+
+    Args:
+        accept: as in `sequoia`. verify: seconds of a round without drafting, for each number of drafts to consider.
+        draft: seconds of one step of the draft, of which a tree takes as many as it is deep. length: the most steps.
+
+    Raises:
+        ValueError: as `sequoia`, no size, or a time that is not positive (`draft` may be 0).
+
+    >>> tree = sequoia_for([0.8, 0.1], {2: 1.0, 4: 1.1, 8: 4.0}, draft=0.1)
+    >>> len(tree.paths), tree.length
+    (4, 4)
+    """
+    if not verify or min(verify.values()) <= 0 or draft < 0:
+        raise ValueError(f"verify, draft: got {dict(verify)}, {draft}, takes positive times for one size or more")
+    at_least(length=length, nodes=min(verify))
+    table = _Table(accept, max(verify), min(max(verify), length))
+    rate = {(n, d): float(table.best[d, n]) / (verify[n] + d * draft)
+            for n in sorted(verify) for d in range(1, min(n, length) + 1) if np.isfinite(table.best[d, n])}
+    if not rate:
+        raise ValueError(f"accept: got {len(accept)} probabilities, too few for a tree of {min(verify)} drafts, "
+                         f"{length} deep")
+    return table.tree(*max(rate, key=rate.__getitem__))
+
+
+class _Table:
+    """`best[d, n]`: expected tokens of the best tree of `n` drafts below a node, at most `d` deep, the node counted."""
+
+    def __init__(self, accept: Sequence[float], nodes: int, depth: int):
+        p = np.asarray(accept, float)
+        if not p.size or p.ndim != 1 or not ((p >= 0) & (p <= 1)).all():
+            raise ValueError(f"accept: got {list(accept)}, takes one or more probabilities")
+        self.accept, self.widest = p, min(len(p), nodes)
+        self.best = np.full((depth + 1, nodes + 1), -np.inf)
+        self.best[:, 0] = 1
+        # of[d, k, n]: with exactly k children; size[d, k, n]: how many drafts the k-th child's own subtree has
+        self.of = np.full((depth + 1, self.widest + 1, nodes + 1), -np.inf)
+        self.of[:, 0, 0] = 1
+        self.size = np.zeros((depth + 1, self.widest + 1, nodes + 1), np.int32)
+        n, m = np.ogrid[:nodes + 1, :nodes + 1]
+        for d in range(1, depth + 1):
+            for k in range(1, self.widest + 1):
+                # the k-th child takes itself and m drafts, the children before it the rest
+                rest = np.where(n - 1 - m >= 0, self.of[d, k - 1][np.maximum(n - 1 - m, 0)], -np.inf)
+                gain = rest + p[k - 1] * np.where(np.isfinite(self.best[d - 1]), self.best[d - 1], 0)[None]
+                gain = np.where(np.isfinite(self.best[d - 1])[None], gain, -np.inf)
+                self.size[d, k] = gain.argmax(1)
+                self.of[d, k] = gain.max(1)
+            self.best[d] = self.of[d].max(0)
+
+    def tree(self, nodes: int, depth: int) -> Fixed:
+        if not np.isfinite(self.best[depth, nodes]):
+            raise ValueError(f"accept: got {len(self.accept)} probabilities, too few for a tree of {nodes} drafts, "
+                             f"{depth} deep")
+        paths: list[Path] = []
+
+        def place(above: Path, d: int, n: int) -> None:
+            for k in range(int(self.of[d, :, n].argmax()), 0, -1):
+                m = int(self.size[d, k, n])
+                paths.append((*above, k - 1))
+                place((*above, k - 1), d - 1, m)
+                n -= 1 + m
+
+        place((), depth, nodes)
+        return Fixed(tuple(sorted(paths)))

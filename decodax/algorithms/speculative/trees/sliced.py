@@ -1,0 +1,86 @@
+"""A fixed tree that is cut at the depth at which drafting stops to pay (Lu, Zeng, Ma, Yu, Levorato 2024).
+
+The dynamic sliced tree of "Improving Multi-candidate Speculative Decoding": topology and mask are those of one tree,
+made once, and a round uses its first levels. After each level a decision model says whether rejection is likely by
+then; if so the row drafts no further. The authors train a small network on the draft model's hidden states for it; here
+it is a `Predictor` of each node's acceptance, and a row goes on while the target is likely enough to get to one of the
+nodes that would be expanded next: while the sum over them of the product of f down to each is at least `least`.
+
+The window is as wide as the whole tree, since its shape is static; what was not drafted is dead, and drafting ends with
+the longest row. Whether a level is drafted depends on the levels above it alone, so draws stay draws and every verifier
+keeps its guarantee. A row's tree does not depend on its batch mates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.source import Grower, Shape
+from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.trees.fixed import Fixed, Plan
+from decodax.algorithms.speculative.trees.threshold import Drafted, Predictor, check_chance, entropy, probability
+
+
+@dataclasses.dataclass(frozen=True)
+class Sliced(Shape):
+    """The first levels of `tree`, one at least, as many as a row is likely to get to.
+
+    Attributes:
+        tree: the whole tree.
+        least: the chance of getting to a level below which it is not drafted.
+        predictor: f, of one node; as in `ConfidenceChain`, with `position` the node's level, 0 the first.
+
+    Raises:
+        ValueError: `least` outside [0, 1].
+    """
+
+    tree: Fixed = Fixed.balanced(4, 2, 1, 1)
+    least: float = 0.3
+    predictor: Predictor = probability
+
+    def __post_init__(self) -> None:
+        check_chance("least", self.least)
+
+    @property
+    def length(self) -> int:
+        return self.tree.length
+
+    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
+        plan = Plan(self.tree)
+        above, rank, real = jnp.asarray(plan.above), jnp.asarray(plan.rank), jnp.asarray(plan.real)
+        of = lambda c: (c.tokens, c.live, c.log_q, c.own, entropy(c.log_own), c.hidden)
+        g, first = grower.start(state, plan.room, plan.fanout)
+        found = plan.wide(of(first))
+        B = g.tokens.shape[0]
+
+        def ahead(level: Array, found: Any, chance: Array, grows: Array) -> tuple[Array, Array]:
+            """The chances `f32[B, w]` of the nodes of a level that have children, and the rows that go on to these."""
+            _, live, _, log_p, H, hidden = found
+            up, r = above[level], rank[level]
+            hidden = None if hidden is None else hidden[:, up].reshape(-1, hidden.shape[-1])
+            f = self.predictor(Drafted(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level, hidden)).reshape(B, -1)
+            path = chance[:, up] * jnp.where(live[:, up, r], f, 0)
+            return path, grows & ((path * real[level]).sum(1) >= self.least)
+
+        def unfinished(carry: Any) -> Array:
+            return (carry[0] < plan.levels) & carry[-1].any()
+
+        def visit(carry: Any) -> Any:
+            level, g, found, chance, path, grows = carry
+            g, new = grower.expand(g, found[0][:, above[level], rank[level]], above[level], plan.fanout)
+            new = new.replace(live=new.live & grows[:, None, None])
+            found, chance = plan.put((found, chance), (of(new), path), g.filled)
+            return (level + 1, g, found, chance, *ahead(level + 1, found, chance, grows))
+
+        if plan.levels:
+            chance = jnp.zeros((B, 1 + plan.room)).at[:, 0].set(1)
+            start = jnp.zeros((), jnp.int32)
+            carry = (start, g, found, chance, *ahead(start, found, chance, grower.s.running))
+            _, g, found, *_ = jax.lax.while_loop(unfinished, visit, carry)
+        asked = jnp.arange(1, 1 + plan.room) < g.filled
+        return plan.proposal(*found[:3]), g.source, jnp.where(asked, jnp.asarray(plan.nodes), -1)

@@ -1,0 +1,61 @@
+"""TETRIS (Wu et al. 2025): the batch shares one budget of draft tokens.
+
+Every row drafts a chain; of all rows' drafts the `capacity` with the largest chance of being accepted, the product of
+the draft's probabilities down to them, are verified. Products never rise along a chain, so what is kept of a row is a
+prefix: easy rows get long windows and hard ones short. The window is as wide as the longest chain; it is packed
+(`Speculative.packed`) that the budget saves time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.source import Grower, Shape
+from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.trees.layers import at_least
+
+
+@dataclasses.dataclass(frozen=True)
+class Tetris(Shape):
+    """Chains of at most `length`, `capacity` drafts in all of the batch.
+
+    A row's drafts depend on its batch mates, its tokens do not: sampled drafts that were left out by their own
+    probability would not be drawn from q, so a verifier that wants q gets the likeliest tokens as deterministic drafts.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    capacity: int
+    length: int = 7
+
+    def __post_init__(self) -> None:
+        at_least(capacity=self.capacity, length=self.length)
+
+    @property
+    def batch_budget(self) -> int:
+        return self.capacity
+
+    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
+        K, s = self.length, grower.s
+        grower = grower if grower.drawn == "coupled" else grower.ranked
+        g, children = grower.start(state, K - 1, 1)
+        tokens, live, log_p = [children.tokens[:, 0]], [children.live[:, 0]], [children.log_p[:, 0]]
+        for i in range(K - 1):
+            g, children = grower.expand(g, tokens[-1], jnp.full((1, 1), i), 1)
+            tokens.append(children.tokens[:, 0])
+            live.append(children.live[:, 0])
+            log_p.append(children.log_p[:, 0])
+        chain = jnp.concatenate(live, 1).astype(jnp.int32).cumprod(1).astype(bool) & s.running[:, None]
+        value = jnp.where(chain, jnp.concatenate(log_p, 1).cumsum(1), -jnp.inf)
+        # of equal products the shallower first, so that what is kept stays a prefix
+        order = jnp.argsort(-value.T.reshape(-1), stable=True)
+        rank = jnp.argsort(order).reshape(K, -1).T
+        nodes = jnp.arange(1, K, dtype=jnp.int32)[None]
+        return Proposal(tokens=jnp.concatenate(tokens, 1), live=chain & (rank < self.capacity)), g.source, nodes
+
+

@@ -1,0 +1,150 @@
+"""Chains that end where the draft becomes doubtful.
+
+`ConfidenceChain` stops after the first token that is too unlikely to be accepted: with the default predictor, the
+token's own draft probability, transformers' assistant_confidence_threshold; with a trained one, DISCO (Mamou et al.
+2024). `RiskThreshold` stops once it is too likely that *some* draft so far is rejected, 1 - prod f_j > h: SpecDec++
+(Huang, Guo, Wang 2024).
+
+The doubtful token is drafted and verified; only what would follow it is not. So whether a position is drafted depends
+on the tokens before it and never on its own, and sampled drafts stay exact under every verifier. Drafting costs as many
+steps as the longest row takes; a row's chain does not depend on its batch mates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.source import Children, Grower, Shape
+from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.trees.layers import at_least
+from decodax.common.struct import Struct, struct
+
+
+@struct
+class Drafted(Struct):
+    """What a predictor knows of a draft.
+
+    Attributes:
+        log_p: `f32[B]` its log-probability by the source, at temperature 1.
+        entropy: `f32[B]` of the source's distribution, in nats.
+        place: `i32[]` in the chain, 0 the first.
+        hidden: `f[B, D]` the source's hidden state at the node before it, or None from a source without any.
+    """
+
+    log_p: Array
+    entropy: Array
+    place: Array
+    hidden: Array | None = None
+
+
+Predictor = Callable[[Drafted], Array]
+"""The chance that a draft is accepted, `f32[B]`. It is static under jit: a module's function, or an instance of a
+frozen dataclass with `__call__`."""
+
+
+def probability(draft: Drafted) -> Array:
+    """The draft's own probability."""
+    return jnp.exp(draft.log_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfidenceChain(Shape):
+    """A chain of at most `length` drafts that ends after the first one whose chance is below `least`.
+
+    Raises:
+        ValueError: a length below 1, or `least` outside [0, 1].
+    """
+
+    length: int = 20
+    least: float = 0.4
+    predictor: Predictor = probability
+    branches = False
+
+    def __post_init__(self) -> None:
+        at_least(length=self.length)
+        check_chance("least", self.least)
+
+    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
+        return grow_chain(grower, state, self.length, chances(self.predictor), lambda f, all_of_them: f >= self.least)
+
+
+@dataclasses.dataclass(frozen=True)
+class RiskThreshold(Shape):
+    """A chain of at most `length` drafts that ends as soon as one of them is rejected with a chance above `most`.
+
+    Raises:
+        ValueError: a length below 1, or `most` outside [0, 1].
+    """
+
+    length: int = 20
+    most: float = 0.3
+    predictor: Predictor = probability
+    branches = False
+
+    def __post_init__(self) -> None:
+        at_least(length=self.length)
+        check_chance("most", self.most)
+
+    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
+        return grow_chain(grower, state, self.length, chances(self.predictor),
+                          lambda f, all_of_them: 1 - all_of_them <= self.most)
+
+
+def chances(predictor: Predictor) -> Callable[[Children, Array], Array]:
+    """What a predictor says of a chain's next draft."""
+    return lambda child, i: predictor(Drafted(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
+                                              None if child.hidden is None else child.hidden[:, 0]))
+
+
+def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Children, Array], Array],
+               goes_on: Callable[[Array, Array], Array]) -> tuple[Proposal, Any, Array]:
+    """A chain that grows while `goes_on` says so of the newest draft's chance and the product of all, `f32[B]` each.
+
+    Args:
+        chance: `f32[B]`, of the draft at place `i32[]`.
+    """
+    g, first = grower.start(state, length - 1, 1)
+    B = g.tokens.shape[0]
+    log_q = None if first.log_q is None else jnp.zeros((B, length, first.log_q.shape[-1]))
+    chain = (jnp.zeros((B, length), jnp.int32), jnp.zeros((B, length), bool), log_q)
+
+    def add(chain: Any, i: Array, child: Children, grows: Array, product: Array) -> tuple[Any, Array, Array]:
+        live = child.live[:, :, 0] & grows[:, None]
+        new = (child.tokens[:, :, 0], live, child.log_q)
+        chain = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 1), chain, new)
+        f = chance(child, i)
+        return chain, live[:, 0] & goes_on(f, product * f), product * f
+
+    def unfinished(carry: Any) -> Array:
+        return (carry[0] < length) & carry[-2].any()
+
+    def visit(carry: Any) -> Any:
+        i, g, chain, grows, product = carry
+        newest = jax.lax.dynamic_slice_in_dim(chain[0], i - 1, 1, 1)
+        g, child = grower.expand(g, newest, g.filled[None, None] - 1, 1)
+        return (i + 1, g, *add(chain, i, child, grows, product))
+
+    start = add(chain, jnp.zeros((), jnp.int32), first, grower.s.running, jnp.ones(B))
+    carry = (jnp.ones((), jnp.int32), g, *start)
+    if length > 1:
+        carry = jax.lax.while_loop(unfinished, visit, carry)
+    _, g, (tokens, live, log_q), _, _ = carry
+    node = jnp.arange(1, length, dtype=jnp.int32)[None]
+    return Proposal(tokens=tokens, live=live, log_q=log_q), g.source, jnp.where(node < g.filled, node, -1)
+
+
+def entropy(log_p: Array) -> Array:
+    """`f32[...]` in nats, of distributions `f32[..., V]`."""
+    p = jnp.exp(log_p)
+    return -jnp.where(p > 0, p * log_p, 0).sum(-1)
+
+
+def check_chance(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: got {value}, takes 0 to 1")

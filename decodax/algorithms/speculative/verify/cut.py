@@ -1,0 +1,47 @@
+"""A rationale cut short: in one round the drafts are taken as they are (FastCoT, Zhang et al. 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.tree import Drawn, Tree, deepest
+from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
+from decodax.algorithms.speculative.verify.pointwise import at_end, at_parents
+from decodax.algorithms.speculative.verify.rejection import is_chain
+from decodax.core.state import State
+from decodax.sampling.base import Distribution
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut(Verifier):
+    """`SeedExact`, except that a row that has had `rounds` rounds accepts all of its drafts in the next one.
+
+    Approximate: what is accepted then is a guess. Up to there the tokens are plain decoding's, and behind it they are
+    what plain decoding says after the text as it stands. For chains, `FastCoT`'s with the same `cut`.
+
+    Raises:
+        ValueError: rounds below 1; while it is traced: a tree that is not a chain.
+    """
+
+    rounds: int
+    guarantee: ClassVar[Guarantee] = "approximate"
+    drawn: ClassVar[Drawn] = "coupled"
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds: got {self.rounds}, takes at least 1")
+
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        if not is_chain(tree):
+            raise ValueError(f"verify: Cut takes chains, got a tree of {tree.size - 1} drafts, {tree.longest} deep")
+        tokens = dist.draw()
+        path, held = deepest(tree, at_parents(tree, tokens) == tree.tokens)
+        whole = tree.live[:, 1:].sum(1, dtype=jnp.int32)
+        now = s.stats.rounds == self.rounds
+        path = jnp.where(now[:, None], jnp.arange(tree.size, dtype=jnp.int32), path)
+        accepted = jnp.where(now, whole, held)
+        return path, accepted, at_end(tokens, path, accepted)

@@ -1,0 +1,69 @@
+"""Rejection sampling of a chain."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.algorithms.speculative.tree import Drawn, Tree
+from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
+from decodax.algorithms.speculative.verify.walk import residual
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.core.state import State
+from decodax.sampling.base import Distribution
+from decodax.sampling.draw import draw
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection(Verifier):
+    """Accepts a draft `x` with probability min(1, p(x) / q(x)); at the first rejection draws from the normalised
+    positive part of p - q, and after the last draft from p (Leviathan et al. 2023, Chen et al. 2023).
+
+    The distribution of the output is the target's; the tokens differ from plain sampling's. Accept, residual and bonus
+    draws have keys of their own, apart from the draft's. For chains; `MultiRound` is the rule for trees.
+    """
+
+    guarantee: ClassVar[Guarantee] = "distribution-exact"
+    drawn: ClassVar[Drawn] = "independent"
+
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        log_p = dist.log_probs()
+        drafts, live, q = chain_drafts(self, tree, log_p.shape[-1])
+        K = drafts.shape[1]
+        p = jnp.exp(log_p[:, :K])
+        at = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
+        u = keys.uniforms(s.key, dist.predicts[:, :K], Purpose.ACCEPT)[..., 0]
+        # u < p/q, written so that q = 0 (a draft that cannot have been drawn) never divides
+        accepted = jnp.cumprod(((u * at(q) < at(p)) & live).astype(jnp.int32), 1).sum(1)
+        left = jnp.where(live[..., None], residual(p - q, p), p)
+        last = jnp.concatenate([jnp.log(left), log_p[:, K:]], 1)
+        # broken logits reach the row's status: no draft behind them is accepted, since no comparison with NaN holds
+        own = draw(last, keys.addresses(s.key, dist.predicts, Purpose.RESIDUAL))
+        path = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), own.shape)
+        return path, accepted, jnp.take_along_axis(own, accepted[:, None], 1)[:, 0]
+
+
+def chain_drafts(rule: Any, tree: Tree, vocabulary: int) -> tuple[Array, Array, Array]:
+    """The drafts `i32[B, K]` of a chain, which of them are live, `bool[B, K]`, and what each was drawn from,
+    `f32[B, K, V]`: itself if drafts are deterministic.
+
+    Raises:
+        ValueError: the tree is not a chain.
+    """
+    if not is_chain(tree):
+        raise ValueError(f"verify: {type(rule).__name__} takes chains, got a tree of {tree.size - 1} drafts, "
+                         f"{tree.longest} deep; MultiRound and SeedExact take trees")
+    drafts, log_q = tree.tokens[:, 1:], tree.log_q
+    certain = jax.nn.one_hot(drafts, vocabulary, dtype=jnp.float32)
+    return drafts, tree.live[:, 1:], certain if log_q is None else jnp.exp(log_q[:, :drafts.shape[1]])
+
+
+def is_chain(tree: Tree) -> bool:
+    """Whether every node is the parent of the next one, in all rows."""
+    return isinstance(tree.parents, np.ndarray) and bool((tree.parents == np.arange(-1, tree.size - 1)).all())

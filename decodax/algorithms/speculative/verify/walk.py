@@ -1,0 +1,83 @@
+"""Down a tree, level by level: what the rules that weigh a node's children together (`MultiRound`, `KSeq`) share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.tree import Tree, path_to
+from decodax.algorithms.speculative.verify.pointwise import at_parents
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.core.state import State
+from decodax.sampling.base import Distribution
+from decodax.sampling.draw import draw
+
+Siblings = Callable[[Array, Any, Array, Array, Array, Array], tuple[Array, Array, Array]]
+"""What becomes of one node's children. Takes p `f32[V]`, q `f32[V]` (None: drafts are deterministic; a function of a
+child's node `i32[]`: each was drawn from its own), and of the tree's nodes their tokens `i32[1 + N]`, which of them are
+the live children `bool[1 + N]` and the dead ones `bool[1 + N]`, and a uniform for each `f32[1 + N]`.
+Gives the accepted child `i32[]`, whether there is one `bool[]`, and what the token is drawn from if there is none:
+`f32[V]`, unnormalised."""
+
+
+def walk(siblings: Siblings, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+    """The result of a `Verifier` that goes from accepted child to accepted child; the last one's residual gives `own`.
+
+    A level's outcome depends on nothing below it, and its position is decided this round, so noise addressed by
+    position and rank is never used twice.
+    """
+    log_p = dist.log_probs()
+    parents = jnp.broadcast_to(tree.parents, tree.tokens.shape)
+    nodes = jnp.arange(tree.size, dtype=jnp.int32)
+    rank = ((parents[:, :, None] == parents[:, None, :]) & (nodes[None, :] < nodes[:, None])).sum(-1)
+    one = lambda key, position, rank: jax.random.uniform(keys.at(key, position, Purpose.ACCEPT, rank))
+    u = jax.vmap(jax.vmap(one, (None, 0, 0)))(s.key, at_parents(tree, dist.predicts), rank)
+
+    def row(log_p: Array, log_q: Array | None, tokens: Array, parents: Array, live: Array,
+            u: Array) -> tuple[Array, Array]:
+        def visit(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            node = carry[0]
+            q: Any = None
+            if log_q is not None and tree.drawn_at is not None:
+                q = lambda child: jnp.exp(log_q[jnp.asarray(tree.drawn_at)[child - 1]])
+            elif log_q is not None:
+                q = jnp.exp(log_q[jnp.minimum(node, log_q.shape[0] - 1)])
+            own = parents == node
+            child, accepted, left = siblings(jnp.exp(log_p[node]), q, tokens, own & live, own & ~live, u)
+            return jnp.where(accepted, child, node).astype(jnp.int32), accepted, left
+
+        start = (jnp.zeros((), jnp.int32), jnp.ones((), bool), jnp.zeros(log_p.shape[1]))
+        node, _, left = lax.while_loop(lambda carry: carry[1], visit, start)
+        return node, left
+
+    node, left = jax.vmap(row)(log_p, tree.log_q, tree.drawn, parents, tree.live, u)
+    predicts = jnp.take_along_axis(dist.predicts, node[:, None], 1)
+    own = draw(jnp.log(left)[:, None], keys.addresses(s.key, predicts, Purpose.RESIDUAL))[:, 0]
+    depth = jnp.take_along_axis(jnp.broadcast_to(tree.depth, tree.tokens.shape), node[:, None], 1)[:, 0]
+    return path_to(tree, node), depth, own
+
+
+def residual(left: Array, p: Array) -> Array:
+    """The positive part of `left` (`f32[..., V]`), or `p` where nothing is positive.
+
+    No residual means no rejection but by rounding, and then p is the right limit. A p that is NaN or 0 all over stays,
+    and becomes the row's status.
+    """
+    left = jnp.maximum(left, 0)
+    return jnp.where(left.sum(-1, keepdims=True) > 0, left, p)
+
+
+def certain(p: Array, tokens: Array, children: Array, u: Array) -> tuple[Array, Array, Array]:
+    """`Siblings` for deterministic drafts, without q: each is accepted with its probability in what those before it
+    left of p. No rule that keeps p accepts more often than this one does, with the sum of p over the children."""
+    n = jnp.arange(tokens.shape[0])
+    again = ((tokens[:, None] == tokens) & children & (n < n[:, None])).any(-1)
+    chance = jnp.where(children & ~again, p[tokens], 0)
+    holds = (u * (p.sum() - (jnp.cumsum(chance) - chance)) < chance) & (chance > 0)
+    left = p.at[jnp.where(children, tokens, p.shape[0])].set(0, mode="drop")
+    return jnp.argmax(holds), holds.any(), residual(left, p)

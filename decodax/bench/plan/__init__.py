@@ -1,0 +1,7 @@
+"""Before anything is rented: whether a job fits a slice of devices, and how fast it can be there at best."""
+
+from decodax.bench.plan.front import COLUMNS, Plan, abstract, meshes, plan
+from decodax.bench.plan.hardware import DEVICES, Device, Slice, slice_of
+from decodax.bench.plan.presets import PRESETS
+
+__all__ = ["COLUMNS", "DEVICES", "PRESETS", "Device", "Plan", "Slice", "abstract", "meshes", "plan", "slice_of"]

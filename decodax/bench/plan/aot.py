@@ -1,0 +1,108 @@
+"""The real TPU compiler on a machine without a TPU: what XLA makes of a round, before anything runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from decodax.bench.plan.count import Setup
+from decodax.bench.tpu import environment
+
+
+def devices(topology: str) -> list[Any]:
+    """The devices of a topology such as "v5e:2x4", which are not there.
+
+    Raises:
+        ValueError: libtpu does not know it.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    for name, value in environment(topology).items():
+        os.environ.setdefault(name, value)
+    jax.devices()       # has read XLA_FLAGS
+    try:
+        with _no_flags():
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:      # XLA's own kinds
+        raise ValueError(f"topology: got {topology!r}, which libtpu does not take ({_first(error)})") from error
+
+
+@contextlib.contextmanager
+def _no_flags() -> Iterator[None]:
+    """Without XLA_FLAGS: libtpu reads them when it is first used, and ends the process over one it does not know."""
+    flags = os.environ.pop("XLA_FLAGS", None)
+    try:
+        yield
+    finally:
+        if flags is not None:
+            os.environ["XLA_FLAGS"] = flags
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What XLA said of one device's program. Bytes; with what fills up tiles.
+
+    Attributes:
+        arguments, temporaries: in memory.
+        moved: to and from main memory in a call of one round. collectives: operations of a round that wait for other
+            devices. None where XLA cannot print the program.
+        fits: whether it compiles for the memory there is. error: what XLA says if not.
+        text: the optimised program.
+    """
+
+    arguments: int
+    temporaries: int
+    moved: int | None
+    collectives: int | None
+    fits: bool
+    error: str | None = None
+    text: str = ""
+
+
+def compile_round(s: Setup) -> Compiled:
+    """Compiles the loop that `generate` runs, for devices that need not be there."""
+    import jax
+
+    from decodax.bench.report import Instruction, collectives, parse, rounds, traffic
+    from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
+
+    try:
+        with _no_flags():
+            made = s.lower().compile()
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Compiled(0, 0, None, None, False, _first(error))
+    memory = made.memory_analysis()
+    try:
+        text = made.as_text()
+    except jax.errors.JaxRuntimeError as error:      # libtpu 0.0.51 cannot print some asynchronous copies
+        return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, None, None, True, _first(error))
+    program = parse(text)
+    sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.state.cache) if x.ndim >= 3} \
+        if s.algorithm.caches else set()
+    blocks = -(-s.live // block_of(s.capacity, WIDE_BLOCK))
+    loops = [x for x in program.computations[program.entry].values() if x.opcode == "while"]
+    outer = max(loops, key=lambda x: sum(b.bytes for b in x.result), default=None)
+
+    def trips(loop: Instruction) -> int:
+        if loop is outer:
+            return 1
+        # a walk over the cache carries it; other loops go over rows
+        if any(math.prod(b.dims) in sizes for b in loop.result):
+            return blocks
+        return rounds(program, loop) or s.rows
+
+    body = (outer.attribute("body") or "") if outer is not None else program.entry
+    return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, traffic(program, trips),
+                    len(collectives(program, body)), True, text=text)
+
+
+def _first(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).partition(" HLO module")[0][:300]

@@ -1,0 +1,252 @@
+"""What a round of decoding holds, moves and computes on one device, counted from shapes: nothing is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import itemsize_bits
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from decodax.bench.plan.hardware import Device
+from decodax.common.axes import DATA, MODEL
+from decodax.core.cache import Cache
+from decodax.core.drivers import advance, commit_prompts
+from decodax.core.mesh import heads
+from decodax.core.start import init_state
+from decodax.core.types import Params
+from decodax.engine.methods import chosen, with_cache
+from decodax.io.load import LM
+from decodax.models.config import Layer
+from decodax.models.formats import pack
+from decodax.models.packed import Packed
+from decodax.models.transformer import Transformer
+from decodax.sampling import build
+
+BEST = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A program on a mesh: what `decodax.core.drivers.advance` is lowered with. Arrays are shapes with shardings."""
+
+    lm: LM
+    algorithm: Any
+    mesh: Any
+    params: Params
+    policy: Any
+    state: Any
+    width: int
+    rows: int
+    live: int
+    capacity: int
+
+    def lower(self) -> Any:
+        with jax.set_mesh(self.mesh):
+            return advance.lower(self.algorithm, self.lm.model, self.params, self.policy, self.state,
+                                 jax.ShapeDtypeStruct((), jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """One device's share of a round. Bytes.
+
+    Attributes:
+        weights, draft, cache: what lies in memory for as long as the batch runs. `draft`: weights beside the model's.
+        host: what of the cache lies in the host's memory, beside `cache`, which is the device's.
+        weights_read, cache_read, cache_written: what a round cannot avoid moving.
+        prompt_flops: of the products of one row's prompt of `live` tokens. row_cache: what its entries take. Both are
+            0 where nothing is cached.
+        flops: of its products. sent: what it sends in collectives. hops: how many neighbours in turn that goes by.
+    """
+
+    weights: int
+    draft: int
+    cache: int
+    host: int
+    weights_read: float
+    cache_read: float
+    cache_written: float
+    prompt_flops: float
+    row_cache: float
+    flops: float
+    sent: float
+    hops: int
+
+    @property
+    def moved(self) -> float:
+        return self.weights_read + self.cache_read + self.cache_written
+
+    def seconds(self, device: Device, moved: float | None = None) -> tuple[float, float, float]:
+        """The least that memory, arithmetic and interconnect take."""
+        return ((self.moved if moved is None else moved) / device.bandwidth, self.flops / device.flops,
+                self.sent / device.link + self.hops * device.hop)
+
+
+def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: int, live: int | None = None,
+          new: int | None = None, algorithm: Any = None, cache: Any = None, weights: Any = None, sampling: Any = None
+          ) -> Setup:
+    """A round of a model whose weights are shapes.
+
+    Args:
+        devices: an array of them, or None: a mesh of none, which is enough to count.
+        mesh: devices along the data axis, and along the model axis.
+        live: entries that each row holds; default all that fit. new: how many of the capacity come behind the prompt,
+            which a cache's policy goes by; default a quarter, at most 256.
+    """
+    if batch % mesh[0]:
+        raise ValueError(f"batch: got {batch}, takes a multiple of the {mesh[0]} replicas of the mesh "
+                         f"{mesh[0]}x{mesh[1]}")
+    place = jax.sharding.AbstractMesh(mesh, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2) if devices is None else \
+        Mesh(np.asarray(devices).reshape(mesh), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+    new = max(1, min(256, capacity // 4)) if new is None else new
+    if cache is not None:
+        lm = with_cache(lm, cache)
+        lm = dataclasses.replace(lm, model=lm.model.fit(new))
+    plain = lm.params
+    # methods are chosen on the model as it is: one that splits weights reads their shapes
+    method = chosen(lm, algorithm, batch).fit(new)
+    lm = dataclasses.replace(lm, params=_laid_out(lm.model, plain, place, weights))
+    where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, PartitionSpec()))
+    params = Params(target=lm.params, draft=jax.tree.map(where, method.weights),
+                    others=jax.tree.map(where, method.roles))
+    method = method.bare()
+    row: Any = lambda dtype, *more: jax.ShapeDtypeStruct((batch, *more), dtype)
+    policy = jax.eval_shape(lambda: build(batch, vocab_size=lm.vocab_size, eos_token_id=[1, 2], **(sampling or {})))
+
+    def begin(params: Params, policy: Any, tokens: Any, length: Any) -> Any:
+        return init_state(method, lm.model, params, policy, tokens, length, size=capacity, max_new=jnp.int32(1))
+
+    state = jax.eval_shape(begin, params, policy, row(jnp.int32, capacity), row(jnp.int32))
+    if cache is not None and method.caches:     # as the prompts leave it
+        seen = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
+        bare = state.replace(tokens=seen, cache=None, algo=None, policy=None, record=None, stats=None)
+        held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(None, lm.model, p, held, s, width=256, rows=batch),
+                                 params, (there(state.cache, place), None), bare)
+        state = state.replace(cache=held[0])
+    shape = dict(zip((DATA, MODEL), mesh, strict=True))
+
+    def spread(tree: Any) -> Any:
+        def spec(x: Any, wanted: PartitionSpec) -> Any:
+            fits = PartitionSpec(*(n if n in shape and x.shape[i] % shape[n] == 0 else None
+                                   for i, n in enumerate(wanted)))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, fits))
+        return jax.tree.map(spec, tree, heads(tree))
+
+    some = method.variants or (method,)
+    width = max(jax.eval_shape(lambda p, q, s, m=m: m.propose(p, q, s)[0].tokens, params, policy, state).shape[1]
+                for m in some)
+    state = spread(state)
+    state = state.replace(cache=there(state.cache, place)) if method.caches else state
+    return Setup(lm, method, place, params, spread(policy), state, width, batch // mesh[0],
+                 capacity if live is None else live, capacity)
+
+
+def there(cache: Cache, mesh: Any) -> Cache:
+    """A cache by its shapes, where those of its arrays that lie in the host's memory say so: shapes as such do not."""
+    on_host = {id(x) for x in jax.tree.leaves(cache.hosted)}
+
+    def one(x: Any) -> Any:
+        where = NamedSharding(mesh, PartitionSpec()) if x.sharding is None else x.sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.with_memory_kind("pinned_host"))
+
+    return jax.tree.map(lambda x: one(x) if id(x) in on_host else x, cache)
+
+
+def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
+    """Weights as they lie on a mesh, packed in a format if one is given."""
+    shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def laid(path: Any, x: Any, sharding: NamedSharding) -> Any:
+        if not isinstance(x, Packed):
+            return shaped(x, sharding)
+        *_, inputs, outputs = sharding.spec[::-1] if path[0].key == "embed" else sharding.spec
+        x = x.placed(outputs, inputs)
+        return jax.tree.map(lambda a, spec: shaped(a, NamedSharding(mesh, spec)), x,
+                            x.specs(outputs, inputs, dict(mesh.shape)))
+
+    if form is not None and form not in BEST:
+        weights = jax.eval_shape(functools.partial(pack, weights=form), weights)
+    return jax.tree_util.tree_map_with_path(laid, weights, model.shardings(mesh),
+                                            is_leaf=lambda x: isinstance(x, Packed))
+
+
+def local(tree: Any) -> int:
+    """Bytes of one device's part of the arrays."""
+    return sum(_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape)) * itemsize_bits(x.dtype) // 8
+
+
+def count(s: Setup) -> Counts:
+    """What a round of the setup comes to on each device."""
+    model: Any = s.lm.model
+    c = model.config
+    across = s.mesh.shape[MODEL]
+    tokens = s.rows * s.width
+    weights, beside = local(s.params.target), local((s.params.draft, s.params.others))
+    table = 0 if c.tied else local(s.params.target["embed"])
+    item = jnp.dtype(model.dtype).itemsize
+    # experts that no token chose are not read
+    experts, share = 0, 0.0
+    for i, layer in _layers(model):
+        if layer.experts is not None:
+            e = layer.experts
+            own = sum(_bytes(x) for x in _experts(s.params.target, i, e.count))
+            experts += own
+            share += own * (1 - (1 - e.chosen / e.count) ** tokens)
+    read = weights - table - experts + share + tokens * c.width * item * (not c.tied)
+
+    cached = local(s.state.cache) if s.algorithm.caches else 0
+    host = local(s.state.cache.hosted) if s.algorithm.caches else 0
+    heads = c.kv_heads // across if c.kv_heads % across == 0 else c.kv_heads
+    entry = (1 + c.values_of_key) * c.head_dim * item * s.rows * heads
+    held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]
+    dense = sum(entry * s.capacity for _ in held)
+    # a cache of another kind holds what it holds
+    cache_read = 0.0 if not cached else sum(entry * n for n in held) if cached >= 0.95 * dense and not host \
+        else (cached - host) * min(1.0, s.live / s.capacity)
+    written = float(entry * s.width * len(held)) if cached else 0.0
+
+    per_token = 2 * _active(model)
+    attended = sum(4 * c.heads * c.head_dim * (n if cached else s.width) for n in held)
+    flops = tokens * (per_token + attended) / across
+    # a prompt's tokens attend to what is in front of them, and its last one alone has logits
+    seen = sum(w * (w + 1) // 2 + (s.live - w) * w for w in held)
+    prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * c.head_dim * seen
+    reductions = 2 * len(held) + 1
+    sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
+    return Counts(weights, beside, cached - host, host, read, cache_read, written, prompt / across if cached else 0.0,
+                  cache_read / s.rows, flops, sent,
+                  reductions * 2 * (across - 1) if across > 1 else 0)
+
+
+def _layers(model: Transformer) -> Iterator[tuple[int, Layer]]:
+    yield from enumerate(model.config.layers)
+
+
+def _experts(weights: Any, i: int, count: int) -> list[Any]:
+    """The leaves of a layer that have one entry an expert first."""
+    layer = weights["layers"][str(i)]["mlp"]
+    return [x for x in jax.tree.leaves(layer) if x.ndim >= 2 and x.shape[0] == count]
+
+
+@functools.lru_cache(maxsize=32)
+def _active(model: Transformer) -> int:
+    """Weights that a token is multiplied with."""
+    shapes, c = model.abstract_params(), model.config
+    table = 0 if c.tied else math.prod(shapes["embed"].shape)
+    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) - table
+    for i, layer in _layers(model):
+        if layer.experts is not None:
+            size = sum(math.prod(x.shape) for x in _experts(shapes, i, layer.experts.count))
+            whole -= round(size * (1 - layer.experts.chosen / layer.experts.count))
+    return whole

@@ -1,0 +1,249 @@
+"""Whether a job fits a slice, and how fast it can be at best."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from decodax.bench.plan.aot import Compiled, compile_round, devices
+from decodax.bench.plan.count import Counts, count, setup
+from decodax.bench.plan.hardware import Slice, slice_of
+from decodax.bench.plan.presets import PRESETS
+from decodax.common.progress import bar
+from decodax.common.registry import near
+from decodax.io.load import LM, find
+from decodax.models.diffusion import read_diffusion
+from decodax.models.families import read_config
+from decodax.models.transformer import Transformer
+
+COLUMNS = ("slice", "mesh", "weights", "cache", "temporaries", "free", "largest batch", "tokens a round", "moved",
+           "memory", "arithmetic", "network", "round", "tokens/s", "device-s/Mtoken")
+
+SLACK = 0.02
+"""Of a device's memory that a batch is not planned into: programs, fragments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A job on one mesh of one slice. Bytes and seconds are those of one device and one round.
+
+    Attributes:
+        slice, mesh: where: devices along the data axis and along the model axis.
+        batch, capacity, live: rows of all replicas, slots of a row, and how many of them are taken.
+        width: tokens that a round scores for a row.
+        counts: what was counted from shapes. compiled: what XLA's compiler says; None where it was not asked.
+        temporaries: of the compiled program, or an estimate: logits and activations of all tokens.
+        free: memory of the device that is left; below 0 it does not fit. What lies in the host's memory
+            (`counts.host`) is not in it, since how much the host has is not known here.
+        largest: the most rows that fit; 0 if none does.
+        memory, arithmetic, network: the least that each takes. `seconds` is the greater of the first two and the third.
+        prompt: the least that a row's prompt of `live` tokens takes. swap: the least that its cache takes to the host's
+            memory, and as long back; None where the maker does not say how fast that is.
+        tokens: new tokens a row and round that `tokens_per_second` counts with.
+        price: of a device and hour; None if it was not said.
+    """
+
+    slice: Slice
+    mesh: tuple[int, int]
+    batch: int
+    capacity: int
+    live: int
+    width: int
+    counts: Counts
+    compiled: Compiled | None
+    temporaries: float
+    free: float
+    largest: int
+    memory: float
+    arithmetic: float
+    network: float
+    prompt: float
+    swap: float | None
+    tokens: float
+    price: float | None
+
+    @property
+    def fits(self) -> bool:
+        return self.free >= 0 and (self.compiled is None or self.compiled.fits)
+
+    @property
+    def padded(self) -> float | None:
+        """Arguments as they lie in memory, tiles filled up, over what weights and cache count; None if not compiled."""
+        held = self.counts.weights + self.counts.draft + self.counts.cache
+        return self.compiled.arguments / held if self.compiled is not None and self.compiled.fits else None
+
+    @property
+    def seconds(self) -> float:
+        """The least that a round takes: products and memory at once, collectives behind them."""
+        return max(self.memory, self.arithmetic) + self.network
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all rows, at most."""
+        return self.batch * self.tokens / self.seconds
+
+    @property
+    def device_seconds(self) -> float:
+        """Of all devices, for a million tokens, at least."""
+        return 1e6 * self.mesh[0] * self.mesh[1] / self.tokens_per_second
+
+    @property
+    def cost(self) -> float | None:
+        """Of a million tokens, at least."""
+        return None if self.price is None else self.device_seconds * self.price / 3600
+
+    def cells(self) -> tuple[str, ...]:
+        """In words, one entry for each of `COLUMNS`."""
+        estimated = "" if self.compiled is not None else "~"
+        gb = lambda n: f"{n / 1e9:.2f} GB"
+        ms = lambda x: f"{1e3 * x:.2f} ms"
+        cost = f"{self.device_seconds:,.0f}" + (f" (${self.cost:.2f})" if self.cost is not None else "")
+        return (self.slice.name, "{}x{}".format(*self.mesh), gb(self.counts.weights + self.counts.draft),
+                gb(self.counts.cache), estimated + gb(self.temporaries),
+                gb(self.free) if self.fits else "does not fit", f"{self.largest:,}", f"{self.tokens:g}",
+                gb(self.memory * self.slice.device.bandwidth), ms(self.memory), ms(self.arithmetic), ms(self.network),
+                ms(self.seconds), f"{self.tokens_per_second:,.0f}" if self.fits else "-", cost if self.fits else "-")
+
+    def json(self) -> dict[str, Any]:
+        """As plain data."""
+        own = dataclasses.asdict(self)
+        own["slice"] = {"name": self.slice.name, "devices": self.slice.count, "device": own["slice"]["device"]}
+        if own["compiled"]:
+            del own["compiled"]["text"]
+        return own | {"fits": self.fits, "seconds": self.seconds, "padded": self.padded, "cost": self.cost,
+                      "tokens_per_second": self.tokens_per_second, "device_seconds": self.device_seconds}
+
+
+def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> LM:
+    """A model without weights: a preset of `PRESETS`, a directory with a config.json (the weights need not be there),
+    or what such a file holds.
+
+    Raises:
+        ValueError: neither; or an architecture that is not here.
+    """
+    if isinstance(name, Mapping):
+        config: Mapping[str, Any] = name
+    elif str(name) in PRESETS:
+        config = PRESETS[str(name)]
+    else:
+        file = Path(name) / "config.json"
+        if not file.is_file():
+            try:
+                file = find(name) / "config.json"
+            except (ValueError, FileNotFoundError) as error:
+                raise ValueError(f"model: got {str(name)!r}, which is no directory with a config.json, no shipped "
+                                 f"model, and none of the presets ({near(str(name), PRESETS)})") from error
+        config = json.loads(file.read_text(encoding="utf-8"))
+    model: Any = Transformer(read_config(dict(config)), dtype=dtype)
+    return LM(model=model, params=model.abstract_params(dtype), vocab_size=model.config.vocab,
+              name=name if isinstance(name, str) else "model", diffusion=read_diffusion(config))
+
+
+def meshes(count: int, batch: int) -> list[tuple[int, int]]:
+    """The meshes of so many devices over which so many rows divide, replicas by devices each.
+
+    >>> meshes(8, 4)
+    [(1, 8), (2, 4), (4, 2)]
+    """
+    return [(d, count // d) for d in range(1, count + 1) if count % d == 0 and batch % d == 0]
+
+
+def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 16, capacity: int = 8192,
+         live: int | None = None, max_new_tokens: int | None = None, mesh: Iterable[tuple[int, int]] | None = None,
+         algorithm: Any = None, draft: str | Path | LM | None = None, cache: Any = None, weights: str | None = None,
+         dtype: str = "bfloat16", tokens_per_round: float = 1.0, price: Mapping[str, float] | None = None,
+         compile: bool | None = None, progress: bool = False, **sampling: Any) -> list[Plan]:
+    """Plans a job: memory, and the least time of a round, on each mesh of each slice. No array is allocated.
+
+    Counted are the bytes and products of a round (`advance`, the program of `generate`) from its shapes. For TPUs,
+    XLA's own compiler then compiles it, where `pip install decodax[tpu-aot]` has brought it: arguments and temporaries
+    as they will lie in memory, bytes moved, collectives, and whether it fits, are its own.
+
+    Times are bounds: bytes over bandwidth, products over the rate of 16-bit numbers, and rings of all-reduces over the
+    model axis. No program is faster; plain decoding of a large model comes near.
+
+    Args:
+        model: a preset such as "llama-3-8b", a directory with a config.json, or a model.
+        topology: slices such as "v5e:2x4", "v6e:2x2", "h100:8"; "here" is this machine, measured.
+        batch: rows, over all replicas. capacity: slots of a row, prompt and answer. live: how many of them are taken in
+            the round that is timed; default all. max_new_tokens: how much of it is answer, which cache policies go by;
+            default a quarter, at most 256.
+        mesh: devices along the data and the model axis; default all meshes of all devices.
+        algorithm, cache: as in `decodax.generate`. draft: the model that the algorithm drafts with.
+        weights: a format of `decodax.models.formats`, such as "int8"; default `dtype`.
+        tokens_per_round: new tokens a row and round, as measured with `decodax compare`; 1 for plain decoding.
+        price: of a device and hour by device, as `{"v5e": 1.2}`.
+        compile: asks XLA's compiler; default for TPUs if libtpu is there.
+        progress: shows a progress bar.
+        sampling: as in `decodax.generate`: temperature, top_p, ...
+
+    Returns:
+        The plans: those that fit first, the cheapest in front (by price, or by device time where one is not known).
+
+    Raises:
+        ValueError: an unknown name, or an argument out of its range.
+    """
+    lm = model if isinstance(model, LM) else abstract(model, dtype)
+    if not isinstance(lm.model, Transformer):
+        raise ValueError(f"model: got a {type(lm.model).__name__}, a Transformer can be counted")
+    for name, value in (("batch", batch), ("capacity", capacity), ("live", live), ("max_new_tokens", max_new_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: got {value}, takes 1 or more")
+    for name, value in (("live", live), ("max_new_tokens", max_new_tokens)):
+        if value is not None and value > capacity:
+            raise ValueError(f"{name}: got {value}, the capacity is {capacity}")
+    if not tokens_per_round > 0:
+        raise ValueError(f"tokens_per_round: got {tokens_per_round}, takes more than 0")
+    if draft is not None:
+        from decodax.common.registry import parse, system
+        if not isinstance(algorithm, str):
+            raise ValueError("draft: takes an algorithm by name")
+        name, options = parse(algorithm)
+        algorithm = system(name, lm, draft if isinstance(draft, LM) else abstract(draft, dtype), **options)
+    slices = [slice_of(name) for name in ([topology] if isinstance(topology, str) else topology)]
+    chosen = [(s, m) for s in slices for m in (meshes(s.count, batch) if mesh is None else mesh)]
+    for s, m in chosen:
+        if math.prod(m) > s.count:
+            raise ValueError(f"mesh: got {m[0]}x{m[1]}, {s.name} has {s.count} devices")
+    present = importlib.util.find_spec("libtpu") is not None
+    if compile and not present:
+        raise ValueError("compile: takes libtpu; pip install 'decodax[tpu-aot]'")
+    done = []
+    with bar(progress, "planning", len(chosen)) as report:
+        for i, (s, m) in enumerate(chosen):
+            real = s.tpu and (present if compile is None else compile)
+            where = devices(s.name)[:math.prod(m)] if real else None
+            one = setup(lm, where, m, batch=batch, capacity=capacity, live=live, new=max_new_tokens,
+                        algorithm=algorithm, cache=cache, weights=weights, sampling=sampling)
+            done.append(_plan(one, s, m, batch, compile_round(one) if real else None, tokens_per_round,
+                              (price or {}).get(s.device.name)))
+            report(i + 1)
+    priced = all(p.cost is not None for p in done)
+    return sorted(done, key=lambda p: (not p.fits, (p.cost or 0.0) if priced else p.device_seconds))
+
+
+def _plan(s: Any, where: Slice, mesh: tuple[int, int], batch: int, compiled: Compiled | None, tokens: float,
+          price: float | None) -> Plan:
+    c = count(s)
+    config, nodes = s.lm.model.config, s.rows * s.width
+    estimate = nodes * (3 * 4 * config.vocab / mesh[1] + 16 * config.width) + 32e6
+    known = compiled is not None and compiled.fits
+    temporaries = float(compiled.temporaries) if known and compiled is not None else estimate
+    held = float(compiled.arguments) if known and compiled is not None else float(c.weights + c.draft + c.cache)
+    memory = where.device.memory
+    fixed = c.weights + c.draft
+    row = (held - fixed + temporaries) / s.rows
+    largest = max(0, int((memory * (1 - SLACK) - fixed) / row)) * mesh[0] if row > 0 else batch
+    # a program's text has all experts read that may be; counted are those that are chosen as often as others
+    sure = known and compiled is not None and all(layer.experts is None for layer in config.layers)
+    times = c.seconds(where.device, compiled.moved if sure and compiled is not None else None)
+    device = where.device
+    prompt = max(c.prompt_flops / device.flops, c.weights_read / device.bandwidth)
+    swap = None if device.host is None else c.row_cache / device.host
+    return Plan(where, mesh, batch, s.capacity, s.live, s.width, c, compiled, temporaries,
+                memory - held - temporaries, largest, *times, prompt, swap, tokens, price)

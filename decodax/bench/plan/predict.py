@@ -1,0 +1,129 @@
+"""What a method that was measured here would give with a large model on a slice."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from decodax.algorithms.entries import SYSTEMS, system
+from decodax.bench.compare import PLAIN, Comparison
+from decodax.bench.plan.front import Plan, plan
+from decodax.io.load import LM
+
+COLUMNS = ("system", "tokens/forward here", "window", "plain round", "round", "drafting", "speedup")
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """One system on one task and batch size, as it would run there.
+
+    Attributes:
+        tokens: a row and round, measured here. width: tokens that its round scores.
+        plain, round, drafting: seconds at least, of a plain round, of the window, and of a draft model's steps.
+        reason: why nothing is predicted; None where it is.
+    """
+
+    task: str
+    batch: int
+    system: str
+    tokens: float | None = None
+    width: int | None = None
+    plain: float | None = None
+    round: float | None = None
+    drafting: float | None = None
+    reason: str | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        if self.tokens is None or self.plain is None or self.round is None or self.drafting is None:
+            return None
+        return self.tokens * self.plain / (self.round + self.drafting)
+
+    def cells(self) -> tuple[str, ...]:
+        """In words, one entry for each of `COLUMNS`."""
+        if self.reason is not None:
+            return self.system, self.reason, *[""] * (len(COLUMNS) - 2)
+        ms = lambda x: f"{1e3 * x:.2f} ms"
+        return (self.system, f"{self.tokens:.2f}", str(self.width), ms(self.plain), ms(self.round), ms(self.drafting),
+                f"{self.speedup:.2f}")
+
+
+def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]], topology: str, model: str | LM,
+            *, capacity: int = 4096, draft_share: float | None = None, **options: Any
+            ) -> tuple[list[Predicted], list[str]]:
+    """Speedups over plain decoding of a large model on a slice, from tokens a forward that were measured here.
+
+    The tokens a forward are taken over from the small model, as they are. A round there costs the bound of
+    `decodax.bench.plan.plan` for its window, on the mesh on which plain decoding costs least; a draft model costs
+    `draft_share` of a plain round for each further token of the window.
+
+    Args:
+        found: what was measured. chosen: of each contender, the system's name and options.
+        draft_share: bytes of the draft model over those of the model.
+        options: further arguments of `plan`: weights, dtype, cache.
+
+    Returns:
+        The predictions, in the order of `found.rows`, and the assumptions in words.
+    """
+    from decodax.bench.plan.front import abstract
+
+    lm = model if isinstance(model, LM) else abstract(model, options.get("dtype", "bfloat16"))
+    bases: dict[int, Plan] = {}
+    out = []
+    for row in found.rows:
+        if row.system == PLAIN:
+            continue
+        own = Predicted(row.task, row.batch, row.system)
+        if row.tokens_per_forward is None:
+            out.append(dataclasses.replace(own, reason=row.error or "was not measured"))
+            continue
+        if row.batch not in bases:
+            bases[row.batch] = plan(lm, topology, batch=row.batch, capacity=capacity, compile=False, **options)[0]
+        base = bases[row.batch]
+        name, given = chosen[row.system]
+        entry = SYSTEMS[name]
+        if not base.fits:
+            out.append(dataclasses.replace(own, reason=f"{row.batch} rows do not fit"))
+            continue
+        if not entry.drafts and entry.needs != "nothing":
+            out.append(dataclasses.replace(own, reason=f"needs {entry.needs}: its drafts' cost there is not known"))
+            continue
+        if entry.drafts and draft_share is None:
+            out.append(dataclasses.replace(own, reason="the share of the draft model's bytes is not known"))
+            continue
+        try:
+            alg = system(name, lm, lm if entry.drafts else None,
+                         **({"batch": row.batch} if "batch" in entry.options else {}), **given)
+            there = plan(lm, topology, batch=row.batch, capacity=capacity, mesh=[base.mesh], compile=False,
+                         algorithm=alg, **options)[0]
+        except (ValueError, TypeError) as error:
+            out.append(dataclasses.replace(own, reason=f"cannot be counted from shapes ({error})"))
+            continue
+        drafting = base.seconds * (draft_share or 0.0) * (there.width - 1) if entry.drafts else 0.0
+        out.append(dataclasses.replace(own, tokens=row.tokens_per_forward, width=there.width, plain=base.seconds,
+                                       round=there.seconds, drafting=drafting))
+    device = next(iter(bases.values())).slice.device if bases else None
+    small = found.facts.get("model", "the small model")
+    said = [f"tokens a forward are those of {small} here: another model's are others",
+            f"{capacity:,} tokens of each row are taken",
+            "rounds take the greater of memory and arithmetic at their peaks, and collectives; nothing else"]
+    if draft_share is not None:
+        said.append(f"a draft model's step costs {draft_share:.3f} of a plain round, the share that its weights have "
+                    "of the model's bytes here, and there is one for each token of the window but the first")
+    if device is not None:
+        said.append(f"{device.name}: {device.bandwidth / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s "
+                    f"({device.source})")
+    said += [f"batch {batch}: mesh {base.mesh[0]}x{base.mesh[1]}" for batch, base in bases.items()]
+    return out, said
+
+
+def share(lm: LM, draft: LM | None) -> float | None:
+    """Bytes of a draft model's weights over those of the model's."""
+    if draft is None:
+        return None
+    size = lambda params: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params))
+    return size(draft.params) / size(lm.params)

@@ -1,0 +1,87 @@
+"""A cache whose layers are of two kinds: keys and values under any policy, and states of linear attention or of another
+recurrence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache.wrapper import Wrapper
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, Entries, Feature, PyTree, ReadPrompt
+
+
+@struct
+class PerLayer(Wrapper):
+    """`base`, which holds the layers with keys and values, and `linear`, which holds the others: `LinearStates`, or
+    `Recurrent` where the model asks for its walk. Both take in what is committed, and rows go through both alike.
+
+    Attributes:
+        where: static; for each layer whether it lies in `linear`, and its number there or in `base`.
+    """
+
+    base: Any
+    linear: Any
+    where: tuple[tuple[bool, int], ...] = static()
+
+    @property
+    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
+        return self.base.supports & self.linear.supports
+
+    @property
+    def capacity(self) -> int:
+        return self.linear.capacity
+
+    @property
+    def reads(self) -> int | None:
+        if self.base.reads is not None:
+            raise ValueError("cache: this kind reads a prompt with a model's first layers, or in a way of its own; "
+                             "takes a model whose layers all have keys and values")
+        return None
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        linear, own = self.where[layer]
+        if linear:
+            return self.linear.attend(own, q, k, v, window, linear=options["linear"])
+        return self.base.attend(own, q, k, v, window, **options)
+
+    def commit(self, entries: Entries, slots: Array) -> PerLayer:
+        return self.replace(base=self.base.commit(self.part(entries, False), slots),
+                            linear=self.linear.commit(self.part(entries, True), slots))
+
+    def part(self, entries: Entries, linear: bool) -> list[PyTree]:
+        """Those of the layers that lie in `linear`, or of the others."""
+        return [entry for entry, (own, _) in zip(entries, self.where, strict=True) if own == linear]
+
+    def select(self, rows: Array) -> PerLayer:
+        return self.replace(base=self.base.select(rows), linear=self.linear.select(rows))
+
+    def succeed(self, rows: Array) -> PerLayer:
+        return self.replace(base=self.base.succeed(rows), linear=self.linear.succeed(rows))
+
+    def settled(self, prompt: ReadPrompt) -> PerLayer:
+        return self.replace(base=self.base.settled(_alone(prompt)))
+
+    def renewed(self, text: ReadPrompt, rows: Array) -> PerLayer:
+        return self.replace(base=self.base.renewed(_alone(text), rows))
+
+    @property
+    def view(self) -> Cache:
+        return self.replace(base=self.base.view)
+
+
+def _alone(prompt: ReadPrompt) -> ReadPrompt:
+    return ReadPrompt(model=ModelInPart(prompt.model), params=prompt.params, tokens=jnp.asarray(prompt.tokens))
+
+
+class ModelInPart:
+    """Of a model what a cache of some of its layers may ask for."""
+
+    def __init__(self, model: Any):
+        self.outputs = model.outputs
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("cache: this kind runs the model once more for its choice; takes a model whose layers all "
+                         "have keys and values")

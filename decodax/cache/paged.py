@@ -1,0 +1,138 @@
+"""Keys and values in pages of a pool that all rows share ("Efficient Memory Management for Large Language Model Serving
+with PagedAttention", Kwon et al., 2023).
+
+A row has a table of the pages that are its own. Short rows take few pages, and samples of one prompt share the pages
+that are full: `select` copies tables, and a page that is still being filled for all rows but the first that hold it. A
+page is free when no table names it. The pool may run out; a row then ends with `Status.CAPACITY` when it has used up
+its last page and its part of the free ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.pallas_kernels.window_attention import Bias, window_attention
+
+
+@struct
+class PagedCache(KeyValues):
+    """A pool and its tables.
+
+    Attributes:
+        kv: a tuple of one `f[N, G, P, d + e]` a layer, `N` pages of `P` positions. given, widths: see `KeyValues`.
+        table: `i32[B, S / P]`, the page that holds each `P` positions of a row; -1: none yet.
+        length: `i32[B]`.
+    """
+
+    kv: tuple[Array, ...]
+    table: Array
+    length: Array
+    given: PyTree
+    widths: tuple[int, ...] = static()
+
+    supports = frozenset({"trees", "subsets"})
+    by_row = False
+
+    @property
+    def pages(self) -> int:
+        return self.kv[0].shape[0] if self.kv else 0
+
+    @property
+    def page(self) -> int:
+        return self.kv[0].shape[2] if self.kv else 1
+
+    @property
+    def capacity(self) -> int:
+        return self.table.shape[1] * self.page
+
+    def free(self) -> tuple[Array, Array]:
+        """All pages, the free ones first, and how many those are."""
+        used = jnp.zeros(self.pages, bool).at[jnp.where(self.table >= 0, self.table, self.pages)].set(True, mode="drop")
+        return jnp.argsort(used, stable=True).astype(jnp.int32), (~used).sum(dtype=jnp.int32)
+
+    def _claim(self, wanted: Array) -> PagedCache:
+        """With free pages at the places `wanted` of the table (`bool[B, S / P]`), as far as there are any."""
+        order, free = self.free()
+        rank = (jnp.cumsum(wanted.ravel(), dtype=jnp.int32) - 1).reshape(wanted.shape)
+        page = jnp.where(rank < free, order[jnp.clip(rank, 0, self.pages - 1)], -1)
+        return self.replace(table=jnp.where(wanted, page, self.table))
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
+                               table=self.table, scale=scale, sliding=sliding, softcap=softcap, bias=bias,
+                               key_positions=window.key_positions, cached=window.cached)
+        own = k.shape[1] - q.shape[1]
+        return out, (k[:, own:], v[:, own:])
+
+    def commit(self, entries: Entries, slots: Array) -> PagedCache:
+        if not self.kv:
+            return self
+        place = slots // self.page                                      # of the table; -1 stays -1
+        touched = (place[:, :, None] == jnp.arange(self.table.shape[1], dtype=jnp.int32)).any(1)
+        new = self._claim(touched & (self.table < 0))
+        page = jnp.take_along_axis(new.table, jnp.maximum(place, 0), 1)
+        page = jnp.where((slots >= 0) & (page >= 0), page, self.pages)  # beyond the pool: dropped
+        put = lambda pool, x: pool.at[page, :, slots % self.page].set(x.astype(pool.dtype), mode="drop")
+        kv = tuple(put(pool, jnp.concatenate(entry, -1)) for pool, entry in zip(self.kv, entries, strict=True))
+        return new.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def select(self, rows: Array) -> PagedCache:
+        new = self.replace(table=self.table[rows], length=self.length[rows],
+                           given=jax.tree.map(lambda x: x[rows], self.given))
+        if not self.kv:
+            return new
+        begun = new.length % self.page > 0
+        again = jnp.tril(rows[:, None] == rows, -1).any(1)              # an earlier row comes from the same one
+        place = jnp.arange(self.table.shape[1], dtype=jnp.int32) == (new.length // self.page)[:, None]
+        wanted = place & (again & begun)[:, None] & (new.table >= 0)
+        copies = new._claim(wanted)
+        # only the pages that are being filled move: one for each row
+        which = jnp.argmax(wanted, 1)[:, None]
+        one = lambda table: jnp.take_along_axis(table, which, 1)[:, 0]
+        to = jnp.where(wanted.any(1) & (one(copies.table) >= 0), one(copies.table), self.pages)
+        copy = lambda pool: pool.at[to].set(pool[jnp.maximum(one(new.table), 0)], mode="drop")
+        return copies.replace(kv=tuple(map(copy, self.kv)))
+
+    def room(self, running: Array) -> Array | None:
+        if not self.kv:
+            return None
+        _, free = self.free()
+        rows = jnp.maximum(running.sum(dtype=jnp.int32), 1)
+        own = (self.table >= 0).sum(1, dtype=jnp.int32)
+        more = (free + rows - jnp.cumsum(running, dtype=jnp.int32)) // rows      # all free pages, as evenly as they go
+        lost = own * self.page < self.length                            # a page was wanted and there was none
+        return jnp.where(lost, 0, (own + more) * self.page - self.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged(CacheConfig):
+    """A `PagedCache`.
+
+    Attributes:
+        pages: of the pool. page: positions of each.
+    """
+
+    pages: int = 2048
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        if self.pages < 1 or self.page < 1:
+            raise ValueError(f"pages, page: got {self.pages} and {self.page}, takes 1 or more")
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        return PagedCache(kv=empty_kv(shapes, self.pages, self.page, dtype), widths=key_widths(shapes), given=inputs,
+                          table=jnp.full((batch, -(-capacity // self.page)), -1, jnp.int32),
+                          length=jnp.zeros(batch, jnp.int32))

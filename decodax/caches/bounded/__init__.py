@@ -1,0 +1,1 @@
+"""Caches that have one size whatever the length of the text."""

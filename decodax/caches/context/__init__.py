@@ -1,0 +1,1 @@
+"""Caches that divide the positions of a text over devices."""

@@ -1,0 +1,292 @@
+"""A cache whose positions are divided over devices: context parallelism for long texts ("Context Parallelism for
+Scalable Million-Token Inference", Yang et al., 2024).
+
+Over a mesh axis "context" of `N` devices each holds a part of every text, and it stays there. Prompts are read in
+chunks whose tokens are divided too, by ring attention (`decodax.caches.context.ring`): a block of the text is cut into
+`2 N` pieces, and device `i` takes pieces `i` and `2 N - 1 - i`, which costs all of them the same under a causal mask.
+Tokens behind the prompt go to the devices in turn. While decoding, each device attends a round's queries to its part,
+and one exchange a layer merges what they found by the logarithms of the softmax sums; the paper divides the queries of
+a batch over the devices there and sends them around, Mnemosyne's KV parallelism (Agrawal et al., 2024) does it as here.
+
+Without that axis it is a cache on one device, in another order. It is exact: nothing is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from decodax.cache.dense import write
+from decodax.cache.key_values import KeyValues, empty_kv, key_widths
+from decodax.caches.context.ring import Keys, Partial, Queries, RingChoice, gathered, pass_kv, pass_q
+from decodax.common.axes import CONTEXT, DATA, MODEL, free_axes, shardwise
+from decodax.common.struct import Struct, static, struct
+from decodax.core.cache import ALL, CacheConfig, Entries, Feature, PyTree, ReadPrompt
+from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse
+
+
+@struct
+class Layout(Struct):
+    """Where positions lie: the first ones by blocks of `2 N` pieces, the others in turn.
+
+    Attributes:
+        fixed: `i32[B]`, how many positions of each row lie by blocks.
+        parts: static; `N`. piece: static; positions of a piece.
+    """
+
+    fixed: Array
+    parts: int = static()
+    piece: int = static()
+
+    @property
+    def block(self) -> int:
+        return 2 * self.parts * self.piece
+
+    def part(self, at: Array) -> Array:
+        """The device of each position `i32[B, M]`."""
+        number = at % self.block // self.piece
+        return jnp.where(at < self.fixed[:, None], jnp.minimum(number, 2 * self.parts - 1 - number), at % self.parts)
+
+    def slot(self, at: Array) -> Array:
+        """Each position's slot within its device's part, `i32[B, M]`."""
+        fixed, number = self.fixed[:, None], at % self.block // self.piece
+        first = at // self.block * 2 * self.piece + jnp.where(number < self.parts, 0, self.piece) + at % self.piece
+        part = at % self.parts
+        behind = self._behind(part) + at // self.parts - self._turns(part)
+        return jnp.where(at < fixed, first, behind)
+
+    def _behind(self, part: Array) -> Array:
+        """How many of the first positions a device has, `i32[B, M]` for devices `i32[B or 1, M]`."""
+        whole, rest = jnp.divmod(self.fixed[:, None], self.block)
+        piece = lambda i: jnp.clip(rest - i * self.piece, 0, self.piece)
+        return whole * 2 * self.piece + piece(part) + piece(2 * self.parts - 1 - part)
+
+    def _turns(self, part: Array) -> Array:
+        """How many turns a device had before the first position that is laid in turn."""
+        return (self.fixed[:, None] - part + self.parts - 1) // self.parts
+
+    def position(self, part: Array, slot: Array) -> Array:
+        """The position in a slot of a device, `i32[B, M]`; `part`, `slot`: `i32[M]`."""
+        part, slot, c = part[None], slot[None], self.piece
+        number, place = jnp.divmod(slot % (2 * c), c)
+        first = slot // (2 * c) * self.block + jnp.where(number == 0, part, 2 * self.parts - 1 - part) * c + place
+        before = self._behind(part)
+        return jnp.where(slot < before, first, (self._turns(part) + slot - before) * self.parts + part)
+
+
+@struct
+class ContextParallel(KeyValues):
+    """Keys and values in `N` parts of `S` slots, one for each device of the axis "context".
+
+    Attributes:
+        kv, given, widths: see `KeyValues`; slot `s` of part `i` is slot `i * S + s`.
+        length: `i32[B]` tokens of the verified text.
+        layout: where they lie.
+        size: static; the most tokens of a text. choice: static; how keys and queries meet in a prompt.
+    """
+
+    kv: tuple[Array, ...]
+    length: Array
+    layout: Layout
+    given: PyTree = None
+    widths: tuple[int, ...] = static(default=())
+    size: int = static(default=0)
+    choice: RingChoice = static(default=RingChoice())
+
+    supports: ClassVar[frozenset[Feature]] = ALL
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    @property
+    def parts(self) -> int:
+        return self.layout.parts
+
+    def specs(self) -> PyTree:
+        rows = jax.tree.map(lambda x: P(DATA), self.replace(kv=()))
+        return rows.replace(kv=tuple(P(DATA, MODEL, CONTEXT) for _ in self.kv))
+
+    def order(self, width: int) -> np.ndarray | None:
+        if not self._divided or width % self.layout.block:
+            return None
+        text = np.arange(width, dtype=np.int32)
+        number = text % self.layout.block // self.layout.piece
+        return text[np.argsort(np.minimum(number, 2 * self.parts - 1 - number), kind="stable")]
+
+    @property
+    def _divided(self) -> bool:
+        return bool(self.kv) and self.parts > 1 and free_axes().get(CONTEXT) == self.parts
+
+    def held(self, layout: Layout, length: Array, part: Array | None = None) -> Array:
+        """`i32[B, 1, S]`: the position in each slot of a device, or of all of them; -1 where there is none."""
+        slots = self.kv[0].shape[2] // self.parts
+        index = jnp.arange(slots * self.parts if part is None else slots, dtype=jnp.int32)
+        of = index // slots if part is None else jnp.full(slots, part, jnp.int32)
+        at = layout.position(of, index % slots)
+        return jnp.where(at < length[:, None], at, -1)[:, None]
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
+        W, own = q.shape[1], k.shape[1] - q.shape[1]
+        entry = k[:, own:], v[:, own:]
+        if bias is not None or not self._divided:
+            held = _only(self.held(self.layout, self.length), window.cached)
+            return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], bias=bias,
+                                    slot_positions=held, key_positions=window.key_positions, **options), entry
+        if window.certain and window.cached is None and W % self.parts == 0:
+            return self._ring(layer, q, k, v, window, options), entry
+        return self._merged(layer, q, k, v, window, options), entry
+
+    def _merged(self, layer: int, q: Array, k: Array, v: Array, window: Any, options: dict[str, Any]) -> Array:
+        """Each device attends all queries to its part, the first one to the window, too; one exchange merges them."""
+
+        def local(q: Array, k: Array, v: Array, mask: Array, at: Array, where: Array, cached: Array | None,
+                  kv: Array, length: Array, layout: Array) -> Array:
+            me = lax.axis_index(CONTEXT)
+            held = _only(self.held(self.layout.replace(fixed=layout), length, me), cached)
+            out, lse = window_attention_lse(q, k, v, mask & (me == 0), at, kv, slot_positions=held,
+                                            key_positions=where, **options)
+            both = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], -1)
+            return gathered(lax.all_gather(both, CONTEXT))[0].astype(q.dtype)
+
+        heads, rows, mask = P(DATA, None, MODEL), P(DATA), window.visible()
+        specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, rows, rows,
+                 P(DATA, MODEL, CONTEXT), rows, rows)
+        return shardwise(local, specs, heads, q, k, v, mask, window.positions, window.key_positions, window.cached,
+                         self.kv[layer], self.length, self.layout.fixed, whole=True)
+
+    def _ring(self, layer: int, q: Array, k: Array, v: Array, window: Any, options: dict[str, Any]) -> Array:
+        W, parts = q.shape[1], self.parts
+        slots, width = self.kv[layer].shape[2] // parts, self.widths[layer]
+        step = min(slots, BLOCK)
+        # known to all devices alike, whatever rows they have: they have to turn as often, and in the same way
+        longest = self.length.max()
+        blocks = -(-jnp.where(longest > 0, jnp.minimum(longest // parts + 2 * self.layout.piece + 1, slots), 0) // step)
+        kind = self.choice.passes_kv(W, longest, parts, q.shape[2], k.shape[2], self.kv[layer].dtype.itemsize)
+
+        def local(q: Array, k: Array, v: Array, at: Array, live: Array, kv: Array, length: Array, fixed: Array,
+                  blocks: Array, kind: Array | bool) -> Array:
+            held = self.held(self.layout.replace(fixed=fixed), length, lax.axis_index(CONTEXT))
+            queries, keys = Queries(q, at), Keys(k, v, jnp.where(live, at, -1))
+
+            def cached(i: Array) -> Keys:
+                both = lax.dynamic_slice_in_dim(kv, i * step, step, 2).swapaxes(1, 2)
+                where = lax.dynamic_slice_in_dim(held, i * step, step, 2)[:, 0]
+                return Keys(both[..., :width], both[..., width:], where)
+
+            def mine(queries: Queries) -> Partial:
+                # beside a window of keys that nobody sees
+                nobody = jnp.zeros((1, queries.q.shape[1], 1), bool)
+                out, lse = window_attention_lse(queries.q, k[:, :1], v[:, :1], nobody, queries.at, kv,
+                                                slot_positions=held, key_positions=at[:, :1], **options)
+                return out.astype(jnp.float32), lse
+
+            kvs = lambda: pass_kv(queries, keys, cached, blocks, parts, options)
+            qs = lambda: pass_q(queries, keys, mine, parts, options)
+            if isinstance(kind, bool):
+                found = kvs() if kind else qs()
+            else:
+                found = lax.cond(kind, kvs, qs)
+            return found[0].astype(q.dtype)
+
+        nodes, chunk, rows = P(DATA, CONTEXT, MODEL), P(DATA, CONTEXT), P(DATA)
+        specs = nodes, nodes, nodes, chunk, chunk, P(DATA, MODEL, CONTEXT), rows, rows, P()
+        given = (q, k, v, window.positions, window.live, self.kv[layer], self.length, self.layout.fixed, blocks)
+        if isinstance(kind, bool):
+            return shardwise(functools.partial(local, kind=kind), specs, nodes, *given, whole=True)
+        return shardwise(local, (*specs, P()), nodes, *given, kind, whole=True)
+
+    def commit(self, entries: Entries, slots: Array) -> ContextParallel:
+        if not self.kv:
+            return self
+        own, to = self.layout.part(slots), jnp.where(slots >= 0, self.layout.slot(slots), -1)
+        put = self._put(own, to, slots.shape[1])
+        kv = tuple(put(held, jnp.concatenate(entry, -1)) for held, entry in zip(self.kv, entries, strict=True))
+        return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def _put(self, own: Array, to: Array, width: int) -> Any:
+        parts, heads, kept = self.parts, P(DATA, None, MODEL), P(DATA, MODEL, CONTEXT)
+        if not self._divided:
+            slots = self.kv[0].shape[2] // parts
+            return lambda held, new: write(held, new, jnp.where(to >= 0, own * slots + to, -1))
+
+        def all_nodes(held: Array, new: Array, own: Array, to: Array) -> Array:
+            return write(held, new, jnp.where(own == lax.axis_index(CONTEXT), to, -1))
+
+        if self.order(width) is None:
+            return lambda held, new: shardwise(all_nodes, (kept, heads, P(DATA), P(DATA)), kept, held, new, own, to,
+                                               whole=True)
+        # nodes lie where they were computed, and most often where they belong. A loop of one trip or none, since XLA
+        # copies the caches that a conditional writes to
+        strays = ((own != jnp.arange(width) // (width // parts)) & (to >= 0)).any()
+
+        def some_nodes(held: Array, new: Array, own: Array, to: Array, strays: Array) -> Array:
+            held = all_nodes(held, new, own, to)
+
+            def again(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                every = [lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in (new, own, to)]
+                return jnp.zeros((), bool), all_nodes(carry[1], *every)
+
+            return lax.while_loop(lambda carry: carry[0], again, (strays, held))[1]
+
+        nodes, chunk = P(DATA, CONTEXT, MODEL), P(DATA, CONTEXT)
+        return lambda held, new: shardwise(some_nodes, (kept, nodes, chunk, chunk, P()), kept, held, new, own, to,
+                                           strays, whole=True)
+
+    def truncate(self, length: Array) -> ContextParallel:
+        return self.replace(length=jnp.minimum(self.length, length))
+
+    def settled(self, prompt: ReadPrompt) -> ContextParallel:
+        return self.replace(layout=self.layout.replace(fixed=self.length))
+
+
+def _only(held: Array, cached: Array | None) -> Array:
+    """The positions `held` without those that a window does not see (`Window.cached`)."""
+    if cached is None:
+        return held
+    if not cached.shape[1]:
+        return jnp.full_like(held, -1)
+    seen = jnp.take_along_axis(cached, jnp.maximum(held[:, 0], 0), 1)[:, None]
+    return jnp.where(seen, held, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextAxis(CacheConfig):
+    """A `ContextParallel` cache over the axis "context" of the mesh.
+
+    Attributes:
+        choice: whether keys or queries travel.
+        block: positions of a prompt that are cut into pieces for the devices: best those of a prefill round (`chunk`).
+        parts: how many parts it has; None: as many as there are devices on the axis.
+    """
+
+    choice: RingChoice = RingChoice()
+    block: int = 256
+    parts: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or (self.parts is not None and self.parts < 1):
+            raise ValueError(f"block, parts: got {self.block} and {self.parts}, takes numbers above 0")
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> ContextParallel:
+        parts = self.parts or free_axes().get(CONTEXT, 1)
+        piece = max(min(self.block, capacity) // (2 * parts), 1)
+        # as many as a part may get when its prompt ended within a block
+        slots = -(-capacity // parts) + 2 * piece + 1 if capacity else 0
+        slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+        layout = Layout(fixed=jnp.full(batch, capacity, jnp.int32), parts=parts, piece=piece)
+        kv = empty_kv(layers, batch, slots * parts, dtype) if capacity else ()
+        return ContextParallel(kv=kv, length=jnp.zeros(batch, jnp.int32), layout=layout, given=inputs,
+                               widths=key_widths(layers), size=capacity, choice=self.choice)

@@ -1,0 +1,183 @@
+"""Attention of a long chunk of text whose positions are divided over devices (Ring Attention: Liu et al., 2023), in the
+two lossless forms of "Context Parallelism for Scalable Million-Token Inference" (Yang et al., 2024).
+
+Each of `N` devices has a part of the chunk's queries, keys and values, and a part of what is cached. *pass-KV* sends
+keys and values around the ring: each device attends its own queries to what comes by. *pass-Q* sends the queries around
+and returns, all to all, what each device found for them. Both merge parts by the logarithms of their softmax sums.
+
+A device's queries are two pieces of the text, an early one and a late one (`decodax.caches.context.context`), so that
+of the `N` turns each costs it the same: of the four products of halves only those are computed in which something is
+seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.common.axes import CONTEXT
+from decodax.pallas_kernels.window_attention import merge, window_attention_lse
+
+Mode = Literal["auto", "pass-kv", "pass-q"]
+
+Partial = tuple[Array, Array]
+"""Attention to some of the keys: `f32[B, W, H, e]`, and the logarithms of the softmax sums `f32[B, W, H]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RingChoice:
+    """Which form is taken, from sizes alone (Yang et al., 2024, algorithm 1 and its refinement for the exchange at the
+    end of pass-Q).
+
+    For `T` new tokens behind `P` cached ones, the keys and values that pass-KV sends are no more than the queries of
+    pass-Q where `T / (T + P) >= 2 G / H`. They are sent while a device computes, for free, where
+    `T >= N C G e / (2 H BW)`: `C` operations and `BW` bytes a second, `e` bytes a number. Else pass-Q pays where what
+    pass-KV cannot hide is more than what pass-Q returns: `T / (T + P) < 2 G / H - 4 T BW / (N C e)`.
+
+    Attributes:
+        mode: "auto", or one of the two always.
+        flops: `C`, of one device. bandwidth: `BW`, of a link in one direction. As of a TPU v5e.
+    """
+
+    mode: Mode = "auto"
+    flops: float = 197e12
+    bandwidth: float = 4.5e10
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode: got {self.mode!r}, takes one of {', '.join(get_args(Mode))}")
+        if self.flops <= 0 or self.bandwidth <= 0:
+            raise ValueError(f"flops, bandwidth: got {self.flops} and {self.bandwidth}, takes numbers above 0")
+
+    def passes_kv(self, new: int, cached: Array | int, parts: int, queries: int, heads: int, size: int) -> Array | bool:
+        """Whether keys and values travel.
+
+        Args:
+            new, cached: `T` and `P`. parts: `N`. queries, heads: `H` and `G`. size: `e`.
+
+        >>> choose = RingChoice(flops=8e14, bandwidth=2e11)
+        >>> [bool(choose.passes_kv(t, 128_000 - t, 4, 128, 8, 2)) for t in (640, 12_800, 128_000)]
+        [False, True, True]
+        """
+        if self.mode != "auto":
+            return self.mode == "pass-kv"
+        ratio = 2 * heads / queries
+        if new >= parts * self.flops * heads * size / (2 * queries * self.bandwidth):
+            return True
+        hidden = 4 * new * self.bandwidth / (parts * self.flops * size)
+        return new / (new + cached) >= ratio - hidden
+
+
+class Keys(NamedTuple):
+    """Keys and values that travel: `f[B, K, G, d]`, `f[B, K, G, e]`, positions `i32[B, K]`, -1 where there is none."""
+
+    k: Array
+    v: Array
+    at: Array
+
+
+class Queries(NamedTuple):
+    """Queries that travel: `f[B, W, H, d]`, and their positions `i32[B, W]`."""
+
+    q: Array
+    at: Array
+
+
+def seen(queries: Queries, keys: Keys, options: dict[str, Any]) -> Partial:
+    """Attention to the keys at positions up to the queries' own, half by half."""
+    parts = [_seen(half, keys, options) for half in _halves(queries)]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *parts)
+
+
+def _seen(queries: Queries, keys: Keys, options: dict[str, Any]) -> Partial:
+    return merge(*(_product(queries, half, options) for half in _halves(keys)))
+
+
+def _halves(x: Any) -> list[Any]:
+    size = x[0].shape[1]
+    if size % 2:
+        return [x]
+    return [type(x)(*(y[:, a:a + size // 2] for y in x)) for a in (0, size // 2)]
+
+
+def _product(queries: Queries, keys: Keys, options: dict[str, Any]) -> Partial:
+    mask = (keys.at >= 0)[:, None] & (keys.at[:, None] <= queries.at[:, :, None])
+
+    def attend() -> Partial:
+        out, lse = window_attention_lse(queries.q, keys.k, keys.v, mask, queries.at, key_positions=keys.at,
+                                        implementation="xla", **options)
+        # a query that sees none of them has the mean of all values, and a sum that weighs nothing in a merge
+        return out.astype(jnp.float32), lse
+
+    shapes = jax.eval_shape(attend)
+    none = lambda: (jnp.zeros(shapes[0].shape, jnp.float32), jnp.full(shapes[1].shape, -1e30, jnp.float32))
+    return lax.cond(mask.any(), attend, none)
+
+
+def _turn(x: Any, parts: int) -> Any:
+    """What the device before this one has."""
+    return jax.tree.map(lambda y: lax.ppermute(y, CONTEXT, [(i, (i + 1) % parts) for i in range(parts)]), x)
+
+
+def _around(keys: Keys, queries: Queries, found: Partial, parts: int, options: dict[str, Any]) -> Partial:
+    """`found` and what the queries find in the keys of all devices. The next keys travel while these are looked at."""
+
+    def turn(_: Array, carry: tuple[Keys, Partial]) -> tuple[Keys, Partial]:
+        keys, found = carry
+        coming = _turn(keys, parts)
+        return coming, merge(found, seen(queries, keys, options))
+
+    keys, found = lax.fori_loop(0, parts - 1, turn, (keys, found))
+    return merge(found, seen(queries, keys, options))
+
+
+def pass_kv(queries: Queries, keys: Keys, cached: Callable[[Array], Keys], blocks: Array, parts: int,
+            options: dict[str, Any]) -> Partial:
+    """Keys and values travel, those of the chunk and then those cached, block by block.
+
+    Args:
+        queries, keys: this device's.
+        cached: block `i` of this device's part of the cache.
+        blocks: `i32[]`, how many blocks hold something; the same on all devices.
+        options: of `window_attention_lse`.
+    """
+    B, W, H, _ = queries.q.shape
+    none = (jnp.zeros((B, W, H, keys.v.shape[3]), jnp.float32), jnp.full((B, W, H), -1e30, jnp.float32))
+    found = _around(keys, queries, none, parts, options)
+    more = lambda i, found: _around(cached(i), queries, found, parts, options)
+    return lax.fori_loop(0, blocks, more, found)
+
+
+def pass_q(queries: Queries, keys: Keys, local: Callable[[Queries], Partial], parts: int,
+           options: dict[str, Any]) -> Partial:
+    """Queries travel; `local` is their attention to this device's part of the cache."""
+    me = lax.axis_index(CONTEXT)
+
+    def look(queries: Queries) -> Array:
+        out, lse = merge(seen(queries, keys, options), local(queries))
+        return jnp.concatenate([out, lse[..., None]], -1)
+
+    def turn(queries: Queries, _: None) -> tuple[Queries, Array]:
+        coming = _turn(queries, parts)
+        return coming, look(queries)
+
+    last, found = lax.scan(turn, queries, None, length=parts - 1)
+    found = jnp.concatenate([found, look(last)[None]])
+    # what was found in turn `t` is that of the device `t` places before this one
+    for_device = found[(me - jnp.arange(parts)) % parts]
+    mine = lax.all_to_all(for_device, CONTEXT, 0, 0)
+    return gathered(mine)
+
+
+def gathered(parts: Array) -> Partial:
+    """Parts `f32[N, B, W, H, e + 1]`, each with its softmax sum's logarithm behind it, merged."""
+    out, lse = parts[..., :-1], parts[..., -1]
+    top = lse.max(0)
+    weights = jnp.exp(lse - top)
+    total = weights.sum(0)
+    return (out * weights[..., None]).sum(0) / total[..., None], top + jnp.log(total)

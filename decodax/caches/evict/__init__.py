@@ -1,0 +1,1 @@
+"""Caches that keep some of the tokens."""

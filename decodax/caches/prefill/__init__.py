@@ -1,0 +1,1 @@
+"""Caches that change how a prompt is read."""

@@ -1,0 +1,279 @@
+"""Prompts of which deep layers read a part: from one layer on, only chosen tokens go on.
+
+The first layers read the whole prompt. There some of its tokens are chosen by attention, and their states alone run
+through the layers behind, at their true positions, where they see each other. Reading takes less time, and deep layers
+have no more to hold than those tokens.
+
+"FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration" (Jo et al., 2025)
+then evicts in each layer as SnapKV does. "PromptDistill: Query-based Selective Token Retention in Intermediate Layers
+for Efficient Large Language Model Inference" (Jin et al., 2025) leaves the same tokens in the first layers, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.cache.key_values import KVLayer
+from decodax.cache.wrapper import Wrapper
+from decodax.caches.evict.evicting import Evicting, Eviction, held_of
+from decodax.caches.evict.held import HeldLayer
+from decodax.caches.evict.query_scores import WindowAttention, pooled
+from decodax.caches.evict.scores import TokenScore
+from decodax.caches.evict.selection import Budget, Top, best, kept
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.window import Window
+from decodax.models.transformer import Transformer
+from decodax.pallas_kernels.window_attention import window_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class NewestScores(TokenScore):
+    """The newest query's products with keys, before any softmax, in the mean over all heads and pooled over `kernel`
+    neighbours; the newest token stays (PromptDistill)."""
+
+    kernel: int = 5
+
+    @property
+    def latest(self) -> int:
+        return 1
+
+    @property
+    def always(self) -> int:
+        return 1
+
+    def __call__(self, held: HeldLayer) -> Array:
+        G, _, d = held.keys.shape
+        early = held.index < held.count[:, None] - 1
+        scores = jnp.einsum("grd,gsd->gs", held.queries[0].reshape(G, -1, d), held.keys).sum(0) / held.queries.shape[1]
+        worth = pooled(jnp.where(early, scores, 0), self.kernel, "mean")
+        return jnp.where(early, worth, jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoupled(Top):
+    """The best tokens of each head; a share of the text counts of the whole of it, for deep layers, too (FastKV).
+
+    Attributes:
+        window: tokens that stay in any case. layer: the last one that reads all. passed: what it passes on.
+    """
+
+    score: TokenScore
+    window: int = 8
+    layer: int = 0
+    passed: Budget = 0.2
+
+    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
+        if layer <= self.layer or isinstance(budget, int):
+            return at_least(kept(budget, longest), self.window)
+        on = at_least(kept(self.passed, longest), self.window)
+        if isinstance(self.passed, int):
+            rest = kept(budget, longest)
+        else:       # a share of what goes on, rounded as the authors do
+            share = float(budget) / float(self.passed)
+            rest = np.array([int(n * share) for n in on.tolist()], np.int32)
+        return at_least(np.minimum(rest, on), self.window)
+
+
+def at_least(table: np.ndarray, window: int) -> np.ndarray:
+    """A table of which each text keeps the latest `window` tokens."""
+    return np.maximum(table, np.minimum(np.arange(len(table)), window)).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Propagation(CacheConfig):
+    """A kind of cache whose prompts are read in this way.
+
+    Attributes:
+        eviction: what each layer keeps of what it has read. It chooses once.
+        chooser: what the tokens that go on are chosen by.
+        passed: how many go on, in tokens or (below 1) as a share of the prompt.
+        layer: the last one that reads all, from 0; None: the `default`-th part of the layers, less one.
+        same: whether the first layers keep the tokens that go on, and no others.
+        width: of the residual stream (`of_model`).
+    """
+
+    eviction: Eviction
+    chooser: TokenScore
+    passed: Budget
+    layer: int | None = None
+    default: float = 0.5
+    same: bool = False
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        self.eviction._check(self.passed)
+
+    @property
+    def name(self) -> str:
+        return self.eviction.name
+
+    def fit(self, new: int) -> Propagation:
+        return dataclasses.replace(self, eviction=self.eviction.fit(new))
+
+    def beyond(self, longest: int) -> int:
+        return self.eviction.beyond(longest)
+
+    def of_model(self, lm: Any) -> Propagation:
+        if not isinstance(lm.model, Transformer):
+            raise ValueError(f"cache: {self.name} stops a prompt at a layer, which takes a Transformer, got a "
+                             f"{type(lm.model).__name__}")
+        return dataclasses.replace(self, eviction=self.eviction.of_model(lm), width=lm.model.config.width)
+
+    def at(self, depth: int) -> int:
+        """The last layer that reads all."""
+        layer = max(int(depth * self.default) - 1, 0) if self.layer is None else self.layer
+        if not 0 <= layer < depth - 1:
+            raise ValueError(f"layer: got {layer}, takes 0 to {depth - 2} of a model of {depth} layers")
+        return layer
+
+    def numbers(self, size: int) -> np.ndarray:
+        """`i32[size + 1]`: how many tokens of a prompt of each length go on."""
+        return at_least(kept(self.passed, size), self.chooser.always)
+
+    def placed(self, depth: int) -> Eviction:
+        """The eviction, told where layers begin to read a part."""
+        chosen = self.eviction.selection
+        if isinstance(chosen, Decoupled):
+            chosen = dataclasses.replace(chosen, layer=self.at(depth), passed=self.passed)
+        return dataclasses.replace(self.eviction, selection=chosen)
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        kind = self.placed(len(shapes)) if shapes else self.eviction
+        return Propagated(base=kind.empty(shapes, batch, capacity, dtype, inputs), kind=self)
+
+
+@struct
+class Propagated(Wrapper):
+    """What was kept, and how prompts are read."""
+
+    base: Evicting
+    kind: Propagation = static()
+
+    def for_prompt(self) -> Cache:      # type: ignore[override]
+        base, kind = self.base, self.kind
+        if not base.kv:
+            return self
+        if kind.width is None:
+            raise ValueError(f"cache: {kind.name} as a kind that was set by hand does not know the width of the model; "
+                             "takes one that was given to generate")
+        batch, dtype = base.length.shape[0], base.kv[0].dtype
+        first = Eviction(Top(kind.chooser), kind.eviction.budget)
+        whole = first.empty(base.shapes[:kind.at(len(base.shapes)) + 1], batch, base.size, dtype, base.given, True)
+        return ReadInPart(base=whole, stream=jnp.zeros((batch, base.size, kind.width), dtype), shapes=base.shapes,
+                          kind=kind)
+
+
+@struct
+class ReadInPart(Wrapper):
+    """A prompt in the first layers, and what came out of them, `f[B, S, D]`."""
+
+    base: Evicting
+    stream: Array
+    shapes: tuple[KVLayer, ...] = static()
+    kind: Propagation = static()
+
+    @property
+    def reads(self) -> int | None:
+        return len(self.base.shapes)
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        if layer >= len(self.base.shapes):
+            raise ValueError(f"cache: {self.kind.name} has prompts stop behind {self.reads} layers, and this model "
+                             "goes on with them; takes a model that stops, with no other cache beside this one")
+        return self.base.attend(layer, q, k, v, window, **options)
+
+    def commit(self, entries: Entries, slots: Array) -> ReadInPart:
+        *own, stream = entries
+        put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
+        to = jnp.where(slots >= 0, slots, self.stream.shape[1])
+        return self.replace(base=self.base.commit(own, slots), stream=put(self.stream, stream, to))
+
+    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        base, kind = self.base, self.kind
+        first, length = len(base.shapes), base.length
+        numbers = kind.numbers(base.size)
+        number = jnp.asarray(numbers)[length]
+        slots = jnp.arange(int(numbers.max()), dtype=jnp.int32)
+        part = functools.partial(held_of, base.kind, first - 1, first, base.shapes[-1], None)
+        row = (base.kv[-1], base.positions[-1], base.starts[-1], base.count[-1], base.queries[-1], base.gathered[-1])
+
+        def choose(row: tuple[Any, ...]) -> Array:
+            held = part(row)
+            return best(kind.chooser(held)[:1], held.valid[:1], row[-1])[0]
+
+        stays = lax.map(choose, (row, length, length, length, number))
+        at = jnp.argsort(~stays, axis=-1, stable=True)[:, :len(slots)].astype(jnp.int32)     # [B, K], in order
+        live = slots < number[:, None]
+        read = self._go_on(prompt, at, live, first)
+        whole = kind.placed(len(self.shapes)).empty(self.shapes, len(length), base.size, base.kv[0].dtype, base.given,
+                                                    whole=True)
+        kv, positions, count, queries = list(base.kv), list(base.positions), list(base.count), list(base.queries)
+        if kind.same:
+            move = lambda x: jnp.take_along_axis(x, at.reshape(len(at), 1, -1, *[1] * (x.ndim - 3)), 2)
+            kv = [move(x) for x in kv]
+            positions = [jnp.where(live[:, None], move(x), -1) for x in positions]
+            count = [jnp.broadcast_to(number[:, None], x.shape) for x in count]
+        for (k, v, q), shape in zip(read, self.shapes[first:], strict=True):
+            kv.append(jnp.concatenate([k, v], -1).swapaxes(1, 2).astype(kv[0].dtype))
+            heads = (len(at), shape.heads)
+            positions.append(jnp.broadcast_to(jnp.where(live, at, -1)[:, None], (*heads, len(slots))))
+            count.append(jnp.broadcast_to(number[:, None], heads))
+            queries.append(_ring(q, number, length, base.queries[-1].shape[2]).astype(queries[0].dtype))
+        whole = whole.replace(kv=tuple(kv), positions=tuple(positions), count=tuple(count), queries=tuple(queries),
+                              length=length)
+        return Propagated(base=whole.settled(prompt), kind=kind)
+
+    def _go_on(self, prompt: ReadPrompt, at: Array, live: Array, first: int) -> list[Any]:
+        """Keys, values and queries of the layers behind the `first` ones, of the tokens at those positions."""
+        K = at.shape[1]
+        tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at, prompt.tokens.shape[1] - 1), 1)
+        window = Window(tokens=tokens, positions=at, mask=jnp.tril(jnp.ones((1, K, K), bool)), live=live)
+        within = Among(made=[], given=self.base.given)
+        _, run = prompt.model.walk(prompt.params, window, within)
+        x = jnp.take_along_axis(self.stream, at[..., None], 1)
+        for layer in range(first, len(self.shapes)):
+            x = run(layer, x)
+        return within.made
+
+
+class Among:
+    """In a cache's place: tokens that see each other alone. It notes their keys, values and scaled queries."""
+
+    def __init__(self, made: list[Any], given: PyTree):
+        self.made, self.inputs = made, given
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               **options: Any) -> tuple[Array, PyTree]:
+        self.made.append((k, v, q * scale))
+        return window_attention(q, k, v, window.visible(), window.positions, scale=scale, **options), ()
+
+
+def _ring(q: Array, number: Array, length: Array, latest: int) -> Array:
+    """The latest of queries `f[B, K, H, d]`, of which each row has `number`: `f[B, H, w, d]`, that of position `p` at
+    `p % w`."""
+    back = (jnp.arange(latest) - (length[:, None] - latest)) % max(latest, 1)
+    node = jnp.clip(number[:, None] - latest + back, 0, q.shape[1] - 1)
+    return jnp.take_along_axis(q, node[:, :, None, None], 1).swapaxes(1, 2)
+
+
+def fastkv(budget: Budget, passed: Budget, layer: int | None, window: int, kernel: int, name: str) -> Propagation:
+    """FastKV's: what each layer keeps is chosen as what goes on is, apart for each head."""
+    own = Eviction(Decoupled(WindowAttention(window, kernel), window), budget, name=name)
+    return Propagation(own, WindowAttention(window, kernel, over="heads"), passed, layer, 0.5)
+
+
+def prompt_distill(tokens: int, layer: int | None, kernel: int, name: str) -> Propagation:
+    """PromptDistill's: all layers keep what goes on."""
+    chooser = NewestScores(kernel)
+    return Propagation(Eviction(Top(chooser), tokens + 1, name=name), chooser, tokens + 1, layer, 14 / 32, same=True)

@@ -1,0 +1,1 @@
+"""Caches that reuse keys and values of texts that were read before."""

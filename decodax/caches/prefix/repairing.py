@@ -1,0 +1,215 @@
+"""Keys and values that were computed in another text and are computed anew while decoding, a few tokens a step: the
+second stage of KVShare ("KVShare: An LLM Service System with Efficient and Effective Multi-Tenant KV Cache Reuse", Yang
+et al., 2025).
+
+The context is a text that `decodax.caches.blended` put together with `score="kvshare"`, its first stage. Each token
+that is decoded attends to those whose keys and values were reused as they were. What it gives them, in the layer where
+their values were compared, is added to the attention that they have received; the `tokens` ones with the most attention
+times change of their values are computed anew, from everything before them, before the next token reads. When there are
+none left, the cache is a dense one.
+
+What is held depends on each token, so a round commits one as long as tokens are left to compute anew. Any draft goes
+with it, and gains nothing until then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.dense import Dense, write
+from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.wrapper import Wrapper
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.window import Window, each_node
+from decodax.pallas_kernels.window_attention import Bias, slot_weights, window_attention, window_attention_lse
+
+
+@struct
+class Repairing(KeyValues):
+    """Everything, in the order of positions, and what is known of the tokens that were reused.
+
+    Attributes:
+        kv, given, widths: see `KeyValues`.
+        attention, change: `f32[B, S]`, as in `Reuse`; tokens with a change above 0 are still to be computed anew.
+        asked: `bool[B]`, rows with a token that has attended since some were computed anew.
+        length: `i32[B]`. kind: static.
+    """
+
+    kv: tuple[Array, ...]
+    attention: Array
+    change: Array
+    asked: Array
+    length: Array
+    given: PyTree
+    widths: tuple[int, ...] = static()
+    kind: HighDeviation = static()
+
+    supports = frozenset({"trees"})
+
+    @property
+    def left(self) -> Array:
+        """`bool[B]`: rows with tokens that are still to be computed anew."""
+        return (self.change > 0).any(1)
+
+    def horizon(self) -> Array | None:
+        return jnp.where(self.left, 1, jnp.iinfo(jnp.int32).max) if self.kv else None
+
+    def stale(self) -> Array | None:
+        return self.asked & self.left if self.kv else None
+
+    def for_prompt(self) -> Cache:
+        if not self.kv:
+            return self
+        # `+ 0`: the state is donated, and no array may stand in it twice
+        whole = Dense(kv=self.kv, length=self.length + 0, given=self.given, widths=self.widths)
+        return PromptToRepair(base=whole, into=self.replace(kv=()))
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        own = k.shape[1] - q.shape[1]
+        out, lse = window_attention_lse(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
+                                        scale=scale, sliding=sliding, softcap=softcap, bias=bias,
+                                        key_positions=window.key_positions)
+        entry = k[:, own:], v[:, own:]
+        if layer != self.kind.check:
+            return out, entry
+        if bias is not None:
+            raise ValueError("cache: kvshare goes by attention of queries to keys alone; takes a model without a bias "
+                             "of its attention scores")
+        weights = lax.cond(self.left.any(), lambda: self._weights(layer, q, lse, window.positions, scale, sliding,
+                                                                  softcap),
+                           lambda: jnp.zeros((*q.shape[:2], self.capacity), jnp.float32))
+        return out, (*entry, weights)
+
+    def _weights(self, layer: int, q: Array, lse: Array, at: Array, scale: float, sliding: int | None,
+                 softcap: float | None) -> Array:
+        """`f32[B, W, S]`: what each node gives to each token, in the mean over heads."""
+        one = lambda q, lse, at: slot_weights(q[:, None], lse[:, None], at[:, None], self.kv[layer], self.length,
+                                              scale=scale, sliding=sliding, softcap=softcap).sum(1) / q.shape[1]
+        weights: Array = each_node(one, q, lse, at)
+        return weights
+
+    def commit(self, entries: Entries, slots: Array) -> Repairing:
+        if not self.kv:
+            return self
+        kv = tuple(write(held, jnp.concatenate(entry[:2], -1), slots)
+                   for held, entry in zip(self.kv, entries, strict=True))
+        took = slots >= 0
+        # of rows that commit more than one there is nothing left to compute anew
+        given = jnp.where(took[..., None], entries[self.kind.check][2], 0).sum(1)
+        attention = jnp.where(took.any(1)[:, None], self.kind.past * self.attention + given, self.attention)
+        return self.replace(kv=kv, attention=attention, asked=self.asked | took.any(1),
+                            length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def renewed(self, text: ReadPrompt, rows: Array) -> Repairing:
+        worth = jnp.where(self.change > 0, self.attention * self.change, -1)
+        found, at = lax.top_k(worth, min(self.kind.tokens, self.capacity))
+        live = rows[:, None] & (found >= 0)
+        at = jnp.where(live, at.astype(jnp.int32), -1)
+        tokens = jnp.take_along_axis(text.tokens, jnp.clip(at, 0, text.tokens.shape[1] - 1), 1)
+        earlier = (at[:, None] <= at[:, :, None]) & live[:, None]
+        window = Window(tokens=tokens, positions=jnp.maximum(at, 0), mask=earlier, live=live)
+        held = Replacing(kv=self.kv, at=at, length=self.length, given=self.given, widths=self.widths)
+        out = text.model.apply(text.params, window, held)
+        fine = live & jnp.isfinite(out.hidden).all(-1)
+        put = held.replace(at=jnp.where(fine, at, -1))
+        kv = tuple(put.over(layer, *entry) for layer, entry in enumerate(out.entries))
+        # what is not finite is not tried again
+        done = jax.vmap(lambda change, at: change.at[at].set(0, mode="drop"))(
+            self.change, jnp.where(live, at, self.capacity))
+        return self.replace(kv=kv, change=done, asked=self.asked & ~rows)
+
+
+@struct
+class Replacing(KeyValues):
+    """A text of which some tokens are computed anew, each from all tokens before it, and those among them that are
+    computed with it.
+
+    Attributes:
+        kv, given, widths: see `KeyValues`. at: `i32[B, W]`, where the window's nodes stand; -1: nowhere.
+        length: `i32[B]`.
+    """
+
+    kv: tuple[Array, ...]
+    at: Array
+    length: Array
+    given: PyTree
+    widths: tuple[int, ...] = static()
+
+    def over(self, layer: int, k: Array, v: Array) -> Array:
+        """The keys and values of a layer with those of the window's nodes."""
+        return write(self.kv[layer], jnp.concatenate([k, v], -1), self.at)
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        n, d = self.at.shape[1], self.widths[layer]     # nodes behind the window's are copies that leave no entries
+        new = self.over(layer, k[:, :n], v[:, :n]).swapaxes(1, 2)
+        slots = jnp.arange(self.capacity, dtype=jnp.int32)
+        seen = (slots <= window.positions[..., None]) & (slots < self.length[:, None, None])
+        out = window_attention(q, new[..., :d], new[..., d:], seen | (slots == 0), window.positions, scale=scale,
+                               sliding=sliding, softcap=softcap, bias=bias,
+                               key_positions=jnp.broadcast_to(slots, (len(q), len(slots))))
+        return out, (k, v)
+
+    def commit(self, entries: Entries, slots: Array) -> Replacing:
+        raise NotImplementedError("tokens that are computed anew are written by the cache that asked for them")
+
+
+@struct
+class PromptToRepair(Wrapper):
+    """A text that is read or brought, and what holds it then, without its keys and values."""
+
+    base: Dense
+    into: Repairing
+
+    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        return self.into.replace(kv=self.base.kv, length=self.base.length)
+
+    def take_over(self, kv: Sequence[Array], length: Array) -> PromptToRepair:
+        return self.replace(base=self.base.take_over(kv, length))
+
+    def reusing(self, attention: Array, change: Array) -> PromptToRepair:
+        put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, 1)
+        return self.replace(into=self.into.replace(attention=put(self.into.attention, attention),
+                                                   change=put(self.into.change, change)))
+
+
+@dataclasses.dataclass(frozen=True)
+class HighDeviation(CacheConfig):
+    """A `Repairing` cache.
+
+    Attributes:
+        tokens: how many are computed anew behind each token. check: the layer where values were compared, as in
+            `decodax.caches.blended`.
+        past: by how much the attention that tokens have received so far counts when the next one attends; 1: they are
+            added up from the first token of the text on; 0: the newest one alone decides.
+    """
+
+    tokens: int = 3
+    check: int = 1
+    past: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, int) or self.tokens < 1 or self.check < 0:
+            raise ValueError(f"tokens, check: got {self.tokens!r} and {self.check!r}, takes 1 and 0 or more")
+        if not 0 <= self.past <= 1:
+            raise ValueError(f"past: got {self.past!r}, takes 0 to 1")
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        if shapes and self.check >= len(shapes):
+            raise ValueError(f"check: got {self.check}, takes one of {len(shapes)} layers")
+        size = capacity if shapes else 0
+        return Repairing(kv=empty_kv(shapes, batch, capacity, dtype), attention=jnp.zeros((batch, size), jnp.float32),
+                         change=jnp.zeros((batch, size), jnp.float32), asked=jnp.zeros(batch, bool),
+                         length=jnp.zeros(batch, jnp.int32), given=inputs, widths=key_widths(shapes), kind=self)

@@ -1,0 +1,1 @@
+"""Caches that write keys and values in fewer bits."""

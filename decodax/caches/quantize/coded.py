@@ -1,0 +1,316 @@
+"""A cache in few bytes: codes of the older tokens, and the latest ones as they are.
+
+The latest tokens stay whole; when there are `residual` of them, and `keep` more where that is asked for, the oldest
+`residual` are encoded together (`decodax.caches.quantize.codecs`). A round commits no token beyond that point, so that
+its nodes see what plain decoding would see. A prompt is read whole and then encoded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
+from decodax.cache.dense import write
+from decodax.caches.quantize.codecs import Codec, HierarchicalAffine, Span
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, PyTree, ReadPrompt, Sized
+from decodax.pallas_kernels.window_attention import BLOCK as WALK
+from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
+
+BLOCK = 512
+"""Tokens that are decoded at a time."""
+
+
+@struct
+class Coded(Sized):
+    """Codes of the tokens before the latest ones, and those.
+
+    Attributes:
+        codes: a tuple of what the codec makes of each layer, arrays `[B, G, S * c, ...]`.
+        rest: a tuple of one `f[B, G, R, d + e]` a layer, the token in place `p` in slot `p % (keep + residual)`.
+        length: `i32[B]` tokens of the text. gone: `i32[B]`, how many of a prompt's were dropped: the token at position
+            `p` behind it is in place `p - gone`.
+        studies: a tuple of what the codec has learned of each layer of the prompt (`Codec.study`).
+        given: see `Cache.inputs`. size, most: static; tokens of a text, and of what is held of it, at most.
+    """
+
+    codes: tuple[PyTree, ...]
+    rest: tuple[Array, ...]
+    length: Array
+    gone: Array
+    studies: tuple[PyTree, ...]
+    given: PyTree
+    shapes: tuple[KVLayer, ...] = static()
+    size: int = static()
+    most: int = static()
+    kind: Coding = static()
+
+    supports = frozenset({"trees"})
+
+    @property
+    def slots(self) -> int:
+        """Tokens that there are codes for."""
+        return self.kind.slots(self.most)
+
+    @property
+    def whole(self) -> Array:
+        """`i32[B]`: how many tokens are not in codes."""
+        return self.kind.whole(self.held)
+
+    @property
+    def held(self) -> Array:
+        """`i32[B]`: tokens that are held."""
+        return self.length - self.gone
+
+    def room(self, running: Array) -> Array | None:
+        return self.most - self.held if self.rest and self.most < self.size else None
+
+    def horizon(self) -> Array | None:
+        return self.kind.latest - self.whole if self.rest else None
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        if window.certain or bias is not None:
+            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
+                             "does, and takes no bias of the scores; give a draft model another cache")
+        kind, gone = self.kind, self.gone[:, None]
+        at = window.positions - gone
+        options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
+        coded = self.held - self.whole
+        slots, shape = self.slots, self.shapes[layer]
+        block = kind.block(slots)
+
+        def part(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+            def some(x: Array) -> Array:
+                size = block * x.shape[2] // slots
+                return lax.dynamic_slice_in_dim(x, i * size, size, 2)
+
+            one = lambda codes, study: kind.codec.decode(shape, codes, q.dtype, Span(i * block, study, layer))
+            codes = self.codes[:layer + 1] if kind.codec.stacked else self.codes[layer]
+            both = jax.vmap(one)(jax.tree.map(some, codes), self.studies[layer])
+            both = jnp.pad(both, ((0, 0), (0, 0), (0, -block % WALK if block > WALK else 0), (0, 0)))
+            number = kind.codec.reads(layer, coded, self.studies[layer])
+            if number is None:
+                own = prefix_attention(q, at - i * block, both, jnp.clip(coded - i * block, 0, block), **options)
+            else:
+                own = _by_head(q, at - i * block, both, jnp.clip(number - i * block, 0, block), **options)
+            return merge(so_far, own)
+
+        own = k.shape[1] - q.shape[1]
+        held = kind.places(coded, self.rest[layer].shape[2])
+        held = jnp.where(held < self.held[:, None], held, -1)[:, None]
+        latest = window_attention_lse(q, k, v, window.visible(), at, self.rest[layer], slot_positions=held,
+                                      key_positions=window.key_positions - gone, **options)
+        out, _ = lax.fori_loop(0, (coded.max() + block - 1) // block, part, latest)
+        return out, (k[:, own:], v[:, own:])
+
+    def commit(self, entries: Entries, slots: Array) -> Coded:
+        if not self.rest:
+            return self
+        to = jnp.where(slots >= 0, (slots - self.gone[:, None]) % self.kind.latest, -1)
+        rest = tuple(write(held, jnp.concatenate(entry[:2], -1), to) for held, entry in
+                     zip(self.rest, entries, strict=True))
+        new = self.replace(rest=rest, length=jnp.maximum(self.length, slots.max(1) + 1))
+        full = (new.length > self.length) & (new.held - (self.held - self.whole) == self.kind.latest)
+        # a loop of one trip or none, since XLA copies what a conditional writes to
+        once = lambda c: (jnp.zeros((), bool), c[1]._flushed(full))
+        return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
+
+    def _flushed(self, rows: Array) -> Coded:
+        """With the latest tokens of those rows (`bool[B]`) in codes."""
+        R = self.kind.residual
+
+        def put(into: Array, new: Array, start: Array, choose: Array) -> Array:
+            at = start * new.shape[1] // R
+            old = lax.dynamic_slice_in_dim(into, at, new.shape[1], 1)
+            return lax.dynamic_update_slice_in_dim(into, jnp.where(choose, new, old), at, 1)
+
+        row = lambda into, own, start, choose: jax.tree.map(lambda x, y: put(x, y, start, choose), into, own)
+        made, below, start = [], None, self.held - self.kind.latest
+        for layer, (shape, rest, codes) in enumerate(zip(self.shapes, self.rest, self.codes, strict=True)):
+            encode = lambda row, shape=shape, layer=layer: self.kind.encoded(shape, layer, *row)
+            at = (start[:, None] + jnp.arange(R)) % self.kind.latest
+            oldest = jnp.take_along_axis(rest, at[:, None, :, None], 2)
+            new, below = jax.vmap(encode)((oldest, start, self.studies[layer], below))
+            made.append(jax.vmap(row)(codes, new, start, rows))
+        return self.replace(codes=tuple(made))
+
+    @property
+    def view(self) -> Cache:
+        """What drafts read: of codes in halves, the upper ones."""
+        codec = self.kind.codec
+        if not isinstance(codec, HierarchicalAffine):
+            return super().view
+        return self.replace(kind=dataclasses.replace(self.kind, codec=dataclasses.replace(codec, lower=False)))
+
+    def filled(self, kv: Sequence[Array], length: Array, held: Array, studies: Sequence[PyTree] | None = None) -> Coded:
+        """With the first `held` (`i32[B]`) of the tokens `f[B, G, S, d + e]` of each layer, which were kept of texts of
+        `length`."""
+        latest, below = self.rest[0].shape[2], None
+        codes: list[PyTree] = []
+        rests: list[Array] = []
+        studies = self.studies if studies is None else tuple(studies)
+        for layer, (shape, whole) in enumerate(zip(self.shapes, kv, strict=True)):
+            pad = max(self.slots - whole.shape[2], 0)
+
+            def one(row: tuple[Array, Array, PyTree, PyTree], shape: KVLayer = shape, pad: int = pad,
+                    layer: int = layer) -> Any:
+                kv, start, study, below = row
+                kv = jnp.pad(kv, ((0, 0), (0, pad + latest), (0, 0)))
+                at = self.kind.places(start[None], latest)[0]
+                made, below = self.kind.encoded(shape, layer, kv[:, :self.slots], jnp.int32(0), study, below)
+                return made, kv[:, at], below
+
+            made, rest, below = lax.map(one, (whole, held - self.kind.whole(held), studies[layer], below))
+            codes.append(made)
+            rests.append(rest)
+        return self.replace(codes=tuple(codes), rest=tuple(rests), length=length, gone=length - held, studies=studies)
+
+    def for_prompt(self) -> Cache:
+        if not self.rest:
+            return self
+        B = self.length.shape[0]
+        return PromptInFull(base=dense(self.shapes, B, self.size, self.rest[0].dtype, self.given),
+                            gathered=tuple(self.kind.codec.start(shape, B) for shape in self.shapes),
+                            shapes=self.shapes, kind=self.kind)
+
+    def scratch(self, entries: Entries, room: int) -> Draftable:
+        return Scratch.empty(self, entries, room)
+
+
+def _by_head(q: Array, at: Array, kv: Array, number: Array, **options: Any) -> tuple[Array, Array]:
+    """`prefix_attention`, where the heads of a group read a number of tokens of their own, `i32[B, G]`."""
+    B, W, H, d = q.shape
+    G = kv.shape[1]
+    q = q.reshape(B, W, G, H // G, d).swapaxes(1, 2).reshape(B * G, W, H // G, d)
+    out = prefix_attention(q, jnp.repeat(at, G, 0), kv.reshape(B * G, 1, *kv.shape[2:]), number.reshape(-1), **options)
+    back = lambda x: x.reshape(B, G, *x.shape[1:]).swapaxes(1, 2).reshape(B, W, H, *x.shape[3:])
+    return back(out[0]), back(out[1])
+
+
+@struct
+class PromptInFull(Wrapper):
+    """A prompt that will be quantised; `gathered`: what the codec has gathered of each layer."""
+
+    base: Dense
+    gathered: tuple[PyTree, ...]
+    shapes: tuple[KVLayer, ...] = static()
+    kind: Coding = static()
+
+    @property
+    def _gathers(self) -> bool:
+        return bool(jax.tree.leaves(self.gathered))
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        out, entry = self.base.attend(layer, q, k, v, window, **options)
+        return out, (*entry, q) if self._gathers else entry
+
+    def commit(self, entries: Entries, slots: Array) -> PromptInFull:
+        base = self.base.commit([entry[:2] for entry in entries], slots)
+        if not self._gathers:
+            return self.replace(base=base)
+        gathered = tuple(self.kind.codec.gather(shape, own, entry[2], slots >= 0)
+                         for shape, own, entry in zip(self.shapes, self.gathered, entries, strict=True))
+        return self.replace(base=base, gathered=gathered)
+
+    def take_over(self, kv: Sequence[Array], length: Array) -> PromptInFull:
+        return super().take_over(kv, length) if self._gathers else self.replace(base=self.base.take_over(kv, length))
+
+    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        base = self.base
+        studies = self.kind.codec.study(self.shapes, base.kv, base.length, self.gathered, prompt)
+        return self.kind.empty(self.shapes, self.length.shape[0], base.capacity, base.kv[0].dtype,
+                               self.inputs).filled(base.kv, base.length, base.length, studies)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coding(CacheConfig):
+    """A `Coded` cache.
+
+    Attributes:
+        codec: how tokens are written.
+        residual: tokens that are written together, a multiple of the codec's unit; there are fewer whole ones than
+            that, and `keep` more. name: what errors call it.
+    """
+
+    codec: Codec
+    residual: int = 128
+    name: str = "coded"
+    keep: int = 0
+
+    def __post_init__(self) -> None:
+        if self.residual < 1 or self.residual % self.codec.unit:
+            raise ValueError(f"residual: got {self.residual}, takes a multiple of the group of {self.codec.unit}")
+        if self.keep < 0:
+            raise ValueError(f"keep: got {self.keep}, takes 0 or more")
+
+    @property
+    def latest(self) -> int:
+        """The most tokens that are whole."""
+        return self.keep + self.residual
+
+    def whole(self, held: Array) -> Array:
+        """How many of so many tokens are whole."""
+        return jnp.where(held < self.keep, held, self.keep + (held - self.keep) % self.residual)
+
+    def places(self, coded: Array, slots: int) -> Array:
+        """`i32[B, slots]`: the place of the token in each slot of whole ones, behind `coded` (`i32[B]`) that are not;
+        a large number where there is none."""
+        slot = jnp.arange(slots, dtype=jnp.int32)
+        at = coded[:, None] + (slot - coded[:, None]) % self.latest
+        return jnp.where(slot < self.latest, at, jnp.iinfo(jnp.int32).max)
+
+    def encoded(self, shape: KVLayer, layer: int, kv: Array, start: Array, study: PyTree,
+                below: PyTree) -> tuple[PyTree, PyTree]:
+        """The codes of tokens `f[G, n, d + e]` of a layer of a row from a position on, and what they say to the layer
+        behind it."""
+        span = Span(start, study, layer, below)
+        codes = self.codec.encode(shape, kv, span)
+        return codes, self.codec.below(shape, codes, kv.dtype, span)
+
+    def block(self, slots: int) -> int:
+        """Tokens that are decoded at a time, whole units, of so many slots."""
+        return min(max(BLOCK // self.codec.unit, 1) * self.codec.unit, slots)
+
+    def slots(self, size: int) -> int:
+        """Tokens that there are codes for, of texts of so many: whole blocks."""
+        whole = -(-size // self.codec.unit) * self.codec.unit
+        return -(-whole // self.block(whole)) * self.block(whole) if size else 0
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
+              most: int | None = None) -> Coded:
+        """An empty cache; `most`: tokens that are held, where these are fewer than a text has."""
+        most = size if most is None else most
+        for shape in shapes:
+            self.codec.check(shape)
+        zeros = lambda shape, dtype: jnp.zeros((batch, *shape), dtype)
+        codes: list[PyTree] = []
+        studies = jax.eval_shape(lambda: tuple(self.codec.study(
+            shapes, [zeros((s.heads, size, s.both), dtype) for s in shapes], zeros((), jnp.int32),
+            [self.codec.start(s, batch) for s in shapes], None)))
+        below: PyTree = None
+        for layer, shape in enumerate(shapes):
+            encode = lambda kv, study, below, shape=shape, layer=layer: self.encoded(
+                shape, layer, kv, jnp.int32(0), study, below)
+            study = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), studies[layer])
+            kv = jax.ShapeDtypeStruct((shape.heads, self.slots(most), shape.both), dtype)
+            one, below = jax.eval_shape(encode, kv, study, below)
+            codes.append(jax.tree.map(lambda x: zeros(x.shape, x.dtype), one))
+        # a walk takes whole blocks
+        latest = self.latest if self.latest <= WALK else -(-self.latest // WALK) * WALK
+        rest = tuple(zeros((shape.heads, latest, shape.both), dtype) for shape in shapes)
+        return Coded(codes=tuple(codes), rest=rest, length=zeros((), jnp.int32), gone=zeros((), jnp.int32),
+                     given=inputs, shapes=shapes, size=size, most=most, kind=self,
+                     studies=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), studies))
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        return self.empty(shapes, batch, capacity, dtype, inputs)

@@ -1,0 +1,105 @@
+"""Channels that are written together, as the nearest of a few centroids ("KV Cache is 1 Bit Per Channel: Efficient
+Large Language Model Inference with Coupled Quantization", Zhang et al., 2024).
+
+Channels of a key or a value depend on one another, so that some of them together take fewer bits than each for itself.
+Keys are written before their rotation. `decodax.train.fit_codebooks` finds the centroids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.key_values import KVLayer
+from decodax.caches.constant import Constant
+from decodax.caches.quantize.codecs import Codec, Span, pack, unpack
+from decodax.caches.quantize.turning import after_rotation, before_rotation
+
+PART = 256
+"""Tokens whose distances to all centroids are held at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Codebooks:
+    """Centroids of each layer `L`, head `G` and group of `c` channels: `f32[L, G, d / c, 2^bits, c]` of keys, and of
+    values."""
+
+    keys: Constant
+    values: Constant
+
+    @property
+    def bits(self) -> int:
+        """Of a group of channels."""
+        return int(self.keys.value.shape[3] - 1).bit_length()
+
+
+def nearest(x: Array, centroids: Array) -> Array:
+    """`i32[G, n, d / c]`: which of the `f[G, d / c, K, c]` is nearest to each group of channels of `f[G, n, d]`."""
+    G, n, d = x.shape
+    squares = jnp.square(centroids).sum(-1)
+
+    def one(part: Array) -> Array:
+        groups = part.reshape(G, -1, centroids.shape[1], centroids.shape[3]).astype(jnp.float32)
+        return jnp.argmin(squares[:, None] - 2 * jnp.einsum("gnmc,gmkc->gnmk", groups, centroids), -1).astype(jnp.int32)
+
+    if n % PART or n == PART:
+        return one(x)
+    found = lax.map(one, x.reshape(G, -1, PART, d).swapaxes(0, 1))
+    return found.swapaxes(0, 1).reshape(G, n, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coupled(Codec):
+    """The number of the nearest centroid, for each group of channels.
+
+    Attributes:
+        books: the centroids.
+    """
+
+    books: Codebooks
+
+    places = True
+
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def check(self, shape: KVLayer) -> None:
+        for name, book, width in (("keys", self.books.keys, shape.width),
+                                  ("values", self.books.values, shape.both - shape.width)):
+            if book.value.ndim != 5:
+                raise ValueError(f"codebooks: got {name} {book}, takes f32[L, G, d / c, 2^bits, c]")
+            _, G, groups, _, c = book.value.shape
+            if (G, groups * c) != (shape.heads, width):
+                raise ValueError(f"codebooks: got {name} of {G} heads of {groups * c}, the model has {shape.heads} of "
+                                 f"{width}")
+
+    def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> tuple[Array, Array]:
+        assert span is not None
+        keys = before_rotation(shape, kv[..., :shape.width], span.start)
+        return tuple(self._packed(nearest(x, jnp.asarray(book.value[span.layer]))) for x, book in (
+            (keys, self.books.keys), (kv[..., shape.width:], self.books.values)))       # type: ignore[return-value]
+
+    def decode(self, shape: KVLayer, codes: tuple[Array, Array], dtype: Any, span: Span | None = None) -> Array:
+        assert span is not None
+        keys, values = (self._of(x, book, span.layer).astype(dtype) for x, book in
+                        zip(codes, (self.books.keys, self.books.values), strict=True))
+        return jnp.concatenate([after_rotation(shape, keys, span.start), values], -1)
+
+    def _packs(self, groups: int) -> bool:
+        return self.books.bits in (1, 2, 4) and groups * self.books.bits % 8 == 0
+
+    def _packed(self, codes: Array) -> Array:
+        if self._packs(codes.shape[-1]):
+            return pack(codes.astype(jnp.uint8), self.books.bits)
+        return codes.astype(jnp.uint8 if self.books.bits <= 8 else jnp.uint16)
+
+    def _of(self, codes: Array, book: Constant, layer: int) -> Array:
+        centroids = jnp.asarray(book.value[layer])              # [G, m, K, c]
+        which = (unpack(codes, self.books.bits) if self._packs(centroids.shape[1]) else codes).astype(jnp.int32)
+        G, n, m = which.shape
+        at = jnp.arange(G)[:, None, None], jnp.arange(m)[None, None], which
+        return centroids[at].reshape(G, n, -1)

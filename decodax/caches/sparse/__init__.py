@@ -1,0 +1,1 @@
+"""Caches that keep everything and read a part while decoding."""

@@ -1,0 +1,271 @@
+"""A low-bit cache on the device, the whole one in the host's memory, and a token that guesses what comes from there
+("SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025).
+
+The device holds keys and values in one or two bits, the latest tokens as they are, and the `top` positions of each
+head that were fetched from the host. A round reads two tokens in one forward: the newest one, and a guess of the token
+behind it. Both attend to the low-bit cache, in which the fetched positions stand in full. The newest token gives the
+next one, and is committed: in few bits on the device, in full on the host. The guess gives the guess of the next round,
+and the positions that it attends to most are fetched for that round, whose newest token it stood for. So what a round
+reads of the host is known one round before, and may travel meanwhile.
+
+The first round reads the newest token of the prompt alone, which gives the first guess and the first positions and is
+read again in the second; nothing is committed in between (Algorithms 1 to 3 of the paper). A guess is drawn as the
+token in its place would be. It is never emitted. Heads of a group take the positions of the largest mean weight.
+
+No code of the authors is public. The paper does not say how heads of a group share positions; a reimplementation
+(github.com/intelli-jsong/SpeCache, b447f6f) takes means, as here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import Wrapper, dense
+from decodax.cache.key_values import KVLayer
+from decodax.caches.quantize.codecs import Affine, QuarterPoints, Span
+from decodax.caches.quantize.coded import Coded, Coding, PromptInFull
+from decodax.common.struct import Struct, static, struct
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.host_memory import PAGES, empty_pages, fetch, store, to_host
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Decision, Model, Out, Params
+from decodax.core.window import Window, causal, take
+from decodax.pallas_kernels.window_attention import BLOCK as WALK
+from decodax.pallas_kernels.window_attention import merge, prefix_attention, slot_weights, window_attention_lse
+
+
+@struct
+class Chooser(Struct):
+    """A hint: which node of each row chooses what is fetched for the next round, `i32[B]`."""
+
+    node: Array
+
+
+@struct
+class Prefetching(Wrapper):
+    """A low-bit cache, and the whole one in the host's memory.
+
+    Attributes:
+        base: what is in few bits, and the latest tokens.
+        pages: a tuple of one `f[B, G, S, 2, d]` a layer in the host's memory, each token a page of a key and a value.
+        chosen, fetched: tuples of one `i32[B, G, K]` and one `f[B, G, K, 2, d]` a layer: the positions that the next
+            round reads in full, -1: none, and what stands there.
+        ready: `bool[B]`, whether anything has been chosen. kind: static.
+    """
+
+    base: Coded
+    pages: tuple[Array, ...]
+    chosen: tuple[Array, ...]
+    fetched: tuple[Array, ...]
+    ready: Array
+    kind: Prefetch = static()
+
+    @property
+    def hosted(self) -> PyTree:
+        return self.pages
+
+    def specs(self) -> PyTree:
+        return super().specs().replace(pages=tuple(PAGES for _ in self.pages))
+
+    def select(self, rows: Array) -> Prefetching:
+        return Cache.select(self, rows)     # which knows what lies on the host
+
+    def for_prompt(self) -> Cache:      # type: ignore[override]
+        if not self.pages:
+            return self
+        prompt: Any = self.base.for_prompt()
+        return PromptToPrefetch(base=prompt, kind=self.kind)
+
+    def settled(self, prompt: ReadPrompt) -> Prefetching:
+        return self
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        hint = window.hint(Chooser) if isinstance(window, Window) else None
+        if hint is None or options.pop("bias", None) is not None:
+            raise ValueError("cache: specache is read by its own method, two tokens at a time, and takes no bias of "
+                             "the scores; takes algorithm=dx.system(\"specache\")")
+        options = {name: options.get(name) for name in ("scale", "sliding", "softcap")}
+        base, G, softcap = self.base, k.shape[2], options["softcap"]
+        coded = base.held - base.whole
+        latest = base.kind.places(coded, base.rest[layer].shape[2])
+        latest = jnp.where(latest < base.held[:, None], latest, -1)
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, base.rest[layer],
+                                    slot_positions=latest[:, None], key_positions=window.key_positions, **options)
+        block = base.kind.block(base.slots)
+        blocks = (coded.max() + block - 1) // block
+
+        def part(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            count = jnp.clip(coded - i * block, 0, block)
+            own = prefix_attention(q, window.positions - i * block, self._block(layer, i, q.dtype), count, **options)
+            return merge(found, own)
+
+        out, lse = lax.fori_loop(0, blocks, part, near)
+
+        # how much of its attention the node that chooses gives each position
+        asks, at, sums = (take(x, hint.node[:, None]) for x in (q, window.positions, lse))
+
+        def weigh(i: Array, weights: Array) -> Array:
+            count = jnp.clip(coded - i * block, 0, block)
+            own = slot_weights(asks, sums, at - i * block, self._block(layer, i, q.dtype), count, **options)
+            return lax.dynamic_update_slice_in_dim(weights, own[:, :, :block], i * block, 2)
+
+        size = max(base.slots, base.size)
+        weights = lax.fori_loop(0, blocks, weigh, jnp.zeros((len(q), G, size), jnp.float32))
+        own = slot_weights(asks, sums, at, base.rest[layer], slot_positions=latest[:, None], **options)
+        put = jax.vmap(lambda weights, places, own: weights.at[:, places].set(own, mode="drop"))
+        weights = put(weights, jnp.where(latest >= 0, latest, size), own)
+        # of the newest token, where another one chooses
+        score = jnp.einsum("bgrd,bgd->bgr", asks[:, 0].reshape(len(q), G, -1, k.shape[3]), k[:, 0],
+                           preferred_element_type=jnp.float32) * options["scale"]
+        score = score if softcap is None else softcap * jnp.tanh(score / softcap)
+        newest = jnp.exp(score - sums[:, 0].reshape(score.shape)).sum(-1)
+        place = jnp.arange(size, dtype=jnp.int32)
+        weights = jnp.where((place == base.length[:, None])[:, None], newest[..., None], weights)
+        seen = place < (base.length + hint.node)[:, None]
+        found, best = lax.top_k(jnp.where(seen[:, None], weights, -1), self.chosen[layer].shape[2])
+        best = jnp.where(found >= 0, best.astype(jnp.int32), -1)
+        return out, (k, v, jnp.broadcast_to(best[:, None], (*k.shape[:2], *best.shape[1:])))
+
+    def _block(self, layer: int, i: Array, dtype: Any) -> Array:
+        """Block `i` of what is in few bits, `f[B, G, n, d + e]`, but in full what was fetched of it."""
+        base, kind = self.base, self.base.kind
+        block = kind.block(base.slots)
+
+        def some(x: Array) -> Array:
+            size = block * x.shape[2] // base.slots
+            return lax.dynamic_slice_in_dim(x, i * size, size, 2)
+
+        decode = lambda codes: kind.codec.decode(base.shapes[layer], codes, dtype, Span(i * block, None, layer))
+        both = jax.vmap(decode)(jax.tree.map(some, base.codes[layer]))
+        both = jnp.pad(both, ((0, 0), (0, 0), (0, -block % WALK if block > WALK else 0), (0, 0)))
+        at = self.chosen[layer] - i * block
+        at = jnp.where((at >= 0) & (at < block), at, both.shape[2])
+        fetched = jnp.concatenate([self.fetched[layer][..., 0, :], self.fetched[layer][..., 1, :]], -1)
+        put = lambda both, at, new: both.at[at].set(new.astype(dtype), mode="drop")
+        return jax.vmap(jax.vmap(put))(both, at, fetched)
+
+    def commit(self, entries: Entries, slots: Array) -> Prefetching:
+        if not self.pages:
+            return self
+        base = self.base.commit([entry[:2] for entry in entries], slots)
+        chooses = (slots[:, 0] >= 0) | ~self.ready
+        pages, chosen, fetched = [], [], []
+        for old, entry, before in zip(self.pages, entries, self.chosen, strict=True):
+            pages.append(store(old, jnp.stack(entry[:2], 3).swapaxes(1, 2), slots))
+            chosen.append(jnp.where(chooses[:, None, None], entry[2][:, 0], before))
+            fetched.append(fetch(pages[-1], jnp.maximum(chosen[-1], 0)))
+        return self.replace(base=base, pages=tuple(pages), chosen=tuple(chosen), fetched=tuple(fetched),
+                            ready=jnp.ones_like(self.ready))
+
+
+@struct
+class PromptToPrefetch(Wrapper):
+    """A prompt that is read in full, as a whole on the device, before it goes to the host."""
+
+    base: PromptInFull
+    kind: Prefetch = static()
+
+    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        whole, coded = self.base.base, self.base.settled(prompt)
+        assert isinstance(coded, Coded)
+        into = self.kind.around(coded, whole.kv[0].dtype)
+        pages = tuple(lax.dynamic_update_slice(page, to_host(kv.reshape(page.shape)), (0,) * 5)
+                      for page, kv in zip(into.pages, whole.kv, strict=True))
+        return into.replace(pages=pages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefetch(CacheConfig):
+    """A `Prefetching` cache.
+
+    Attributes:
+        bits: 1 or 2, of the cache on the device. top: positions of each head that are fetched for a round.
+        group: numbers that share a step. residual: tokens that are written in few bits together; there are fewer than
+            that in full.
+    """
+
+    bits: int = 2
+    top: int = 64
+    group: int = 32
+    residual: int = 32
+
+    def __post_init__(self) -> None:
+        if self.bits not in (1, 2):
+            raise ValueError(f"bits: got {self.bits}, takes 1 or 2")
+        if not isinstance(self.top, int) or self.top < 1:
+            raise ValueError(f"top: got {self.top!r}, takes a number of positions from 1")
+        self.low        # noqa: B018  checks the rest
+
+    @property
+    def low(self) -> Coding:
+        """The kind of the cache in few bits."""
+        codec = QuarterPoints(group=self.group) if self.bits == 1 else Affine(2, 2, self.group)
+        return Coding(codec, self.residual, "specache")
+
+    def around(self, base: Coded, dtype: Any) -> Prefetching:
+        """With an empty memory of the host beside a low-bit cache."""
+        B = base.length.shape[0]
+        some = lambda shape: (B, shape.heads, min(self.top, base.size))
+        return Prefetching(
+            base=base, pages=tuple(empty_pages(B, x.heads, base.size, 2, x.width, dtype=dtype) for x in base.shapes),
+            chosen=tuple(jnp.full(some(x), -1, jnp.int32) for x in base.shapes),
+            fetched=tuple(jnp.zeros((*some(x), 2, x.width), dtype) for x in base.shapes),
+            ready=jnp.zeros(B, bool), kind=self)
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        if odd := [x for x in shapes if x.both != 2 * x.width]:
+            raise ValueError(f"cache: specache got keys of {odd[0].width} numbers and values of "
+                             f"{odd[0].both - odd[0].width}, takes those of one width")
+        return self.around(self.low.empty(shapes, batch, capacity, dtype, inputs), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeCache(Algorithm):
+    """Plain decoding on a `Prefetching` cache, with a guessed token beside each newest one.
+
+    Attributes:
+        cache: the kind of cache, in place of the model's dense one.
+    """
+
+    cache: Prefetch = Prefetch()
+
+    emits = 1
+    guarantee = "approximate"
+
+    @property
+    def name(self) -> str:
+        return "specache"
+
+    def through(self, model: Model) -> Model:
+        def kind(base: Any) -> Any:
+            if base is not dense:
+                raise ValueError(f"cache: specache has a cache of its own, got {base}; takes a model with a dense one")
+            return self.cache
+
+        return model.wrap_cache(kind)
+
+    def init(self, params: Params, s: State) -> Array:
+        return jnp.full(s.batch, -1, jnp.int32)     # the guess; there is none
+
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
+        guess = s.algo
+        there = guess >= 0
+        tokens = jnp.stack([s.newest, jnp.maximum(guess, 0)], 1)
+        window = causal(tokens, s.length - 1, jnp.stack([s.running, s.running & there], 1))
+        return window.replace(hints=(*window.hints, Chooser(there.astype(jnp.int32)))), guess
+
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
+        drawn, there = dist.draw(), algo >= 0
+        slots = jnp.where(there & (drawn[:, 0] >= 0), window.positions[:, 0], -1)
+        guess = jnp.maximum(jnp.where(there, drawn[:, 1], drawn[:, 0]), 0)
+        return Decision(tokens=drawn[:, :1], count=there.astype(jnp.int32), source=jnp.zeros_like(drawn[:, :1]),
+                        slots=jnp.stack([slots, jnp.full_like(slots, -1)], 1),
+                        algo=jnp.where(s.running, guess, algo))

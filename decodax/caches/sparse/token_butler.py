@@ -1,0 +1,344 @@
+"""Attention to the tokens that a light predictor holds important ("TokenButler: Token Importance Is Predictable",
+Akhauri et al., 2025).
+
+The predictor reads what enters the first layer of the model, in one small causal attention and one small MLP. Of each
+token it makes a query and a key of few numbers for each head of every layer but the first. The products of these
+estimate the logits of attention there, and a query reads the tokens of its head whose estimates are highest; nothing is
+lost. `decodax.train.token_butler` trains a predictor for a model.
+
+The predictor runs before the model (`Butlered`), with keys and values of its own in the cache, as one layer more. Its
+queries and keys go to the cache beside those of the layers. So what a token reads depends on the tokens before it
+alone, and a node of a draft tree chooses among what is committed and its own ancestors, as plain decoding would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.cache.dense import write
+from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.wrapper import Wrapper
+from decodax.caches.shapes import layers_of
+from decodax.caches.sparse.retrieval import attention_to
+from decodax.common.struct import Struct, fields, static, struct
+from decodax.core.around import Readout
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.packing import Packing
+from decodax.core.types import LayeredModel, Out
+from decodax.core.window import Window, each_node
+from decodax.models.rope import Llama3, Rope, rotate
+from decodax.pallas_kernels.window_attention import Bias, window_attention
+
+
+@struct
+class Butler(Struct):
+    """The predictor, of models of width `D` with `L` layers of `H` heads; `R` numbers inside, a multiple of `H`, `I` of
+    each projection, and `m` of a query or key that it gives.
+
+    Attributes:
+        norm: `f32[D]`, scale of a root mean square norm of what it reads.
+        reduce: `f32[D, R]`. query, key, value: `f32[R, R]`, of its attention.
+        scale, shift: `f32[R]`, of the layer norm behind that.
+        up, up_bias, down, down_bias: `f32[R, 2 R]`, `f32[2 R]`, `f32[2 R, D]` and `f32[D]`, its MLP, whose output is
+            added to what it reads.
+        query_in, key_in: `f32[D, I]`. query_out, key_out: `f32[I, H, L - 1, m]`.
+        theta: static; of its rotations, which have Llama 3's scaling by 32 as in the authors' code.
+    """
+
+    norm: Array
+    reduce: Array
+    query: Array
+    key: Array
+    value: Array
+    scale: Array
+    shift: Array
+    up: Array
+    up_bias: Array
+    down: Array
+    down_bias: Array
+    query_in: Array
+    query_out: Array
+    key_in: Array
+    key_out: Array
+    theta: float = static(default=10_000.0)
+
+    @property
+    def heads(self) -> int:
+        """`H`."""
+        return self.query_out.shape[1]
+
+    @property
+    def width(self) -> int:
+        """`m`."""
+        return self.query_out.shape[3]
+
+    @property
+    def layer(self) -> KVLayer:
+        """The shape of its own keys and values."""
+        return KVLayer(self.heads, self.reduce.shape[1] // self.heads, queries=self.heads)
+
+    def __call__(self, x: Array, positions: Array, attend: Callable[..., tuple[Array, PyTree]]
+                 ) -> tuple[Array, Array, PyTree]:
+        """Queries and keys `f32[B, W, H, L - 1, m]`, and the entry of its attention.
+
+        Args:
+            x: the residual stream `f[B, W, D]` before the first layer. positions: `i32[B, W]`.
+            attend: as `Cache.attend`, of one layer.
+        """
+        B, W, _ = x.shape
+        x = x.astype(jnp.float32)
+        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * self.norm
+        small = x @ self.reduce
+        q, k, v = ((small @ each).reshape(B, W, self.heads, -1) for each in (self.query, self.key, self.value))
+        q, k = self._rotated(q, positions), self._rotated(k, positions)
+        out, entry = attend(q, k, v, scale=q.shape[-1] ** -0.5)
+        out = out.reshape(B, W, -1)
+        out = (out - out.mean(-1, keepdims=True)) * lax.rsqrt(out.var(-1, keepdims=True) + 1e-5)
+        out = jax.nn.gelu((out * self.scale + self.shift) @ self.up + self.up_bias, approximate=False)
+        x = x + out @ self.down + self.down_bias
+        made = [self._rotated(jnp.einsum("bwi,ihlm->bwhlm", jax.nn.silu(x @ first), second), positions)
+                for first, second in ((self.query_in, self.query_out), (self.key_in, self.key_out))]
+        return made[0], made[1], entry
+
+    def _rotated(self, x: Array, positions: Array) -> Array:
+        """`f32[B, W, H, ..., m]` at positions `i32[B, W]`."""
+        flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
+        rope = Rope(x.shape[-1], self.theta, Llama3(factor=32.0, low=1.0, high=4.0, trained=8192))
+        return rotate(flat, *rope.table(positions)).reshape(x.shape)
+
+    def check(self, shapes: Sequence[KVLayer], width: int) -> None:
+        """Raises ValueError where it is of another model."""
+        found = self.query_out.shape[2] + 1, self.heads, self.norm.shape[0]
+        takes = len(shapes), shapes[0].queries, width
+        if found != takes:
+            raise ValueError("butler: got that of a model with {} layers of {} heads, {} wide, takes one for {} layers "
+                             "of {}, {} wide".format(*found, *takes))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the arrays to a file `.npz`, by their names."""
+        arrays: dict[str, Any] = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
+        np.savez(path, **arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Butler:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: a file without one of the arrays.
+        """
+        names = [field.name for field in fields(cls)]
+        with np.load(path, allow_pickle=False) as found:
+            if lacking := [name for name in names if name not in found]:
+                raise ValueError(f"butler: {os.fspath(path)} has no {' and no '.join(lacking)}, takes a file that "
+                                 "Butler.save wrote")
+            arrays = {name: jnp.asarray(found[name]) for name in names if name != "theta"}
+            return cls(**arrays, theta=float(found["theta"]))
+
+
+@struct
+class Marking(Wrapper):
+    """A cache, or one with nodes beside it, to which each layer's queries and keys go with what the predictor made of
+    the window's tokens: for one call of the model.
+
+    Attributes:
+        queries, keys: `f32[B, W, H, L - 1, m]`.
+    """
+
+    base: Any
+    queries: Array
+    keys: Array
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        if layer:
+            marks = self.keys[:, :, :, layer - 1].reshape(*k.shape[:3], -1)
+            q = jnp.concatenate([q, self.queries[:, :, :, layer - 1].astype(q.dtype)], -1)
+            k = jnp.concatenate([k, marks.astype(k.dtype)], -1)
+        return self.base.attend(layer, q, k, v, window, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Butlered(Readout):
+    """`base`, before which a predictor runs. Weights are those of both, a pair."""
+
+    base: LayeredModel
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        return self.base.init_cache(batch, capacity, params=None if params is None else params[0], inputs=inputs)
+
+    def apply(self, params: Any, window: Window, cache: Cache) -> Out:
+        own, butler = params
+        # nodes that a packed call would leave out are the predictor's, too
+        window = window.replace(hints=tuple(hint for hint in window.hints if not isinstance(hint, Packing)))
+        x, _ = self.base.walk(own, window, cache)
+        attend = lambda q, k, v, **options: cache.attend(self.base.depth, q, k, v, window, **options)
+        queries, keys, entry = butler(x, window.positions, attend)
+        out = self.base.apply(own, window, Marking(base=cache, queries=queries, keys=keys))
+        return dataclasses.replace(out, entries=(*out.entries, entry))
+
+    def embeddings(self, params: Any, tokens: Array) -> Array:
+        return self.base.embeddings(params[0], tokens)
+
+    def outputs(self, params: Any, layer: int) -> Array:
+        return self.base.outputs(params[0], layer)
+
+
+@struct
+class Foretold(KeyValues):
+    """Everything, in the order of positions, with what the predictor made of each token.
+
+    Attributes:
+        kv, given, widths: see `KeyValues`; of the layers, and behind them of the predictor.
+        marks: a tuple of one `f[B, G, S, H / G m]` for each layer, the predictor's keys; None: the layer reads
+            everything.
+        length: `i32[B]`. kind: static.
+    """
+
+    kv: tuple[Array, ...]
+    marks: tuple[Array | None, ...]
+    length: Array
+    given: PyTree
+    widths: tuple[int, ...] = static()
+    kind: Foretelling = static()
+
+    supports = frozenset({"trees"})
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        own, d, marks = k.shape[1] - q.shape[1], self.widths[layer], self.marks[layer]
+        entry = k[:, own:], v[:, own:]
+        if window.certain or marks is None or self.kind.count(self.capacity) >= self.capacity:
+            out = window_attention(q[..., :d], k[..., :d], v, window.visible(), window.positions, self.kv[layer],
+                                   self.length, scale=scale, sliding=sliding, softcap=softcap, bias=bias,
+                                   key_positions=window.key_positions)
+            return out, entry
+        if bias is not None or softcap is not None:
+            raise ValueError("cache: token-butler estimates scores by queries and keys alone; takes a model without a "
+                             "soft cap or a bias of its attention scores")
+        seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
+        each = jax.vmap(lambda row, node: self._read(d, row, node))
+        row = self.kv[layer], marks, self.length, k, v, window.key_positions
+        nodes = q.at[..., :d].multiply(scale), seen, window.positions
+        return each_node(functools.partial(each, row), nodes).astype(v.dtype), entry
+
+    def _read(self, d: int, row: tuple[Array, ...], node: tuple[Array, ...]) -> Array:
+        """Attention `f32[H, e]` of one query `f[H, d + m]` of one row to the tokens that its heads take."""
+        (kv, marks, length, k, v, keys_at), (q, seen, at) = row, node
+        (G, S, _), m, kind = kv.shape, q.shape[-1] - d, self.kind
+        q = q.astype(jnp.float32).reshape(G, -1, d + m)
+        own = jnp.concatenate([k[..., :d], v], -1).swapaxes(0, 1)
+        split = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], -1, m)
+        marks = jnp.concatenate([split(marks), split(k[..., d:].swapaxes(0, 1))], 1)
+        there = jnp.concatenate([jnp.arange(S) < length, seen])
+        worth = jnp.where(there, jnp.einsum("grm,gsrm->grs", q[..., d:], marks), -jnp.inf)
+        table = jnp.asarray(kind.table(S))
+        most = min(kind.count(S), worth.shape[-1])
+        last = lax.top_k(worth, most)[0][..., jnp.clip(table[jnp.clip(at + 1, 0, S)], 1, most) - 1]
+        where = jnp.concatenate([jnp.arange(S, dtype=jnp.int32), keys_at])
+        worth = jnp.where(there & (where < kind.sinks), jnp.inf, jnp.where(worth >= last[..., None], worth, -jnp.inf))
+        found, slots = lax.top_k(worth, min(most + kind.sinks, worth.shape[-1]))
+        of = lambda x, slots: jax.vmap(lambda own, slots: own[jnp.clip(slots, 0, x.shape[1] - 1)])(x, slots)
+        some = jnp.where((slots < S)[..., None], of(kv, slots), of(own.astype(kv.dtype), slots - S))
+        n = slots.shape[-1]
+        return attention_to(q[..., :d].reshape(-1, 1, d), some.astype(jnp.float32).reshape(-1, n, some.shape[-1]),
+                            (found > -jnp.inf).reshape(-1, n), d)[0]
+
+    def commit(self, entries: Entries, slots: Array) -> Foretold:
+        if not self.kv:
+            return self
+        kv, marks = [], []
+        for held, old, (k, v), d in zip(self.kv, self.marks, entries, self.widths, strict=True):
+            kv.append(write(held, jnp.concatenate([k[..., :d], v], -1), slots))
+            marks.append(None if old is None else write(old, k[..., d:], slots))
+        return self.replace(kv=tuple(kv), marks=tuple(marks), length=jnp.maximum(self.length, slots.max(1) + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Foretelling(CacheConfig):
+    """A `Foretold` cache.
+
+    Attributes:
+        budget: tokens that a query reads; below 1 their share of the text so far, rounded up.
+        sinks: the first tokens, which are read beside them. layer: of the predictor. width: of its queries and keys.
+    """
+
+    budget: int | float
+    sinks: int
+    layer: KVLayer
+    width: int
+    alone: ClassVar[bool] = True
+
+    def table(self, size: int) -> np.ndarray:
+        """`i32[size + 1]`: how many tokens are read of a text of each length."""
+        length = np.arange(size + 1)
+        if isinstance(self.budget, int):
+            return np.minimum(length, self.budget).astype(np.int32)
+        return np.ceil(length.astype(np.float32) * np.float32(self.budget)).astype(np.int32)
+
+    def count(self, size: int) -> int:
+        """The most tokens that are read of texts of so many."""
+        return int(self.table(size).max())
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = (*(KVLayer(*layer) for layer in layers), self.layer) if capacity else ()
+        marks: list[Array | None] = []
+        for i, shape in enumerate(shapes):
+            whole = i in (0, len(shapes) - 1) or shape.sliding is not None
+            marks.append(None if whole else jnp.zeros((batch, shape.heads, capacity, self.layer.heads // shape.heads
+                                                       * self.width), dtype))
+        return Foretold(kv=empty_kv(shapes, batch, capacity, dtype), marks=tuple(marks), given=inputs,
+                        length=jnp.zeros(batch, jnp.int32), widths=key_widths(shapes), kind=self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByButler(CacheConfig):
+    """The kind of cache that goes by a predictor.
+
+    Attributes:
+        butler: the predictor. It is data, beside the weights of the model. budget, sinks: as of `Foretelling`.
+    """
+
+    butler: Butler
+    budget: int | float
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        tokens = isinstance(self.budget, int) and self.budget >= 1
+        if self.sinks < 0 or not (tokens or (isinstance(self.budget, float) and 0 < self.budget < 1)):
+            raise ValueError(f"budget, sinks: got {self.budget!r} and {self.sinks}, takes a number of tokens from 1 or "
+                             "a share below 1, and 0 or more")
+
+    def put_on(self, lm: Any) -> Any:
+        self.butler.check(layers_of(layered(lm.model)), lm.model.config.width)
+        kind = Foretelling(self.budget, self.sinks, self.butler.layer, self.butler.width)
+        return dataclasses.replace(lm, model=Butlered(lm.model.with_cache(kind)), params=(lm.params, self.butler))
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        raise ValueError("cache: token-butler runs a predictor before the model, so it takes the model that answers: "
+                         "generate(..., cache=kv(...))")
+
+
+def layered(model: Any) -> LayeredModel:
+    """The model, if a predictor can be trained for it and run before it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not isinstance(model, LayeredModel) or getattr(model.config, "shared", False):
+        raise ValueError(f"lm: got a {type(model).__name__}, takes a model that runs layer by layer, each with keys "
+                         "and values of its own")
+    if len({(shape.heads, shape.queries) for shape in layers_of(model)}) > 1 or len(layers_of(model)) < 2:
+        raise ValueError("lm: got a model of one layer, or whose layers have different heads; takes two or more layers "
+                         "with the same")
+    return model

@@ -1,0 +1,1 @@
+"""Methods that work and are tested, and whose interface may change."""

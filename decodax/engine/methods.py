@@ -1,0 +1,157 @@
+"""What a call decodes with: its model and cache, its decoding method, its stop strings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+from typing import Any
+
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.diffusion.systems.entries import default as fills
+from decodax.caches.table import read as read_kind
+from decodax.common.arguments import shown
+from decodax.common.registry import System
+from decodax.core.cache import CacheConfig
+from decodax.core.checks import hashable
+from decodax.core.stops import StopTable
+from decodax.core.types import Algorithm
+from decodax.io.load import LM, find, load
+from decodax.io.text import Tokenizer
+
+
+def model(lm: Any) -> LM:
+    """The model itself, or by what `load` calls it; a model that is named is loaded once.
+
+    Raises:
+        TypeError: neither.
+    """
+    if isinstance(lm, (str, os.PathLike)):
+        return _loaded(str(find(os.fspath(lm)).resolve()))
+    if not isinstance(lm, LM):
+        raise TypeError(f"lm: got {shown(lm)}, takes what decodax.load gives, or a model's name or directory")
+    return lm
+
+
+def text_model(lm: Any, does: str) -> LM:
+    """`model(lm)` for what reads and writes texts; `does` says so in the error.
+
+    Raises:
+        ValueError: the model has no tokenizer. TypeError: as `model`.
+    """
+    lm = model(lm)
+    if lm.tokenizer is None:
+        raise ValueError(f"lm: has no tokenizer, and {does}; takes a model that has one")
+    return lm
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(path: str) -> LM:
+    return load(path)
+
+
+def with_cache(lm: LM, cache: Any) -> LM:
+    """The model with another cache: a kind, or the name of a policy with options.
+
+    Raises:
+        ValueError: there is no such policy, it does not take such options, or the model has a cache of its own.
+        TypeError: it is no kind of cache, or cannot be hashed.
+    """
+    kind = read_kind(cache) if isinstance(cache, str) else cache
+    if not isinstance(kind, CacheConfig) and not _is_kind(kind):
+        raise TypeError(f"cache: got {shown(cache)}, takes the name of a policy, such as 'snapkv:budget=512', what "
+                        "decodax.kv makes of one, or a kind of cache of your own (decodax.core.cache.CacheConfig)")
+    hashable("cache", kind)
+    if isinstance(kind, CacheConfig):
+        return kind.put_on(lm)
+    return dataclasses.replace(lm, model=lm.model.with_cache(kind))
+
+
+def _is_kind(given: Any) -> bool:
+    """Whether it can be called as a kind of cache is (`decodax.core.types.CacheKind`)."""
+    if isinstance(given, type) or not callable(given):
+        return False
+    try:
+        inspect.signature(given).bind([], 1, 1, None, None)
+    except TypeError:
+        return False
+    except ValueError:      # of some functions written in C nobody knows it
+        pass
+    return True
+
+
+@functools.lru_cache(maxsize=8)        # 0.1 s for a large vocabulary, and a stream of requests has few
+def stop_table(tokenizer: Tokenizer, skip_special_tokens: bool, strings: tuple[str, ...], size: int) -> StopTable:
+    """The automaton of stop strings over a vocabulary of `size`."""
+    pieces = tokenizer.pieces(skip_special_tokens)
+    return StopTable.build(pieces.rest, strings, size, first=pieces.first, hidden=pieces.skipped)
+
+
+def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
+    """The decoding method: given, named, or the default.
+
+    Args:
+        rows: of a batch, for systems that are measured at its size.
+
+    Raises:
+        TypeError, ValueError: it is none, or it does not fit the model.
+    """
+    if isinstance(given, str):
+        method = _named(lm, given, rows)
+    elif given is None:
+        method = Autoregressive() if lm.diffusion is None else fills(lm)
+    elif isinstance(given, type):
+        raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
+    elif not isinstance(given, Algorithm):
+        raise TypeError(f"algorithm: got {shown(given)}, takes a decoding method, such as decodax.Speculative(...), or "
+                        "the name of a system, such as 'prompt-lookup:length=5'")
+    else:
+        method = given
+    hashable("algorithm", method.bare())
+    canvas, what = method.canvas, type(method).__name__
+    if canvas and lm.diffusion is None:
+        raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "
+                         "autoregressive; takes a sampler of autoregressive models. A model of your own that fills "
+                         "masks says so by LM(diffusion=...)")
+    # behind a causal prefix such a model writes like any other, if its logits predict the next token
+    if not canvas and lm.diffusion is not None and not (lm.diffusion.attention == "causal-prefix"
+                                                        and lm.diffusion.shift):
+        raise ValueError(f"algorithm: got {what} for {lm.name!r}, which fills masks and sees both sides of them; takes "
+                         "a sampler of masked diffusion, such as system('llada', lm)")
+    return method
+
+
+class _Same:
+    """A model compared by identity: what was made for it is kept while it is the same."""
+
+    def __init__(self, lm: LM):
+        self.lm = lm
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.lm is self.lm
+
+    def __hash__(self) -> int:
+        return id(self.lm)
+
+
+def _named(lm: LM, text: str, rows: int) -> Algorithm:
+    from decodax.common.registry import SYSTEMS, parse
+
+    try:
+        return _made(_Same(lm), SYSTEMS[parse(text)[0]], text, rows)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"algorithm: {error}") from error
+
+
+@functools.lru_cache(maxsize=2)        # some are measured on the model when they are made
+def _made(lm: _Same, found: System, text: str, rows: int) -> Algorithm:
+    """What the entry builds; the entry is part of the key, since a user may register another one under its name."""
+    from decodax.common.registry import parse, system
+
+    name, options = parse(text)
+    if found.drafts:
+        raise ValueError(f"{name!r} needs {found.needs}; give decodax.system({name!r}, lm, decodax.load(...))")
+    if "batch" in found.options:
+        options = {"batch": rows, **options}
+    return system(name, lm.lm, **options)

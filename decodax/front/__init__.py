@@ -1,0 +1,1 @@
+"""The calls that users make: generate, stream, infill, watch, score, serve."""

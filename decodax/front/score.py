@@ -1,0 +1,306 @@
+"""Scoring of given texts: the log-probability of each token under the model.
+
+A text is read in chunks through the cache, like a prompt, and the output head is applied to a few positions at a time.
+So memory is bounded by a batch's cache and never holds logits for a whole chunk, and a few programs serve texts of all
+lengths: one for each power of two up to the chunk, and one for longer texts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.common.axes import DATA, constrain
+from decodax.common.progress import bar
+from decodax.common.struct import short
+from decodax.core.cache import Cache
+from decodax.core.mesh import auto_region, heads, on_mesh
+from decodax.core.types import Model, Out
+from decodax.core.window import causal
+from decodax.io.load import LM
+from decodax.io.spans import Span, Text, spans
+from decodax.pallas_kernels.vocabulary import top_k
+from decodax.sharding import place
+
+ROWS = 8
+"""Texts a batch, unless said otherwise."""
+
+NARROWEST = 32
+"""Width of the narrowest window: padding a shorter text to it costs less than a program of its own."""
+
+LONG = 1024
+"""Slots of the smallest cache: from here on attention walks a cache in blocks of one size, whatever its capacity."""
+
+LOGITS = 64 << 20
+"""Bytes of logits that are alive at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Natural log-probabilities of given texts, one entry a text; of a prompt and its continuation the latter alone.
+
+    Attributes:
+        logprobs: a list of `f32[n]`: of each scored token, given all tokens before it. NaN from the first position on
+            at which the model's logits hold a NaN or +inf.
+        tokens: a list of `i32[n]`, the ids of those tokens.
+        greedy: a list of `bool[n]`, whether each of them is the model's most likely token there.
+        top_ids, top: lists of `i32[n, k]` and `f32[n, k]`, the `k` most likely tokens at each position and their
+            log-probabilities, most likely first; None if nobody asked.
+        bytes: `i64[B]`, UTF-8 bytes of the scored texts; None if the model has no tokenizer.
+    """
+
+    __repr__ = short
+
+    logprobs: list[np.ndarray]
+    tokens: list[np.ndarray]
+    greedy: list[np.ndarray]
+    top_ids: list[np.ndarray] | None
+    top: list[np.ndarray] | None
+    bytes: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def count(self) -> np.ndarray:
+        """`i64[B]`: scored tokens."""
+        return np.array([len(x) for x in self.logprobs])
+
+    @property
+    def sum(self) -> np.ndarray:
+        """`f64[B]`: the log-probability of each whole text."""
+        return np.array([x.sum(dtype=np.float64) for x in self.logprobs])
+
+    @property
+    def mean(self) -> np.ndarray:
+        """`f64[B]`: the mean log-probability of a token; NaN where none is scored."""
+        return self.sum / np.where(self.count > 0, self.count, np.nan)
+
+    @property
+    def perplexity(self) -> np.ndarray:
+        """`f64[B]`: `exp(-mean)`. That of a whole collection is `np.exp(-s.sum.sum() / s.count.sum())`."""
+        return np.exp(-self.mean)
+
+    @property
+    def is_greedy(self) -> np.ndarray:
+        """`bool[B]`: whether greedy decoding would have written each text."""
+        return np.array([bool(x.all()) for x in self.greedy])
+
+    @property
+    def bits_per_byte(self) -> np.ndarray:
+        """`f64[B]`: `-sum / ln 2` for each byte of the text, which compares models with different tokenizers.
+
+        Raises:
+            ValueError: the model has no tokenizer.
+        """
+        if self.bytes is None:
+            raise ValueError("bits_per_byte: the model has no tokenizer, so its tokens have no bytes")
+        return -self.sum / math.log(2) / np.where(self.bytes > 0, self.bytes, np.nan)
+
+
+def score(lm: LM, texts: Text | Iterable[Text], *, top_logprobs: int | None = None, window: int | None = None,
+          batch_size: int | None = None, chunk: int = 256, progress: bool = False) -> Scores:
+    """Scores given texts by the model, without any sampling policy.
+
+    Args:
+        lm: what `load` gave.
+        texts: one or several texts, lists of token ids, or chats: every token after the first is scored. A tuple
+            `(prompt, continuation)` scores the continuation alone; `decodax.io.spans.spans` says how it is encoded.
+        top_logprobs: also gives so many of the most likely tokens at each position.
+        window: tokens that a prediction sees at most. A longer text is scored in pieces of so many tokens, each given
+            the last token of the piece before it and no more, but for the last piece, which sees as many as fit: the
+            rolling log-likelihood of lm-evaluation-harness. None: each token is scored given all before it.
+        batch_size: texts a batch; default 8, or the next power of two where there are fewer texts. With a mesh it is
+            rounded up to a multiple of the axis "data".
+        chunk: tokens of a forward; a longer text is read in several, through the cache.
+        progress: shows a progress bar.
+
+    A text's figures depend on its own tokens, `window`, `batch_size` and `chunk` alone, bit for bit: not on its batch
+    mates or their order. Another `batch_size` or `chunk` changes no more than rounding does.
+
+    Raises:
+        ValueError: an entry of `texts` that cannot be scored, a text beyond the model's positions, a model that fills
+            masks, or an argument out of its range, by name.
+
+    >>> import decodax as dx
+    >>> lm = dx.load("pycode")
+    >>> s = dx.score(lm, ["import os, sys", ("for i in ", "range(10):"), ("for i in ", "zebras(10):")])
+    >>> s.tokens[0].shape == s.logprobs[0].shape, bool(s.sum[1] > s.sum[2])
+    (True, True)
+    """
+    if lm.diffusion is not None:
+        raise ValueError(f"lm: got {lm.name!r}, which fills masks in any order and gives no probability of a token "
+                         "given those before it; takes an autoregressive model")
+    for name, value, low in (("window", window, 1), ("batch_size", batch_size, 1), ("chunk", chunk, 1),
+                             ("top_logprobs", top_logprobs, 0)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low):
+            raise ValueError(f"{name}: got {value!r}, takes a whole number from {low}")
+    top = top_logprobs or 0
+    if top > lm.vocab_size:
+        raise ValueError(f"top_logprobs: got {top}, the vocabulary has {lm.vocab_size} entries")
+    found = spans(texts, lm.tokenizer, lm.bos, lm.vocab_size)
+    pieces = [(i, piece) for i, span in enumerate(found) for piece in _pieces(i, span, window)]
+    _check_positions(lm, pieces)
+
+    rows = min(ROWS, _power(len(pieces))) if batch_size is None else int(batch_size)
+    replicas = 1 if lm.mesh is None else dict(lm.mesh.shape).get(DATA, 1)
+    rows = -(-rows // replicas) * replicas
+    slots = max(_power(max(len(s.ids) for _, s in pieces)), LONG)
+    done: dict[int, list[np.ndarray]] = {}      # by piece
+    with on_mesh(lm.mesh), bar(progress, "scoring", len(pieces)) as report:
+        for width, several, batch in _batches([s for _, s in pieces], rows, int(chunk)):
+            figures = _scored(lm, [pieces[i][1] for i in batch], rows, width, slots if several else 0, top)
+            done |= {i: _row(*pieces[i], [x[row] for x in figures]) for row, i in enumerate(batch)}
+            report(len(done))
+    parts: list[list[list[np.ndarray]]] = [[] for _ in found]
+    for k, (i, _) in enumerate(pieces):
+        parts[i].append(done[k])
+    joined = [[np.concatenate(each) for each in zip(*part, strict=True)] for part in parts]
+    logprobs, greedy, ids, best = (list(each) for each in zip(*joined, strict=True))
+    return Scores(logprobs=logprobs, greedy=greedy, tokens=[np.array(s.ids[s.start:], np.int32) for s in found],
+                  top_ids=None if top_logprobs is None else ids, top=None if top_logprobs is None else best,
+                  bytes=None if lm.tokenizer is None else np.array([s.bytes for s in found], np.int64))
+
+
+def _pieces(index: int, span: Span, window: int | None) -> list[Span]:
+    """A text as parts of `window` scored tokens, each begun with the token before it; the last begins earlier, so that
+    it is as long as the others."""
+    read = len(span.ids) - 1
+    if window is None or read <= window:
+        return [span]
+    if span.start > 1:
+        raise ValueError(f"texts[{index}]: prompt and continuation have {read + 1} tokens, window={window} takes "
+                         f"{window + 1} of them; only a text without a prompt is divided")
+    starts = [min(begin, read - window) for begin in range(0, read, window)]
+    return [Span(span.ids[start:start + window + 1], 1 + begin - start, None)
+            for start, begin in zip(starts, range(0, read, window), strict=True)]
+
+
+def _check_positions(lm: LM, pieces: list[tuple[int, Span]]) -> None:
+    index, longest = max(pieces, key=lambda piece: len(piece[1].ids))
+    # the last token is predicted and never read
+    size, limit = len(longest.ids) - 1, lm.model.max_positions
+    if limit is not None and size > limit:
+        raise ValueError(f"texts[{index}]: has {size + 1} tokens, the model has {limit} positions; window={limit} "
+                         "scores a long text in pieces")
+    trained = lm.model.trained_positions or size
+    if size > trained:
+        warnings.warn(f"texts[{index}]: has {size + 1} tokens, the model was made for {trained}", stacklevel=3)
+
+
+def _row(index: int, span: Span, figures: list[np.ndarray]) -> list[np.ndarray]:
+    """A piece's part of its batch's figures. `index`: its text's."""
+    sound, logprobs, *rest = (x[:len(span.ids) - 1] for x in figures)
+    # what follows such a position has seen it, or was to
+    broken = np.logical_or.accumulate(~sound | np.isnan(logprobs))
+    if broken.any():
+        warnings.warn(f"texts[{index}]: the model's logits hold a NaN or +inf", stacklevel=3)
+    return [x[span.start - 1:].copy() for x in (np.where(broken, np.float32(np.nan), logprobs), *rest)]
+
+
+def _batches(found: list[Span], rows: int, chunk: int) -> Iterator[tuple[int, bool, list[int]]]:
+    """The width of the windows, whether there are several, and the texts of each batch, shortest first. Width and
+    number of windows depend on a text's own length alone."""
+    kinds: dict[tuple[int, bool], list[int]] = {}
+    for i, span in enumerate(found):
+        read = len(span.ids) - 1
+        width = min(max(_power(read), NARROWEST), chunk)
+        kinds.setdefault((width, read > width), []).append(i)
+    for (width, several), indices in sorted(kinds.items()):
+        indices.sort(key=lambda i: len(found[i].ids))
+        for begin in range(0, len(indices), rows):
+            yield width, several, indices[begin:begin + rows]
+
+
+def _scored(lm: LM, batch: list[Span], rows: int, width: int, slots: int, top: int) -> list[np.ndarray]:
+    """The figures of a batch, `[rows, T]` each: see `_figures`. Rows beyond the texts are dead."""
+    read = np.zeros(rows, np.int32)
+    read[:len(batch)] = [len(s.ids) - 1 for s in batch]
+    first = np.zeros(rows, np.int32)
+    first[:len(batch)] = [s.start - 1 for s in batch]
+    length = -(-max(int(read.max()), 1) // width) * width
+    tokens = np.zeros((rows, length + 1), np.int32)
+    for row, span in zip(tokens, batch, strict=False):
+        # padded with what the row holds: a NaN in the embedding of some fixed id would spread
+        row[:] = [*span.ids, *[span.ids[0]] * (length + 1 - len(span.ids))]
+    at = lambda x: place(lm.mesh, jnp.asarray(x))
+    read, first = at(read), at(first)
+    cache = _empty(lm.model, read, slots) if slots else None
+    parts = []
+    for begin in range(0, length, width):
+        window = at(tokens[:, begin:begin + width + 1])
+        cache, figures = _window(lm.model, lm.params, cache, window, np.int32(begin), first, read, top=top)
+        parts.append(figures)
+    return [np.concatenate([np.asarray(x) for x in each], 1) for each in zip(*parts, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _empty(model: Model, read: Array, slots: int) -> Cache:
+    """A cache for as many rows as there are entries in `read`."""
+    def build(read: Array) -> Cache:
+        cache = model.init_cache(read.shape[0], slots)
+        return constrain(cache, heads(cache))
+
+    return auto_region(build, read)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="top", donate_argnums=2)
+def _window(model: Model, params: Any, cache: Cache | None, tokens: Array, begin: Array, first: Array, read: Array, *,
+            top: int) -> tuple[Cache | None, tuple[Array, ...]]:
+    """Reads a window, scores it and commits it to the cache, if there is one.
+
+    Args:
+        tokens: `i32[B, W + 1]`, what is read and after it the last target.
+        begin: `i32[]`, the window's first position.
+        first: `i32[B]`, the first position whose next token is scored. read: `i32[B]`, how many are read in all.
+    """
+    def region(params: Any, cache: Cache | None, tokens: Array, begin: Array, first: Array, read: Array) -> Any:
+        rows, at = tokens.shape[0], begin + jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)
+        live = at < read[:, None]
+        held = model.init_cache(rows, 0, params=params) if cache is None else cache
+        out = model.apply(params, causal(tokens[:, :-1], jnp.broadcast_to(begin, (rows,)), live), held)
+        figures = _figures(out, tokens[:, 1:], live & (at >= first[:, None]), top)
+        sound = jnp.isfinite(out.hidden).all(-1)
+        if cache is not None:
+            # slots that depend on what the model returned: else XLA:CPU copies the whole cache to protect its readers
+            cache = cache.commit(out.entries, jnp.where(live & sound, at, -1))
+        return cache, (sound | ~live, *figures)
+
+    return auto_region(region, params, cache, tokens, begin, first, read)
+
+
+def _figures(out: Out, targets: Array, wanted: Array, top: int) -> tuple[Array, ...]:
+    """`f32[B, W]` log-probabilities of `targets`, `bool[B, W]` whether they are the most likely token, `i32[B, W, top]`
+    and `f32[B, W, top]` the most likely ones. The head sees a few positions at a time, and none that nobody wants."""
+    B, W = targets.shape
+    vocab = jax.eval_shape(out.head, out.hidden[:, :1]).shape[-1]
+    size = max(d for d in range(1, W + 1) if W % d == 0 and (d == 1 or 4 * B * vocab * d <= LOGITS))
+
+    def some(hidden: Array, targets: Array) -> tuple[Array, ...]:
+        logits = out.head(hidden)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        total = jnp.where(jnp.isfinite(total), total, jnp.nan)
+        own = jnp.take_along_axis(logits, targets[..., None], -1)
+        best, ids = top_k(logits, top) if top else (logits[..., :0], jnp.zeros((*targets.shape, 0), jnp.int32))
+        return (own - total)[..., 0], jnp.argmax(logits, -1) == targets, ids, best - total
+
+    def part(i: Array) -> tuple[Array, ...]:
+        hidden, aim, asked = (lax.dynamic_slice_in_dim(x, i * size, size, 1) for x in (out.hidden, targets, wanted))
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(some, hidden, aim))
+        return lax.cond(asked.any(), some, lambda *_: none, hidden, aim)
+
+    parts = lax.map(part, jnp.arange(W // size))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, W, *x.shape[3:]), parts)
+
+
+def _power(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,57 @@
+"""Whether texts bear the watermark that `generate(..., watermarking_config=...)` puts into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from decodax.common.arguments import shown
+from decodax.engine.result import Result
+from decodax.io.load import LM
+from decodax.io.prompts import read_prompts
+from decodax.sampling import Detection, GreenList, build, detect
+
+
+def detect_watermark(lm: LM, texts: Any, watermarking_config: Any, *, prompts: Any = None, unique: bool = True
+                     ) -> Detection:
+    """Tests texts for a watermark: who knows the configuration counts green tokens (Kirchenbauer et al., 2023).
+
+    Args:
+        lm: what `load` gave; its vocabulary and tokenizer count, its weights do not.
+        texts: what `generate` gave, or texts or lists of token ids. A text is encoded again, which may cut it into
+            other tokens than those that were written; the count then loses a few.
+        watermarking_config: the one that `generate` had, of either scheme ("lefthash", "selfhash").
+        prompts: what stands in front of each text. It is read, so that the first tokens of the text can be scored, and
+            not scored. None: the text's own first tokens serve, as many as the context is wide.
+        unique: count a token with its context once; repeats carry no new evidence.
+
+    Returns:
+        For each text the z-score, its p-value, and what was counted. A p-value is the chance of a z-score as large in a
+        text without the mark: of many texts that are tested, that share is accused wrongly.
+
+    Raises:
+        ValueError: a configuration that is none, another number of prompts than of texts, or a text of which nothing
+            can be scored.
+
+    >>> import decodax as dx
+    >>> lm, mark = dx.load("pycode"), {"bias": 4.0, "hashing_key": 7}
+    >>> out = dx.generate(lm, "def area(", max_new_tokens=48, temperature=1.0, watermarking_config=mark)
+    >>> found = dx.detect_watermark(lm, out, mark, prompts="def area(")
+    >>> bool(found.p_value[0] < 1e-4), bool(dx.detect_watermark(lm, out, {"hashing_key": 8}).p_value[0] > 1e-3)
+    (True, True)
+    """
+    ids = [texts.row(i).tolist() for i in range(len(texts))] if isinstance(texts, Result) else read_prompts(
+        lm, texts, "texts")
+    before: Sequence[Sequence[int]] = [[] for _ in ids]
+    if prompts is not None:
+        before = read_prompts(lm, prompts, "prompts")
+        if not before or len(ids) % len(before):
+            raise ValueError(f"prompts: got {len(before)} for {len(ids)} texts, takes one for each, or for each of its "
+                             "samples")
+        before = [prompt for prompt in before for _ in range(len(ids) // len(before))]
+    if watermarking_config is None:
+        raise ValueError(f"watermarking_config: got {shown(watermarking_config)}, takes the one that generate had")
+    chain = build(len(ids), do_sample=True, vocab_size=lm.vocab_size, watermarking_config=watermarking_config)
+    mark = next(t for t in chain.transforms if isinstance(t, GreenList))
+    return detect(mark, [[*prompt, *text] for prompt, text in zip(before, ids, strict=True)], lm.vocab_size,
+                  skip=[len(prompt) for prompt in before], unique=unique)

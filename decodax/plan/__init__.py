@@ -1,7 +1,0 @@
-"""Before anything is rented: whether a job fits a slice of devices, and how fast it can be there at best."""
-
-from decodax.plan.front import COLUMNS, Plan, abstract, meshes, plan
-from decodax.plan.hardware import DEVICES, Device, Slice, slice_of
-from decodax.plan.presets import PRESETS
-
-__all__ = ["COLUMNS", "DEVICES", "PRESETS", "Device", "Plan", "Slice", "abstract", "meshes", "plan", "slice_of"]

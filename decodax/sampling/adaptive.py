@@ -1,0 +1,104 @@
+"""Samplers of llama.cpp that look at the distribution's shape: top-n-sigma, XTC, dynamic temperature, Mirostat 2."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.common.struct import struct
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.sampling.base import Context, PyTree, Temperature, Transform
+from decodax.sampling.draw import first_argmax
+from decodax.sampling.threshold import probabilities
+
+
+@struct
+class TopNSigma(Transform):
+    """Keeps logits within `n` standard deviations of the largest (Tang et al., 2024), at any temperature alike.
+
+    `n`: `f32[B]`; at 0 or below it keeps all. Tokens that are forbidden already do not count.
+    """
+
+    n: Array
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        valid = logits != -jnp.inf
+        count = jnp.maximum(valid.sum(), 1)
+        mean = jnp.where(valid, logits, 0).sum() / count
+        deviation = jnp.sqrt(jnp.where(valid, (logits - mean) ** 2, 0).sum() / count)
+        return jnp.where((logits < logits.max() - self.n * deviation) & (self.n > 0), -jnp.inf, logits)
+
+
+@struct
+class XTC(Transform):
+    """Exclude top choices (p-e-w, 2024): with a keyed coin, of all likely tokens only the least likely one stays.
+
+    Attributes:
+        probability: `f32[B]` of the coin, 0 changes nothing.
+        threshold: `f32[B]`, from which probability a token is likely; above 0.5 there never are two.
+    """
+
+    probability: Array
+    threshold: Array
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        coin = jax.random.uniform(keys.at(ctx.key, ctx.length, Purpose.TRANSFORM))
+        likely = probabilities(logits)[1] >= self.threshold
+        least = jnp.where(likely, logits, jnp.inf).min()
+        index = jnp.arange(logits.shape[-1])
+        last = jnp.where(likely & (logits == least), index, -1).max()      # of equal ones the last, as in a stable sort
+        excluded = likely & (index != last)
+        return jnp.where(excluded & (coin < self.probability) & (self.threshold <= 0.5), -jnp.inf, logits)
+
+
+@struct
+class DynamicTemperature(Transform):
+    """A temperature between `temperature - range` and `temperature + range` by normalised entropy (kalomaze, 2023).
+
+    The entropy is divided by the largest possible one over the tokens still allowed, so it belongs behind truncation.
+
+    Attributes:
+        temperature: `f32[B]`. range: `f32[B]`; 0 makes it an ordinary temperature. exponent: `f32[B]` of the entropy.
+    """
+
+    temperature: Array
+    range: Array
+    exponent: Array
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        count = (logits != -jnp.inf).sum()
+        entropy = probabilities(logits)[2] / jnp.log(jnp.maximum(count, 2).astype(jnp.float32))
+        low, high = jnp.maximum(self.temperature - self.range, 0), self.temperature + self.range
+        # rounding may leave the entropy of one certain token below 0, where a power is NaN
+        dynamic = low + (high - low) * jnp.maximum(entropy, 0) ** self.exponent
+        temperature = jnp.where(self.range > 0, dynamic, self.temperature)
+        alone = (self.range > 0) & (count <= 1)
+        return jnp.where(alone | jnp.isnan(entropy), logits, Temperature(temperature).logits(None, ctx, logits))
+
+
+@struct
+class Mirostat2(Transform):
+    """Mirostat 2.0 (Basu et al., 2021): drops tokens more surprising than `mu`, which follows a target surprise.
+
+    After each token `mu` moves by `eta` times the difference between `tau` and the token's surprise in bits under the
+    whole chain, so it belongs at the chain's end. It starts at `2 tau`. The most likely token always stays.
+
+    Attributes:
+        tau: `f32[B]`, bits. eta: `f32[B]`, the learning rate.
+    """
+
+    tau: Array
+    eta: Array
+
+    def init(self, ctx: Context) -> PyTree:
+        return 2 * self.tau
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        surprise = -probabilities(logits)[0] / jnp.log(2.0)
+        best = jnp.arange(logits.shape[-1]) == first_argmax(logits)
+        return jnp.where((surprise > state) & ~best, -jnp.inf, logits)
+
+    def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
+        return state - self.eta * (-log_prob / jnp.log(2.0) - self.tau)

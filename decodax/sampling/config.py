@@ -1,0 +1,190 @@
+"""Policies from a Hugging Face `generation_config.json`. No key of it is dropped silently.
+
+Keys about the text as a whole (`DRIVER`) are no part of a distribution; `decodax.generate` and the other front ends
+read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from decodax.common.arguments import outside, shown
+from decodax.common.ids import named
+from decodax.sampling.base import Policy
+from decodax.sampling.build import SAMPLING, build
+from decodax.sampling.neutral import NEUTRAL, is_neutral, is_zero
+
+DECODING = frozenset({
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h",
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
+    "exponential_decay_length_penalty", "watermarking_config", "eos_token_id"})
+"""Keys that `build` takes under the same name."""
+
+IDS = frozenset({"eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+                 "begin_suppress_tokens"})
+"""Those that name tokens; a negative number in a file means none."""
+
+DRIVER = frozenset({"stop_strings", "num_return_sequences", "max_time"})
+"""Keys that `generate` reads: `stop`, `num_samples` and `max_time`, where the call does not say otherwise. It reads
+`max_length`, `max_new_tokens` and `guidance_scale` too."""
+
+IGNORED = DRIVER | frozenset({
+    # what a file says of itself, and of memory and output formats
+    "transformers_version", "_from_model_config", "_commit_hash", "use_cache", "cache_implementation", "cache_config",
+    "max_cache_len", "return_legacy_cache", "low_memory", "compile_config", "disable_compile", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "prefill_chunk_size",
+    "continuous_batching_config", "generation_kwargs",
+    # the tokenizer's business
+    "pad_token_id", "bos_token_id", "decoder_start_token_id",
+    # how drafts are made: by contract they do not change the distribution
+    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
+    "target_lookbehind", "assistant_ensemble_weight", "speculation_type", "use_mtp",
+    # without effect here: a policy's distribution is normalised, and these shape beams alone
+    "renormalize_logits", "length_penalty", "early_stopping"})
+"""Keys that are about other things than the distribution."""
+
+UNEXPRESSED = ("num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "dola_layers", "constraints",
+               "force_words_ids", "guidance_scale", "remove_invalid_values", "token_healing")
+"""Keys of decoding that no policy expresses. Passed as arguments, the values that ask for nothing (`neutral.NEUTRAL`)
+take the place of a file's."""
+
+
+def nothing(name: str) -> Any:
+    """The value with which an argument is passed to ask for nothing."""
+    return next(iter(NEUTRAL[name]), None)
+
+
+def read_config(source: str | pathlib.Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The content of a `generation_config.json` (a path, its folder, or the content), and what errors call it.
+
+    Raises:
+        ValueError: the file holds no JSON object.
+        FileNotFoundError: no such file.
+    """
+    if isinstance(source, Mapping):
+        return dict(source), "generation config"
+    path = pathlib.Path(source)
+    path = path / "generation_config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: got {type(config).__name__}, takes a JSON object")
+    return config, str(path)
+
+
+def generation_settings(source: str | pathlib.Path | Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
+    """The arguments of `build` that a `generation_config.json` (a path, its folder, or its content) asks for.
+
+    A file that samples without naming `top_k` gets transformers' default of 50, since that is how its text is made
+    there. Files that do not sample get none. Keys in `DRIVER` are no arguments of `build`: `generate` reads them.
+
+    Args:
+        strict: raise for a key of decoding that a policy cannot express; otherwise warn. Unknown keys, which files
+            of many models hold, are named in a warning.
+
+    Raises:
+        ValueError: such a key, or a file that holds no JSON object.
+        FileNotFoundError: no such file.
+
+    >>> generation_settings({"do_sample": True, "top_p": 0.9, "use_cache": True})
+    {'do_sample': True, 'top_p': 0.9, 'top_k': 50}
+    """
+    return _settings(*read_config(source), strict)
+
+
+def _settings(config: Mapping[str, Any], origin: str, strict: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    unmet: list[str] = []
+    unknown: list[str] = []
+    for name, value in config.items():
+        if name in DECODING:
+            if (value := named(value) if name in IDS else value) is not None:
+                settings[name] = value
+        elif name in UNEXPRESSED:
+            if not is_neutral(name, value):
+                unmet.append(name)
+        elif name not in IGNORED and not is_neutral(name, value):
+            unknown.append(f"{name}={value!r}")
+    if unmet:
+        message = (f"{origin}: {', '.join(f'{name}={config[name]!r}' for name in unmet)}: a policy does not express "
+                   f"this; pass {', '.join(f'{name}={nothing(name)!r}' for name in unmet)} to decode without it")
+        if strict:
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=outside())
+    if unknown:
+        warnings.warn(f"{origin}: {', '.join(unknown)}: unknown, and without effect", stacklevel=outside())
+    if settings.get("do_sample"):
+        settings.setdefault("top_k", 50)
+    return settings
+
+
+def _greedy(settings: dict[str, Any]) -> dict[str, Any]:
+    """A file's settings without those that only shape sampling."""
+    return {name: value for name, value in settings.items() if name not in (*SAMPLING, "temperature")}
+
+
+def merge(config: Mapping[str, Any], origin: str, changes: Mapping[str, Any], *, strict: bool = True
+          ) -> dict[str, Any]:
+    """The arguments of `build` for a generation config with `changes` in place of what it says.
+
+    Raises:
+        ValueError: a key of decoding that a policy cannot express, in the config or among the changes.
+    """
+    for name in [name for name in UNEXPRESSED if name in changes]:
+        if not is_neutral(name, changes[name]):
+            takes = " or ".join(map(repr, (None, *NEUTRAL[name])))
+            raise ValueError(f"{name}: got {shown(changes[name])}, which a policy does not express; takes {takes}")
+    settings = _settings({k: v for k, v in config.items() if k not in changes or k not in UNEXPRESSED}, origin, strict)
+    changes = {k: v for k, v in changes.items() if k not in UNEXPRESSED}
+    samples = settings.pop("do_sample", False)
+    if changes.get("temperature") is None and changes.get("do_sample") is None:
+        if samples:
+            settings["do_sample"] = samples
+        else:
+            settings = _greedy(settings)
+    elif is_zero(changes.get("do_sample")):
+        settings = _greedy(settings)
+    if "eos" in changes:
+        settings.pop("eos_token_id", None)
+    return {**settings, **changes}
+
+
+@contextlib.contextmanager
+def blaming(origin: str, names: Collection[str]) -> Iterator[None]:
+    """Lets errors about the arguments `names` begin with where those came from."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        found = re.match(r"\w+", str(error))
+        if found is None or found[0] not in names:
+            raise
+        raise type(error)(f"{origin}: {error}") from None
+
+
+def from_generation_config(source: str | pathlib.Path | Mapping[str, Any], batch: int, *, strict: bool = True,
+                           **changes: Any) -> Policy:
+    """A policy from a `generation_config.json`, with `changes` in place of what it says.
+
+    A changed temperature decides on sampling by itself: 0 is greedy and anything else samples, whatever the file says.
+    Where neither the file nor `changes` asks for sampling, decoding is greedy and the file's sampling keys do nothing.
+    A key that no policy expresses, such as `num_beams`, is left out by passing the value that asks for nothing
+    (`num_beams=1`).
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: as `generation_settings` and `build` do.
+    """
+    config, origin = read_config(source)
+    settings = merge(config, origin, changes, strict=strict)
+    with blaming(origin, config.keys() - changes.keys()):
+        return build(batch, **settings)

@@ -1,0 +1,34 @@
+"""The way out: a plain function as a transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jax import Array
+
+from decodax.common.struct import static, struct
+from decodax.sampling.base import Context, PyTree, Reads, Stage, Transform
+
+
+@struct
+class Custom(Transform):
+    """A function `fn(ctx, logits) -> logits` of one row at one position: `f32[V]` to `f32[V]`, pure and traceable.
+
+    Define `fn` once, at module level: it is static, so a new function object compiles anew.
+
+    Attributes:
+        fn: static, hashable.
+        needs: static; what it reads of `ctx.tokens`: "nothing", the "bag" of known tokens, or the "sequence" so far.
+        stage: static; where it stands in the chain, see `Transform`.
+
+    >>> import jax.numpy as jnp
+    >>> Custom(lambda ctx, logits: logits.at[0].set(-jnp.inf), needs="nothing").logits(None, None, jnp.ones(2)).tolist()
+    [-inf, 1.0]
+    """
+
+    fn: Callable[[Context, Array], Array] = static()
+    needs: Reads = static(default="sequence")  # type: ignore[misc]
+    stage: Stage = static(default="logits")  # type: ignore[misc]
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        return self.fn(ctx, logits)

@@ -1,0 +1,91 @@
+"""Penalties on tokens that have occurred, in any order."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.common.struct import struct
+from decodax.sampling.base import Context, PyTree, Transform
+from decodax.sampling.threshold import members
+
+
+def recent(ctx: Context, last_n: Array) -> Array:
+    """`bool[N]`: known tokens among the `last_n` (`i32[]`) before the one to be chosen; all if it is negative.
+
+    On a canvas, known tokens beyond the one to be chosen count as well.
+    """
+    index = jnp.arange(ctx.tokens.shape[0])
+    return (ctx.tokens >= 0) & ((last_n < 0) | ((index >= ctx.length - last_n) & (last_n > 0)))
+
+
+def _scale(logits: Array, factor: Array) -> Array:
+    """Makes logits smaller for a factor above 1: multiplies negative ones by it and divides the others."""
+    return jnp.where(logits < 0, logits * factor, logits / factor)
+
+
+@struct
+class Repetition(Transform):
+    """Divides positive logits of earlier tokens by `penalty` and multiplies negative ones (CTRL; Keskar et al., 2019).
+
+    It goes by the sign of raw logits, as the paper and other engines do: a constant added to all of them changes it.
+
+    Attributes:
+        penalty: `f32[B]`, 1 changes nothing.
+        ignore: `i32[B]`, this many tokens at the beginning do not count.
+        last_n: `i32[B]`, only this many tokens at the end count (llama.cpp); negative: all (transformers).
+    """
+
+    needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "bag"
+
+    penalty: Array
+    ignore: Array
+    last_n: Array
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        counts = recent(ctx, self.last_n) & (jnp.arange(ctx.tokens.shape[0]) >= self.ignore)
+        seen = members(jnp.where(counts, ctx.tokens, -1), logits.shape[-1])
+        return jnp.where(seen, _scale(logits, self.penalty), logits)
+
+
+@struct
+class EncoderRepetition(Transform):
+    """The inverse of `Repetition` on the tokens of the prompt: above 1 it favours them. It goes by the sign of raw
+    logits, too. `penalty`: `f32[B]`."""
+
+    needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "bag"
+
+    penalty: Array
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        prompt = jnp.where(jnp.arange(ctx.tokens.shape[0]) < ctx.prompt_length, ctx.tokens, -1)
+        return jnp.where(members(prompt, logits.shape[-1]), _scale(logits, 1 / self.penalty), logits)
+
+
+@struct
+class PresenceFrequency(Transform):
+    """Subtracts `presence` once, and `frequency` for each occurrence, from the logits of tokens that have occurred.
+
+    What counts as an occurrence differs between systems, so it is said here: generated text only (`prompt` false,
+    `last_n` -1) as at OpenAI and in vLLM, or the last 64 tokens, prompt or not, as in llama.cpp.
+
+    Attributes:
+        presence, frequency: `f32[B]`, 0 changes nothing.
+        last_n: `i32[B]`, only this many tokens at the end count; negative: all.
+        prompt: `bool[B]`, whether tokens of the prompt count.
+    """
+
+    needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "bag"
+
+    presence: Array
+    frequency: Array
+    last_n: Array
+    prompt: Array
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        size = logits.shape[-1]
+        counts = recent(ctx, self.last_n) & (self.prompt | (jnp.arange(ctx.tokens.shape[0]) >= ctx.prompt_length))
+        count = jnp.zeros(size, jnp.float32).at[jnp.where(counts, ctx.tokens, size)].add(1, mode="drop")
+        return logits - count * self.frequency - jnp.where(count > 0, self.presence, 0)

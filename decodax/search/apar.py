@@ -1,0 +1,263 @@
+"""APAR: a model that was tuned for it forks its own text, and all branches are written at once (Liu et al., 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.common.struct import struct
+from decodax.core.state import Status
+from decodax.engine.request import Request
+from decodax.sampling.base import Context, PyTree, Transform
+from decodax.search.explorer import Explorer, Ranked
+from decodax.search.forks import Forks
+
+NUMBERED = re.compile(r"\d+\. ")
+
+
+@struct
+class ControlTokens(Transform):
+    """What a thread may write of the two control tokens:
+
+    - `[Child]` never by itself; at the place `child_at` nothing else;
+    - `[Fork]` where `may_fork` says so, not right behind a control token, and not at the depth `deepest`. A text is as
+      deep as it has `[Child]` behind its prompt, and one more.
+
+    Attributes:
+        fork, child, deepest, child_at: `i32[B]`, the last one -1 in rows that are no new threads. may_fork: `bool[B]`.
+    """
+
+    fork: Array
+    child: Array
+    deepest: Array
+    child_at: Array
+    may_fork: Array
+
+    needs = "sequence"
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        place, token = jnp.arange(ctx.tokens.shape[0]), jnp.arange(logits.shape[-1])
+        new = (place >= ctx.prompt_length) & (place < ctx.length)
+        depth = 1 + ((ctx.tokens == self.child) & new).sum()
+        newest = ctx.tokens[ctx.length - 1]
+        forks = self.may_fork & (depth < self.deepest) & (newest != self.fork) & (newest != self.child)
+        banned = (token == self.child) | ((token == self.fork) & ~forks)
+        return jnp.where(ctx.length == self.child_at, jnp.where(token == self.child, 0.0, -jnp.inf),
+                         jnp.where(banned, -jnp.inf, logits))
+
+
+@dataclasses.dataclass
+class Thread:
+    """A branch of an answer.
+
+    Attributes:
+        path: ids that it is written behind: the prompt, what its ancestors wrote up to the `[Fork]` that it comes from,
+            and `[Child]`. tokens: its own, with each `[Fork]` and what ended it.
+        parent: the thread that it comes from; None of the main one. forks: how many of `tokens` stand before its
+            children, `[Fork]` included, and which threads they are.
+        status: why it ended. log_prob: of `tokens` under the model.
+        rounds: of the batch when it ended.
+    """
+
+    path: list[int]
+    parent: int | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    forks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    status: Status = Status.RUNNING
+    log_prob: float = 0.0
+    rounds: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class APAR(Explorer):
+    """Auto-parallel auto-regressive decoding (Liu et al., 2024). The model must have been tuned for it (`to_apar`).
+
+    Where a thread writes `[Fork]` a second one begins, behind the same text and a `[Child]` that is put there. It
+    writes the details, while the first goes on with what comes behind them; neither sees the other. All threads of all
+    prompts are one batch, whose rows share what was read, at the positions of their own texts. A thread ends as a text
+    does; the answer is what a thread wrote up to its `[Fork]`, what its child wrote, and what it wrote behind. Rules
+    are those of the authors' code.
+
+    `threads` is a limit on what a prompt has at once, where theirs is one of the batch: a text does not depend on
+    those beside it. While all are in use there is no `[Fork]`; of those that fork in one round and have no place, each
+    waits for one.
+
+    The main thread draws by the key of the prompt's first sample. A child draws by that of its parent and the length of
+    the text it comes from, so what it writes does not depend on rounds, rows, or the method that writes.
+
+    Attributes:
+        fork, child: the control tokens, by id or by name (`"[SplitMask]"` and `"[SplitSop]"` in the published models).
+        threads: of a prompt at once. depth: threads that lie within each other, the main one included.
+        newlines: repairs line breaks where texts are put together, as the authors' code does: two in front of what
+            follows a child, and one in front of a child whose introduction has a number with a dot.
+    """
+
+    fork: int | str
+    child: int | str
+    threads: int = 8
+    depth: int = 2
+    newlines: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "depth"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: got {value!r}, takes a whole number from 1 on")
+
+    @property
+    def rows(self) -> int:
+        return self.threads
+
+    def begin(self, lm: Any, prompts: Any, **options: Any) -> Forks:
+        fork, child = control_tokens(lm, self.fork, self.child)
+
+        def amend(request: Request) -> Request:
+            rows = request.policy.eos.shape[0]
+            link = ControlTokens(**{name: jnp.full(rows, value, jnp.int32) for name, value in (
+                ("fork", fork), ("child", child), ("deepest", self.depth), ("child_at", -1))},
+                may_fork=jnp.zeros(rows, bool))
+            # in front of the other links, as in the authors' code
+            policy = request.policy
+            return dataclasses.replace(request, policy=policy.replace(transforms=(link, *policy.transforms)))
+
+        return Forks.begin(lm, prompts, self.rows, marks=[fork], amend=amend, **options)
+
+    def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
+        fork, child = control_tokens(forks.job.request.lm, self.fork, self.child)
+        shape = len(forks), self.rows
+        trees = [[Thread(list(prompt))] for prompt in forks.prompts]
+        held = np.full(shape, -1)               # which thread has a row
+        held[:, 0] = 0
+        forks.status[:, 1:] = Status.LENGTH     # rows that nobody has yet
+        child_at, queues = np.full(shape, -1), [[] for _ in range(len(forks))]      # type: ignore[var-annotated]
+        waits = np.zeros(shape, bool)
+        while True:
+            self._end(forks, trees, held)
+            if not (going := forks.live & (held >= 0)).any():
+                break
+            parents = np.tile(np.arange(self.rows), (len(forks), 1))
+            for p, tree in enumerate(trees):
+                for j in np.flatnonzero(held[p] < 0).tolist():
+                    if not queues[p]:
+                        break
+                    i = queues[p].pop(0)
+                    text = forks.prompts[p] + forks.tokens(p, i)
+                    mother = tree[held[p, i]]
+                    mother.forks.append((len(text) - len(mother.path), len(tree)))
+                    tree.append(Thread([*text, child], int(held[p, i])))
+                    parents[p, j], held[p, j], child_at[p, j] = i, len(tree) - 1, len(text)
+                    waits[p, i] = False
+            forks.fork(parents, by_text=True)
+            going = forks.live & (held >= 0) & ~waits
+            _tell(forks, child_at, (held < 0).any(1, keepdims=True) & ~waits.any(1, keepdims=True))
+            # to the first row that ends or forks
+            forks.extend(going, fewest=int(going.sum()) - 1)
+            for p, i in zip(*np.nonzero(going & forks.live), strict=True):
+                if forks.tokens(p, i)[-1] == fork:
+                    queues[p].append(int(i))
+                    waits[p, i] = True
+        newlines = self.newlines and forks.job.request.lm.tokenizer is not None
+        texts = [[stitched(tree, fork, _reader(forks), newlines)] for tree in trees]
+        return Ranked(np.array([[sum(thread.log_prob for thread in tree)] for tree in trees]), texts=texts,
+                      details=trees)
+
+    def _end(self, forks: Forks, trees: list[list[Thread]], held: np.ndarray) -> None:
+        """Notes what threads wrote that have ended, and gives up their rows."""
+        ended = (held >= 0) & ~forks.live
+        record = forks.job.state.record
+        raw = np.asarray(record.raw) if record is not None and ended.any() else None
+        for p, i in zip(*np.nonzero(ended), strict=True):
+            thread = trees[p][held[p, i]]
+            text = forks.prompts[p] + forks.tokens(p, i)
+            thread.tokens, thread.status = text[len(thread.path):], Status(int(forks.status[p, i]))
+            thread.rounds = forks.rounds
+            if raw is not None:
+                thread.log_prob = float(raw[p * self.rows + i, len(thread.path):len(text)].astype(np.float64).sum())
+            held[p, i] = -1
+
+
+def stitched(tree: Sequence[Thread], fork: int, read: Callable[[Thread, int, list[int], bool], Any],
+             newlines: bool = False, which: int = 0) -> Any:
+    """The answer from a thread on: what it wrote up to its first `[Fork]`, that child, and what comes behind, in turn.
+
+    Args:
+        read: from a thread, the place in its tokens at which a piece begins, the piece, and whether it is the last one,
+            what stands in the answer. newlines: as of `APAR`.
+    """
+    thread = tree[which]
+    tokens = thread.tokens[:-1] if thread.status == Status.EOS else thread.tokens
+    places = [at for at, _ in thread.forks]
+    children = [stitched(tree, fork, read, newlines, child) for _, child in thread.forks]
+    if tokens[-1:] == [fork] and len(tokens) not in places:     # the budget ended there, before the child began
+        places.append(len(tokens))
+        children.append(read(thread, len(tokens), [], True))
+    pieces = [read(thread, first, [t for t in tokens[first:last] if t != fork], last == len(tokens))
+              for first, last in itertools.pairwise((0, *places, len(tokens)))]
+    text = pieces.pop()
+    for piece, below in zip(pieces[::-1], children[::-1], strict=True):
+        if newlines:
+            if NUMBERED.search(piece) and not below.startswith("\n"):
+                below = "\n" + below
+            if not text.startswith("\n\n"):
+                text = "\n\n" + text.lstrip("\n")
+        text = piece + below + text
+    return text
+
+
+def _reader(forks: Forks) -> Callable[[Thread, int, list[int], bool], Any]:
+    request = forks.job.request
+    tokenizer = request.lm.tokenizer
+
+    def read(thread: Thread, first: int, ids: list[int], last: bool) -> Any:
+        if tokenizer is None:
+            return ids
+        stop = forks.stop if last and thread.status == Status.STOP else ()
+        return tokenizer.continuation(thread.path + thread.tokens[:first], ids, stop=stop,
+                                      skip_special_tokens=request.skip_special_tokens)
+
+    return read
+
+
+def control_tokens(lm: Any, fork: int | str, child: int | str) -> tuple[int, int]:
+    """Ids of the two tokens.
+
+    Raises:
+        ValueError: one of them is no single token of the model, or both are the same.
+    """
+    found = []
+    for name, token in (("fork", fork), ("child", child)):
+        if isinstance(token, str):
+            if lm.tokenizer is None:
+                raise ValueError(f"{name}: got {token!r}, and the model has no tokenizer; takes an id")
+            ids = lm.tokenizer.encode(token, add_special_tokens=False)
+            if len(ids) != 1:
+                raise ValueError(f"{name}: got {token!r}, which is {len(ids)} tokens; takes one that the model was "
+                                 "tuned to write")
+            token = ids[0]
+        if isinstance(token, bool) or not 0 <= token < lm.vocab_size:
+            raise ValueError(f"{name}: got {token!r}, takes a token from 0 to {lm.vocab_size - 1}")
+        found.append(int(token))
+    if found[0] == found[1]:
+        raise ValueError(f"fork and child: got token {found[0]} for both")
+    return found[0], found[1]
+
+
+def _tell(forks: Forks, child_at: np.ndarray, may_fork: Any) -> None:
+    """Puts into the policy where `[Child]` stands in new threads, and who may fork."""
+    job = forks.job
+    link, *others = job.policy.transforms
+    assert isinstance(link, ControlTokens)
+    at, may = np.full(job.state.batch, -1, np.int32), np.zeros(job.state.batch, bool)
+    at[:forks.rows] = child_at.reshape(-1)
+    may[:forks.rows] = np.broadcast_to(may_fork, child_at.shape).reshape(-1)
+    link = link.replace(child_at=jax.device_put(at, link.child_at.sharding),
+                        may_fork=jax.device_put(may, link.may_fork.sharding))
+    job.policy = job.policy.replace(transforms=(link, *others))

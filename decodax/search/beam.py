@@ -1,0 +1,126 @@
+"""Searches that keep the most promising unfinished texts: step beams, A*, foresight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from decodax.search.explorer import Explorer, Ranked, Score, scored, settled
+from decodax.search.forks import Forks
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBeams(Explorer):
+    """Beam search over steps, by the reward of the text so far (Snell et al., 2024): `n` texts are written on by a
+    step; the best `n / width` of them go on, `width` times each, until all have ended.
+
+    Attributes:
+        reward: of texts. n: rows. width: how often each one that is kept goes on; a divisor of `n`.
+    """
+
+    reward: Score
+    n: int = 8
+    width: int = 4
+
+    needs_reward = True
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.n % self.width:
+            raise ValueError(f"width: got {self.width} for {self.n} rows, takes a divisor of n")
+
+    @property
+    def rows(self) -> int:
+        return self.n
+
+    def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
+        score = np.zeros((len(forks), self.n))
+        while (running := forks.live.any(1)).any():
+            score = scored(self.reward, forks, asked, forks.extend(), score)
+            parents = np.tile(np.arange(self.n), (len(forks), 1))
+            best = np.argsort(-score, axis=1, kind="stable")[:, :self.n // self.width]
+            for p in np.flatnonzero(running):
+                parents[p] = settled(np.repeat(best[p], self.width))
+            forks.fork(parents)
+            score = np.take_along_axis(score, parents, 1)
+        return Ranked(score)
+
+
+def _no_cost(scores: Sequence[float]) -> float:
+    return 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AStar(Explorer):
+    """A*-decoding (Chatziveroglou, 2025): best-first search over texts. Of all unfinished texts the one with the least
+    `f = g + 1 - reward` is written on by `branch` different steps, until `answers` texts that have ended are better
+    than it, or `expansions` texts have been expanded.
+
+    What the path so far costs, `g`, is not published in full: it is `cost` of the rewards along it, by default nothing,
+    so that texts are taken by their reward alone; `decodax.search.mean_shortfall` adds the mean of `1 - reward`.
+
+    Attributes:
+        reward: of texts, between 0 and 1. n: texts that are kept; the worst ones make room. branch: steps tried.
+        expansions: at most. answers: how many ended texts are wanted. cost: `g`, from the rewards behind each step.
+    """
+
+    reward: Score
+    n: int = 16
+    branch: int = 4
+    expansions: int = 64
+    answers: int = 1
+    cost: Callable[[Sequence[float]], float] = _no_cost
+
+    needs_reward = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.branch < self.n:
+            raise ValueError(f"branch: got {self.branch} for {self.n} rows, takes from 1 to {self.n - 1}")
+
+    @property
+    def rows(self) -> int:
+        return self.n
+
+    def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
+        shape = len(forks), self.n
+        score, held = np.zeros(shape), np.zeros(shape, bool)        # held: a text stands in this row
+        held[:, 0] = True
+        paths: list[list[tuple[float, ...]]] = [[() for _ in range(self.n)] for _ in range(len(forks))]
+        f = np.where(held, 1.0, np.inf)
+        left, done = np.full(len(forks), self.expansions), np.zeros(len(forks), bool)
+        while not done.all():
+            parents = np.tile(np.arange(self.n), (len(forks), 1))
+            active = np.zeros(shape, bool)
+            for p in range(len(forks)):
+                ended = held[p] & ~forks.live[p]
+                going = np.flatnonzero(held[p] & forks.live[p])
+                best = going[np.argmin(f[p, going])] if len(going) else -1
+                # an ended text that is better than all others is an answer
+                found = int((f[p, ended] <= (f[p, best] if best >= 0 else np.inf)).sum())
+                done[p] |= best < 0 or left[p] <= 0 or found >= self.answers
+                if done[p]:
+                    continue
+                left[p] -= 1
+                others = [i for i in range(self.n) if i != best]
+                room = sorted(others, key=lambda i: (held[p, i], -f[p, i] if held[p, i] else 0, i))
+                # room comes from empty rows, then from the worst
+                places = [best, *room[:self.branch - 1]]
+                for i in places:
+                    parents[p, i], paths[p][i], held[p, i], active[p, i] = best, paths[p][best], True, True
+            if not active.any():
+                break
+            forks.fork(parents)
+            score = scored(self.reward, forks, asked, forks.extend(active), np.take_along_axis(score, parents, 1))
+            for p, i in np.argwhere(active).tolist():
+                paths[p][i] = (*paths[p][i], float(score[p, i]))
+                f[p, i] = self.cost(paths[p][i]) + 1 - score[p, i]
+        # of texts that have ended the best; where none has, the best of the others
+        order = np.where(held & ~forks.live, -f, np.where(held, -f - 1e6, -np.inf))
+        return Ranked(score, order.argmax(1))
+
+
+def mean_shortfall(rewards: Sequence[float]) -> float:
+    """The mean of `1 - reward` along a path: a `cost` of `AStar`."""
+    return float(np.mean([1 - r for r in rewards])) if len(rewards) else 0.0

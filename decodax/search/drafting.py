@@ -1,0 +1,246 @@
+"""Drafting by steps: a small model writes steps ahead, and a large one says which of them stand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from decodax.core.state import Status
+from decodax.engine.methods import model
+from decodax.front.score import score
+from decodax.io.appended import appended
+from decodax.io.load import LM
+from decodax.search.forks import Forks
+
+Same = Callable[[str, str], bool]
+
+
+def same_words(a: str, b: str) -> bool:
+    """Whether two steps are the same but for white space and case."""
+    return "".join(a.split()).lower() == "".join(b.split()).lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """What came of drafting by steps.
+
+    Attributes:
+        text: of each prompt. steps, accepted: how many steps there are in it, and how many of them were drafted.
+        rounds: in which the target wrote, of all prompts together. tokens, drafted: that target and draft made.
+    """
+
+    text: list[str]
+    steps: list[int]
+    accepted: list[int]
+    rounds: int
+    tokens: int
+    drafted: int
+
+
+def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Sequence[str], depth: int = 4,
+                        same: Same = same_words, step_tokens: int | None = None, **sampling: Any) -> Drafted:
+    """Lookahead Reasoning (Fu et al., 2025): reasoning in which whole steps are drafted.
+
+    In a round the draft model writes `depth` steps one after the other. The target then writes, side by side, its own
+    version of each of them, after those before it, and of the step after the last. A step stands if it says the same as
+    the target's own, and if the text ends with both of them or with neither; the first that does not is replaced by the
+    target's. So a round makes 1 to `depth + 1` steps.
+
+    The text is not that of plain decoding, but what `same` takes for the same: by default steps equal but for white
+    space and case, and then, with greedy rows, little else differs. The paper's judges, which compare meanings, are not
+    included: give one as `same`, and more is accepted. Within steps `algorithm=` drafts tokens as usual.
+
+    Args:
+        lm, draft: models, or what `load` calls them. until: strings with which a step ends.
+        same: from the drafted step and the target's. step_tokens: tokens of a step at most.
+        sampling: arguments of `generate`, for both.
+
+    Raises:
+        ValueError: a model without a tokenizer, or as `generate`.
+    """
+    target, small = model(lm), model(draft)
+    if target.tokenizer is None or small.tokenizer is None:
+        raise ValueError("lookahead_reasoning: takes models with tokenizers, since steps are compared as texts")
+    if depth < 1:
+        raise ValueError(f"depth: got {depth}, takes at least 1")
+    wide = depth + 1
+    own = Forks.begin(target, prompts, wide, until=until, step_tokens=step_tokens, **sampling)
+    theirs = Forks.begin(small, prompts, 1, until=until, step_tokens=step_tokens,
+                         **{k: v for k, v in sampling.items() if k not in ("algorithm", "cache")})
+    P, alike = len(own), _alike(target, small)
+    steps, accepted, rounds = [0] * P, [0] * P, 0
+    first = np.zeros((P, wide), bool)
+    first[:, 0] = True
+    while (live := own.live[:, 0]).any():
+        rounds += 1
+        guesses: list[list[WrittenStep]] = [[] for _ in range(P)]
+        ahead = theirs.ahead(np.zeros((P, 1), bool), tokens=1)      # a copy that the draft writes on
+        for _ in range(depth):
+            for p, row in enumerate(_write(ahead, ahead.live & live[:, None], alike)):
+                guesses[p] += [step for step in row if step is not None]
+        # row j of the target stands after j drafted steps; nothing stands after one that ended the draft's text
+        own.fork(np.where(live[:, None], 0, np.arange(wide)))
+        given: list[list[Any]] = [[None] * wide for _ in range(P)]
+        active = first & live[:, None]
+        for p, drafted in enumerate(guesses):
+            for j in range(1, len(drafted) + 1 - any(step.ends for step in drafted)):
+                active[p, j] = True
+                given[p][j] = _joined(drafted[:j], alike)
+        own.feed(given)
+        active &= own.live
+        written = _write(own, active, alike)
+        parents = np.tile(np.arange(wide), (P, 1))
+        stood: list[list[Any]] = [[None] for _ in range(P)]
+        said: list[list[Any]] = [[None] for _ in range(P)]
+        for p in np.flatnonzero(live).tolist():
+            stands = 0
+            for guess, mine in zip(guesses[p], written[p], strict=False):
+                # where one text ends and the other goes on, they do not say the same
+                if mine is None or mine.ends != guess.ends or not same(guess.text, mine.text):
+                    break
+                accepted[p] += 1
+                if mine.ends or not active[p, stands + 1]:
+                    break
+                stands += 1
+            parents[p] = stands
+            steps[p] += stands + 1
+            # what the draft wrote goes back to it as ids, what the target wrote as ids or as text
+            stood[p], mine = [_joined(guesses[p][:stands], True)], written[p][stands]
+            assert mine is not None
+            said[p] = [_joined([mine], alike)]
+        own.fork(parents)
+        if alike:
+            theirs.feed([[a[0] + b[0]] if a[0] is not None else [None] for a, b in zip(stood, said, strict=True)])
+        else:
+            theirs.feed(stood)
+            theirs.feed(said)
+        theirs.spent += ahead.spent
+    return Drafted([row[0] for row in own.texts(first)], steps, accepted, rounds, own.spent, theirs.spent)
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenStep:
+    """A step that a row has written. Attributes: ids; text; status: of the row after it."""
+
+    ids: list[int]
+    text: str
+    status: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether the text ends with it."""
+        return self.status != Status.RUNNING
+
+
+def _write(forks: Forks, which: np.ndarray, alike: bool) -> list[list[WrittenStep | None]]:
+    """Lets rows write a step; None for the others. If it is to be read by a model that is not `alike`, which sees its
+    text alone, a step goes on until there is a text that ends with a whole character."""
+    before = forks.lengths.copy()
+    wrote = forks.extend(which)
+    unread = lambda: np.array([[not text or text.endswith("\ufffd") for text in row] for row in forks.since(before)])
+    while not alike and (more := wrote & forks.live & unread()).any():
+        forks.extend(more, tokens=1)
+    texts = forks.since(before)
+    ids = lambda p, i: forks.tokens(p, i)[before[p, i] - len(forks.prompts[p]):]
+    return [[WrittenStep(ids(p, i), texts[p][i], int(forks.status[p, i])) if wrote[p, i] else None
+             for i in range(forks.n)] for p in range(len(forks))]
+
+
+def _joined(steps: Sequence[WrittenStep], alike: bool) -> Any:
+    """Steps as they are fed to a model: as ids where it has the same tokens, so that no text is encoded again."""
+    return list(itertools.chain(*(step.ids for step in steps))) if alike else "".join(step.text for step in steps)
+
+
+def _alike(a: LM, b: LM) -> bool:
+    """Whether two models have the same tokens."""
+    assert a.tokenizer is not None and b.tokenizer is not None
+    return a.tokenizer is b.tokenizer or a.tokenizer.token_bytes(False) == b.tokenizer.token_bytes(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrated:
+    """What came of `atts`. Attributes: text; turns: of each prompt; accepted: turns whose chunk the target let stand;
+    p_values: of each prompt's turns."""
+
+    text: list[str]
+    turns: list[int]
+    accepted: list[int]
+    p_values: list[list[float]]
+
+
+def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: str | Sequence[str] | None = None,
+         cut: float = 0.6, turns: int = 40, calibration: Sequence[float] = (), **sampling: Any) -> Calibrated:
+    """The conformal gate of asynchronous test-time scaling (Xiong et al., 2025, ATTS): a small model writes chunks, and
+    a large one only reads them, and writes where they are too surprising.
+
+    Prompts have one chain each and take turns together; nothing here is asynchronous, and a turn reads whole texts for
+    its perplexities.
+
+    The target's perplexity of a chunk is ranked among those of earlier chunks of all chains: with `n` of them the
+    conformal p-value is (1 + how many were at least as large) / (n + 1). A chunk whose p-value is below `1 - cut`, one
+    of the most surprising, is replaced by the target's own. So a share of about `cut` of the chunks is the draft's,
+    whatever the model. Each perplexity joins the calibration set. An end of sequence belongs to the chunk that it ends,
+    and a chunk may be nothing else. Where the draft cannot go on, the target does.
+
+    Args:
+        lm, draft: models. step_tokens, until: of a chunk. cut: share of chunks that stand. turns: chunks of a text.
+        calibration: perplexities known beforehand.
+        sampling: arguments of `generate`, for both.
+
+    Raises:
+        ValueError: a model without a tokenizer, a `cut` outside [0, 1], or as `generate`.
+    """
+    target, small = model(lm), model(draft)
+    if target.tokenizer is None or small.tokenizer is None:
+        raise ValueError("atts: takes models with tokenizers, since chunks go from one to the other as texts")
+    if not 0 <= cut <= 1:
+        raise ValueError(f"cut: got {cut}, takes a share from 0 to 1")
+    own = Forks.begin(target, prompts, 1, until=until, step_tokens=step_tokens, **sampling)
+    theirs = Forks.begin(small, prompts, 1, until=until, step_tokens=step_tokens,
+                         **{k: v for k, v in sampling.items() if k not in ("algorithm", "cache")})
+    P, alike, tokenizer = len(own), _alike(target, small), target.tokenizer
+    known, accepted = list(calibration), [0] * P
+    p_values: list[list[float]] = [[] for _ in range(P)]
+    for _ in range(turns):
+        if not own.live.any():
+            break
+        ahead = theirs.ahead(np.zeros((P, 1), bool), tokens=1)
+        chunks = {p: row[0] for p, row in enumerate(_write(ahead, ahead.live & own.live, alike)) if row[0] is not None}
+        before = {p: own.prompts[p] + own.tokens(p, 0) for p in chunks}
+        new = {p: chunk.ids if alike else appended(tokenizer, before[p], chunk.text) + _end(own, p, chunk)
+               for p, chunk in chunks.items()}
+        asked = [p for p in new if new[p]]
+        told = score(target, [(before[p], new[p]) for p in asked]).logprobs if asked else []
+        # a draft that cannot go on leaves the chunk to the target
+        writes = own.live & np.array([[not new.get(p)] for p in range(P)])
+        fed: list[list[Any]] = [[None] for _ in range(P)]
+        back: list[list[Any]] = [[None] for _ in range(P)]
+        for p, log_p in zip(asked, told, strict=True):
+            surprise = float(np.exp(-np.mean(log_p)))
+            value = (1 + sum(x >= surprise for x in known)) / (len(known) + 1)
+            known.append(surprise)
+            p_values[p].append(value)
+            if value >= 1 - cut:
+                accepted[p] += 1
+                fed[p], back[p] = [new[p]], [chunks[p].ids]
+            else:
+                writes[p, 0] = True
+        own.feed(fed)
+        for p in np.flatnonzero([row[0] is not None for row in fed]).tolist():
+            if chunks[p].status in (Status.EOS, Status.STOP) and own.live[p, 0]:
+                own.cut(p, 0, chunks[p].status)
+        for p, (chunk,) in enumerate(_write(own, writes, alike)):
+            if chunk is not None:
+                back[p] = [_joined([chunk], alike)]
+        theirs.feed(back)
+    return Calibrated([row[0] for row in own.texts()], [len(x) for x in p_values], accepted, p_values)
+
+
+def _end(own: Forks, p: int, chunk: WrittenStep) -> list[int]:
+    """The target's end of sequence, where the draft's chunk ends with its own."""
+    ends = np.asarray(own.job.request.policy.eos)[p * own.n]
+    return ends[ends >= 0][:1].tolist() if chunk.status == Status.EOS else []

@@ -1,0 +1,100 @@
+"""Extended autoregressive decoding: a text longer than the model's window, read at its head and written at its tail.
+
+With a window of fixed size a model that appends to what it reads is a lag system, a machine whose tape is a queue, and
+such machines compute whatever a Turing machine does (Schuurmans, Dai and Zanini, 2024, "Autoregressive Large Language
+Models are Computationally Universal").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from decodax.common.arguments import whole
+from decodax.engine.methods import model
+from decodax.front.generate import generate
+from decodax.io.load import LM
+from decodax.io.prompts import prompt_rows, read_prompt, read_prompts, spell
+
+Halt = Callable[[Sequence[int]], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What became of each string.
+
+    Attributes:
+        queue: what is left of each, ids. written: all that was appended to it, `[P][n]`. steps: how often its window
+            was read. halted: whether it ended by itself, and not by the number of steps.
+    """
+
+    queue: list[list[int]]
+    written: list[list[int]]
+    steps: list[int]
+    halted: list[bool]
+
+
+def lag_decode(lm: LM | Any, strings: Any, *, window: int, advance: int = 1, steps: int = 100, most: int = 8,
+               end: int | Sequence[int] | None = None, halt: Halt | None = None, system: Any = (), seed: int = 0,
+               **sampling: Any) -> Run:
+    """Runs strings as queues: in each step the model reads the first `window` tokens of each, what it writes is
+    appended to the string's end, and the first `advance` tokens are dropped.
+
+    The strings run side by side; a string's tokens depend on its place among the strings and `seed`, not on the others.
+    Rows that sample draw anew in each step.
+
+    Args:
+        strings: one or several texts or lists of ids.
+        window: tokens that are read, `N`.
+        advance: tokens that are dropped behind each step.
+        steps: at most.
+        most: tokens that a step appends at most.
+        end: the token or tokens with which a step ends; they are not appended. None: the model's own.
+        halt: from what is left of a string whether it ends. A string shorter than the window ends in any case.
+        system: a text or ids that stand in front of each window, such as a list of rules. Strings that are texts go on
+            from it.
+        sampling: arguments of `generate`; greedy unless they say otherwise.
+
+    Raises:
+        ValueError: a number out of its range, a string shorter than the window, or as `generate`.
+
+    >>> import decodax as dx
+    >>> run = dx.search.lag_decode(dx.load("pycode"), [list(range(40, 60))], window=8, steps=3, most=2)
+    >>> run.steps, len(run.queue[0]) == 20 - 3 + len(run.written[0])
+    ([3], True)
+    """
+    lm = model(lm)
+    window, advance, most = whole("window", window, 1), whole("advance", advance, 1), whole("most", most, 1)
+    if advance > window:
+        raise ValueError(f"advance: got {advance} with a window of {window}, takes at most that")
+    for name in ("num_samples", "num_return_sequences", "request_ids", "max_new_tokens", "eos_token_id"):
+        if name in sampling:
+            raise TypeError(f"{name}: lag_decode takes no such argument")
+    front = [] if isinstance(system, (list, tuple)) and not system else read_prompts(lm, [system], "system")[0]
+    queue = [spell(lm, row, name, after=front) if front and isinstance(row, str) else list(read_prompt(lm, row, name))
+             for row, name in prompt_rows(strings, "strings")]
+    if short := [len(ids) for ids in queue if len(ids) < window]:
+        raise ValueError(f"strings: got one of {short[0]} tokens, takes at least the window's {window}")
+    ends = set(lm.eos if end is None else [end] if isinstance(end, int) else end)
+    written: list[list[int]] = [[] for _ in queue]
+    taken, halted = [0] * len(queue), [False] * len(queue)
+    for step in range(whole("steps", steps, 0)):
+        for i, ids in enumerate(queue):
+            halted[i] = halted[i] or len(ids) < window or (halt is not None and bool(halt(ids)))
+        if all(halted):
+            break
+        # strings that have ended are read along, so that a step has one shape
+        heads = [front + (ids[:window] if not halted[i] else [0] * window) for i, ids in enumerate(queue)]
+        out = generate(lm, heads, max_new_tokens=[1 if done else most for done in halted], eos_token_id=sorted(ends),
+                       seed=seed + (step << 32), request_ids=list(range(len(queue))), **sampling)
+        for i, ids in enumerate(queue):
+            if halted[i]:
+                continue
+            new = [t for t in out.row(i).tolist() if t not in ends]
+            written[i] += new
+            queue[i] = ids[advance:] + new
+            taken[i] += 1
+    halted = [done or len(ids) < window or (halt is not None and bool(halt(ids)))
+              for done, ids in zip(halted, queue, strict=True)]
+    return Run(queue, written, taken, halted)

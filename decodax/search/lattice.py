@@ -1,0 +1,157 @@
+"""Lattice decoding: best-first search whose texts share nodes, so that few model calls stand for very many texts.
+
+Xu, Jonnalagadda and Durrett, 2022, "Massive-scale Decoding for Text Generation using Lattices".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from decodax.common.arguments import whole
+from decodax.engine.methods import model
+from decodax.io.load import LM
+from decodax.search.forks import Forks
+from decodax.search.recombination import Following, Growing, Path, Recombination, TextLattice
+
+
+class _Rows:
+    """Reads texts of each prompt on its rows: the row that has most of a text already is forked over the one that was
+    used longest ago, cut back to what they have in common, fed the rest, and written on greedily."""
+
+    def __init__(self, forks: Forks, k: int) -> None:
+        self.forks, self.k = forks, k
+        self.held: list[list[list[int]]] = [[[] for _ in range(forks.n)] for _ in range(len(forks))]
+        self.used = [list(range(forks.n)) for _ in range(len(forks))]       # the longest ago first
+        self.read = [0] * len(forks)
+
+    def __call__(self, wanted: dict[int, Path]) -> dict[int, dict[Path, Following]]:
+        """What follows the wanted text of each prompt, and the texts that the row has written on to from there."""
+        forks = self.forks
+        shape = len(forks), forks.n
+        parents, back = np.tile(np.arange(forks.n), (len(forks), 1)), np.full(shape, -1)
+        active = np.zeros(shape, bool)
+        rest: list[list[list[int] | None]] = [[None] * forks.n for _ in range(len(forks))]
+        for p, path in wanted.items():
+            common = [_common(path, text) for text in self.held[p]]
+            source = int(np.argmax(common))
+            i = self.used[p].pop(0)
+            self.used[p].append(i)
+            parents[p, i], active[p, i], back[p, i] = source, True, common[source]
+            rest[p][i] = list(path[common[source]:])
+            self.read[p] += len(path) - common[source]
+        forks.fork(parents)
+        forks.rewind(back)
+        forks.feed(rest)
+        forks.extend(active)
+        record = forks.job.state.record
+        assert record is not None
+        # a record may hold more than was asked for
+        ids, log_p = np.asarray(record.top_ids)[..., :self.k], np.asarray(record.top, np.float64)[..., :self.k]
+        out: dict[int, dict[Path, Following]] = {}
+        for p, path in wanted.items():
+            i = self.used[p][-1]
+            text = self.held[p][i] = forks.tokens(p, i)
+            self.read[p] += len(text) - len(path)
+            row, start = p * forks.n + i, len(forks.prompts[p])
+            out[p] = {}
+            for at in range(len(path), len(text)):
+                real = np.isfinite(log_p[row, start + at])
+                out[p][tuple(text[:at])] = (ids[row, start + at][real].tolist(), log_p[row, start + at][real].tolist())
+        return out
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def lattice_decode(lm: LM | Any, prompts: Any, *, calls: int = 256, k: int = 5, merge: str = "zip", suffix: int = 4,
+                   gap: int = 5, length_penalty: float = 0.0, max_new_tokens: int = 32, rows: int = 4,
+                   step_tokens: int = 8, eos_token_id: int | Sequence[int] | None = None, cache: Any = None,
+                   reads: Callable[[int], Hashable] | None = None) -> list[TextLattice]:
+    """Lattice decoding (Xu, Jonnalagadda and Durrett, 2022): best-first search with depth-first completion, in which
+    texts that end alike become one.
+
+    The best unfinished text is taken from a queue and written on greedily to its end. At each token the other ones of
+    the `k` likeliest go into the queue, with their text's log-probability over its length to the power of
+    `length_penalty`. A greedy token is merged with an earlier one if both texts are longer than `suffix` tokens, end
+    with the same `suffix` of them, and differ in length by less than `gap`, unless a loop would come of it; its text
+    then goes no further. With "rcb" the earlier node gets one more parent. With "zip" the two nodes become one, and so
+    do those in front of them, as far as the suffix reaches; what is queued behind a node that is merged away is
+    dropped. The search ends when the model has been called `calls` times; a text that is begun is completed.
+
+    What follows a merged node is what the model says behind the first text that reached it. So most paths of a lattice
+    have never been read as a whole: that is the paper's approximation, and what makes them so many.
+
+    Lengths count one token of the prompt, as those of the paper count a decoder's first token. This is the rule of the
+    paper where its code departs from it: the code adds `suffix` to the length of the earlier text, its "zip" leads from
+    the earlier node to the later one and loses the former's parents, it looks for loops 10 tokens back, gives up
+    a text that "zip" would make a loop of, and writes on beyond the longest text. There a full stop also ends a text;
+    here `eos_token_id` says so.
+
+    Prompts are searched side by side and know nothing of one another. The model's own distribution counts.
+
+    Args:
+        calls: model calls of a prompt. k: tokens that are looked at. merge: "zip" or "rcb".
+        suffix: `n`, 2 or more. gap: 1 or more. length_penalty: 0 or more.
+        rows: texts of a prompt whose cache is kept; the fewer, the more is read again.
+        step_tokens: tokens that a row writes between two looks for merges. What it writes behind a merge is dropped;
+            with 1 nothing is.
+        eos_token_id: of ends; None: the model's. cache: as of `generate`; one that can be cut back.
+        reads: what a token counts as beside its siblings, of which only the best is queued. None: its text without
+            case and white space around it, as in the paper's code; its id without a tokenizer.
+
+    Raises:
+        ValueError: a number out of its range, an unknown merge, a cache that cannot be cut back; or as `generate`.
+
+    >>> import decodax as dx
+    >>> found, = dx.search.lattice_decode("pycode", "def area(", calls=40)                  # doctest: +SKIP
+    >>> found.count, found.calls                                                            # doctest: +SKIP
+    """
+    lm = model(lm)
+    if merge not in ("zip", "rcb"):
+        raise ValueError(f"merge: got {merge!r}, takes 'zip' or 'rcb'")
+    if not length_penalty >= 0:
+        raise ValueError(f"length_penalty: got {length_penalty!r}, takes 0 or more")
+    rule = Recombination(whole("calls", calls, 1), whole("k", k, 1, lm.vocab_size), merge, whole("suffix", suffix, 2),
+                         whole("gap", gap, 1), float(length_penalty), whole("max_new_tokens", max_new_tokens, 1))
+    given: dict[str, Any] = {} if cache is None else {"cache": cache}
+    if eos_token_id is not None:
+        given["eos_token_id"] = eos_token_id
+    forks = Forks.begin(lm, prompts, whole("rows", rows, 1), step_tokens=whole("step_tokens", step_tokens, 1),
+                        max_new_tokens=rule.longest, logprobs=rule.k, **given)
+    if "truncation" not in forks.job.state.cache.supports:
+        raise ValueError(f"cache: {type(forks.job.state.cache).__name__} cannot be cut back to the beginning of a text")
+    ends = lm.eos if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+    tokenizer = lm.tokenizer
+    plain: Callable[[int], Hashable] = int if tokenizer is None else lambda t: tokenizer.decode([t]).strip().lower()
+    growing = [Growing(rule, prompt[-1], frozenset(map(int, ends)), reads or plain) for prompt in forks.prompts]
+    searches, read = [g.run() for g in growing], _Rows(forks, rule.k)
+    why, wanted = [""] * len(forks), dict[int, Path]()
+
+    def go_on(p: int, known: dict[Path, Following], sent: Following | None = None, first: bool = False) -> None:
+        """Lets a search go on as far as what is known reaches."""
+        try:
+            path = next(searches[p]) if first else searches[p].send(sent)
+            while path in known:
+                path = searches[p].send(known.pop(path))
+            wanted[p] = path
+        except StopIteration as end:
+            why[p] = end.value
+
+    for p in range(len(forks)):
+        go_on(p, {}, first=True)
+    while wanted:
+        asked, found = dict(wanted), read(wanted)
+        wanted.clear()
+        for p, path in asked.items():
+            go_on(p, found[p], found[p].pop(path, None))
+    out = []
+    for p, g in enumerate(growing):
+        ids = [list(g.nodes[u].path[1:]) for u in g.done]
+        texts = ids if tokenizer is None else [tokenizer.continuation(forks.prompts[p], row) for row in ids]
+        out.append(TextLattice(**g.arrays(), texts=texts, ids=ids, calls=g.calls, read=read.read[p], merges=g.merges,
+                               log_probs=np.array([g.nodes[u].total for u in g.done]), why=why[p]))
+    return out

@@ -1,0 +1,260 @@
+"""Particles: texts weighted as they grow, the heavy ones forked and the light ones dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from decodax.search.explorer import Explorer, Ranked, Score, log_mean, normal, resample, scored
+from decodax.search.forks import Forks
+
+Resampling = Literal["multinomial", "systematic"]
+EDGE = 1e-7
+"""How near to 0 and 1 a reward counts."""
+
+
+def _odds(scores: np.ndarray) -> np.ndarray:
+    """The log odds of rewards between 0 and 1."""
+    if (scores < 0).any() or (scores > 1).any():
+        raise ValueError(f"reward: got {scores.min():g} to {scores.max():g}, takes probabilities from 0 to 1")
+    p = np.clip(scores, EDGE, 1 - EDGE)
+    return np.log(p) - np.log1p(-p)
+
+
+def _checked_how(how: str) -> None:
+    if how not in ("multinomial", "systematic"):
+        raise ValueError(f"resampling: got {how!r}, takes 'multinomial' or 'systematic'")
+
+
+def _written(forks: Forks, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lets rows write a step. Returns which of them have written (`bool[P, n]`), and by how much that changed the log
+    of the weight that their method gives them (`f64[P, n]`)."""
+    before = forks.log_weights()
+    wrote = forks.extend(which)
+    return wrote, np.subtract(forks.log_weights(), before, where=wrote, out=np.zeros(wrote.shape))
+
+
+def _potentials(potential: Score, forks: Forks, asked: Sequence[Any], which: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Potentials of the texts in `which`, of the others those of `old`.
+
+    Raises:
+        ValueError: one is a NaN or infinite, or there are not as many as texts.
+    """
+    value = scored(potential, forks, asked, which, old)
+    if np.isposinf(value).any():
+        raise ValueError("potential: got inf, takes the log of a potential, a finite number or -inf")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class ParticleFilter(Explorer):
+    """Particle filtering against a process reward model (Puri et al., 2025, "Rollout Roulette").
+
+    `n` particles each write a step. All are resampled by the odds of their rewards, those that have ended with the odds
+    of their last one, until all have ended. The answer is the particle with the largest odds, or one drawn by them.
+
+    The rule is that of the authors' code, in which the weight of a step is the odds of the whole text so far: so the
+    law is the model's times the product of the odds behind all steps. `increment=True` weights a step by how the odds
+    changed, and the law is the model's times the odds of the whole text, as in `SMC`.
+
+    Attributes:
+        reward: of texts, probabilities that they are right so far. n: particles. choose: "largest" or "sample".
+        increment: as above. resampling: of "multinomial", the paper's, and "systematic".
+    """
+
+    reward: Score
+    n: int = 8
+    choose: Literal["largest", "sample"] = "largest"
+    increment: bool = False
+    resampling: Resampling = "multinomial"
+
+    needs_reward = True
+
+    def __post_init__(self) -> None:
+        if self.choose not in ("largest", "sample"):
+            raise ValueError(f"choose: got {self.choose!r}, takes 'largest' or 'sample'")
+        _checked_how(self.resampling)
+
+    @property
+    def rows(self) -> int:
+        return self.n
+
+    def _odds(self, prompt: Any, texts: Sequence[Any]) -> np.ndarray:
+        return _odds(np.asarray(self.reward(prompt, texts), np.float64))
+
+    def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
+        zeros = np.zeros((len(forks), self.n))
+        score, last = zeros, zeros
+        while (running := forks.live.any(1)).any():
+            wrote, gained = _written(forks, forks.live)
+            score = scored(self._odds, forks, asked, wrote, score)
+            weight = normal(score - last + gained if self.increment else score + gained)
+            parents = np.tile(np.arange(self.n), (len(forks), 1))
+            for p in np.flatnonzero(running).tolist():
+                parents[p] = resample(weight[p], forks.rng(p), self.resampling)
+            forks.fork(parents)
+            score = np.take_along_axis(score, parents, 1)
+            last = score if self.increment else zeros
+        weights = np.full_like(zeros, 1 / self.n) if self.increment else normal(score)
+        index = np.array([forks.rng(p).choice(self.n, p=weights[p]) for p in range(len(forks))]) \
+            if self.choose == "sample" else score.argmax(1)
+        return Ranked(score, index, weights if self.increment else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class SMC(Explorer):
+    """Sequential Monte Carlo (Lew et al., 2023; twisted: Zhao et al., 2024): samples of the model's law times a
+    potential of the whole text, and how much that is in all.
+
+    The model's law is that of the policy: a temperature, truncations and constraints are part of it. A method that
+    weighs its draws proposes, and its weights count: with
+    `algorithm=decodax.algorithms.contrastive.rejection.AWRS(check)` the law is that of the policy, held to what the
+    check allows, times the potential, and the evidence has the share that is allowed. Rows that weigh nothing are not
+    written on.
+
+    Attributes:
+        potential: the log of the potential of a text, at most finite; -inf rules it out. Where a text has not ended yet
+            it counts `twist` of it in its place, and until it ends `potential`, if there is none.
+        n: particles. twist: the log of what the potential will be, as far as somebody can guess; it changes how well
+            the particles do, and not their law.
+        least: share of `n` below which the effective sample size has particles resampled; 0: never.
+        resampling: "systematic" or "multinomial". ended: whether `potential` is asked of whole texts alone, if there is
+            no twist: a step is then weighted by nothing.
+    """
+
+    potential: Score
+    n: int = 8
+    twist: Score | None = None
+    least: float = 0.5
+    resampling: Resampling = "systematic"
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= 1:
+            raise ValueError(f"least: got {self.least!r}, takes a share from 0 to 1")
+        _checked_how(self.resampling)
+
+    @property
+    def rows(self) -> int:
+        return self.n
+
+    def _value(self, forks: Forks, asked: Sequence[Any], wrote: np.ndarray, old: np.ndarray) -> np.ndarray:
+        over, going = wrote & ~forks.live, wrote & forks.live
+        value = _potentials(self.potential, forks, asked, over, old)
+        if self.twist is None and self.ended:
+            return value
+        return _potentials(self.twist or self.potential, forks, asked, going, value)
+
+    def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
+        shape = len(forks), self.n
+        weight, value, evidence = np.zeros(shape), np.zeros(shape), np.zeros(len(forks))
+        while (active := forks.live & np.isfinite(weight)).any():
+            wrote, gained = _written(forks, active)
+            new = self._value(forks, asked, wrote, value)
+            with np.errstate(invalid="ignore"):
+                change = gained + new - np.where(np.isneginf(value), 0, value)
+                weight = np.where(np.isneginf(new), -np.inf, weight + change)
+            value = new
+            parents = np.tile(np.arange(self.n), (len(forks), 1))
+            for p in range(len(forks)):
+                share = normal(weight[p])
+                if 1 / (share ** 2).sum() < self.least * self.n and np.isfinite(weight[p]).any():
+                    parents[p] = resample(share, forks.rng(p), self.resampling)
+                    evidence[p] += log_mean(weight[p])
+                    weight[p] = 0
+            forks.fork(parents)
+            value = np.take_along_axis(value, parents, 1)
+        return Ranked(value, weights=normal(weight), log_evidence=evidence + log_mean(weight),
+                      index=np.where(np.isfinite(weight), value, -np.inf).argmax(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Steering(Explorer):
+    """SMC steering (Lew et al., 2023): each of `n` particles has `factor` copies write the next step, and of all those
+    `n` are kept, none twice.
+
+    Of the `n * factor` weights `w` those with `c w >= 1` stay as they are, where `c` is such that the sum of
+    `min(1, c w)` is `n`; of the others some are kept by one stratified draw, and weigh `1 / c` (Fearnhead and Clifford,
+    2003). So the weighted particles keep their law, which is that of `SMC`.
+
+    Attributes:
+        potential: as in `SMC`. n: particles. factor: copies.
+    """
+
+    potential: Score
+    n: int = 4
+    factor: int = 3
+
+    @property
+    def rows(self) -> int:
+        return self.n * self.factor
+
+    def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
+        shape = len(forks), self.rows
+        # the first copies hold the particles; a particle that has ended has one copy, with all of its weight
+        weight, value = np.full(shape, -np.inf), np.zeros(shape)
+        weight[:, :self.n] = -np.log(self.n)
+        # a row that has ended, or that weighs nothing, writes no more
+        while (alive := (forks.live & np.isfinite(weight))[:, :self.n]).any():
+            active = np.zeros(shape, bool)
+            parents = np.tile(np.arange(self.rows), (len(forks), 1))
+            new = np.full(shape, -np.inf)
+            for p in range(len(forks)):
+                free = iter(range(self.n, self.rows))
+                for i in range(self.n):
+                    several = bool(alive[p, i])
+                    places = [i, *(next(free) for _ in range(self.factor - 1))] if several else [i]
+                    parents[p, places] = i
+                    new[p, places] = weight[p, i] - np.log(len(places))
+                    active[p, places] = several
+            forks.fork(parents)
+            value = np.take_along_axis(value, parents, 1)
+            wrote, gained = _written(forks, active)
+            then = _potentials(self.potential, forks, asked, wrote, value)
+            with np.errstate(invalid="ignore"):
+                new = np.where(np.isneginf(then), -np.inf, new + gained + np.where(wrote, then - value, 0))
+            keep, weight = np.tile(np.arange(self.rows), (len(forks), 1)), np.full(shape, -np.inf)
+            for p in range(len(forks)):
+                chosen, weight[p, :self.n] = kept(new[p], self.n, forks.rng(p))
+                order = _first(chosen, self.n)
+                weight[p, :self.n] = weight[p, :self.n][[int(np.flatnonzero(chosen == c)[0]) for c in order]]
+                keep[p, :self.n] = order
+            forks.fork(keep)
+            value = np.take_along_axis(then, keep, 1)
+        total = log_mean(weight) + np.log(self.rows)
+        return Ranked(np.where(np.isfinite(weight), value, -np.inf), weights=normal(weight), log_evidence=total)
+
+
+def _first(chosen: np.ndarray, n: int) -> np.ndarray:
+    """`chosen` in an order in which those below `n` stay in their places."""
+    out: list[int] = [-1] * n
+    rest = []
+    for c in chosen.tolist():
+        if c < n:
+            out[c] = c
+        else:
+            rest.append(c)
+    it = iter(rest)
+    return np.array([next(it) if c < 0 else c for c in out])
+
+
+def kept(log_weights: np.ndarray, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Which `n` of some weighted rows stay, no row twice, and their new log-weights: `Steering`'s rule."""
+    if np.isfinite(log_weights).sum() <= n:
+        order = np.argsort(~np.isfinite(log_weights), kind="stable")[:n]
+        return np.sort(order), log_weights[np.sort(order)]
+    order = np.argsort(-log_weights, kind="stable")[:np.isfinite(log_weights).sum()]
+    logs = log_weights[order]
+    # log of c where the first k are sure and the others share what is left; in logs, so that no range is too wide
+    tails = np.logaddexp.accumulate(logs[::-1])[::-1]
+    log_c = np.log(n - np.arange(n)) - tails[:n]
+    sure = int(np.argmax(log_c + logs[:n] <= 0))
+    some, rest = n - sure, np.sort(order[sure:])
+    ends = np.cumsum(np.exp(log_weights[rest] - tails[sure])) * some
+    at = np.minimum(np.searchsorted(ends / ends[-1] * some, np.arange(some) + rng.random(), side="right"),
+                    len(rest) - 1)
+    chosen = np.concatenate([np.sort(order[:sure]), rest[at]])
+    return chosen, np.concatenate([log_weights[chosen[:sure]], np.full(some, -log_c[sure])])

@@ -1,0 +1,168 @@
+"""Foresight: steps chosen by how the texts that they lead to go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from decodax.search.explorer import Explorer, Ranked
+from decodax.search.forks import Forks
+
+Vectors = Callable[[Sequence[str]], np.ndarray]
+"""`f64[n, d]`: a point for each text, near for texts that say the same."""
+
+
+def tf_idf(texts: Sequence[str]) -> np.ndarray:
+    """Words by how often they stand in a text, and in how few texts, scaled to length 1."""
+    counts = [Counter(w for w in "".join(c.lower() if c.isalnum() else " " for c in t).split() if len(w) > 1)
+              for t in texts]
+    words = sorted(set().union(*counts))
+    if not words:
+        return np.zeros((len(texts), 1))
+    idf = np.array([math.log((1 + len(texts)) / (1 + sum(w in c for c in counts))) + 1 for w in words])
+    x = np.array([[c[w] for w in words] for c in counts], float) * idf
+    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
+
+
+def k_means(x: np.ndarray, k: int, rng: np.random.Generator, rounds: int = 100) -> np.ndarray:
+    """The cluster of each point, `i64[n]`, by Lloyd's rounds from k-means++ (Arthur and Vassilvitskii, 2007)."""
+    centres = [x[rng.integers(len(x))]]
+    while len(centres) < min(k, len(x)):
+        far = np.min([((x - c) ** 2).sum(1) for c in centres], 0)
+        if far.sum() <= 0:
+            break
+        centres.append(x[rng.choice(len(x), p=far / far.sum())])
+    middle, label = np.array(centres), np.zeros(len(x), int)
+    for _ in range(rounds):
+        new = ((x[:, None] - middle[None]) ** 2).sum(-1).argmin(1)
+        if (new == label).all() and _:
+            break
+        label = new
+        middle = np.array([x[label == j].mean(0) if (label == j).any() else middle[j] for j in range(len(middle))])
+    return label
+
+
+def _soft(x: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        far = np.maximum((x - x.max()) / temperature, -700.0)
+    # draws without replacement want as many chances above 0 as they take
+    e = np.where(x == -np.inf, 0.0, np.exp(far))
+    return e / e.sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class PhiDecoding(Explorer):
+    """phi-Decoding (Xu et al., 2025): adaptive foresight sampling.
+
+    Each of `beams` texts tries `samples` next steps. Those whose mean log-probability a token is not above the mean
+    less `sigma` standard deviations are given up. The others are written to their end, and judged by that foresight:
+    its advantage is its mean log-probability less that of its parent's; texts with alike foresights form `clusters`. Of
+    those with a positive advantage `beams` steps are drawn without replacement, by half the softmax of their advantage
+    over `temperature` and half the softmax of their cluster's share. It stops to look ahead when more than a share of
+    `agreement` of them has lain in one cluster, or all steps that were drawn are the same, from the step `first` on, or
+    behind `steps` steps; then each text is written to its end, and of those with a positive advantage one of the larger
+    of two clusters is drawn by it.
+
+    Rules and defaults are those of the authors' code, also where no text has a positive advantage in the end: it then
+    draws the least likely ones first. Steps that it strips of white space stay as they are here.
+
+    Attributes:
+        beams, samples, steps, first: whole numbers. sigma, agreement, temperature: numbers. clusters: at most.
+        vectors: of foresights, for the clusters; by default TF-IDF.
+    """
+
+    beams: int = 4
+    samples: int = 4
+    steps: int = 8
+    first: int = 4
+    sigma: float = 1.0
+    agreement: float = 0.69
+    clusters: int = 3
+    temperature: float = 0.1
+    vectors: Vectors = tf_idf
+
+    reads = "compares foresights as texts"
+
+    @property
+    def rows(self) -> int:
+        return self.beams * self.samples
+
+    def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
+        P, n = len(forks), self.rows
+        value = np.zeros((P, self.beams))           # mean log-probability of each beam's foresight
+        looks, agreed = np.ones(P, bool), np.zeros(P, bool)
+        own = np.arange(n)
+        for step in range(self.steps):
+            looks &= forks.live[:, :self.beams].any(1)
+            if not looks.any():
+                break
+            # the texts of the beams stand in the first rows
+            spread = np.where(looks[:, None], np.repeat(np.arange(self.beams), self.samples), own)
+            forks.fork(spread)
+            start_p, start_n = forks.log_probs(), forks.lengths.copy()
+            forks.extend(forks.live & looks[:, None])
+            mean = (forks.log_probs() - start_p) / (forks.lengths - start_n + 1e-8)
+            keep = np.zeros((P, n), bool)
+            for p in np.flatnonzero(looks).tolist():
+                keep[p] = mean[p] > mean[p].mean() - self.sigma * mean[p].std()
+                if (lacks := self.beams - int(keep[p].sum())) > 0:
+                    rest = np.flatnonzero(~keep[p])
+                    keep[p, forks.rng(p).choice(rest, lacks, False, _soft(mean[p, rest], self.temperature))] = True
+            before_p, before_n = forks.log_probs(), forks.lengths.copy()
+            said = forks.since(start_n)
+            seen = forks.ahead(keep & forks.live)
+            ahead = seen.since(before_n)
+            after = (seen.log_probs() - before_p) / (seen.lengths - before_n + 1e-8)
+            parents = np.tile(own, (P, 1))
+            for p in np.flatnonzero(looks).tolist():
+                rows = np.flatnonzero(keep[p])
+                gain = after[p, rows] - value[p, spread[p, rows]]
+                chosen, agrees = self._choose(gain, [ahead[p][i] for i in rows], forks.rng(p))
+                picked = rows[chosen]
+                parents[p, :self.beams] = picked
+                value[p] = after[p, picked]
+                agreed[p] |= agrees
+                same = len({said[p][i] for i in picked}) == 1
+                looks[p] &= not (agreed[p] and step + 1 >= self.first) and not (same and step >= self.first)
+            forks.fork(parents)
+        return self._finish(forks, value)
+
+    def _choose(self, gain: np.ndarray, told: Sequence[str], rng: np.random.Generator) -> tuple[np.ndarray, bool]:
+        """Which steps are taken, and whether most foresights say the same."""
+        good = np.flatnonzero((gain > 0) & np.array([bool(t.strip()) for t in told]))
+        if len(good) < self.beams:
+            return rng.choice(len(gain), self.beams, False, _soft(gain, self.temperature)), False
+        label = k_means(self.vectors([told[i] for i in good.tolist()]), self.clusters, rng)
+        sizes = np.bincount(label)
+        weight = (_soft((sizes / len(good))[label]) + _soft(gain[good], self.temperature)) / 2
+        chosen = good[rng.choice(len(good), self.beams, False, weight)]
+        return chosen, bool(sizes.max() / len(good) > self.agreement)
+
+    def _finish(self, forks: Forks, value: np.ndarray) -> Ranked:
+        P, n = len(forks), self.rows
+        first = np.arange(n) < self.beams
+        before_p, before_n = forks.log_probs(), forks.lengths.copy()
+        forks.extend(forks.live & first, whole=True)
+        mean = (forks.log_probs() - before_p) / (forks.lengths - before_n + 1e-8)
+        score, index = np.full((P, n), -np.inf), np.zeros(P, int)
+        ended, since = forks.texts(), forks.since(before_n)
+        for p in range(P):
+            gain = mean[p, :self.beams] - value[p]
+            score[p, :self.beams] = gain
+            rng = forks.rng(p)
+            told = [since[p][i] or ended[p][i] for i in range(self.beams)]
+            good = np.flatnonzero((gain > 0) & np.array([bool(t.strip()) for t in told]))
+            if not len(good):
+                index[p] = rng.choice(self.beams, p=_soft(-gain, self.temperature))
+                continue
+            label = k_means(self.vectors([told[i] for i in good]), 2, rng)
+            rows = good[label == np.bincount(label).argmax()]
+            index[p] = rng.choice(rows, p=_soft(gain[rows], self.temperature))
+        return Ranked(score, index)
+
+

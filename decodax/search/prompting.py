@@ -1,0 +1,147 @@
+"""Methods that are prompts: several ways to ask, and what the answers come to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from decodax.engine.methods import text_model
+from decodax.front.generate import generate
+
+
+@dataclasses.dataclass(frozen=True)
+class Ensembled:
+    """What came of several ways to ask. Attributes: text of each prompt; answers: those that it goes by; tokens: made
+    in all."""
+
+    text: list[str]
+    answers: list[list[str]]
+    tokens: int
+
+
+def summary(prompt: Any, answers: Sequence[str]) -> str:
+    """How a model is asked for one answer out of several."""
+    listed = "".join(f"{i + 1}. {answer.strip()}\n" for i, answer in enumerate(answers))
+    return f"{prompt}\nSeveral people answered:\n{listed}The answer on which most agree: "
+
+
+def pedal(lm: Any, prompts: Any, exemplars: Sequence[str], n: int = 3, shots: int = 3, *,
+          join: Callable[[Sequence[str], Any], str] = lambda shots, prompt: "\n\n".join([*shots, str(prompt)]),
+          aggregate: Callable[[Any, Sequence[str]], str] = summary, seed: int = 0, **options: Any) -> Ensembled:
+    """PEDAL (Prabhu, 2024): greedy answers after different exemplars, and one answer made from them by the model.
+
+    Each of `n` prompts has `shots` exemplars, drawn without replacement; all are answered greedily in one batch. The
+    model then sees the answers and writes the one that it takes.
+
+    Args:
+        exemplars: solved examples, as texts. join: the prompt behind some of them. aggregate: the second prompt, from
+            the bare prompt and the answers.
+        options: of `generate`; greedy unless they say otherwise.
+
+    Raises:
+        ValueError: fewer exemplars than `shots`, or as `generate`.
+    """
+    if shots > len(exemplars):
+        raise ValueError(f"shots: got {shots} with {len(exemplars)} exemplars, takes at most as many")
+    lm = text_model(lm, "its answers are read as texts")
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    asked = []
+    for p, prompt in enumerate(given):
+        rng = np.random.default_rng([seed, p])
+        asked += [join([exemplars[i] for i in rng.choice(len(exemplars), shots, replace=False)], prompt)
+                  for _ in range(n)]
+    first = generate(lm, asked, **options)
+    assert first.text is not None
+    answers = [first.text[p * n:(p + 1) * n] for p in range(len(given))]
+    last = generate(lm, [aggregate(prompt, row) for prompt, row in zip(given, answers, strict=True)], **options)
+    assert last.text is not None
+    return Ensembled(last.text, answers, int(first.lengths.sum() + last.lengths.sum()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batched:
+    """What came of `batch_prompt`. Attributes: answers of each item, None where there is none; votes: of each item's
+    answer, and how often it was asked; prompts: how many were answered."""
+
+    answers: list[Hashable | None]
+    votes: list[tuple[int, int]]
+    prompts: int
+
+
+def batch_prompt(lm: Any, items: Sequence[str], ask: Callable[[Sequence[str]], str],
+                 read: Callable[[str, int], Sequence[tuple[Hashable | None, bool]]], *, size: int = 16,
+                 rounds: int = 5, seed: int = 0, **options: Any) -> Batched:
+    """BatchPrompt (Lin et al., 2024): many items in one prompt, asked again in other orders.
+
+    In each round the items are put into prompts of `size` in a random order, which is another one each time (batch
+    permutation and ensembling); an item's answer is what most rounds say. An item that two rounds in a row were sure
+    of, with the same answer, is asked no more (self-reflection-guided early stopping).
+
+    Args:
+        ask: a prompt of some items. read: from a text, and how many items were asked for, the answer to each and
+            whether the model is sure of it; None: it gives none.
+        options: of `generate`.
+
+    Raises:
+        ValueError: `read` gives another number of answers than there are items, or as `generate`.
+    """
+    lm, rng = text_model(lm, "its answers are read as texts"), np.random.default_rng(seed)
+    given: list[list[Hashable]] = [[] for _ in items]
+    sure: list[Hashable | None] = [None] * len(items)
+    open_, count, was = list(range(len(items))), 0, [0] * len(items)
+    for _ in range(rounds):
+        if not open_:
+            break
+        order = [open_[i] for i in rng.permutation(len(open_))]
+        parts = [order[i:i + size] for i in range(0, len(order), size)]
+        texts = generate(lm, [ask([items[i] for i in part]) for part in parts], **options).text
+        assert texts is not None
+        count += len(parts)
+        for part, text in zip(parts, texts, strict=True):
+            found = list(read(text, len(part)))
+            if len(found) != len(part):
+                raise ValueError(f"read: gave {len(found)} answers for {len(part)} items")
+            for i, (answer, certain) in zip(part, found, strict=True):
+                was[i] += 1
+                if answer is None:
+                    sure[i] = None
+                    continue
+                given[i].append(answer)
+                if certain and sure[i] == answer:
+                    open_.remove(i)
+                sure[i] = answer if certain else None
+    best = [Counter(row).most_common(1)[0] if row else (None, 0) for row in given]
+    return Batched([answer for answer, _ in best], [(votes, n) for (_, votes), n in zip(best, was, strict=True)], count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sketched:
+    """What came of `sketch_guided`. Attributes: text, held to the constraint; sketches."""
+
+    text: list[str]
+    sketches: list[str]
+
+
+def sketch_guided(lm: Any, prompts: Any, sketch: Callable[[Any], str], *,
+                  ask: Callable[[Any, str], str] = lambda prompt, sketch: f"{prompt}\nDraft: {sketch}\nFinal: ",
+                  **constraint: Any) -> Sketched:
+    """Sketch-guided constrained decoding (Geng et al., 2024): a model whose logits nobody sees writes a sketch, and a
+    local model with the sketch in its prompt writes the text, held to a constraint.
+
+    Args:
+        sketch: from a prompt its sketch; any black box. ask: the local model's prompt.
+        constraint: `regex`, `json_schema`, `grammar`, ... and other arguments of `generate`.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    lm = text_model(lm, "texts are held to a constraint")
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    sketches = [sketch(prompt) for prompt in given]
+    out = generate(lm, [ask(p, s) for p, s in zip(given, sketches, strict=True)], **constraint)
+    assert out.text is not None
+    return Sketched(out.text, sketches)

@@ -1,0 +1,227 @@
+"""Self-infilling: where the model is uncertain it writes the end of a text first, and then what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.common.struct import struct
+from decodax.core.state import Status
+from decodax.core.stops import stop_strings
+from decodax.engine.methods import text_model
+from decodax.front.generate import generate
+from decodax.io.appended import appended
+from decodax.io.load import LM
+from decodax.sampling.base import Context, PyTree, Transform
+from decodax.search.forks import Forks
+
+
+@struct
+class Phases(Transform):
+    """The automaton over the three tokens of a model that fills in the middle (`<PRE>`, `<SUF>`, `<MID>`), which reads
+    off the text in which phase it is:
+
+    - in front of `<SUF>` the model writes; where its likeliest token is below `tau`, and the last line does not begin
+      the suffix already, `<SUF>` follows;
+    - behind it first the tokens `opening` follow, and then the model writes the suffix; it may write `<MID>`;
+    - behind `<MID>` it writes the middle.
+
+    No other of the three tokens is written.
+
+    Attributes:
+        marks: `i32[B, 3]`. tau: `f32[B]`. opening: `i32[B, F]`, -1 behind the last. breaks: `i32[B, L]`, tokens that
+            end a line, -1 behind the last.
+    """
+
+    marks: Array
+    tau: Array
+    opening: Array
+    breaks: Array
+
+    needs = "sequence"
+
+    def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
+        place = jnp.arange(ctx.tokens.shape[0])
+        here = place < ctx.length
+        last = jnp.where((ctx.tokens[:, None] == self.marks) & here[:, None], place[:, None], -1).max(0)
+        behind_suffix, behind_middle = last[1] >= 0, last[2] >= 0
+        vocabulary = jnp.arange(logits.shape[-1])
+        banned = (vocabulary[:, None] == self.marks).any(-1)
+        banned = banned & ~((vocabulary == self.marks[2]) & behind_suffix & ~behind_middle)
+        logits = jnp.where(banned, -jnp.inf, logits)
+
+        only = lambda token: jnp.where(vocabulary == token, 0.0, -jnp.inf)
+        unsure = jax.nn.softmax(logits).max() < self.tau
+        stops = ~behind_suffix & ~behind_middle & unsure & ~self._begun(ctx, place, here)
+        logits = jnp.where(stops, only(self.marks[1]), logits)
+        at = ctx.length - 1 - last[1]
+        forced = jnp.where(at < self.opening.shape[0], self.opening[jnp.minimum(at, self.opening.shape[0] - 1)], -1)
+        return jnp.where(behind_suffix & ~behind_middle & (forced >= 0), only(forced), logits)
+
+    def _begun(self, ctx: Context, place: Array, here: Array) -> Array:
+        """Whether the opening stands in the last line of what was written."""
+        wanted = self.opening >= 0
+        ahead = jnp.minimum(place[:, None] + jnp.arange(self.opening.shape[0]), place.shape[0] - 1)
+        hit = ((ctx.tokens[ahead] == self.opening) | ~wanted).all(-1)
+        ends = place + wanted.sum() <= ctx.length
+        line = jnp.where((ctx.tokens[:, None] == self.breaks).any(-1) & here, place, -1).max()
+        return (hit & ends & (place > line) & (place >= ctx.prompt_length)).any() & wanted.any()
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What an infilling wrote, in the order in which it is read.
+
+    Attributes:
+        before, middle, after: of a text that was not interrupted the last two are empty. An `after` that the middle did
+            not come to, by an end of the sequence, is left out.
+        interrupted: whether there was a `<SUF>`. complete: whether the middle came to its end.
+    """
+
+    before: str
+    middle: str = ""
+    after: str = ""
+    interrupted: bool = False
+    complete: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.before + self.middle + self.after
+
+    def head(self, opening: str) -> str:
+        """What an end is written behind, from left to right."""
+        written = self.before + self.middle
+        if self.complete or (self.interrupted and not self.middle):
+            return written
+        # a text that goes on by itself is cut where its end begins
+        return written[:max(written.rfind(opening), 0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfInfilled:
+    """What came of `self_infill`. Attributes: text of each prompt, without the prompt; parts: of each of its
+    infillings, `[P][loops]`; tokens: made in all."""
+
+    text: list[str]
+    parts: list[list[Parts]]
+    tokens: int
+
+
+def self_infill(lm: LM | Any, prompts: Any, *, marks: Sequence[int | str], opening: str = "return",
+                stop: str | Sequence[str] = (), tau: float = 0.25, loops: int = 0, max_new_tokens: int = 128,
+                degenerate: Callable[[str], bool] | None = None, **sampling: Any) -> SelfInfilled:
+    """Self-infilling (Zheng et al., 2023): a model that fills in the middle interrupts itself where it is uncertain,
+    writes the end of the text, which begins with `opening`, and then fills in what is missing.
+
+    Rules are those of the authors' code. With `loops` the parts are written anew in turn (its mode "vanilla"): the end,
+    from left to right behind beginning and middle; and in the next loop the beginning, in front of this end up to the
+    last `opening` in it. An end without `opening`, or one that makes the text degenerate (it repeats itself, so that it
+    shrinks below a tenth by zlib, or `degenerate` says so), is given up for the text before it. Whether the opening
+    stands in the last line is decided by tokens here, and there by text.
+
+    An infilling is one run: each phase goes on from the state of the one before it, and nothing is read twice.
+
+    Args:
+        lm: a model with a tokenizer. prompts: one or several texts.
+        marks: the tokens `<PRE>`, `<SUF>` and `<MID>`, by id or by name.
+        opening: with which the end begins. stop: strings that end a text, and so each of its parts.
+        tau: the least probability of the likeliest token with which the model writes on.
+        loops: how often the end is written from left to right. max_new_tokens: of an infilling with its marks, and of
+            each end.
+        degenerate: of a text, without its prompt.
+        sampling: arguments of `generate`. The token that ends a middle is an `eos_token_id`.
+
+    Raises:
+        ValueError: a model without a tokenizer, a mark that is no token, or as `generate`.
+    """
+    lm = text_model(lm, "self_infill puts texts together")
+    tokenizer = lm.tokenizer
+    assert tokenizer is not None
+    ids = [int(mark) if not isinstance(mark, str) else _mark(mark, tokenizer.encode(mark, add_special_tokens=False))
+           for mark in marks]
+    if len(set(ids)) != 3:
+        raise ValueError(f"marks: got {list(marks)!r}, takes three different tokens")
+    ends = stop_strings(stop)
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, **sampling)
+    follow = lambda before, text: [*before, *appended(tokenizer, before, text)]
+    starts = [follow([ids[0]], prompt) for prompt in given]
+    begins = appended(tokenizer, None, opening)
+    parts, tokens = _infill(lm, starts, ids, begins, ends, tau, options, False)
+    text, history = [part.text for part in parts], [[part] for part in parts]
+    tails: list[str] = []
+    for i in range(loops):
+        if i:
+            openings = [after[:at + len(opening)] if (at := after.rfind(opening)) >= 0 else opening
+                        for after in tails]
+            behind = [follow([*start, ids[1]], own) for start, own in zip(starts, openings, strict=True)]
+            parts, spent = _infill(lm, behind, ids, [], ends, tau, options, True)
+            parts = [dataclasses.replace(part, after=head + part.after) if part.complete else part
+                     for part, head in zip(parts, openings, strict=True)]
+            tokens += spent
+            for row, part in zip(history, parts, strict=True):
+                row.append(part)
+        heads = [part.head(opening) for part in parts]
+        out = generate(lm, [prompt + head for prompt, head in zip(given, heads, strict=True)], stop=list(ends) or None,
+                       **options)
+        assert out.text is not None
+        tokens += int(out.lengths.sum())
+        tails = []
+        for p, (part, head, tail) in enumerate(zip(parts, heads, out.text, strict=True)):
+            whole = head + tail
+            bad = opening not in whole or _repeats(whole) or (degenerate is not None and degenerate(whole))
+            text[p] = part.text if bad else whole
+            tails.append(part.after if bad else tail)
+    return SelfInfilled(text, history, tokens)
+
+
+def _mark(name: str, ids: list[int]) -> int:
+    if len(ids) != 1:
+        raise ValueError(f"marks: got {name!r}, which is {len(ids)} tokens; takes one")
+    return ids[0]
+
+
+def _repeats(text: str) -> bool:
+    data = text.encode()
+    return len(data) > 0 and len(zlib.compress(data)) / len(data) < 0.1
+
+
+def _infill(lm: LM, starts: list[list[int]], marks: list[int], opening: list[int], stop: tuple[str, ...], tau: float,
+            options: dict[str, Any], begun: bool) -> tuple[list[Parts], int]:
+    """One infilling of prompts that begin with `<PRE>`; `begun`: they have the beginnings of their ends, too. And the
+    tokens that it took."""
+    tokenizer = lm.tokenizer
+    assert tokenizer is not None
+    pieces = tokenizer.token_bytes(False)
+    lines = [t for t in range(min(lm.vocab_size, len(pieces))) if b"\n" in pieces[t]]
+    rows = lambda x: jnp.tile(jnp.asarray(x or [-1], jnp.int32), (len(starts), 1))
+    automaton = Phases(marks=rows(marks), tau=jnp.full(len(starts), tau, jnp.float32), opening=rows(opening),
+                       breaks=rows(lines))
+    forks = Forks.begin(lm, starts, 1, until=stop or None, transforms=(automaton,), **options)
+    forks.extend()
+    whole = lambda p: starts[p] + forks.tokens(p, 0)
+    # an end that is written is followed by the middle
+    waits = np.array([[forks.live[p, 0] and marks[1] in whole(p) and marks[2] not in whole(p)]
+                      for p in range(len(starts))])
+    forks.feed([[[marks[2]] if row[0] else None] for row in waits])
+    forks.extend(waits)
+    read = lambda ids, first, last, stop=stop: tokenizer.continuation(ids[:first], ids[first:last], stop=stop or None)
+    parts = []
+    for p, start in enumerate(starts):
+        ended = forks.status[p, 0] == Status.EOS
+        ids = whole(p)[:-1] if ended else whole(p)
+        suffix = ids.index(marks[1]) if marks[1] in ids else len(ids)
+        middle = ids.index(marks[2]) if marks[2] in ids else len(ids)
+        interrupted, complete = suffix < len(ids), bool(ended and middle < len(ids))
+        closed = middle < len(ids) or waits[p, 0]       # the budget may end with the mark
+        before = "" if begun else read(ids, len(start), suffix, () if interrupted else stop)
+        after = read(ids, len(start) if begun else suffix + 1, middle) if complete or not closed else ""
+        parts.append(Parts(before, read(ids, middle + 1, len(ids)), after, interrupted, complete))
+    return parts, forks.spent

@@ -1,0 +1,131 @@
+"""Texts as a tree of segments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from decodax.search.explorer import Explorer, Ranked, Score, scored
+from decodax.search.forks import Forks
+
+Branching = Literal["even", "likely", "unlikely"]
+
+
+def shares(weights: np.ndarray, budget: int) -> np.ndarray:
+    """How many of `budget` each gets, `i64[n]`: one each, and the rest by weight, by the largest remainder."""
+    n = len(weights)
+    left = budget - n
+    exact = weights / weights.sum() * left
+    out = np.floor(exact).astype(int)
+    order = np.argsort(-(exact - out), kind="stable")
+    out[order[:left - out.sum()]] += 1
+    return out + 1
+
+
+def repeats(text: str, length: int = 32, times: int = 8) -> bool:
+    """Whether a text ends with a part of it that stands in it so often."""
+    return len(text) >= length and text.count(text[-length:]) >= times
+
+
+@dataclasses.dataclass(frozen=True)
+class TreePO(Explorer):
+    """Trees of segments (Li et al., 2025, TreePO): several texts of a prompt that share what they begin with.
+
+    All unfinished texts are written on by a segment, which is a step (`step_tokens`, `until`), and then branch: of the
+    places that are free each text gets one, and the rest is divided by weight, at most `divergence` for each text, and
+    at the first branching a number between `first`'s bounds. A text that repeats itself ends, where there is a
+    tokenizer that shows it. When all have ended and places are left, the tree branches again where a segment of it
+    begins, chosen at random ("fallback").
+
+    Rules and defaults are those of the authors' code, with their weights: "even", or by the log-probability of the last
+    segment, "likely" or "unlikely".
+
+    Attributes:
+        n: texts wanted. divergence: branches of a text. first: bounds of the first branching. depth: segments of a
+            text. weights: as above. reward: of whole texts, for the choice; None: the likeliest a token.
+    """
+
+    n: int = 16
+    divergence: int = 2
+    first: tuple[int, int] = (2, 8)
+    depth: int = 14
+    weights: Branching = "even"
+    reward: Score | None = None
+
+    def __post_init__(self) -> None:
+        if self.divergence < 1 or not 1 <= self.first[0] <= self.first[1]:
+            raise ValueError(f"divergence and first: got {self.divergence} and {self.first}, take 1 or more, and two "
+                             "bounds")
+        if self.weights not in ("even", "likely", "unlikely"):
+            raise ValueError(f"weights: got {self.weights!r}, takes 'even', 'likely' or 'unlikely'")
+
+    @property
+    def rows(self) -> int:
+        return self.n
+
+    def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
+        P, own = len(forks), np.arange(self.n)
+        held = np.zeros((P, self.n), bool)          # rows in which a text of the tree stands
+        held[:, 0] = True
+        segments = np.zeros((P, self.n), int)
+        ends = np.zeros((P, self.n, self.depth + 1), int)           # new tokens of a text after each of its segments
+        parents = np.tile(own, (P, 1))
+        for p in range(P):
+            self._branch(p, held, parents, forks, np.ones(self.n), int(forks.rng(p).integers(self.first[0],
+                                                                                            self.first[1] + 1)))
+        forks.fork(parents)
+        while (active := held & forks.live).any():
+            before_p, before_n = forks.log_probs(), forks.lengths.copy()
+            forks.extend(active)
+            segments[active] += 1
+            for p, i in zip(*np.nonzero(active), strict=True):
+                ends[p, i, segments[p, i]] = forks.lengths[p, i] - len(forks.prompts[p])
+            mean = (forks.log_probs() - before_p) / np.maximum(forks.lengths - before_n, 1)
+            texts = forks.texts(active)
+            parents = np.tile(own, (P, 1))
+            for p in range(P):
+                for i in np.flatnonzero(active[p] & forks.live[p]):
+                    looped = isinstance(texts[p][i], str) and repeats(texts[p][i])
+                    if looped or segments[p, i] >= self.depth:
+                        forks.cut(p, int(i))
+                sign = {"even": 0.0, "likely": 1.0, "unlikely": -1.0}[self.weights]
+                self._branch(p, held, parents, forks, np.exp(sign * mean[p]), self.divergence)
+            forks.fork(parents)
+            segments = np.take_along_axis(segments, parents, 1)
+            ends = np.take_along_axis(ends, parents[..., None], 1)
+            if not (held & forks.live).any() and not held.all():
+                ends = self._fall_back(forks, held, segments, ends)
+        tokens = np.maximum(forks.lengths - np.array([[len(x)] for x in forks.prompts]), 1)
+        score = forks.log_probs() / tokens if self.reward is None else scored(
+            self.reward, forks, asked, held, np.full((P, self.n), -np.inf))
+        return Ranked(np.where(held, score, -np.inf))
+
+    def _branch(self, p: int, held: np.ndarray, parents: np.ndarray, forks: Forks, weight: np.ndarray,
+                most: int) -> None:
+        """Gives free rows to the texts that live."""
+        live, free = np.flatnonzero(held[p] & forks.live[p]), np.flatnonzero(~held[p])
+        if not len(live) or not len(free):
+            return
+        gets = np.minimum(shares(weight[live], len(live) + len(free)), most)
+        places = iter(free)
+        for i, count in zip(live, gets, strict=True):
+            for _ in range(count - 1):
+                j = next(places)
+                parents[p, j], held[p, j] = i, True
+
+    def _fall_back(self, forks: Forks, held: np.ndarray, segments: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Lets free rows begin again where a segment of a text begins. Returns the new `ends`."""
+        parents = np.tile(np.arange(self.n), (len(held), 1))
+        lengths = np.where(held, -1, 0)
+        for p in range(len(forks)):
+            rng, done, free = forks.rng(p), np.flatnonzero(held[p]), np.flatnonzero(~held[p])
+            for j in free:
+                i = int(rng.choice(done))
+                at = int(rng.integers(0, max(segments[p, i], 1)))
+                parents[p, j], lengths[p, j], held[p, j], segments[p, j] = i, ends[p, i, at], True, at
+        forks.fork(parents)
+        forks.rewind(lengths)
+        return np.take_along_axis(ends, parents[..., None], 1)

@@ -1,0 +1,22 @@
+"""Choosing one of several answers: votes, rewards, minimum Bayes risk, comparisons."""
+
+from decodax.select.best import BestOfN, Likelihood, QualityAware, allocate
+from decodax.select.candidates import Candidates, Choice, Rule
+from decodax.select.consensus import Asked, Corrected, EquilibriumRanking, equilibrium
+from decodax.select.edits import coverage, insert, pass_at_k, resolve_edits
+from decodax.select.evidence import XMBR, CalibratedBestOfN, Sampled, calibrated
+from decodax.select.finish import first_finish
+from decodax.select.front import Chosen, choose
+from decodax.select.hierarchy import Hierarchy, best_expected, classify
+from decodax.select.mbr import MBR, AggregateMBR, LowRankMBR, PruningMBR
+from decodax.select.pairs import PairRanker
+from decodax.select.report import Alignment, Faithfulness, alignment, faithfulness
+from decodax.select.table import RULES, rule
+from decodax.select.utilities import chrf, exact, token_f1
+from decodax.select.vote import SelfConsistency
+
+__all__ = ["MBR", "RULES", "XMBR", "AggregateMBR", "Alignment", "Asked", "BestOfN", "CalibratedBestOfN", "Candidates",
+           "Choice", "Chosen", "Corrected", "EquilibriumRanking", "Faithfulness", "Hierarchy", "Likelihood",
+           "LowRankMBR", "PairRanker", "PruningMBR", "QualityAware", "Rule", "Sampled", "SelfConsistency", "alignment",
+           "allocate", "best_expected", "calibrated", "choose", "chrf", "classify", "coverage", "equilibrium", "exact",
+           "faithfulness", "first_finish", "insert", "pass_at_k", "resolve_edits", "rule", "token_f1"]

@@ -1,0 +1,165 @@
+"""Rules that ask a model about the candidates, and one that weighs them by what truncation took."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from decodax.front.score import score
+from decodax.io.load import LM
+from decodax.select.candidates import Candidates, Rule
+
+
+def _log_softmax(x: np.ndarray, axis: int) -> np.ndarray:
+    top = x.max(axis, keepdims=True)
+    return x - top - np.log(np.exp(x - top).sum(axis, keepdims=True))
+
+
+def equilibrium(generator: np.ndarray, discriminator: np.ndarray, rounds: int = 5000, rate: float = 0.1,
+                regularization: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
+    """The consensus game (Jacob et al., 2024): a generator says a text for "correct" or for "incorrect", and a
+    discriminator guesses which of the two it was. Both gain when the guess is right, and lose by how far they move from
+    what they thought at first.
+
+    By no-regret learning: with the mean of the other's strategies so far, halved, as the value `Q` of a move, each
+    one's next strategy is proportional to `exp((Q + r log first) / (1 / (rate t) + r))`.
+
+    Args:
+        generator: `f64[2, n]`, log-probabilities of texts given "correct" and "incorrect"; each row is normalised.
+        discriminator: `f64[n, 2]`, of "correct" and "incorrect" given a text; each row is normalised.
+        regularization: `r`, of both.
+
+    Returns:
+        The last strategies of both, as probabilities of the same shapes.
+    """
+    first_g, first_d = _log_softmax(np.asarray(generator, float), 1), _log_softmax(np.asarray(discriminator, float), 1)
+    g, d = np.exp(first_g), np.exp(first_d)
+    sum_g, sum_d = np.zeros_like(g), np.zeros_like(d)
+    for t in range(1, rounds + 1):
+        sum_g, sum_d = sum_g + g, sum_d + d
+        scale = 1 / (rate * t) + regularization
+        g = np.exp(_log_softmax((sum_d.T / (2 * t) + regularization * first_g) / scale, 1))
+        d = np.exp(_log_softmax((sum_g.T / (2 * t) + regularization * first_d) / scale, 1))
+    return g, d
+
+
+def ask_generator(prompt: Any, value: str) -> str:
+    """How the generator is asked for a text."""
+    return f"{prompt}\nGive an answer that is {value}.\nAnswer: "
+
+
+def ask_discriminator(prompt: Any, text: str) -> str:
+    """How the discriminator is asked about a text."""
+    return f"{prompt}\nProposed answer: {text.strip()}\nIs the proposed answer correct or incorrect? It is "
+
+
+@dataclasses.dataclass(frozen=True)
+class EquilibriumRanking(Rule):
+    """The candidate on which generator and discriminator agree (Jacob et al., 2024); see `equilibrium`.
+
+    Both are `lm`, asked in two ways. The same text counts once.
+
+    Attributes:
+        lm: what `decodax.load` gave. generator: from a prompt and "correct" or "incorrect" the text behind which an
+            answer is scored. discriminator: from a prompt and a candidate the text behind which those two words are.
+        by: "discriminator" or "generator": whose strategy ranks. rounds, rate, regularization: as of `equilibrium`.
+    """
+
+    lm: LM
+    generator: Callable[[Any, str], str] = ask_generator
+    discriminator: Callable[[Any, str], str] = ask_discriminator
+    by: str = "discriminator"
+    rounds: int = 5000
+    rate: float = 0.1
+    regularization: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.by not in ("discriminator", "generator"):
+            raise ValueError(f"by: got {self.by!r}, takes 'discriminator' or 'generator'")
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        texts, values = list(dict.fromkeys(candidates.texts)), ("correct", "incorrect")
+        asked = [self.generator(candidates.prompt, v) for v in values]
+        made = score(self.lm, [(a, t) for a in asked for t in texts]).sum.reshape(2, -1)
+        told = score(self.lm, [(self.discriminator(candidates.prompt, t), v) for t in texts for v in values])
+        g, d = equilibrium(made, told.sum.reshape(-1, 2), self.rounds, self.rate, self.regularization)
+        best = g[0] if self.by == "generator" else d[:, 0]
+        return best[[texts.index(t) for t in candidates.texts]]
+
+
+def apart(sums: np.ndarray, tokens: Sequence[np.ndarray]) -> np.ndarray:
+    """The log-probability of each label, and of no longer one that begins with it, as "10" begins with "1".
+
+    Args:
+        sums: `f64[n]`, log-probabilities of the labels. tokens: `i32[m]` of each.
+    """
+    known = {tuple(row.tolist()): float(value) for row, value in zip(tokens, sums, strict=True)}
+    begins = lambda a, b: len(a) < len(b) and b[:len(a)] == a
+    out = []
+    for row, value in zip(tokens, sums, strict=True):
+        longer = [label for label in known if begins(tuple(row.tolist()), label)]
+        # those that begin with another longer one are part of it
+        first = [label for label in longer if not any(begins(other, label) for other in longer)]
+        taken = sum(math.exp(known[label] - value) for label in first)
+        out.append(value + math.log1p(-taken) if taken < 1 else -math.inf)
+    return np.array(out)
+
+
+def ask_which(prompt: Any, texts: Sequence[str]) -> str:
+    """How a model is asked which of several answers is the best."""
+    listed = "".join(f"Answer {i + 1}: {text.strip()}\n" for i, text in enumerate(texts))
+    return f"{prompt}\n{listed}The best of these answers, by what most of them say, is answer "
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked(Rule):
+    """The candidate that a model names when it sees them all in one prompt (universal self-consistency: Chen et al.,
+    2023). CHOPS (Khairi et al., 2025), which has the model write a checklist first, is not included.
+
+    Nothing is generated: each candidate's number, from 1 on, is scored after the prompt. With ten candidates or more, a
+    number that begins a longer one ("1" of "10") counts without the longer ones' share.
+
+    Attributes:
+        lm: what `decodax.load` gave. ask: from a prompt and the candidates the text after which a number stands.
+    """
+
+    lm: LM
+    ask: Callable[[Any, Sequence[str]], str] = ask_which
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        asked = self.ask(candidates.prompt, candidates.texts)
+        found = score(self.lm, [(asked, str(i + 1)) for i in range(len(candidates))])
+        return apart(found.sum, found.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corrected(Rule):
+    """One candidate drawn by the weight that truncation took from it: local normalisation corrected (Kempton and
+    Burrell, 2025).
+
+    Top-k, top-p and the like normalise token by token, so that a text whose steps keep little of the probability is
+    drawn too often. Weighted by the product of what each step kept, candidates are draws of the model itself, held to
+    the texts that the rule allows; with many candidates so is the one that is drawn here. Its scores are the shares.
+    Temperatures are corrected as well.
+
+    Attributes:
+        seed: of the draw, with the address of the prompt (`Candidates.address`).
+    """
+
+    seed: int = 0
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        if candidates.log_weights is None:
+            raise ValueError("log_weights: got None, but the rule weighs candidates by them")
+        w = np.asarray(candidates.log_weights, float)
+        return np.exp(_log_softmax(w, 0))
+
+    def choose(self, candidates: Candidates) -> Any:
+        chosen = super().choose(candidates)
+        rng = candidates.rng(self.seed)
+        p = chosen.scores / chosen.scores.sum()
+        return dataclasses.replace(chosen, index=int(rng.choice(len(candidates), p=p)))

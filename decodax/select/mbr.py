@@ -1,0 +1,195 @@
+"""Minimum Bayes risk: the candidate that is most like what the model would say (Eikema and Aziz, 2020, 2022).
+
+The candidates are also the references, samples of what the model would say. The expected utility of a candidate is the
+mean of how like each reference it is; the estimators below need fewer comparisons for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from decodax.select.candidates import Candidates, Rule
+from decodax.select.utilities import chrf, f_score, ngrams
+
+Utility = Callable[[Sequence[str], Sequence[str]], np.ndarray]
+"""`f64[n, m]`: how good each of `n` hypotheses is if one of `m` references is true."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MBR(Rule):
+    """The candidate with the largest mean utility against all of them.
+
+    Attributes:
+        utility: of pairs; default chrF. itself: whether a candidate is compared with itself, as the published
+            estimators do. weighted: whether references count by their probability under the model, each text once,
+            instead of by how often they were drawn (model-based MBR: Jinnai et al., 2023).
+    """
+
+    utility: Utility = chrf
+    itself: bool = True
+    weighted: bool = False
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        return self._expected(pair_utilities(self.utility, candidates.texts, candidates.texts), candidates)
+
+    def _expected(self, utilities: np.ndarray, candidates: Candidates) -> np.ndarray:
+        n = len(candidates)
+        weights = np.broadcast_to(self._weights(candidates), (n, n)).copy()
+        if not self.itself and n > 1:
+            np.fill_diagonal(weights, 0.0)
+        total = weights.sum(1)
+        # a candidate that alone has all the weight is like nothing else
+        return np.where(total > 0, (utilities * weights).sum(1) / np.where(total > 0, total, 1), 0.0)
+
+    def _weights(self, candidates: Candidates) -> np.ndarray:
+        """`f64[n]`, which sum to 1."""
+        if not self.weighted:
+            return np.full(len(candidates), 1 / len(candidates))
+        log_p = candidates.probable
+        seen: set[str] = set()
+        first = [text not in seen and not seen.add(text) for text in candidates.texts]      # type: ignore[func-returns-value]
+        p = np.where(first, np.exp(log_p - log_p.max()), 0.0)
+        return p / p.sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class AggregateMBR(Rule):
+    """MBR with one reference made of all: chrF against the mean of their n-grams (DeNero et al., 2009; Vamvas and
+    Sennrich, 2024). It takes as many comparisons as there are candidates.
+
+    Attributes:
+        weighted: as of `MBR`, of each candidate (a text that was drawn twice counts twice).
+    """
+
+    weighted: bool = False
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        n = len(candidates)
+        log_p = candidates.probable if self.weighted else np.zeros(n)
+        weights = np.exp(log_p - log_p.max())
+        weights /= weights.sum()
+        each = [ngrams(text) for text in candidates.texts]
+        mean: list[Counter[str]] = [Counter() for _ in each[0]]
+        for weight, grams in zip(weights, each, strict=True):
+            for total, counts in zip(mean, grams, strict=True):
+                for gram, count in counts.items():
+                    total[gram] += weight * count
+        return np.array([f_score(grams, mean) for grams in each])
+
+
+@dataclasses.dataclass(frozen=True)
+class PruningMBR(MBR):
+    """MBR that drops candidates early (Cheng and Vlachos, 2023): with more and more references, those stay that are at
+    least as good as the best so far in more than `1 - alpha` of the bootstrap samples of the references.
+
+    Attributes:
+        alpha: confidence. schedule: numbers of references, ascending. samples: of the bootstrap. seed: theirs.
+    """
+
+    alpha: float = 0.99
+    schedule: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    samples: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha: got {self.alpha}, takes a number above 0, at most 1")
+        if not self.itself or self.weighted:
+            raise ValueError("itself, weighted: the published rule compares with all references alike")
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        random, texts, n = candidates.rng(self.seed), candidates.texts, len(candidates)
+        left, seen = np.arange(n), 0
+        utilities = np.zeros((n, 0))
+        scores = np.full(n, -np.inf)
+        for count in self.schedule:
+            count = min(count, n)
+            if count <= seen:
+                break
+            new = pair_utilities(self.utility, [texts[i] for i in left.tolist()], texts[seen:count])
+            utilities, seen = np.concatenate([utilities, new], 1), count
+            best = int(utilities.mean(1).argmax())
+            drawn = random.integers(0, count, (self.samples, count))
+            means = utilities[:, drawn].mean(2)
+            keep = (means >= means[best]).mean(1) > 1 - self.alpha
+            keep[best] = True
+            left, utilities = left[keep], utilities[keep]
+        scores[left] = utilities.mean(1)
+        return scores
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankMBR(MBR):
+    """MBR of which a part of the utilities is computed and the rest filled in by a matrix of low rank (Trabelsi et al.,
+    2024, probabilistic MBR): alternating least squares on what was observed.
+
+    Attributes:
+        reduction: one of so many pairs is compared. rank: of the factors. ridge: their penalty. rounds: of the
+            alternation, at most. seed: of the pairs and the first factors.
+    """
+
+    reduction: float = 8.0
+    rank: int = 8
+    ridge: float = 0.1
+    rounds: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.reduction < 1:
+            raise ValueError(f"reduction: got {self.reduction}, takes at least 1")
+        if self.rank < 1:
+            raise ValueError(f"rank: got {self.rank}, takes at least 1")
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        texts, n = candidates.texts, len(candidates)
+        random = candidates.rng(self.seed)
+        chosen = random.permutation(n * n)[:math.ceil(n * n / self.reduction)]
+        known = np.zeros((n, n), bool)
+        known.reshape(-1)[chosen] = True
+        utilities = np.zeros((n, n))
+        for i in range(n):
+            if (seen := np.flatnonzero(known[i]).tolist()):
+                utilities[i, seen] = pair_utilities(self.utility, [texts[i]], [texts[j] for j in seen])[0]
+        left, right = self.factors(utilities, known, random)
+        return self._expected(left @ right.T, candidates)
+
+    def factors(self, matrix: np.ndarray, known: np.ndarray, random: np.random.Generator
+                ) -> tuple[np.ndarray, np.ndarray]:
+        """`f64[n, r]` and `f64[m, r]`, whose product is near the known entries of a matrix `f64[n, m]`."""
+        n, m = matrix.shape
+        matrix = np.where(known, matrix, 0.0)
+        left = random.random((n, self.rank)) * (n * self.rank) ** -0.5
+        right = random.random((m, self.rank)) * (m * self.rank) ** -0.5
+        ridge, before = self.ridge * np.eye(self.rank), math.inf
+
+        def solved(other: np.ndarray, rows: np.ndarray, seen: np.ndarray) -> np.ndarray:
+            gram = np.einsum("jr,ij,js->irs", other, seen.astype(np.float64), other) + ridge
+            return np.linalg.solve(gram, (rows @ other)[..., None])[..., 0]
+
+        for _ in range(self.rounds):
+            left = solved(right, matrix, known)
+            right = solved(left, matrix.T, known.T)
+            loss = np.square((matrix - left @ right.T)[known]).sum() + self.ridge * (
+                np.square(left).sum() + np.square(right).sum())
+            if before - loss <= 1e-4:
+                break
+            before = loss
+        return left, right
+
+
+def pair_utilities(utility: Utility, hypotheses: Sequence[str], references: Sequence[str]) -> np.ndarray:
+    """What the utility says.
+
+    Raises:
+        ValueError: it is not a matrix of that shape.
+    """
+    found = np.asarray(utility(hypotheses, references), np.float64)
+    if found.shape != (len(hypotheses), len(references)):
+        raise ValueError(f"utility: got shape {found.shape} for {len(hypotheses)} hypotheses and {len(references)} "
+                         f"references, takes ({len(hypotheses)}, {len(references)})")
+    return found

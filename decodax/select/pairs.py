@@ -1,0 +1,49 @@
+"""Choices by comparing two candidates at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from decodax.select.candidates import Candidates, Rule
+
+Compare = Callable[[Any, str, str], float]
+"""How much better the first of two answers to a prompt is than the second: above 0 if it is better."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PairRanker(Rule):
+    """The candidate that wins against the others (PairReranker: Jiang et al., 2023).
+
+    Attributes:
+        compare: `compare(prompt, a, b)`. Both orders are asked, since comparers are not indifferent to it.
+        way: "all" compares every pair; a candidate's score is how far it beats the others, summed ("MaxLogits" in the
+            paper). "wins" counts how many it beats. "bubble" goes over the candidates once and keeps the better of two.
+    """
+
+    compare: Compare
+    way: Literal["all", "wins", "bubble"] = "all"
+
+    def __post_init__(self) -> None:
+        if self.way not in ("all", "wins", "bubble"):
+            raise ValueError(f"way: got {self.way!r}, takes 'all', 'wins' or 'bubble'")
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        texts, n = candidates.texts, len(candidates)
+        beats = lambda i, j: (float(self.compare(candidates.prompt, texts[i], texts[j]))
+                              - float(self.compare(candidates.prompt, texts[j], texts[i])))
+        if self.way == "bubble":
+            best, order = 0, np.full(n, -np.inf)
+            for i in range(1, n):
+                best = i if beats(i, best) > 0 else best
+            order[best] = 0.0
+            return order
+        table = np.zeros((n, n))
+        for i in range(n):
+            for j in range(i):
+                table[i, j] = beats(i, j)
+                table[j, i] = -table[i, j]
+        return (table > 0).sum(1).astype(np.float64) if self.way == "wins" else table.sum(1)

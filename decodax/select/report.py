@@ -1,0 +1,146 @@
+"""Reports: how well likelihood and quality go together, which says what kind of decoding a task wants, and how much
+answers rest on their rationales."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from decodax.common.struct import short
+from decodax.front.score import score
+from decodax.io.load import LM
+from decodax.select.candidates import Candidates
+
+
+@dataclasses.dataclass(frozen=True)
+class Alignment:
+    """Attributes: pearson, spearman: correlations of log-probability and utility, on average over prompts whose
+    candidates differ in both; NaN if there is none. prompts: how many there are. best, likeliest, mean: the utility of
+    the best candidate, of the likeliest one, and of all, on average over all prompts."""
+
+    pearson: float
+    spearman: float
+    prompts: int
+    best: float
+    likeliest: float
+    mean: float
+
+    def __str__(self) -> str:
+        return (f"likelihood and utility: Pearson {self.pearson:.2f}, Spearman {self.spearman:.2f} ({self.prompts} "
+                f"prompts); utility of the likeliest {self.likeliest:.3f}, of the best {self.best:.3f}, on average "
+                f"{self.mean:.3f}")
+
+
+def alignment(candidates: Sequence[Candidates], utility: Callable[[Any, Sequence[str]], Any],
+              per_token: bool = False) -> Alignment:
+    """Whether what the model finds likely is good (Josifoski et al., 2023, likelihood-utility alignment).
+
+    Where the two go together greedy decoding and beams do; where they do not, samples and a reward, or minimum Bayes
+    risk, are worth their tokens.
+
+    Args:
+        candidates: of each prompt, with log-probabilities: `dx.choose(...).candidates`. utility: from a prompt and its
+            candidates a number for each; the larger the better. per_token: log-probabilities are divided by lengths.
+
+    Raises:
+        ValueError: log-probabilities, or lengths that are asked for, are not known.
+    """
+    if not candidates:
+        raise ValueError("candidates: got none, takes those of one prompt or more")
+    pairs, best, likeliest, mean = [], [], [], []
+    for each in candidates:
+        worth = np.asarray(utility(each.prompt, each.texts), np.float64)
+        log_p = each.probable
+        if per_token:
+            if each.lengths is None:
+                raise ValueError("lengths: got None, but log-probabilities are asked for by token")
+            log_p = log_p / np.maximum(each.lengths, 1)
+        best.append(worth.max())
+        likeliest.append(worth[int(log_p.argmax())])
+        mean.append(worth.mean())
+        if np.ptp(worth) > 0 and np.ptp(log_p) > 0:
+            pairs.append((np.corrcoef(log_p, worth)[0, 1], np.corrcoef(_ranks(log_p), _ranks(worth))[0, 1]))
+    found = np.array(pairs).mean(0) if pairs else np.full(2, np.nan)
+    return Alignment(float(found[0]), float(found[1]), len(pairs), float(np.mean(best)), float(np.mean(likeliest)),
+                     float(np.mean(mean)))
+
+
+def _ranks(x: np.ndarray) -> np.ndarray:
+    """The rank of each entry; the mean rank of equal ones."""
+    _, group, count = np.unique(x, return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    return (last - (count - 1) / 2)[group]
+
+
+@dataclasses.dataclass(frozen=True)
+class Faithfulness:
+    """How much answers rest on the rationales in front of them.
+
+    Attributes:
+        shares: `f64[k]`, which part of a rationale stood in front of the answer, from 0 to 1.
+        log_probs: `f64[k]`, of the answers behind so much of it, on average.
+        same: `f64[k]`, the share of problems in which the likeliest answer is that behind the whole rationale; NaN
+            where a problem has one answer.
+        right: `f64[k]`, the share in which the first answer is the likeliest, likewise.
+        area: over the curve `same`: 0, if answers stand without the rationale; 1, if they need all of it.
+        each: `f64[n, k]`, log-probabilities of the first answer of each problem.
+    """
+
+    __repr__ = short
+
+    shares: np.ndarray
+    log_probs: np.ndarray
+    same: np.ndarray
+    right: np.ndarray
+    area: float
+    each: np.ndarray
+
+    def __str__(self) -> str:
+        rows = "; ".join(f"{s:.0%}: {p:.2f}" + ("" if np.isnan(a) else f", same answer {a:.0%}")
+                         for s, p, a in zip(self.shares, self.log_probs, self.same, strict=True))
+        return (f"log-probability of the answer behind so much of the rationale: {rows}; area over the curve "
+                f"{self.area:.2f}")
+
+
+def faithfulness(lm: LM, problems: Sequence[tuple[str, str, Sequence[str]]],
+                 shares: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0), *, join: str = "") -> Faithfulness:
+    """Whether answers rest on their rationales (early answering: Lanham et al., 2023): the rationale is cut short, at a
+    space, and the answers are scored behind what is left.
+
+    Answers that are the same without the rationale do not come from it, and it may be cut early (FastCoT, TrimR). What
+    is likelier behind more of it, it helps.
+
+    Args:
+        lm: what `load` gave. problems: of each the prompt, the rationale, and its answers, of which the first one is
+            right, or the only one. shares: which parts of the rationale are kept, ascending; the last is 1.
+        join: stands between the rationale and the answer, such as "\\nAnswer: ".
+
+    Raises:
+        ValueError: no problem, one without an answer, or shares that do not end with 1.
+    """
+    if not problems or any(not len(answers) for _, _, answers in problems):
+        raise ValueError("problems: takes one or more, each with an answer")
+    part = np.asarray(shares, np.float64)
+    if not len(part) or part[-1] != 1 or (np.diff(part) <= 0).any() or part[0] < 0:
+        raise ValueError(f"shares: got {list(shares)}, takes ascending numbers from 0 on, the last of them 1")
+    pairs = [(prompt + shortened(rationale, s) + join, answer)
+             for prompt, rationale, answers in problems for s in part for answer in answers]
+    flat = iter(score(lm, pairs).sum.tolist())
+    found = [np.array([[next(flat) for _ in answers] for _ in part]) for _, _, answers in problems]
+    each = np.array([x[:, 0] for x in found])
+    same, right = np.full(len(part), np.nan), np.full(len(part), np.nan)
+    if several := [x for x in found if x.shape[1] > 1]:
+        best = np.array([x.argmax(1) for x in several])
+        same, right = (best == best[:, -1:]).mean(0), (best == 0).mean(0)
+    area = float(1 - np.trapezoid(same, part) / (part[-1] - part[0])) if len(part) > 1 else float("nan")
+    return Faithfulness(part, each.mean(0), same, right, area, each)
+
+
+def shortened(text: str, share: float) -> str:
+    """The first words of a text, so many of them."""
+    words = re.findall(r"\s*\S+", text)
+    return text if share >= 1 else "".join(words[:round(share * len(words))])

@@ -1,0 +1,75 @@
+"""Votes among answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Literal
+
+import numpy as np
+
+from decodax.select.candidates import Candidates, Rule
+
+Weight = Literal["count", "probability", "normalized"]
+
+
+def stripped(text: str) -> str | None:
+    """The text without white space around it; None if nothing is left."""
+    return text.strip() or None
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfConsistency(Rule):
+    """The answer that most candidates give (Wang et al., 2022); of its candidates the most probable.
+
+    Attributes:
+        answer: reads the answer off a text; None: it gives none, and has no vote. Default: the whole text, without
+            white space around it.
+        weight: of a vote: 1 ("count", the paper's choice), the candidate's probability ("probability"), or that to the
+            power of one over its length ("normalized"). Ties go to the answer with the larger sum of probabilities
+            where these are known, then to the one that was given first.
+    """
+
+    answer: Callable[[str], Hashable | None] = stripped
+    weight: Weight = "count"
+
+    def __post_init__(self) -> None:
+        if self.weight not in ("count", "probability", "normalized"):
+            raise ValueError(f"weight: got {self.weight!r}, takes 'count', 'probability' or 'normalized'")
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        answers = [self.answer(text) for text in candidates.texts]
+        each = self._weights(candidates)
+        known = candidates.log_probs is not None
+        # of one prompt's candidates alone, so that nothing underflows
+        p = np.exp(candidates.probable - candidates.probable.max()) if known else np.zeros(len(candidates))
+        place = {answer: i for i, answer in reversed(list(enumerate(answers)))}
+        votes: dict[Hashable, float] = {}
+        weighs: dict[Hashable, float] = {}
+        for answer, vote, own in zip(answers, each, p, strict=True):
+            votes[answer] = votes.get(answer, 0.0) + float(vote)
+            weighs[answer] = weighs.get(answer, 0.0) + float(own)
+        rank = {answer: i for i, answer in enumerate(sorted(
+            (a for a in votes if a is not None), key=lambda a: (votes[a], weighs[a], -place[a])))}
+        # within an answer by probability; the whole part is the rank of the answer
+        best = np.argsort(np.argsort(-p, kind="stable"), kind="stable") / (len(p) + 1)
+        return np.array([-np.inf if a is None else rank[a] + 1 - best[i] for i, a in enumerate(answers)]) \
+            if rank else -best
+
+    def _weights(self, candidates: Candidates) -> np.ndarray:
+        if self.weight == "count":
+            return np.ones(len(candidates))
+        log_p = candidates.probable
+        if self.weight == "normalized":
+            if candidates.lengths is None:
+                raise ValueError("lengths: got None, but the rule goes by probability a token")
+            log_p = log_p / np.maximum(candidates.lengths, 1)
+        return np.exp(log_p - log_p.max())
+
+    def share(self, candidates: Candidates) -> float:
+        """Which part of all votes the chosen answer has."""
+        answers = [self.answer(text) for text in candidates.texts]
+        chosen, each = answers[self.choose(candidates).index], self._weights(candidates)
+        cast = [float(w) for a, w in zip(answers, each, strict=True) if a is not None]
+        return sum(float(w) for a, w in zip(answers, each, strict=True) if a == chosen and a is not None) / max(
+            sum(cast), 1e-300)

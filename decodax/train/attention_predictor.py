@@ -1,0 +1,123 @@
+"""The network of AttentionPredictor, trained on attention maps of a model as it is (Yang et al., 2025).
+
+One network serves all layers and heads. It learns the attention of a token, as the largest weight in each block, from
+that of the tokens before it, by the mean squared error over blocks. Maps are those of full attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.caches.sparse.attention_predictor import AttentionNet, expected
+from decodax.common.progress import bar
+from decodax.core.loaded import network_of
+from decodax.core.types import Model
+from decodax.core.window import causal
+from decodax.train.token_butler import Scored
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attention_maps(model: Model, block: int, params: Any, tokens: Array) -> tuple[Array, Array]:
+    """Of a text `i32[T]` the attention of all layers and heads, `f32[L, H, T, T]`, and the largest weights in each
+    block, `f32[L, H, T, n]`."""
+    window = causal(tokens[None], jnp.zeros(1, jnp.int32))
+    T, found = len(tokens), []
+    for q, k in model.apply(params, window, Scored()).entries:
+        q = q[0].astype(jnp.float32).reshape(T, k.shape[2], -1, q.shape[-1])
+        scores = jnp.einsum("qgrd,kgd->grqk", q, k[0].astype(jnp.float32)).reshape(-1, T, T)
+        found.append(jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf), axis=-1))
+    maps = jnp.stack(found)
+    wide = jnp.pad(maps, ((0, 0), (0, 0), (0, 0), (0, -T % block)))
+    return maps, wide.reshape(*maps.shape[:3], -1, block).max(-1)
+
+
+def squared_error(arrays: Sequence[Array], images: Array, at: Array, size: Array, history: int, sinks: int,
+                  recent: int) -> Array:
+    """`f32[]`: the mean square of what the network's scores before the token at `at` (`i32[]`) differ from its
+    attention, of images `f32[N, T, n]`, over the `size` (`i32[]`) blocks of the text before it but the first `sinks`
+    and the latest `recent`."""
+    found, free = scores_before(arrays, images, at, size, history, sinks, recent)
+    error = jnp.square(found - images[:, at])
+    return jnp.where(free, error, 0).sum() / jnp.maximum(free.sum() * len(images), 1)
+
+
+def scores_before(arrays: Sequence[Array], images: Array, at: Array, size: Array, history: int, sinks: int,
+                  recent: int) -> tuple[Array, Array]:
+    """The network's scores `f32[N, n]` before the token at `at`, and which blocks they are of, `bool[n]`; see
+    `squared_error`."""
+    block = jnp.arange(images.shape[2])
+    free = (block >= sinks) & (block < size - recent)
+    # before the beginning of the text there is nothing
+    image = lax.dynamic_slice_in_dim(jnp.pad(images, ((0, 0), (history, 0), (0, 0))), at, history, 1)
+    return expected(arrays, image, (jnp.arange(history) >= history - at)[:, None] & free), free
+
+
+def first_net(channels: tuple[int, int] = (16, 32), seed: int = 0) -> AttentionNet:
+    """What training begins with: uniform numbers, up to the root of one over the inputs of each sum."""
+    r, (a, b) = np.random.default_rng(seed), channels
+    draw = lambda inputs, *shape: r.uniform(-1, 1, shape) / inputs ** 0.5
+    return AttentionNet.of((draw(9, a, 1, 3, 3), draw(9, a), draw(9 * a, b, a, 3, 3), draw(9 * a, b), draw(b, b),
+                            draw(b)))
+
+
+def fit_attention_predictor(lm: Any, texts: Sequence[Sequence[int]], steps: int = 1000, batch: int = 8,
+                            rate: float = 1e-3, sinks: int = 64, recent: int = 64, block: int = 16, history: int = 64,
+                            skip: Sequence[int] = (), channels: tuple[int, int] = (16, 32), seed: int = 0,
+                            progress: bool = False, params: Any = None) -> AttentionNet:
+    """The network for a model, which stays as it is, by Adam. It takes optax (`decodax[train]`).
+
+    Args:
+        lm: what `decodax.load` gave, or a `Model` with its `params`.
+        texts: token ids. steps: of training, each with one text. batch: tokens of it whose attention is predicted.
+        rate: of the first steps, from which it falls to a tenth.
+        sinks, recent, block, history: as of the policy. skip: layers that are not learned from.
+        channels: of the two convolutions. seed: of weights and drawing. progress: shows a progress bar.
+
+    Returns:
+        What `decodax.kv("attention-predictor", net=...)` takes.
+
+    Raises:
+        ValueError: no texts, or one in which there is nothing to choose from.
+    """
+    if not texts:
+        raise ValueError("texts: got none, takes at least one")
+    least = sinks + recent + 3 * block
+    if (shortest := min(map(len, texts))) <= least:
+        raise ValueError(f"texts: got one of {shortest} tokens, takes more than {least}")
+    if min(steps, batch, history, block, recent) < 1 or rate <= 0:
+        raise ValueError(f"steps, batch, history, block, recent, rate: got {steps}, {batch}, {history}, {block}, "
+                         f"{recent} and {rate}, takes numbers above 0")
+    import optax  # only for those who train
+
+    model, weights = network_of(lm)
+    weights = params if weights is None else weights
+    images = []
+    for text in texts:
+        _, own = attention_maps(model, block, weights, jnp.asarray(text, jnp.int32))
+        images.append(np.asarray(own)[[i for i in range(len(own)) if i not in skip]].reshape(-1, *own.shape[2:]))
+    arrays = first_net(channels, seed).arrays
+    adam = optax.adam(optax.cosine_decay_schedule(rate, steps, 0.1))
+
+    @jax.jit
+    def step(arrays: Any, state: Any, images: Array, at: Array) -> tuple[Any, Any]:
+        each = lambda arrays, at: squared_error(arrays, images, at, -(-at // block), history, sinks // block,
+                                                recent // block)
+        loss = lambda arrays: jax.vmap(each, (None, 0))(arrays, at).mean()
+        change, state = adam.update(jax.grad(loss)(arrays), state)
+        return optax.apply_updates(arrays, change), state
+
+    state, random = adam.init(arrays), np.random.default_rng(seed)
+    with bar(progress, "training the network", steps) as report:
+        for i in range(steps):
+            own = images[random.integers(len(images))]
+            at = random.integers(least, own.shape[1], batch)
+            arrays, state = step(arrays, state, jnp.asarray(own), jnp.asarray(at, jnp.int32))
+            report(i + 1)
+    return AttentionNet.of(arrays)

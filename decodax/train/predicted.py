@@ -1,0 +1,90 @@
+"""What AQUA-KV measures on a model before it is used: maps from layer to layer, and pairs of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import ndtri
+
+from decodax.caches.constant import Constant
+from decodax.caches.quantize.predicted import Pairs, Predictors
+from decodax.train.codecs import observed
+
+
+def gaussian_pairs(count: int, samples: int = 100_000, loops: int | None = None, seed: int = 0) -> np.ndarray:
+    """`f32[count, 2]`: pairs that are nearest to pairs of standard normal numbers, by Lloyd's iteration on samples:
+    `loops` times, by default 100 times with 64 pairs at most, else 30 times.
+
+    The squared error a number is 0.1085 with 16 pairs and 0.0081 with 256; that of the authors' tables 0.1083 and
+    0.0078 (50,000 other samples).
+    """
+    x = np.random.default_rng(seed).standard_normal((samples, 2))
+    # a sequence that fills the square evenly, mapped to a normal distribution of twice the variance, which is how the
+    # best pairs are distributed where there are many
+    even = (0.5 + np.arange(1, count + 1)[:, None] * np.array([0.7548776662466927, 0.5698402909980532])) % 1
+    grid = np.asarray(ndtri(jnp.asarray(even)), np.float64) * 2 ** 0.5
+    for _ in range((100 if count <= 64 else 30) if loops is None else loops):
+        which = np.concatenate([(np.square(grid).sum(1) - 2 * part @ grid.T).argmin(1)
+                                for part in np.array_split(x, max(samples // 5_000, 1))])
+        number = np.bincount(which, minlength=count)
+        sums = np.stack([np.bincount(which, x[:, j], count) for j in range(2)], 1)
+        grid = np.where(number[:, None] > 0, sums / np.maximum(number, 1)[:, None], grid)
+    return grid.astype(np.float32)
+
+
+def ridge(x: np.ndarray, y: np.ndarray, damping: float) -> np.ndarray:
+    """`f32[c + 1, c']`: the map from `f[N, c]` to `f[N, c']` with the least squared error, its bias in the last row;
+    `damping` times the mean of the diagonal is added to that of the matrix of products."""
+    x = np.concatenate([x, np.ones((len(x), 1))], 1).astype(np.float64)
+    products = x.T @ x
+    products[np.diag_indices_from(products)] += damping * np.abs(np.diag(products)).mean()
+    return (np.linalg.pinv(products) @ (x.T @ y.astype(np.float64))).astype(np.float32)
+
+
+def fit_predictors(lm: Any, texts: Sequence[Sequence[int]], damping: float = 1e-3, group: int = 1024, grid: Any = None,
+                   first: Any = None, params: Any = None) -> Predictors:
+    """The maps of AQUA-KV (Shutova et al., 2025), layer by layer, each from what will be read again of the layer
+    before.
+
+    Args:
+        lm, texts, params: as of `observed`. The authors take 256 texts of 8192 tokens.
+        damping: see `ridge`. group: channels that are transformed together at most.
+        grid, first: `[16, 2]` and `[256, 2]` pairs; None: `gaussian_pairs`.
+
+    Returns:
+        What `decodax.kv("aqua-kv", predictors=...)` takes.
+
+    Raises:
+        ValueError: layers of different shapes.
+    """
+    samples = observed(lm, texts, params)
+    if len({(own.keys.shape, own.values.shape) for own in samples}) > 1:
+        raise ValueError("lm: got a model whose layers have keys and values of different shapes, takes one shape")
+    grid, first = (Constant(np.asarray(gaussian_pairs(n) if given is None else given, np.float32))
+                   for n, given in ((16, grid), (256, first)))
+
+    def again(x: np.ndarray, pairs: Pairs) -> np.ndarray:
+        part = lambda x: np.asarray(pairs.decode(pairs.encode(jnp.asarray(x)), x.shape[1], jnp.float32))
+        return np.concatenate([part(some) for some in np.array_split(x, -(-len(x) // 8192))])
+
+    maps: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    below: tuple[np.ndarray, np.ndarray] | None = None
+    for own in samples:
+        keys, values = own.keys.reshape(len(own.keys), -1), own.values.reshape(len(own.values), -1)
+        if below is None:
+            below = again(keys, Pairs(first, group)), again(values, Pairs(first, group))
+            maps[0].append(np.zeros((keys.shape[1] + 1, keys.shape[1]), np.float32))
+            maps[1].append(np.zeros((keys.shape[1] + values.shape[1] + 1, values.shape[1]), np.float32))
+            continue
+        guess = lambda x, weights: x @ weights[:-1] + weights[-1]
+        maps[0].append(ridge(below[0], keys, damping))
+        said = guess(below[0], maps[0][-1])
+        keys = said + again(keys - said, Pairs(grid, group))
+        inputs = np.concatenate([keys, below[1]], 1)
+        maps[1].append(ridge(inputs, values, damping))
+        said = guess(inputs, maps[1][-1])
+        below = keys, said + again(values - said, Pairs(grid, group))
+    return Predictors(Constant(np.stack(maps[0])), Constant(np.stack(maps[1])), grid, first)

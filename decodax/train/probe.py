@@ -1,0 +1,148 @@
+"""What some policies measure on a model before they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.caches.evict.evicting import Evicting, Eviction
+from decodax.caches.evict.query_scores import Accumulated, WindowAttention
+from decodax.caches.evict.selection import Top
+from decodax.core.loaded import network_of
+from decodax.core.types import Model
+from decodax.core.window import causal
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A text that ends just before an answer which stands in it.
+
+    Attributes:
+        tokens: ids. start, stop: where in the text the answer stands.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    stop: int
+
+
+def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tuple[float, ...], ...]:
+    """How important each head of keys and values is for finding what is asked for: the attention that its queries at
+    the end of a text pay to the answer in it, in the mean over probes, relative to all heads. HeadKV (Fu et al., 2024)
+    measures it on needles with and without reasoning; its probes are yours to choose.
+
+    Args:
+        lm: what `decodax.load` gave, or a `Model` with its `params`.
+
+    Returns:
+        `[L][G]`, which add up to 1: what `decodax.kv("headkv", heads=...)` takes.
+
+    Raises:
+        ValueError: no probes, or one whose answer lies outside of its text.
+    """
+    if not probes:
+        raise ValueError("probes: got none, takes at least one")
+    model, weights = network_of(lm)
+    model = model.with_cache(Eviction(Top(WindowAttention(1, 1)), 2))
+    total: Any = 0.0
+    for probe in probes:
+        if not 0 <= probe.start < probe.stop <= len(probe.tokens):
+            raise ValueError(f"probes: got an answer from {probe.start} to {probe.stop} in {len(probe.tokens)} tokens")
+        paid = _paid(model, params if weights is None else weights, _padded(probe.tokens), np.int32(len(probe.tokens)),
+                     np.int32(probe.start), np.int32(probe.stop))
+        total = total + np.asarray(paid, np.float64)
+    return tuple(tuple(float(x) for x in row) for row in total / total.sum())
+
+
+def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sinks: int = 4,
+               params: Any = None) -> tuple[float, ...]:
+    """What share of a text each layer keeps, so that all keep the same part of the attention that their tokens receive
+    ("PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for Efficient Generation",
+    Wang et al., 2024): where attention is spread over many tokens a layer keeps more of them.
+
+    Args:
+        lm: what `decodax.load` gave, or a `Model` with its `params`.
+        texts: token ids of texts like those to come. share: of all layers together, between 0 and 1. sinks: the first
+            tokens, which every layer keeps beside the last one.
+
+    Returns:
+        `[L]`, `share` in the mean: what `decodax.kv("prefixkv", layers=...)` takes.
+
+    Raises:
+        ValueError: no texts, one that is too short, or a share out of its range.
+    """
+    if not texts:
+        raise ValueError("texts: got none, takes at least one")
+    if not 0 < share < 1:
+        raise ValueError(f"share: got {share}, takes a number between 0 and 1")
+    model, weights = network_of(lm)
+    model = model.with_cache(Eviction(Top(Accumulated()), 2))
+    found = []
+    for text in texts:
+        if (length := len(text)) <= sinks + 2:
+            raise ValueError(f"texts: got one of {length} tokens, takes more than {sinks + 2}")
+        paid = _received(model, params if weights is None else weights, _padded(text), np.int32(length))
+        found.append(1 - _dropped(np.asarray(paid, np.float64)[:, :length], 1 - share, sinks) / length)
+    return tuple(float(x) for x in np.mean(found, 0))
+
+
+def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
+    """How many tokens each layer drops of a text, `i64[L]`, by what its tokens `f64[L, T]` have received: those behind
+    a part of it that is the same for all layers, found by bisection; `share` of all tokens together."""
+    target, kept = paid.size * share, np.cumsum(np.sort(paid, 1)[:, ::-1], 1) / paid.sum(1, keepdims=True)
+    low, high, count = 0.0, 1.0, np.zeros(len(paid), np.int64)
+    for _ in range(100):
+        middle = (low + high) / 2
+        first = np.array([np.searchsorted(row, middle) for row in kept])
+        count = np.maximum(paid.shape[1] - (first + 1) - (sinks + 1), 0)
+        if abs(count.sum() - target) < 5:
+            break
+        low, high = (low, middle) if count.sum() < target else (middle, high)
+    # the rest of the way in proportion
+    return (count * target / count.sum()).astype(np.int64) if count.sum() else count
+
+
+def _padded(text: Sequence[int]) -> np.ndarray:
+    """`i32[1, N]`, of few sizes."""
+    tokens = np.zeros((1, -(-len(text) // 64) * 64), np.int32)
+    tokens[0, :len(text)] = text
+    return tokens
+
+
+def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
+    """The whole cache behind the first `length` of the tokens `i32[1, N]`."""
+    cache = model.init_cache(1, tokens.shape[1], params=params).for_prompt()
+    live = jnp.arange(tokens.shape[1])[None] < length
+    window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(certain=True)
+    out = model.apply(params, window, cache)
+    cache = cache.commit(out.entries, jnp.where(live, window.positions, -1))
+    if not isinstance(cache, Evicting):
+        raise ValueError("lm: some of its layers have linear attention; takes a model whose layers all have keys and "
+                         "values")
+    return cache
+
+
+@jax.jit(static_argnums=0)
+def _received(model: Model, params: Any, tokens: Array, length: Array) -> Array:
+    """`f32[L, T]`: the attention that each token receives from all queries, in the mean over heads."""
+    cache = _read(model, params, tokens, length)
+    return jnp.stack([own.slots[0].mean(0)[:tokens.shape[1]] for own in cache.gathered])
+
+
+@jax.jit(static_argnums=0)
+def _paid(model: Model, params: Any, tokens: Array, length: Array, start: Array, stop: Array) -> Array:
+    """`f32[L, G]`: the attention that the last query pays to a span."""
+    cache, rows = _read(model, params, tokens, length), []
+    for kv, positions, queries, width in zip(cache.kv, cache.positions, cache.queries, cache.widths, strict=True):
+        G, q = kv.shape[1], queries[0, :, 0].astype(jnp.float32)
+        scores = jnp.einsum("grd,gsd->grs", q.reshape(G, -1, q.shape[-1]), kv[0, :, :, :width].astype(jnp.float32))
+        weights = jax.nn.softmax(scores, axis=-1, where=(positions[0] >= 0)[:, None])
+        inside = (positions[0] >= start) & (positions[0] < stop)
+        rows.append(jnp.where(inside[:, None], weights, 0).sum(-1).mean(1))
+    return jnp.stack(rows)

@@ -1,0 +1,108 @@
+"""What A2ATS measures on a model before it is used: which products of queries matter, and centroids of keys by these.
+
+It looks at keys before their rotation, and at queries as they are at the distance that all keys are scored at.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.cache.key_values import KVLayer
+from decodax.caches.constant import Constant
+from decodax.caches.evict.query_scores import turned
+from decodax.caches.prefill.listening import Listening
+from decodax.caches.quantize.turning import rotated
+from decodax.caches.shapes import layers_of
+from decodax.caches.sparse.query_aware import KeyBooks
+from decodax.common.struct import struct
+from decodax.core.cache import PyTree
+from decodax.core.loaded import network_of
+from decodax.core.types import Model
+from decodax.core.window import causal
+from decodax.train.codecs import k_means
+
+
+@struct
+class HearingQueries(Listening):
+    """Its entries are pairs of a key `f[B, W, G, d]` and a query `f[B, W, H, d]`."""
+
+    def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        out, _ = super().heard(layer, q, k, v, window, **options)
+        return out, (k, q)
+
+
+def metric(queries: np.ndarray, damping: float = 1e-6) -> np.ndarray:
+    """`f32[d, d]`, lower triangular: the Cholesky factor of `q^T q` over queries `f[N, d]`, where the mean square of
+    its numbers is made 1 and `damping` is added to its diagonal.
+
+    Raises:
+        ValueError: queries that are all zero.
+    """
+    products = queries.astype(np.float64).T @ queries.astype(np.float64)
+    size = np.sqrt(np.square(products).mean())
+    if size == 0:
+        raise ValueError("texts: got some whose queries of a head are all zero")
+    return np.linalg.cholesky(products / size + damping * np.eye(len(products))).astype(np.float32)
+
+
+def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, distance: int = 2048, loops: int = 300,
+                  seed: int = 0, params: Any = None) -> KeyBooks:
+    """The codebooks of A2ATS (He et al., 2025): for each head of keys the metric of the queries that read it, and
+    centroids of keys in that metric by k-means, begun by k-means++.
+
+    Args:
+        lm: what `decodax.load` gave, or a `Model` with its `params`. texts: token ids; the authors take 65,536 tokens
+            of web texts and 16,384 of random identifiers.
+        count: centroids of a head. distance: in tokens, as of the policy, with which the model can deal.
+        loops: of k-means, fewer where nothing moves.
+
+    Returns:
+        What `decodax.kv("a2ats", books=...)` takes.
+
+    Raises:
+        ValueError: no texts, an empty one, or numbers below 1.
+    """
+    if not texts or not all(len(text) for text in texts):
+        raise ValueError("texts: got none or an empty one, takes texts of one token or more")
+    if not 1 <= count <= 1 << 20 or loops < 0 or distance < 0:
+        raise ValueError(f"count, loops, distance: got {count}, {loops} and {distance}, takes 1 to {1 << 20}, and 0 or "
+                         "more")
+    model, weights = network_of(lm)
+    weights = params if weights is None else weights
+    shapes, random = tuple(layers_of(model)), np.random.default_rng(seed)
+    heard: list[list[tuple[np.ndarray, ...]]] = [[] for _ in shapes]
+    for text in texts:
+        tokens = np.zeros((1, -(-len(text) // 64) * 64), np.int32)
+        tokens[0, :len(text)] = text
+        for layer, parts in enumerate(_hear(model, shapes, distance, weights, tokens, np.int32(len(text)))):
+            heard[layer].append(tuple(np.asarray(x)[:len(text)] for x in parts))
+    centroids, factors = [], []
+    for own in heard:
+        keys, queries = (np.concatenate(part) for part in zip(*own, strict=True))
+        G, d = keys.shape[1:]
+        asked = queries.reshape(len(queries), G, -1, d)
+        factor: np.ndarray = np.stack([metric(asked[:, g].reshape(-1, d)) for g in range(G)])
+        book: np.ndarray = np.stack([k_means(keys[:, g] @ factor[g], np.ones(len(keys)), count, loops, random)
+                                     for g in range(G)])
+        centroids.append(np.stack([np.linalg.solve(factor[g].T.astype(np.float64), book[g].T).T for g in range(G)]))
+        factors.append(factor)
+    return KeyBooks(*(Constant(np.stack(part).astype(np.float32)) for part in (centroids, factors)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _hear(model: Model, shapes: tuple[KVLayer, ...], distance: int, params: Any, tokens: Array,
+          length: Array) -> list[tuple[Array, ...]]:
+    """For each layer keys before their rotation, `f32[n, G, d]`, and queries at a distance, `f32[n, H, d]`."""
+    live = jnp.arange(tokens.shape[1])[None] < length
+    window = causal(tokens, jnp.zeros(1, jnp.int32), live)
+    entries, at = model.apply(params, window, HearingQueries()).entries, window.positions
+    back = lambda shape, x: turned(shape, x.astype(jnp.float32), -at)
+    return [(back(shape, k)[0], rotated(shape, back(shape, q), jnp.full_like(at, distance))[0])
+            for shape, (k, q) in zip(shapes, entries, strict=True)]

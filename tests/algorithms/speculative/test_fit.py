@@ -1,0 +1,58 @@
+"""What is fitted to samples takes samples of any length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.speculative import Speculative, fit_layers, fit_lengths, fit_predictor, fit_tree
+from decodax.algorithms.speculative.adaptive.fit_trees import continued
+from decodax.algorithms.speculative.adaptive.measure import measure
+from decodax.algorithms.speculative.drafts import DraftModel, NGramModel, Stand
+from decodax.algorithms.speculative.trees import Fixed
+from decodax.io.load import LM
+from tests.laws.cases import VOCABULARY, model
+
+NETWORK, WEIGHTS = model("llama")
+LLAMA = LM(model=NETWORK, params=WEIGHTS, vocab_size=VOCABULARY)
+NEW = 4
+
+
+def sample(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(1, VOCABULARY - 1, length).tolist()
+
+
+def test_samples_of_any_length_are_continued() -> None:
+    """Around the multiples of what a walk of the cache takes at once."""
+    for total in (5, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 321):
+        s = continued(LLAMA, Autoregressive(), [sample(total - NEW), sample(3)], NEW)
+        assert (np.asarray(s.length) == [total, 3 + NEW]).all()
+        assert s.cache.capacity >= total
+
+
+FITS: dict[str, Callable[[Any], Any]] = {
+    "fit_predictor": lambda samples: fit_predictor(LLAMA, NGramModel(VOCABULARY, order=2), samples, length=2,
+                                                   max_new_tokens=16, temperature=1.0),
+    "fit_tree": lambda samples: fit_tree(LLAMA, Speculative(Stand(VOCABULARY, order=2, k=2),
+                                                            shape=Fixed.balanced(2, 1)), samples, nodes=2,
+                                         max_new_tokens=NEW),
+    "fit_layers": lambda samples: fit_layers(LLAMA, samples, trials=1, length=2, max_new_tokens=NEW),
+    "fit_lengths": lambda samples: fit_lengths(LLAMA, DraftModel(NETWORK, WEIGHTS), samples, gamma=2, branches=2,
+                                               layers=1, max_new_tokens=NEW, epochs=1),
+}
+
+
+@pytest.mark.wide(but=["fit_predictor"])
+@pytest.mark.parametrize("fit", FITS)
+def test_samples_between_two_multiples_are_fitted(fit: str) -> None:
+    assert FITS[fit]([sample(150), sample(9)]) is not None
+
+
+@pytest.mark.wide
+def test_rounds_are_measured_at_any_length() -> None:
+    assert len(measure(NETWORK, WEIGHTS, [Speculative(NGramModel(VOCABULARY))], length=300, vocab_size=VOCABULARY,
+                       repeats=1, rounds=1)) == 1

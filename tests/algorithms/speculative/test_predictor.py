@@ -1,0 +1,78 @@
+"""Predictors of acceptance, fitted to what held."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax.algorithms.speculative import Logistic, Speculative, fit_predictor
+from decodax.algorithms.speculative.adaptive.predictor import examples, logistic
+from decodax.algorithms.speculative.drafts import DraftModel, NGramModel
+from decodax.algorithms.speculative.trees import ConfidenceChain
+from decodax.algorithms.speculative.trees.threshold import Drafted
+from decodax.core.window import causal
+from decodax.io.load import LM
+from tests.laws.cases import VOCABULARY, model, prompts, start
+
+NETWORK, WEIGHTS = model("toy")
+TOY = LM(model=NETWORK, params=WEIGHTS, vocab_size=VOCABULARY)
+GIVEN = dict(lm=TOY, draft=NGramModel(VOCABULARY, order=3), samples=prompts(8), length=4, max_new_tokens=32)
+
+
+def test_the_regression_finds_the_weights_that_made_the_data():
+    draw = np.random.default_rng(0)
+    x = np.concatenate([np.ones((20_000, 1)), draw.normal(size=(20_000, 2))], 1)
+    w = np.array([-0.5, 2.0, -1.0])
+    y = draw.random(20_000) < 1 / (1 + np.exp(-x @ w))
+    assert np.allclose(logistic(x, y, np.ones(20_000)), w, atol=0.1)
+
+
+@pytest.mark.matrix
+def test_a_fitted_predictor_tells_drafts_that_hold_from_others():
+    fitted = fit_predictor(**GIVEN)
+    x, held = examples(verify=None, **GIVEN)
+    assert 0.05 < held.mean() < 0.95 and len(held) > 100
+    chance = np.asarray(fitted(Drafted(jnp.asarray(x[:, 2]), jnp.asarray(x[:, 3]), jnp.expm1(jnp.asarray(x[:, 4])))))
+    assert abs(chance.mean() - held.mean()) < 0.01                  # calibrated over all
+    assert chance[held].mean() > chance[~held].mean() + 0.1
+    careful = fit_predictor(**GIVEN, rejected=6.0)
+    draft = Drafted(jnp.float32(-0.5), jnp.float32(1), jnp.int32(1))
+    assert float(careful(draft)) < float(fitted(draft))
+
+
+@dataclasses.dataclass(frozen=True)
+class ByFeature:
+    """Drafts on while the first hidden unit of the draft model is positive."""
+
+    def __call__(self, draft):
+        return (draft.hidden[:, 0] > 0).astype(jnp.float32)
+
+
+@pytest.mark.wide
+def test_a_predictor_sees_the_draft_models_hidden_states():
+    """Each chain ends behind the first draft whose hidden state, of a forward over all of the text, says so."""
+    alg = Speculative(DraftModel(NETWORK, WEIGHTS), shape=ConfidenceChain(5, 0.5, ByFeature()))
+    ids = prompts(6)
+    _, params, chain, s = start(alg, "toy", ids, {}, draft=WEIGHTS)
+    window = jax.jit(lambda s: alg.propose(params, chain, s)[0])(s)
+    counts = np.asarray(window.live.sum(1)) - 1
+    texts = np.zeros((6, 32), np.int32)
+    for row, prompt in enumerate(ids):
+        texts[row, :len(prompt) + 5] = [*prompt, *np.asarray(window.tokens)[row, 1:]]
+    hidden = jax.jit(lambda texts: NETWORK.apply(WEIGHTS, causal(texts, jnp.zeros(6, jnp.int32)),
+                                                 NETWORK.init_cache(6, 0)).hidden)(texts)
+    for row, prompt in enumerate(ids):
+        stops = np.asarray(hidden)[row, len(prompt) - 1:len(prompt) + 5, 0] <= 0
+        assert counts[row] == min(next((i for i, stop in enumerate(stops) if stop), 5) + 1, 5)
+    assert len(set(counts.tolist())) > 1
+
+
+def test_what_cannot_be_fitted_is_named():
+    with pytest.raises(ValueError, match="samples: got 0 prompts"):
+        fit_predictor(TOY, NGramModel(VOCABULARY), [])
+    with pytest.raises(ValueError, match="rejected: got 0"):
+        fit_predictor(TOY, NGramModel(VOCABULARY), [[1]], rejected=0)
+    with pytest.raises(ValueError, match="weights: got 2, takes 5"):
+        Logistic((1.0, 2.0))

@@ -1,0 +1,192 @@
+"""Plans against arithmetic by hand, and against what XLA's TPU compiler says."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+
+import jax
+import pytest
+
+from decodax.bench.compare import PLAIN, Comparison, Row
+from decodax.bench.plan import DEVICES, PRESETS, Slice, abstract, meshes, plan, slice_of
+from decodax.bench.plan import front as front_module
+from decodax.bench.plan.predict import predict, share
+from decodax.cli import main
+from tests.matrix import often
+
+compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="takes libtpu (the extra tpu-aot)")
+
+PARAMETERS = {"llama-3-8b": 8.03, "llama-3-70b": 70.55, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53,
+              "gemma-3-27b": 27.01, "llada-8b": 8.02}
+"""Billions, as on the models' cards; of Gemma the text model."""
+
+
+@pytest.mark.wide(but=("llama-3-8b", "llada-8b"))
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_number_of_weights(name):
+    lm = abstract(name)
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(lm.params))
+    assert count / 1e9 == pytest.approx(PARAMETERS[name], abs=6e-3)
+    assert (lm.diffusion is not None) == (name == "llada-8b")
+
+
+def test_by_hand():
+    """Llama 3 8B on 8 chips: 16.06 GB of weights, 131,072 bytes a token of cache."""
+    found = {p.mesh: p for p in plan("llama-3-8b", "v5e:2x4", batch=64, capacity=8192, compile=False)}
+    assert set(found) == {(1, 8), (2, 4), (4, 2), (8, 1)}
+    one = found[1, 8]
+    assert one.counts.weights == pytest.approx(2 * 8.03e9 / 8, rel=0.03)
+    assert one.counts.cache == pytest.approx(64 * 8192 * 131_072 / 8, rel=0.03)
+    # all weights but the table of embeddings, and all of the cache
+    moved = (2 * (8.03e9 - 128_256 * 4096) + 64 * 8192 * 131_072) / 8
+    assert one.memory == pytest.approx(moved / 819e9, rel=0.03)
+    assert one.arithmetic == pytest.approx(64 * (2 * 7.5e9 + 32 * 4 * 32 * 128 * 8192) / 8 / 197e12, rel=0.03)
+    # two all-reduces a layer and one behind, of 64 rows of 4096 in 16 bits, by a ring both ways
+    sent = 65 * 2 * 7 / 8 * 64 * 4096 * 2 / 2
+    assert one.network == pytest.approx(sent / 45e9 + 65 * 14 * 1e-6)
+    assert one.tokens_per_second == pytest.approx(64 / (one.memory + one.network))
+    # a prompt has logits of its last token alone, and each token attends to those in front of it
+    products = 8192 * 2 * (8.03e9 - 2 * 128_256 * 4096) + 32 * 4 * 32 * 128 * 8192 ** 2 / 2
+    assert one.prompt == pytest.approx(products / 8 / 197e12, rel=0.01) and one.swap is None
+    gpu, = plan("llama-3-8b", "h100", batch=4, capacity=16384, live=8192, compile=False)
+    assert gpu.prompt == pytest.approx(products / 989e12, rel=0.01)
+    assert gpu.swap == pytest.approx(8192 * 131_072 / 64e9, rel=0.01)
+    few, = plan("llama-3-8b", "h100", batch=4, live=2, compile=False)
+    assert few.prompt == pytest.approx(2 * (8.03e9 - 128_256 * 4096) / 3350e9, rel=0.03)    # the weights, once
+    assert one.fits and not found[8, 1].fits and found[8, 1].largest == 0
+    rows = (15.75 * 2 ** 30 * 0.98 - one.counts.weights) / (one.counts.cache / 64)
+    assert one.largest == pytest.approx(rows, rel=0.03)
+    # replicas read all weights each, and cost more
+    order = [p.mesh for p in plan("llama-3-8b", "v5e:2x4", batch=64, capacity=8192, compile=False)]
+    assert order == [(1, 8), (2, 4), (4, 2), (8, 1)]
+
+
+@pytest.mark.wide
+def test_what_changes_the_bytes():
+    base = dict(batch=8, capacity=4096, mesh=[(1, 1)], compile=False)
+    one = lambda name="llama-3-8b", **more: plan(name, "v5p", **{**base, **more})[0]
+    plain = one()
+    assert one(weights="int8").counts.weights == pytest.approx(plain.counts.weights / 2 + 128_256 * 4096, rel=0.03)
+    assert one(cache="snapkv:budget=512").counts.cache < 0.3 * plain.counts.cache
+    assert one(live=1024).counts.cache_read == plain.counts.cache_read / 4
+    window = one(algorithm="prompt-lookup:length=4")
+    assert window.width == 5 and window.arithmetic == pytest.approx(5 * plain.arithmetic)
+    assert window.counts.cache_read == plain.counts.cache_read
+    drafts = one(algorithm="speculative-sampling:length=3", draft="llama-3-8b")
+    assert drafts.counts.draft == plain.counts.weights and drafts.width == 4
+    # 5 of 6 layers of Gemma 3 see 1,024 positions
+    far, near = (one("gemma-3-27b", live=n, capacity=8192) for n in (8192, 1024))
+    full = sum(layer.sliding is None for layer in abstract("gemma-3-27b").model.config.layers)
+    assert full == 10 and far.counts.cache_read / near.counts.cache_read == pytest.approx((52 + 10 * 8) / 62)
+    # a token is multiplied with 3.3 of 30.5 billion weights, and few tokens read few experts
+    few, many = (one("qwen3-30b-a3b", batch=n) for n in (1, 512))
+    assert few.arithmetic * 459e12 == pytest.approx(2 * 3.04e9 + 48 * 4 * 32 * 128 * 4096, rel=0.03)
+    assert few.counts.weights_read < 0.12 * many.counts.weights_read
+    canvas = one("llada-8b", capacity=1024)
+    assert canvas.counts.cache == 0 and canvas.width >= 1024 and canvas.arithmetic > canvas.memory
+
+
+def test_prices_and_slices():
+    assert slice_of("v5e:4x4").count == 16 and slice_of("h100:8").count == 8 and slice_of("v5p").count == 1
+    cheap, dear = plan("llama-3-8b", ["v5e:2x4", "v5p:2x2x2"], batch=8, mesh=[(1, 8)], compile=False,
+                       price={"v5e": 1.0, "v5p": 100.0})
+    assert cheap.slice.name == "v5e:2x4" and cheap.cost is not None and dear.cost is not None and dear.cost > cheap.cost
+    # without prices by the time of devices
+    quick, _ = plan("llama-3-8b", ["v5e:2x4", "v5p:2x2x2"], batch=8, mesh=[(1, 8)], compile=False)
+    assert quick.slice.name == "v5p:2x2x2"
+    assert meshes(6, 2) == [(1, 6), (2, 3)]
+    for name, device in DEVICES.items():
+        assert device.name == name and device.memory > 1e10 and device.flops8 >= device.flops > 1e13
+
+
+def test_errors_name_what_is_wrong():
+    for given, message in (
+            (dict(model="llama-3-8"), "model: got 'llama-3-8', .*near ones: llama-3-8b"),
+            (dict(topology="v5x:2x4"), "topology: got 'v5x:2x4'; devices are v4, .*, and here; did you mean v5"),
+            (dict(topology="zz:2x2"), "topology: got 'zz:2x2'; devices are v4, .* l4, and here$"),
+            (dict(topology="v5e:2by4"), "takes a device and its topology"),
+            (dict(mesh=[(4, 4)]), "mesh: got 4x4, v5e:2x4 has 8 devices"),
+            (dict(batch=3, mesh=[(2, 4)]), "batch: got 3, takes a multiple of the 2 replicas"),
+            (dict(live=9000), "live: got 9000, the capacity is 8192"),
+            (dict(batch=0), "batch: got 0"), (dict(tokens_per_round=0), "tokens_per_round: got 0"),
+            (dict(algorithm="prompt-lokup"), "near ones: prompt-lookup"), (dict(weights="int3"), "int3"),
+            (dict(draft="llama-3-8b"), "draft: takes an algorithm by name")):
+        with pytest.raises(ValueError, match=message):
+            plan(**{"model": "llama-3-8b", "topology": "v5e:2x4", "compile": False, **given})
+
+
+@pytest.mark.wide
+@compiler
+@pytest.mark.parametrize(("name", "topology", "mesh", "options"), often([("llama-3-8b", "v5e:2x4", (2, 4), {})], [
+    ("llama-3-8b", "v5e:2x4", (2, 4), {}), ("llama-3-8b", "v5e:2x4", (1, 8), {"algorithm": "prompt-lookup:length=4"}),
+    ("qwen3-30b-a3b", "v5e:4x4", (4, 4), {}), ("gemma-3-27b", "v6e:2x4", (1, 8), {}),
+    ("llada-8b", "v5p:2x2x1", (1, 4), {"capacity": 512}), ("llama-3-8b", "v5e:2x4", (1, 8), {"weights": "int8"})]))
+def test_the_compiler_agrees(name, topology, mesh, options):
+    """Weights and cache are the compiled program's arguments, and the bytes of a round those that it moves."""
+    lm = abstract({**PRESETS[name], "num_hidden_layers": 6, "n_layers": 6} if name != "llada-8b" else
+                  {**PRESETS[name], "n_layers": 6})
+    p = plan(lm, topology, mesh=[mesh], batch=16, **{"capacity": 2048, **options})[0]
+    assert p.compiled is not None and p.compiled.fits and p.padded == pytest.approx(1, abs=0.01)
+    if name not in ("qwen3-30b-a3b", "llada-8b"):
+        assert p.compiled.moved / p.counts.moved == pytest.approx(1, abs=0.1)
+        assert p.compiled.collectives >= 12
+
+
+@pytest.mark.matrix
+@compiler
+def test_the_largest_batch_is_one_that_fits():
+    lm = abstract({**PRESETS["llama-3-8b"], "num_hidden_layers": 2})
+    ask = lambda batch: plan(lm, "v5e:1x1", batch=batch, capacity=8192)[0]
+    largest = ask(16).largest
+    assert ask(largest).fits and not ask(math.ceil(1.05 * largest)).fits
+
+
+@pytest.mark.wide
+def test_this_machine(monkeypatch):
+    here = slice_of("here")
+    assert here.count == jax.local_device_count() and 1e8 < here.device.bandwidth < 1e13 and here.device.flops > 1e8
+    monkeypatch.setattr(front_module, "slice_of", lambda name: here)
+    assert plan("pycode", "here", batch=here.count, capacity=256)[0].tokens_per_second > 1
+
+
+def test_predictions():
+    rows = [Row("completion", 8, PLAIN, None, 8, tokens_per_forward=1.0),
+            *(Row("completion", 8, name, None, 8, tokens_per_forward=2.0)
+              for name in ("prompt-lookup:length=4", "speculative-sampling:length=4", "layerskip")),
+            Row("completion", 8, "lookahead", None, 8, error="broke")]
+    from decodax.algorithms.entries import parse
+    chosen = {row.system: parse(row.system.replace("layerskip", "self-speculative")) for row in rows[1:]}
+    found, said = predict(Comparison(rows, {"model": "pycode"}), chosen, "v5e:2x4", "llama-3-8b", draft_share=0.1)
+    lookup, drafts, layers, broken = found
+    plain, window = (plan("llama-3-8b", "v5e:2x4", batch=8, capacity=4096, mesh=[(1, 8)], compile=False, **more)[0]
+                     for more in ({}, {"algorithm": "prompt-lookup:length=4"}))
+    assert lookup.speedup == pytest.approx(2 * plain.seconds / window.seconds)
+    assert drafts.speedup == pytest.approx(2 * plain.seconds / (window.seconds + 4 * 0.1 * plain.seconds))
+    assert layers.speedup is None and "its drafts' cost" in layers.reason and broken.reason == "broke"
+    assert any("mesh 1x8" in line for line in said) and len(lookup.cells()) == len(layers.cells())
+    few = dataclasses.replace(abstract("llama-3-8b"), params={"a": jax.ShapeDtypeStruct((10,), "float32")})
+    assert share(abstract("llama-3-8b"), few) == pytest.approx(40 / 16.06e9, rel=1e-3) and share(few, None) is None
+
+
+def test_the_command_line(capsys):
+    assert main(["plan", "--model", "llama-3-8b", "--topology", "v5e:2x4", "--batch", "8", "--no-compile", "--json",
+                 "--price", "v5e=1.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert next(p["mesh"] for p in found if p["fits"]) == [1, 8] and found[0]["cost"] > 0
+    assert main(["plan", "--model", "llama-3-8b", "--topology", "v5e:2x4", "--batch", "8", "--no-compile"]) == 0
+    told = capsys.readouterr()
+    assert "does not fit" in told.out and "~" in told.out and "assumed: v5e: 819 GB/s" in told.err
+    assert "prompts: v5e:2x4 1x8: " in told.err and "ms for 8,192 tokens of one row\n" in told.err
+    for arguments, message in ((["--mesh", "8"], "--mesh: takes DATAxMODEL"), (["--price", "v5e"], "--price: takes"),
+                               (["--batch", "0"], "batch: got 0")):
+        assert main(["plan", "--model", "llama-3-8b", "--topology", "v5e:2x4", "--no-compile", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_slice_is_whole():
+    with pytest.raises(ValueError, match="topology"):
+        slice_of("v5e:0x4")
+    assert isinstance(slice_of("l4:2"), Slice)

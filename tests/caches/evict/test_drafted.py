@@ -1,0 +1,107 @@
+"""Policies that ask a draft model what the answer will look for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.algorithms.speculative import Speculative
+from decodax.algorithms.speculative.drafts import OwnCache
+from decodax.caches import kv
+from decodax.caches.evict.drafted import Drafted, decoded, read
+from decodax.caches.prefill.shortened import DraftAttention
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
+from decodax.io.load import LM
+from tests.caches.evict.test_kvpress import MODEL, TEXTS, weights
+from tests.caches.test_policies import GUESSES, PROMPTS, SMALL
+
+LARGE = LM(model=MODEL, params=weights(), vocab_size=320)
+SMALLER = dataclasses.replace(LARGE, params=jax.tree.map(lambda x: 0.8 * x if x.ndim > 1 else x, weights()))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_the_tokens_of_the_authors_are_kept(reduce: Any) -> None:
+    """Of SpecKV, by the tokens that a draft model writes; the texts are rows of one batch."""
+    wanted = json.loads((Path(__file__).parents[1] / "expected" / "speckv.json").read_text())["cases"][reduce]
+    drafted = dx.generate(SMALLER, [[*text, 7] for text in TEXTS], max_new_tokens=6)
+    assert drafted.tokens.tolist() == [row["drafted"] for row in wanted]
+    kind = kv("speckv", draft=SMALLER, budget=64, tokens=6, window=8, pool="mean", reduce=reduce)
+    cache = Job.begin(Request.read(LARGE, [[*text, 7] for text in TEXTS], cache=kind, max_new_tokens=1)).state.cache
+    for row, text in enumerate(TEXTS):
+        for layer, heads in enumerate(wanted[row]["kept"]):
+            for head, bits in enumerate(heads):
+                found = np.asarray(cache.heads(layer)[1][row, head])
+                kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
+                np.testing.assert_array_equal(found[found >= 0], np.flatnonzero(kept))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", ["a", "b", "c"])
+def test_prompts_are_cut_to_the_tokens_of_the_authors(case: str) -> None:
+    """Of SpecPC; and what follows is what follows the shorter prompts."""
+    wanted = json.loads((Path(__file__).parents[1] / "expected" / "specpc.json").read_text())["cases"][case]
+    prompts = [[*text, 7] for text in TEXTS]
+    kind = kv("specpc", draft=SMALLER, budget=64, window=8, kernel=8, pool="mean", neighbours=4, **wanted["options"])
+    assert isinstance(kind, Drafted) and isinstance(kind.kind, DraftAttention)
+    ids = np.zeros((2, 320), np.int32)
+    for row, prompt in enumerate(prompts):
+        ids[row, :len(prompt)] = prompt
+    length = jnp.array([len(prompt) for prompt in prompts])
+    paid = jax.jit(lambda params: kind.kind.attention(MODEL, params, jnp.asarray(ids), length))(SMALLER.params)
+    shorter = []
+    for row, prompt in enumerate(prompts):
+        stays = np.asarray(kind.kind.chosen(paid[row], length[row]))[:len(prompt)]
+        bits = np.unpackbits(np.frombuffer(bytes.fromhex(wanted["kept"][row]), np.uint8))[:len(prompt)]
+        np.testing.assert_array_equal(stays, bits.astype(bool))
+        shorter.append(np.asarray(prompt)[stays].tolist())
+    if case == "a":
+        one, other = (dx.generate(LARGE, given, cache=cache, max_new_tokens=8, logprobs=0)
+                      for given, cache in ((prompts, kind), (shorter, None)))
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs.raw, other.logprobs.raw, atol=1e-3)
+
+
+def test_a_draft_model_writes_what_it_would_write_alone() -> None:
+    """Greedily, in rows of different lengths, up to the end of a text."""
+    wanted = dx.generate(GUESSES, PROMPTS, max_new_tokens=5).tokens
+    tokens = np.zeros((3, 48), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, :len(prompt)] = prompt
+    length = jnp.array([len(prompt) - 1 for prompt in PROMPTS])
+    newest = jnp.array([prompt[-1] for prompt in PROMPTS])
+    end = int(wanted[0, 2])
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        cache = read(GUESSES.model, params, jnp.asarray(tokens), length, 5)
+        return decoded(GUESSES.model, params, cache, newest, 5, (end,))
+
+    found, live = run(GUESSES.params)
+    for row in range(3):
+        ends = np.flatnonzero(wanted[row] == end)
+        number = int(ends[0]) + 1 if len(ends) else 5
+        assert live[row].tolist() == [i < number for i in range(5)]
+        assert found[row, :number].tolist() == wanted[row, :number].tolist()
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    for message, wrong in (
+            (r"^draft: got none, takes a smaller model", lambda: kv("speckv")),
+            (r"^tokens: got 0, takes 1 or more", lambda: kv("speckv", draft=GUESSES, tokens=0)),
+            (r"^kernel: got 4, takes an odd number", lambda: kv("speckv", draft=GUESSES, kernel=4)),
+            (r"^budget: got 8, takes the 64 latest tokens or more", lambda: kv("specpc", draft=GUESSES, budget=8)),
+            (r"^cache: speckv asks a draft model, so it takes the model that answers", lambda: dx.generate(
+                SMALL, PROMPTS, max_new_tokens=2, algorithm=Speculative(OwnCache(SMALL, kv(
+                    "speckv", draft=GUESSES, budget=40)))))):
+        with pytest.raises(ValueError, match=message):
+            wrong()

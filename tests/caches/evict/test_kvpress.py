@@ -1,0 +1,153 @@
+"""The tokens that kvpress keeps, by the same weights and texts, and those that it then writes.
+
+`kvpress.json` holds what its presses do with this model, saved in Hugging Face's layout and read by transformers: for
+each text, layer and head a bit for each token that is kept, in hexadecimal; and greedy tokens behind the texts. kvpress
+reads whole texts one by one and keeps a share of them; here the two are rows of one batch, read in chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.caches.evict.evicting import Evicting, Eviction
+from decodax.caches.evict.key_scores import Direction, KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
+from decodax.caches.evict.pools import HeadShares
+from decodax.caches.evict.query_scores import Accumulated, Capacity, Critical, ExpectedAttention, WindowAttention
+from decodax.caches.evict.reconstruction import Reconstruction
+from decodax.caches.evict.selection import AcrossLayers, AdaptiveHeads, Chunks, Pyramid, Selection, Top, TwoStages
+from decodax.core import drivers
+from decodax.core.types import Params
+from decodax.io.load import LM
+from decodax.models import Transformer, llama
+from decodax.models.names import flatten
+from decodax.sampling import build
+from tests.matrix import often
+
+WANTED = json.loads((Path(__file__).parents[1] / "expected" / "kvpress.json").read_text())
+MODEL = Transformer(llama(vocab=320, width=32, layers=3, heads=4, kv_heads=2, mlp=48, context=1024))
+# no token stands twice in a text: in the first layer two of a kind would tie
+TEXTS = [np.random.RandomState(i + 1).permutation(320)[:n].tolist() for i, n in enumerate((300, 169))]
+FILTERS = np.random.RandomState(5).standard_normal((3, 2, 8)).astype(np.float32).round(3)
+SHARES = ((0.3, 0.55), (0.45, 0.62), (0.21, 0.8))
+
+
+def weights(model: Transformer = MODEL) -> Any:
+    r, leaves, shapes = np.random.RandomState(0), [], model.abstract_params()
+    for path, leaf in flatten(shapes).items():
+        x = r.standard_normal(leaf.shape).astype(np.float32)
+        leaves.append(1 + 0.1 * x if path.endswith("scale") else x * (0.8 if "embed" in path else
+                                                                      1.5 / np.sqrt(leaf.shape[0])))
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+SNAP = WindowAttention(16, 5)
+KEPT: dict[str, tuple[Selection, float]] = {
+    "knorm": (Top(KeyNorm()), 1 - 0.4), "snapkv": (Top(SNAP), 1 - 0.4),
+    "tova": (Top(WindowAttention(1, 1, over="heads")), 1 - 0.4),
+    "observed-attention": (Top(Accumulated(mean=True)), 1 - 0.4), "streaming-llm": (Top(SinksAndRecent(4)), 1 - 0.4),
+    "lagkv": (Top(LagRelative(4, 32)), 1 - 0.4), "lagkv-cross": (Top(LagRelative(4, 32, across=True)), 1 - 0.4),
+    "keydiff": (Top(KeyDifference()), 1 - 0.4), "expected-attention": (Top(ExpectedAttention()), 1 - 0.4),
+    "expected-attention-mean": (Top(ExpectedAttention(covariance=False, norms=False)), 1 - 0.4),
+    "expected-attention-eps": (Top(ExpectedAttention(epsilon=1e-2, future=64)), 1 - 0.6),
+    "pyramidkv": (Pyramid(SNAP), 1 - 0.4), "chunkkv": (Chunks(SNAP, 10), 1 - 0.4),
+    "chunkkv-knorm": (Chunks(KeyNorm(), 20), 1 - 0.4), "adakv": (AdaptiveHeads(SNAP), 1 - 0.4),
+    "adakv-expected": (AdaptiveHeads(ExpectedAttention(epsilon=1e-2)), 1 - 0.5),
+    "adakv-knorm": (AdaptiveHeads(KeyNorm(), 0.5), 1 - 0.4), "cur": (Top(Leverage()), 1 - 0.4),
+    "cur-key": (Top(Leverage(of="key", local=0)), 1 - 0.4), "cur-average": (Top(Leverage(of="average")), 1 - 0.4),
+    "critical": (TwoStages(Critical(SNAP)), 1 - 0.4), "critical-knorm": (TwoStages(Critical(KeyNorm())), 1 - 0.4),
+    "critical-adakv": (TwoStages(Critical(SNAP), floor=0.2), 1 - 0.4),
+    "critical-adakv-knorm": (TwoStages(Critical(KeyNorm()), 0.3, 0.5), 1 - 0.4),
+    "cap": (Top(Capacity()), 1 - 0.4), "cap-short": (Top(Capacity(sharpness=2.0, future=64)), 1 - 0.4),
+    "q-filter": (Top(Direction(tuple(tuple(map(tuple, x)) for x in FILTERS.tolist()))), 1 - 0.4),
+    "lu-kv": (HeadShares(ExpectedAttention(epsilon=2e-2), SHARES), 1 - 0.4)}
+VARIANTS = {"lagkv-cross", "expected-attention-mean", "expected-attention-eps", "chunkkv-knorm", "adakv-expected",
+            "adakv-knorm", "cur-key", "cur-average", "critical", "critical-knorm", "critical-adakv-knorm", "cap-short",
+            "tova", "streaming-llm", "q-filter", "cur", "cap", "lu-kv", "critical-adakv", "chunkkv"}
+"""Presses with other options or fewer parts than in another case, and some that cost more."""
+
+
+def test_every_case_of_kvpress_is_here() -> None:
+    assert KEPT.keys() == WANTED["kept"].keys() and REPEATED.keys() == WANTED["repeated"].keys()
+    assert WRITTEN.keys() == WANTED["tokens"].keys()
+
+
+def held(kind: Eviction, texts: list[list[int]]) -> Evicting:
+    """The cache behind the texts. The newest token of a prompt is not in it yet."""
+    model, longest = MODEL.with_cache(kind.fit(8)), max(map(len, texts)) + 1
+    tokens = np.zeros((2, longest), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[:len(text)] = text
+    alg, chain, params = Autoregressive(), build(2, vocab_size=320), Params(weights())
+    s = drivers.begin(alg, model, params, chain, tokens, np.array([len(text) + 1 for text in texts], np.int32),
+                      size=longest + 8, max_new=np.int32(8), seed=np.uint32(0))
+    cache: Any = drivers.prefill(alg, model, params, s, width=64).cache
+    return cache
+
+
+def keeps(kind: Eviction, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
+    cache = held(kind, texts)
+    for row, text in enumerate(texts):
+        for layer, heads in enumerate(wanted[row]):
+            for head, bits in enumerate(heads):
+                found = np.asarray(cache.heads(layer)[1][row, head])
+                found = found[found >= 0]
+                kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
+                np.testing.assert_array_equal(found, np.flatnonzero(kept))
+                assert cache.count[layer][row, head] == len(found)
+
+
+@pytest.mark.wide(but=("snapkv", "keydiff"))
+@pytest.mark.parametrize("name", often(set(KEPT) - VARIANTS, KEPT))
+def test_the_tokens_of_kvpress_are_kept(name: str) -> None:
+    keeps(Eviction(*KEPT[name]), WANTED["kept"][name])
+
+
+ASKED = Reconstruction(2048, 4, (300, 301, 302, 303, 304), (300, 301, 305, 306, 301, 302, 303, 307, 308, 309), (5, 6))
+"""As a tokenizer wrote KVzipPress's sentences, whose chat template puts four tokens before the text."""
+
+REPEATED: dict[str, Selection] = {
+    "kvzip": AcrossLayers(ASKED), "kvzip-chunks": AcrossLayers(dataclasses.replace(ASKED, chunk=100)),
+    "kvzip-layers": AdaptiveHeads(dataclasses.replace(ASKED, chunk=100), 0.0)}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(["kvzip-chunks"], REPEATED))
+def test_the_tokens_that_repeating_needs_are_kept(name: str) -> None:
+    """KVzipPress's; of lengths whose share is a whole number, since it rounds the tokens of all layers together."""
+    keeps(Eviction(REPEATED[name], 1 - 0.4), WANTED["repeated"][name], [TEXTS[0], TEXTS[1][:165]])
+
+
+WRITTEN = {
+    # PrefillDecodingPress and DecodingPress: 60 tokens behind the prompt, and again each 8 or 5 tokens
+    "decoding": Eviction(Top(KeyNorm()), 60, 8), "decoding-keydiff": Eviction(Top(KeyDifference()), 60, 5),
+    # KeyRerotationPress, and PerLayerCompressionPress
+    "rerotation": Eviction(Top(KeyNorm()), 1 - 0.4, close_up=True),
+    "rerotation-streaming": Eviction(Top(SinksAndRecent(4)), 1 - 0.8, close_up=True),
+    "per-layer": Eviction(Top(KeyNorm()), (1 - 0.2, 1 - 0.4, 1 - 0.6))}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(["decoding", "rerotation", "per-layer"], WRITTEN))
+def test_the_tokens_of_kvpress_are_written(name: str) -> None:
+    lm = LM(model=MODEL, params=weights(), vocab_size=320)
+    wanted = WANTED["tokens"][name]
+    prompts = [[*text, row[0]] for text, row in zip(TEXTS, wanted, strict=True)]
+    out = dx.generate(lm, prompts, cache=WRITTEN[name], max_new_tokens=len(wanted[0]) - 1)
+    assert out.tokens.tolist() == [row[1:] for row in wanted]
+
+
+def test_a_pyramid_of_tokens_has_the_authors_layers() -> None:
+    """Of PyramidKV, whose code with max pooling said how many tokens each layer keeps of texts of these lengths."""
+    for case in json.loads((Path(__file__).parents[1] / "expected" / "pyramidkv.json").read_text())["cases"]:
+        rule = Pyramid(WindowAttention(case["window"]), case["beta"])
+        tables = [rule.table(case["budget"], 500, layer, case["layers"]) for layer in range(case["layers"])]
+        assert {n: [int(t[int(n)]) for t in tables] for n in case["kept"]} == case["kept"]

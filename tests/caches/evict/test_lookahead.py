@@ -1,0 +1,85 @@
+"""What LAQ and KVzip ask the model for, and where they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.algorithms.speculative import Speculative
+from decodax.algorithms.speculative.drafts import OwnCache
+from decodax.caches import kv
+from decodax.caches.evict.evicting import Eviction
+from decodax.caches.evict.lookahead import QueriesAhead
+from decodax.caches.evict.reconstruction import Reconstruction
+from decodax.caches.evict.selection import AcrossLayers, Top
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
+from decodax.io.load import LM
+from decodax.models import Transformer, llama
+from tests.caches.evict.test_kvpress import TEXTS, weights
+from tests.caches.test_policies import PROMPTS, SMALL
+
+MODEL = Transformer(llama(vocab=320, width=32, layers=3, heads=4, kv_heads=4, mlp=48, context=1024))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("window", [8, 0])
+def test_the_tokens_of_the_authors_are_kept(window: int) -> None:
+    """LAQ++ and LAQ; what decoding runs ahead on is SnapKV's choice."""
+    lm = LM(model=MODEL, params=weights(MODEL), vocab_size=320)
+    wanted = json.loads((Path(__file__).parents[1] / "expected" / "laq.json").read_text())["cases"][str(window)]
+    prompts = [[*text, row["tokens"][0]] for text, row in zip(TEXTS, wanted, strict=True)]
+    kind = kv("laq", budget=64, tokens=8, window=window, pool="mean")
+    cache = Job.begin(Request.read(lm, prompts, cache=kind, max_new_tokens=1)).state.cache
+    for row, text in enumerate(TEXTS):
+        for layer, heads in enumerate(wanted[row]["kept"]):
+            for head, bits in enumerate(heads):
+                found = np.asarray(cache.heads(layer)[1][row, head])
+                kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
+                np.testing.assert_array_equal(found[found >= 0], np.flatnonzero(kept))
+
+
+@pytest.mark.wide
+def test_sentences_are_written_by_the_tokenizer(tiny_model: Path) -> None:
+    lm = dx.load(tiny_model)
+    score = Reconstruction().of_model(lm)
+    spell = lambda text: tuple(lm.tokenizer.encode(text, add_special_tokens=False))
+    assert score.ask == spell("\n\nRepeat the previous context exactly.")
+    assert score.answer == spell("\n<assistant>")
+    again = dx.generate(lm, "def area(width): return width", cache="kvzip:budget=0.4", max_new_tokens=4)
+    assert again.lengths.tolist() == [4]
+
+
+def test_a_text_that_leaves_no_positions_to_repeat_it_is_refused() -> None:
+    assert isinstance(SMALL.model, Transformer)
+    config = dataclasses.replace(SMALL.model.config, learned_positions=64, layers=tuple(
+        dataclasses.replace(layer, rope=None) for layer in SMALL.model.config.layers))
+    model = Transformer(config)
+    lm = LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=16)
+    options = dict(ask=(1,), go_on=(1,), answer=(1,))
+    assert dx.generate(lm, PROMPTS[2], cache=kv("kvzip", chunk=8, **options), max_new_tokens=4).lengths.tolist() == [4]
+    kind = kv("kvzip", **options)
+    for given in (dict(cache=kind), dict(algorithm=Speculative(OwnCache(lm, kind)))):
+        with pytest.raises(ValueError, match=r"^cache: prompt and what the policy reads behind it are 92"):
+            dx.generate(lm, PROMPTS[0], max_new_tokens=4, **given)
+
+
+@pytest.mark.parametrize(("kind", "message"), [
+    (lambda: kv("kvzip", chunk=7), "chunk: got 7, takes 8 or more"),
+    (lambda: kv("kvzip", layers="some"), "layers: got 'some', takes together or each"),
+    (lambda: kv("laq", first=10), "first: got a window of 10, takes one of the 8 tokens ahead and the 8 before them"),
+    (lambda: Eviction(Top(QueriesAhead()), 64, every=4), "every: got 4; eviction chooses once, behind the prompt"),
+    (lambda: dx.generate(SMALL, PROMPTS, cache="kvzip"), "ask: got a text, but this model has no tokenizer"),
+    (lambda: dx.generate(dataclasses.replace(SMALL, model=SMALL.model.with_cache(Eviction(
+        AcrossLayers(Reconstruction()), 20))), PROMPTS), "ask: got a text; a model without a tokenizer")])
+def test_what_cannot_be_asked_is_refused(kind: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        kind()

@@ -1,0 +1,189 @@
+"""Caches that know what a token is: sentences, examples and lists of subtasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.cache import KVLayer
+from decodax.caches import Evicting, kv
+from decodax.caches.evict.marks import marked, read_marks
+from decodax.caches.evict.shots import _examples
+from decodax.caches.evict.subtasks import Subtasks, holes
+from decodax.caches.sparse.sentences import SentenceRetrieval, Sentences
+from decodax.core.cache import ReadPrompt
+from decodax.core.window import causal
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
+from tests.caches.test_policies import DEEP, LOOKUP, OPTIONS, PROMPTS, SMALL, dense, run, same
+
+NAMES = ("sentence-kv", "shotkv", "tim")
+
+
+def begun(name: str, prompts: list[list[int]], new: int = 4, **more: Any) -> Job:
+    return Job.begin(Request.read(DEEP, prompts, cache=kv(name, **{**OPTIONS[name], **more}), max_new_tokens=new))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_change_nothing_and_the_cache_does(name: str) -> None:
+    drafted, plain = run(name, LOOKUP), run(name)
+    assert same(drafted, plain) and drafted.stats.accepted.sum() > 0
+    assert not np.allclose(plain.logprobs.raw, run(dense(name)).logprobs.raw, atol=1e-4)
+
+
+def given() -> tuple[Any, ...]:
+    """Queries, keys and values `f32[1, 70, 2, 8]` and tokens `i32[1, 70]`, and the cache that has settled on 44."""
+    r = np.random.RandomState(0)
+    x = r.standard_normal((70, 16)).astype(np.float32).round(3)
+    parts = tuple(jnp.asarray(x @ (r.standard_normal((16, 16)).astype(np.float32).round(3) / 2).T).reshape(1, 70, 2, 8)
+                  for _ in range(3))
+    ids = r.randint(0, 16, 70)
+    ids[44:][np.isin(ids[44:], (3, 7))] = 1
+    ids[[49, 50, 61, 65]] = 3, 3, 3, 7
+    tokens = jnp.asarray(ids, jnp.int32)[None]
+    kind = SentenceRetrieval((3, 7), budget=18, factor=1.5, sinks=2, recent=6, window=4, kernel=1)
+    cache: Any = kind([KVLayer(2, 8, queries=2)], 1, 96, jnp.float32).for_prompt()
+    window = causal(tokens[:, :44], jnp.array([0])).replace(certain=True)
+    _, entry = cache.attend(0, *(part[:, :44] for part in parts), window, scale=8 ** -0.5)
+    cache = cache.commit([entry], jnp.arange(44)[None]).settled(ReadPrompt(None, None, tokens))
+    assert isinstance(cache, Sentences) and cache.base.count[0].tolist() == [[27, 27]]
+    return parts, tokens, cache
+
+
+def attended(cache: Any, parts: Any, tokens: Any, start: int, stop: int) -> tuple[Any, Any]:
+    """What the tokens from `start` to `stop` find, `f32[n, 16]`, and their entry."""
+    window = causal(tokens[:, start:stop], jnp.array([start]))
+    out, entry = cache.attend(0, *(part[:, start:stop] for part in parts), window, scale=8 ** -0.5)
+    return out[0].reshape(stop - start, 16), entry
+
+
+@pytest.mark.wide(but=("6",))
+@pytest.mark.parametrize("width", [1, 6])
+def test_sentences_are_read_as_the_authors_read_them(width: int) -> None:
+    """Numbers of zzbright1998/SentenceKV, commit d6bb131: its plain attention (`LlamaAttention`), 26 tokens one by one
+    behind 44, of which 27 stay, without pooling (it makes ties), with `>=` in place of `>` where it compares a token
+    with the number of first ones. Here one by one, or in windows of 6."""
+    wanted = np.asarray(json.loads((Path(__file__).parents[1] / "expected" / "sentences.json").read_text()))
+    (parts, tokens, cache), found = given(), []
+    for start in range(44, 70, width):
+        stop = min(start + width, 70)
+        out, entry = attended(cache, parts, tokens, start, stop)
+        cache = cache.commit([entry], jnp.arange(start, stop)[None])
+        found.append(out)
+    np.testing.assert_allclose(np.concatenate(found), wanted, atol=2e-5)
+
+
+@pytest.mark.wide
+def test_nodes_of_earlier_levels_tell_where_a_sentence_began() -> None:
+    """The ends at 49 and 50 among them; level by level as in one window."""
+    parts, tokens, cache = given()
+    cache = cache.commit([attended(cache, parts, tokens, 44, 48)[1]], jnp.arange(44, 48)[None])
+    wanted, entry = attended(cache, parts, tokens, 48, 52)
+    scratch, found = cache.scratch([entry], 4), []
+    for start in range(48, 52, 2):
+        sees = jnp.broadcast_to(jnp.arange(4) < start - 48, (1, 2, 4))
+        out, entry = attended(scratch.seen_by(sees), parts, tokens, start, start + 2)
+        scratch = scratch.append([entry], jnp.array([[start, start + 1]]), jnp.int32(start - 48))
+        found.append(out)
+    np.testing.assert_allclose(np.concatenate(found), wanted, atol=1e-5)
+
+
+def test_ends_of_sentences_are_those_of_the_tokenizer() -> None:
+    lm = dx.load("pycode")
+    assert lm.tokenizer is not None
+    ends = SentenceRetrieval().of_model(lm).marks
+    assert {lm.tokenizer.decode([i]) for i in ends} >= {".", "!", "?"}
+
+
+@pytest.mark.wide
+def test_whole_examples_stay() -> None:
+    """And the one in which the latest tokens are, in the same way in all layers; while decoding the prompt stays."""
+    job = begun("shotkv", PROMPTS, new=12)
+    cache = job.state.cache
+    assert isinstance(cache, Evicting)
+    for b, prompt in enumerate(PROMPTS):
+        text = np.asarray([prompt[:-1]])
+        cuts = np.asarray(marked(jnp.asarray(text), read_marks(OPTIONS["shotkv"]["separator"], "separator"))[0]) > 0
+        example = np.cumsum(cuts) - cuts
+        held = [set(np.asarray(at)[b, 0][np.asarray(at)[b, 0] >= 0].tolist()) for at in cache.positions]
+        assert held[0] == held[1] and len(held[0]) <= 14
+        if len(text[0]) <= 14:
+            assert held[0] == set(range(len(text[0])))
+        assert max(held[0]) == len(text[0]) - 1
+        if (example == example[-1]).sum() <= 14:
+            assert all((example[list(held[0])] == i).sum() in (0, (example == i).sum()) for i in range(example[-1] + 1))
+    before = [set(np.asarray(cache.positions[0])[b, 0].tolist()) - {-1} for b in range(3)]
+    job.advance(None)
+    now = [set(np.asarray(job.state.cache.positions[0])[b, 0].tolist()) - {-1} for b in range(3)]
+    assert all(a <= b and len(b - a) <= 6 + 4 for a, b in zip(before, now, strict=True))
+
+
+def test_examples_are_taken_by_their_means_as_long_as_they_fit() -> None:
+    worth = jnp.array([1.0, 1, 9, 9, 9, 2, 2, 0, 0, 0])
+    example = jnp.array([0, 0, 1, 1, 1, 2, 2, 3, 3, 0])
+    valid, late = jnp.arange(10) < 9, jnp.arange(10) == 8
+    stays = lambda n: _examples(worth, example, valid, late, jnp.int32(n), jnp.int32(9)).astype(int).tolist()
+    assert stays(9) == [1] * 9 + [0]
+    assert stays(6) == [0, 0, 1, 1, 1, 0, 0, 1, 1, 0]
+    assert stays(4) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 0]       # the best does not fit, the next one does
+    assert stays(1) == [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.wide
+def test_finished_lists_are_found_in_one_another() -> None:
+    text = [1, 8, 2, 8, 3, 9, 4, 9, 5, 8, 6, 9, 7, 8, 0]
+    gone = lambda length, depth: holes(jnp.array([text]), jnp.array([length]), ((8,),), ((9,),), depth)[0]
+    assert np.flatnonzero(gone(15, 0)).tolist() == [2, 3, 4, 5, 6, 10]
+    assert np.flatnonzero(gone(15, 1)).tolist() == [2, 3, 4, 5, 6]
+    assert np.flatnonzero(gone(15, 2)).tolist() == np.flatnonzero(gone(6, 0)).tolist() == [4]
+    assert not gone(15, 3).any() and not gone(5, 0).any()
+    longer = holes(jnp.array([[1, 2, 5, 6, 3, 4, 0]]), jnp.array([7]), ((1, 2),), ((3, 4),), 0)[0]
+    assert np.flatnonzero(longer).tolist() == [2, 3]
+
+
+@pytest.mark.wide
+def test_behind_a_hole_is_what_the_model_makes_of_the_text_without_it() -> None:
+    """Of two layers, in rows with and without holes, behind a prompt and while decoding."""
+    prompts = [[1, 2, 8, 4, 5, 6, 9, 7, 1, 2, 8, 3, 3, 9, 4], [1, 8, 2, 3, 4], [8, 5, 5, 9, 2, 2]]
+    shorter = [[1, 2, 8, 9, 7, 1, 2, 8, 9, 4], [1, 8, 2, 3, 4], [8, 9, 2, 2]]
+    own = kv("tim", open=8, close=9, depth=0, every=100)
+    out, wanted = (dx.generate(DEEP, ids, cache=kind, max_new_tokens=6, logprobs=0)
+                   for ids, kind in ((prompts, own), (shorter, None)))
+    assert same(out, wanted)
+    job = Job.begin(Request.read(DEEP, prompts, cache=kv("tim", open=8, close=9, depth=1, every=3), max_new_tokens=9))
+    job.advance(None)
+    cache, n = job.state.cache, np.asarray(job.state.cache.length)
+    assert isinstance(cache, Subtasks)
+    tokens = np.asarray(job.state.tokens)
+    for b in range(3):
+        kept = [t for t, gone in zip(tokens[b, :n[b]], np.asarray(cache.dropped)[b], strict=False) if not gone]
+        whole = Job.begin(Request.read(DEEP, [[*map(int, kept), 0]], max_new_tokens=1)).state.cache
+        for one, other in zip(cache.kv, whole.kv, strict=True):
+            np.testing.assert_allclose(one[b, :, :len(kept)], other[0, :, :len(kept)], atol=2e-4)
+    assert cache.removed[0] == 3
+
+
+def test_what_cannot_be_had_is_refused_by_name() -> None:
+    for expected, wrong in (
+            (r"^ends: got None; a model without a tokenizer", lambda: dx.generate(SMALL, PROMPTS, cache="sentence-kv")),
+            (r"^budget: got 64, takes more than the 64 first and latest", lambda: kv("sentence-kv", budget=64)),
+            (r"^recent: got 0, takes a number from 1", lambda: kv("sentence-kv", recent=0)),
+            (r"^ends: got \('a',\), takes token ids", lambda: kv("sentence-kv", ends=("a",))),
+            (r"^cache: sentence-kv takes windows of at most its 3 recent tokens, got one of 5", lambda: dx.generate(
+                SMALL, PROMPTS, algorithm=LOOKUP,
+                cache=kv("sentence-kv", ends=(3,), budget=8, sinks=1, recent=3, window=4))),
+            (r"^separator: got None; a model without a tokenizer", lambda: dx.generate(
+                SMALL, PROMPTS, cache=kv("shotkv", budget=40))),
+            (r"^separator: got 'x', takes token ids", lambda: kv("shotkv", separator="x")),
+            (r"^pool: got 32, takes more than the 32 latest", lambda: kv("shotkv", pool=32)),
+            (r"^open: got \(\), takes the ids of a mark", lambda: kv("tim", close=3)),
+            (r"^depth: got -1, takes a number from 0", lambda: kv("tim", open=3, close=4, depth=-1))):
+        with pytest.raises(ValueError, match=expected):
+            wrong()
