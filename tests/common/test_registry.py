@@ -105,8 +105,8 @@ def test_an_alias_may_come_before_its_entry() -> None:
     alias("other", "again", "A second paper", "them 2026", "speculative-linear", "the same")
     alias("again", "mine", "A paper", "we 2026", "speculative-linear", "the same")
     assert "again" not in SYSTEMS
-    with pytest.raises(ValueError, match=r"'again', an alias in tests\.common\.test_registry, is another name for 'mine', "
-                                         "which is not registered"):
+    with pytest.raises(ValueError, match=r"'again', an alias in tests\.common\.test_registry, is another name for "
+                                         "'mine', which is not registered"):
         dx.system("again")
     with pytest.raises(ValueError, match=r"'again' of .* is taken by an alias in tests\.common\.test_registry"):
         add("again", 3)
