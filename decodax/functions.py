@@ -61,7 +61,7 @@ FUNCTIONS: dict[str, Function] = {entry.name: entry for entry in (
              "the prompt's last tokens are drawn anew among all that cover its text"),
     Function("select.first_finish",
              "First Finish Search: Efficient Test-Time Scaling in Large Language Models",
-             "Agarwal et al. 2025", "of several samples the one that ends first; `choose` calls it "first-finish""),
+             "Agarwal et al. 2025", "of several samples the one that ends first; `choose` calls it \"first-finish\""),
     Function("select.allocate",
              "Learning How Hard to Think: Input-Adaptive Allocation of LM Computation",
              "Damani et al. 2024", "how many samples each prompt gets, by given chances of success"),
