@@ -11,11 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import caches, jobs, sampling, search, select
-    from decodax.algorithms import contrastive, diffusion, entries
+    from decodax import algorithms, caches, jobs, sampling, search, select
+    from decodax.algorithms import contrastive, diffusion
     from decodax.algorithms.autoregressive import Autoregressive
     from decodax.algorithms.diffusion import MaskedDiffusion
-    from decodax.algorithms.entries import entry, system
     from decodax.algorithms.speculative import (
         Adaptive,
         Block,
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
         fit_tree,
         trees,
     )
-    from decodax.caches.table import kv
     from decodax.contrib import arc
     from decodax.core.cache import Cache
     from decodax.core.round import python_loop, run, step
@@ -63,7 +61,7 @@ __version__ = "0.1.0"
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
     "decodax": ["algorithms", "caches", "jobs", "sampling", "search", "select"],
-    "decodax.algorithms": ["contrastive", "diffusion", "entries"],
+    "decodax.algorithms": ["contrastive", "diffusion"],
     "decodax.contrib": ["arc"],
     "decodax.models": ["adapters"],
     "decodax.front.generate": ["Stream", "generate", "stream"],
@@ -81,7 +79,6 @@ _HOMES = {
     "decodax.io.quantize": ["quantize", "save"],
     "decodax.front.read_twice": ["read_twice"],
     "decodax.front.serve": ["Served", "serve"],
-    "decodax.caches": ["kv"],
     "decodax.sampling": ["Policy"],
     "decodax.engine.compilation": ["cache_programs"],
     "decodax.engine.result": ["LogProbs", "Result", "Statistics"],
@@ -91,7 +88,6 @@ _HOMES = {
         "Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative", "TypicalAcceptance",
         "apart", "automatic", "drafts", "fit_layers", "fit_lengths", "fit_predictor", "fit_tree", "trees"],
     "decodax.search": ["explore"],
-    "decodax.algorithms.entries": ["entry", "system"],
     "decodax.front.watermarks": ["detect_watermark"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -102,10 +98,10 @@ __all__ = [
     "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
     "Watch", "Window", "adapters", "algorithms", "apart", "arc", "automatic", "cache_programs", "caches", "choose",
     "contrastive",
-    "detect_watermark", "diffusion", "drafts", "entries", "entry", "explore", "fit_layers", "fit_lengths",
-    "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "kv", "lanes", "load", "python_loop",
+    "detect_watermark", "diffusion", "drafts", "explore", "fit_layers", "fit_lengths",
+    "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "lanes", "load", "python_loop",
     "quantize", "read_twice", "run", "sampling", "save", "score", "search", "select", "serve", "step", "stream",
-    "system", "trees", "watch", "weave", "zoo",
+    "trees", "watch", "weave", "zoo",
 ]
 
 

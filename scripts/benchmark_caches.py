@@ -28,7 +28,7 @@ from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Transformer, llama
 
-POLICIES = ("snapkv:budget=512", "knorm:budget=512,skip=()", "h2o:budget=512", "adakv:budget=512")
+CACHES = ("snapkv:budget=512", "knorm:budget=512,skip=()", "h2o:budget=512", "adakv:budget=512")
 
 
 def size(cache: Any) -> int:
@@ -38,7 +38,7 @@ def size(cache: Any) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="NAME[:OPTION=VALUE,...]")
+    parser.add_argument("--policies", nargs="+", default=CACHES, metavar="NAME[:OPTION=VALUE,...]")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="prompts (default: 8)")
     parser.add_argument("--prompt", type=int, default=4096, metavar="N", help="tokens of the longest (default: 4096)")
     parser.add_argument("--held", type=int, default=512, metavar="N",

@@ -44,7 +44,7 @@ def run(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length:
     import decodax as dx
     from decodax.algorithms.speculative.drafts import OwnCache
     from decodax.cache import dense
-    from decodax.common.registry import SYSTEMS, options
+    from decodax.common.registry import ALGORITHMS, parse_options
 
     prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
     out = []
@@ -52,8 +52,8 @@ def run(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length:
         if report is not None:
             report(done, len(systems), text)
         name = text.partition(":")[0]
-        given = {} if name == "full" else options(text, SYSTEMS[name].options)
-        method = dx.Speculative(OwnCache(lm, dense)) if name == "full" else dx.system(name, lm, **given)
+        given = {} if name == "full" else parse_options(text, ALGORITHMS[name].options)
+        method = dx.Speculative(OwnCache(lm, dense)) if name == "full" else dx.algorithms.make(name, lm, **given)
         kind = method.draft.kind if method.draft.alone else None
         plain = dx.generate(lm, prompts, cache=kind, max_new_tokens=24)
         drafted = dx.generate(lm, prompts, algorithm=method, max_new_tokens=24)

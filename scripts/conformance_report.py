@@ -54,11 +54,11 @@ An entry that is another name of the same algorithm is listed with it. `scripts/
 
 def page(root: Path = CASES) -> str:
     """The text of docs/conformance.md."""
-    from decodax.algorithms.entries import SYSTEMS
+    from decodax.common.registry import ALGORITHMS
 
     remarks = tomllib.loads((root / "remarks.toml").read_text())
     found = references(root)
-    if strange := sorted((remarks.keys() | found.keys()) - SYSTEMS.keys()):
+    if strange := sorted((remarks.keys() | found.keys()) - ALGORITHMS.keys()):
         raise ValueError(f"tests/conformance: {', '.join(strange)}: no registry entry of this name")
     for name, remark in remarks.items():
         if unknown := remark.keys() - {"result", "text"}:
@@ -66,7 +66,7 @@ def page(root: Path = CASES) -> str:
         if remark.get("result", "equal") not in RESULTS:
             raise ValueError(f"remarks.toml: {name}: result: got {remark['result']!r}, takes {', '.join(RESULTS)}")
     rows = defaultdict(list)
-    for name, entry in SYSTEMS.items():
+    for name, entry in ALGORITHMS.items():
         if entry.alias_of:
             rows[entry.family].append((name, f"as `{entry.alias_of}`", ""))
         else:
@@ -76,8 +76,8 @@ def page(root: Path = CASES) -> str:
         for _, result, _ in lines:
             counts[result.split(":")[0].split(" (")[0]] += 1
     named = ", ".join(f"{result} {counts[result]}" for result in RESULTS if counts[result])
-    compared = sum(not SYSTEMS[name].alias_of for name in found)
-    total = sum(not entry.alias_of for entry in SYSTEMS.values())
+    compared = sum(not ALGORITHMS[name].alias_of for name in found)
+    total = sum(not entry.alias_of for entry in ALGORITHMS.values())
     text = [HEAD, f"Of {total} systems: {named}. {compared} have committed cases.\n"]
     for family, title in FAMILIES.items():
         text += [f"## {title}\n", "| system | result | compared with, and what differs |", "|---|---|---|"]

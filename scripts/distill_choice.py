@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("model", help="a model, or a teacher of the one that is trained")
     parser.add_argument("prompts", type=Path, help="one a line, or JSON Lines with \"prompt\"")
     parser.add_argument("out", type=Path, help="JSON Lines with prompt, completion and score")
-    parser.add_argument("--rule", default="mbr", help="of decodax.select.RULES")
+    parser.add_argument("--rule", default="mbr", help="of decodax.select.SELECTS")
     parser.add_argument("--n", type=int, default=32, help="samples of a prompt")
     parser.add_argument("--options", type=Path, help="a Python file with OPTIONS, a dictionary, for the rule")
     parser.add_argument("--temperature", type=float, default=1.0)

@@ -5,7 +5,7 @@
 With `--caches` it measures what cache policies lose on long texts instead: see `scripts/evaluate_caches.py`, or
 `--caches --help`.
 
-A system is NAME[:OPTION=VALUE,...] of `decodax systems`; a list of values is a grid, and its points make one curve. For
+A system is NAME[:OPTION=VALUE,...] of `decodax list`; a list of values is a grid, and its points make one curve. For
 each point and task: the share of right answers, the share of outputs that are token for token those of the first point,
 new tokens a forward (of a row, its end token included), forwards a row, tokens a second of the decode loop (median of
 the repeats, without compiling); and for each curve the accuracy under parallelism (AUP) of d3LLM (Qian et al. 2025),
@@ -83,7 +83,7 @@ def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
     Raises:
         ValueError: an unknown system or option, or a text of another form.
     """
-    from decodax.algorithms.entries import SYSTEMS, system
+    from decodax.common.registry import ALGORITHMS
 
     out = []
     for text in given:
@@ -99,8 +99,8 @@ def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
         for values in itertools.product(*grid.values()):
             own = dict(zip(grid, values, strict=True))
             shown = name + (":" if own else "") + ",".join(f"{k}={v!r}" for k, v in own.items())
-            needs_draft = name in SYSTEMS and SYSTEMS[name].drafts
-            build = lambda name=name, own=own, d=needs_draft: system(name, lm, draft if d else None, **own)
+            needs_draft = name in ALGORITHMS and ALGORITHMS[name].takes_draft
+            build = lambda name=name, own=own, d=needs_draft: ALGORITHMS.make(name, lm, draft if d else None, **own)
             build()                                              # an error should come before the first run
             out.append(Point(text, shown, build))
     return out

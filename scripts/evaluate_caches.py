@@ -63,32 +63,32 @@ def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
     Raises:
         ValueError: as `decodax.kv`.
     """
-    from decodax.caches.table import find, kv
-    from decodax.common.registry import options
+    from decodax.caches import find, make
+    from decodax.common.registry import parse_options
 
     entry = find(policy.partition(":")[0])
-    given = {**measured, **options(policy, entry.options)}
+    given = {**measured, **parse_options(policy, entry.options)}
     if "every" in entry.options and entry.name not in BETWEEN:
         given.setdefault("every", None)
     left = 1 - removed
     if entry.name in SIZED_BY:
         sinks = given.get("sinks", 4) if SIZED_BY[entry.name] == "recent" else 0
         own = left if SIZED_BY[entry.name] == "keep" else int(left * length) - sinks
-        return kv(entry.name, **{SIZED_BY[entry.name]: own, **given})
+        return make(entry.name, **{SIZED_BY[entry.name]: own, **given})
     if callable(given.get("layers")):
-        return kv(entry.name, **{**given, "layers": given["layers"](left)})
+        return make(entry.name, **{**given, "layers": given["layers"](left)})
     if "budget" not in entry.options:
         return None
     if "ask" in entry.options:      # the model has no words for it, but repeats what it is shown
         given = {"ask": (), "go_on": (), "answer": (), **given}
-    return kv(entry.name, **{"budget": int(left * length), **given})
+    return make(entry.name, **{"budget": int(left * length), **given})
 
 
 def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequence[Any]) -> dict[str, Any]:
     """What a policy takes that is measured, by option, from texts that are not asked about later and answers that stand
     in them (`needles`). What takes long training is not."""
-    from decodax.caches.table import find
-    from decodax.common.registry import options
+    from decodax.caches import find
+    from decodax.common.registry import parse_options
     from decodax.train import (
         fit_channels,
         fit_codebooks,
@@ -101,7 +101,7 @@ def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequenc
     )
 
     entry = find(policy.partition(":")[0])
-    given = {**entry.options, **options(policy, entry.options)}
+    given = {**{k: v.default for k, v in entry.options.items()}, **parse_options(policy, entry.options)}
     fits: dict[str, Callable[[], Any]] = {
         "codebooks": lambda: fit_codebooks(lm, texts), "features": lambda: fit_features(lm, texts),
         "order": lambda: fit_order(lm, texts, given["heads"]), "predictors": lambda: fit_predictors(lm, texts),
@@ -132,8 +132,8 @@ def needles(length: int, count: int = 16) -> list[Any]:
 def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
           left_out: list[str] | None) -> list[tuple[str, float | None, Any]]:
     """Each policy at each size, as a kind of cache; a dense one first. Arguments as in `run`."""
-    from decodax.caches.table import find, kv
-    from decodax.common.registry import options
+    from decodax.caches import find, make
+    from decodax.common.registry import parse_options
 
     probes = needles(length)
     texts = [probe.tokens for probe in probes[:8]]
@@ -146,7 +146,7 @@ def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: in
                 found = fitted(policy, lm, texts, probes) if found is None else found
                 kind = sized(policy, share, length, **found)
                 if kind is None:
-                    cases.append((policy, None, kv(entry.name, **{**found, **options(policy, entry.options)})))
+                    cases.append((policy, None, make(entry.name, **{**found, **parse_options(policy, entry.options)})))
                     break
                 cases.append((policy, share, kind))
             except ValueError as error:
@@ -290,7 +290,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="evaluate.py --caches", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("policies", nargs="*", metavar="NAME[:OPTION=VALUE,...]",
-                   help="of `decodax caches` (default: all that are not exact)")
+                   help="of `decodax list caches` (default: all that are not exact)")
     p.add_argument("-m", "--model", default="recall", metavar="NAME_OR_DIR", help="default: recall")
     p.add_argument("--removed", nargs="+", type=float, default=REMOVED, metavar="X", help="shares (default: .25 .5 .8)")
     p.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="default: both")
@@ -317,9 +317,9 @@ def main(argv: list[str]) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     import decodax as dx
-    from decodax.caches import POLICIES
+    from decodax.common.registry import CACHES
 
-    policies = args.policies or [name for name, entry in POLICIES.items() if entry.effect != "exact"]
+    policies = args.policies or [name for name, entry in CACHES.items() if entry.guarantee != "exact"]
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:

@@ -100,14 +100,14 @@ def main() -> None:
         begin, name = time.perf_counter(), f"{auxiliary.name}, {steps} steps"
         maps = jax.block_until_ready(fit_kv_prediction(lm, auxiliary, fitted, layers, steps=steps, rate=args.rate))
         print(f"{name}: fitted on {len(fitted)} texts of {size} tokens in {time.perf_counter() - begin:.1f} s")
-        kinds[name] = dx.kv("kv-prediction", auxiliary=auxiliary, maps=maps)
+        kinds[name] = dx.caches.make("kv-prediction", auxiliary=auxiliary, maps=maps)
         both = kinds[name].put_on(lm)
         found[name] = mean(lambda x, both=both: forced(both.model, both.params, x, args.prompt))
     for steps in args.together:
         begin, name = time.perf_counter(), f"{small.name} trained, {steps} steps"
         maps, trained = jax.block_until_ready(train_kv_prediction(lm, small, fitted, steps=steps, rate=args.rate))
         print(f"{name}: in {time.perf_counter() - begin:.1f} s")
-        both = dx.kv("kv-prediction", auxiliary=trained, maps=maps).put_on(lm)
+        both = dx.caches.make("kv-prediction", auxiliary=trained, maps=maps).put_on(lm)
         found[name] = mean(lambda x, both=both: forced(both.model, both.params, x, args.prompt))
         found[f"{name}, alone"] = mean(lambda x, lm=trained: whole(lm.model, lm.params, x, args.prompt))
     found["pycode-draft alone"] = mean(lambda x: whole(small.model, small.params, x, args.prompt))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import decodax as dx
-from decodax.caches import LessKernels, kv
+from decodax.caches import LessKernels, make
 from decodax.train import fit_less
 
 TRAIN = ("ast", "asyncio.base_events", "calendar", "cgitb", "codecs", "collections", "configparser", "csv", "datetime",
@@ -74,9 +74,9 @@ def main() -> None:
     without = LessKernels.of([kernels.layer(i).replace(scale=jnp.zeros_like(kernels.layer(i).scale))
                               for i in range(lm.model.depth)])
     # a state of rank r takes the bytes of r / 2 tokens, so the authors compare with a window that has as many more
-    wider = kv("less", kernels=without, sinks=given.sinks, recent=given.recent + given.rank // 2)
-    kinds = {"dense": None, "window": kv("less", kernels=without, **window), "wider": wider,
-             "less": kv("less", kernels=kernels, **window)}
+    wider = make("less", kernels=without, sinks=given.sinks, recent=given.recent + given.rank // 2)
+    kinds = {"dense": None, "window": make("less", kernels=without, **window), "wider": wider,
+             "less": make("less", kernels=kernels, **window)}
     dense: np.ndarray | None = None
     for name, kind in kinds.items():
         scored = lm if kind is None else dataclasses.replace(lm, model=lm.model.with_cache(kind))

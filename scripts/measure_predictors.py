@@ -24,7 +24,7 @@ from jax import Array
 from recall import problems, training_text
 
 import decodax as dx
-from decodax.caches import AttentionNet, Butler, kv
+from decodax.caches import AttentionNet, Butler, make
 from decodax.caches.sparse.retrieval import KeyBounds
 from decodax.core.window import causal
 from decodax.train import fit_attention_predictor, fit_token_butler
@@ -102,12 +102,12 @@ def main() -> None:
                          jnp.int32(at))
             for name, x in got.items():
                 share.setdefault(name, []).append(np.asarray(x).mean(-1))
-    kinds = {"token-butler": kv("token-butler", butler=butler, budget=given.budget - 4),
-             "attention-predictor": kv("attention-predictor", net=net, budget=given.budget, sinks=given.near,
+    kinds = {"token-butler": make("token-butler", butler=butler, budget=given.budget - 4),
+             "attention-predictor": make("attention-predictor", net=net, budget=given.budget, sinks=given.near,
                                        recent=given.near, skip=(0,)),
-             "the same, full=1": kv("attention-predictor", net=net, budget=given.budget, sinks=given.near,
+             "the same, full=1": make("attention-predictor", net=net, budget=given.budget, sinks=given.near,
                                     recent=given.near, skip=(0,), full=1),
-             "quest": kv("quest", budget=given.budget - given.near - BLOCK, recent=given.near, skip=(0,)),
+             "quest": make("quest", budget=given.budget - given.near - BLOCK, recent=given.near, skip=(0,)),
              "dense": None}
     prompts = [f"{problem.context} {problem.question}" for problem in asked]
     for name in dict.fromkeys([*share, *kinds]):

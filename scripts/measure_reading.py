@@ -20,7 +20,7 @@ import numpy as np
 from measure_less import TEST, TRAIN, texts
 
 import decodax as dx
-from decodax.caches import kv
+from decodax.caches import make
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
 from decodax.train import fit_key_books
@@ -65,11 +65,11 @@ def main() -> None:
     some = given.sinks + given.recent + given.taken * group
     blocks = dict(sinks=given.sinks, recent=given.recent, block=4, window=given.recent, samples=32, least=1, room=1,
                   budget=some)
-    kinds = {"dense": None, f"sink-window:budget={some}": kv("sink-window", budget=some, sinks=given.sinks),
-             "a2ats": kv("a2ats", books=books, **own), "act-qkv": kv("act-qkv", **blocks)}
+    kinds = {"dense": None, f"sink-window:budget={some}": make("sink-window", budget=some, sinks=given.sinks),
+             "a2ats": make("a2ats", books=books, **own), "act-qkv": make("act-qkv", **blocks)}
     pages = dict(budget=some - given.recent, page=4, recent=given.recent, skip=())
-    kinds |= {"quest": kv("quest", **pages)} | {
-        f"retro-attention:window={n}": kv("retro-attention", window=n, **pages) for n in (2, 4, 8)}
+    kinds |= {"quest": make("quest", **pages)} | {
+        f"retro-attention:window={n}": make("retro-attention", window=n, **pages) for n in (2, 4, 8)}
     dense: np.ndarray | None = None
     for name, kind in kinds.items():
         scored = lm if kind is None else kind.put_on(lm)

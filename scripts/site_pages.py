@@ -70,15 +70,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_config(config: Any) -> Any:
     """Puts the made pages where the navigation of mkdocs.yml names their folder, as in "systems/"."""
-    from decodax.algorithms.entries import SYSTEMS
-    from decodax.caches import POLICIES
+    from decodax.common.registry import ALGORITHMS, CACHES
 
-    families = dict.fromkeys(e.family for e in SYSTEMS.values())
+    families = dict.fromkeys(e.family for e in ALGORITHMS.values())
     made: dict[str, list[Any]] = {
         "systems/": ["systems/index.md", *(
-            {FAMILIES.get(family, family): [{name: f"systems/{name}.md"} for name, e in SYSTEMS.items()
+            {FAMILIES.get(family, family): [{name: f"systems/{name}.md"} for name, e in ALGORITHMS.items()
                                             if e.family == family]} for family in families)],
-        "caches/": ["caches/index.md", *({name: f"caches/{name}.md"} for name in POLICIES)],
+        "caches/": ["caches/index.md", *({name: f"caches/{name}.md"} for name in CACHES)],
         **{f"{kind}/": [f"{kind}/index.md", *({name: f"{kind}/{name}.md"} for name in table)]
            for kind, (_, table, _) in _searches().items()},
         "api/": ["api/index.md", *({module: f"api/{name}.md"} for name, (module, _) in API.items())]}
@@ -90,14 +89,13 @@ def on_config(config: Any) -> Any:
 
 def pages() -> dict[str, str]:
     """Every made page by its path below docs/."""
-    from decodax.algorithms.entries import SYSTEMS
-    from decodax.caches import POLICIES
+    from decodax.common.registry import ALGORITHMS, CACHES
 
-    found = {"systems/index.md": systems_index(SYSTEMS.values()), "caches/index.md": caches_index(POLICIES.values()),
+    found = {"systems/index.md": systems_index(ALGORITHMS.values()), "caches/index.md": caches_index(CACHES.values()),
              "api/index.md": "# API\n\n| module | |\n|---|---|\n" + "".join(
                  f"| [`{module}`]({name}.md) | {line} |\n" for name, (module, line) in API.items())}
-    found |= {f"systems/{name}.md": system_page(entry) for name, entry in SYSTEMS.items()}
-    found |= {f"caches/{name}.md": cache_page(entry) for name, entry in POLICIES.items()}
+    found |= {f"systems/{name}.md": system_page(entry) for name, entry in ALGORITHMS.items()}
+    found |= {f"caches/{name}.md": cache_page(entry) for name, entry in CACHES.items()}
     for kind, (front, table, guide) in _searches().items():
         found[f"{kind}/index.md"] = searches_index(front, table.values(), guide)
         found |= {f"{kind}/{name}.md": search_page(front, entry, guide) for name, entry in table.items()}
@@ -106,17 +104,16 @@ def pages() -> dict[str, str]:
 
 def _searches() -> dict[str, tuple[str, dict[str, Any], str]]:
     """By folder: the function that takes the names, their table, and the guide."""
-    from decodax.search import EXPLORERS
-    from decodax.select import RULES
+    from decodax.common.registry import SEARCHES, SELECTS
 
-    return {"searches": ("explore", EXPLORERS, "explore.md"), "rules": ("choose", RULES, "choice.md")}
+    return {"searches": ("explore", SEARCHES, "explore.md"), "rules": ("choose", SELECTS, "choice.md")}
 
 
 def systems_index(entries: Iterable[Any]) -> str:
     """All systems, by family."""
-    lines = ["# Systems", "", "Published decoding methods by name; `decodax systems` prints the same table. "
+    lines = ["# Systems", "", "Published decoding methods by name; `decodax list algorithms` prints the same table. "
              "*Guarantee* says what holds of the text with the default "
-             "options (`dx.system(...).guarantee` is that of what was made): "
+             "options (`dx.algorithms.make(...).guarantee` is that of what was made): "
              + "; ".join(f"**{name}**: {text}" for name, text in GUARANTEES.items()) + ".", ""]
     entries = list(entries)
     for family in dict.fromkeys(e.family for e in entries):
@@ -142,7 +139,7 @@ def system_page(e: Any) -> str:
               "## Example", "", "```python", example(e), "```", ""]
     if e.options:
         lines += ["## Options", "", "| option | default |", "|---|---|"]
-        lines += [f"| `{name}` | `{_cell(repr(value))}` |" for name, value in e.options.items()] + [""]
+        lines += [f"| `{name}` | `{_cell(str(value))}` |" for name, value in e.options.items()] + [""]
     for name, text in parts(e.make):
         lines += [f"## {name}", "", docstring(text), ""]
     return "\n".join(lines + figures(e.alias_of or e.name, FIGURES))
@@ -171,14 +168,14 @@ def example(e: Any) -> str:
         model, prompt = "numerals", '"1207="'
     lines.append(f'lm = dx.load("{model}")')
     given = ["lm"] if e.needs not in ("nothing", "a draft model") else []
-    if e.drafts:
+    if e.takes_draft:
         lines.append('draft = dx.load("pycode-draft")')
         given.append("draft=draft")
     if "samples" in e.needs:
         lines.append('samples = [lm.tokenizer.encode(text) for text in ("def area(r):", "import os", "class Node:")]')
     own = GIVEN.get(e.name, "samples=samples" if "samples" in e.needs else "")
     given += [own] if own else []
-    name = f'"{e.name}"' if not given else f'dx.system("{e.name}", {", ".join(given)})'
+    name = f'"{e.name}"' if not given else f'dx.algorithms.make("{e.name}", {", ".join(given)})'
     return "\n".join([*lines, f"out = dx.generate(lm, {prompt}, max_new_tokens=32, algorithm={name})",
                       "print(out.text[0], out.stats.tokens_per_forward)"])
 
@@ -187,22 +184,22 @@ def caches_index(entries: Iterable[Any]) -> str:
     lines = ["# Caches by name", "", "Policies for `cache=`; [the guide](../caches.md) says which to choose.", "",
              "| name | paper | keeps | effect |", "|---|---|---|---|"]
     return "\n".join(lines + [f"| [`{e.name}`]({e.name}.md) | {_cell(e.title)} ({_cell(e.authors)}) | "
-                              f"{_cell(e.summary)} | {e.effect} |" for e in entries]) + "\n"
+                              f"{_cell(e.summary)} | {e.guarantee} |" for e in entries]) + "\n"
 
 
 def cache_page(e: Any) -> str:
     """One cache policy."""
     effect = {"exact": "a model with this cache computes what it does with a dense one",
-              "approximate": "what is left out is missed"}[e.effect]
+              "approximate": "what is left out is missed"}[e.guarantee]
     lines = [f"# {e.name}", "", f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), "",
              f"Keeps {e.summary}." if not e.summary.lower().startswith("keep") else f"{e.summary}.", "",
-             f"**Effect:** {e.effect}: {effect}.", "", "## Example", "", "```python", "import decodax as dx", "",
+             f"**Effect:** {e.guarantee}: {effect}.", "", "## Example", "", "```python", "import decodax as dx", "",
              'lm = dx.load("pycode")',
              f'out = dx.generate(lm, "def fib(n):", max_new_tokens=32, cache="{e.name}")', "print(out.text[0])", "```",
              ""]
     if e.options:
         lines += ["## Options", "", "| option | default |", "|---|---|"]
-        lines += [f"| `{name}` | `{_cell(repr(value))}` |" for name, value in e.options.items()] + [""]
+        lines += [f"| `{name}` | `{_cell(str(value))}` |" for name, value in e.options.items()] + [""]
     for name, text in parts(e.make):
         lines += [f"## {name}", "", docstring(text), ""]
     return "\n".join(lines + figures(e.name, ("caches_results.md", "conformance.md")))
@@ -217,20 +214,20 @@ STANDINS = {
     "redundant": ("a small verifier", "lambda prompt, thoughts: len(thoughts) > 2"),
     "fork": ("a token that the model was tuned to write", "4094"), "child": ("", "4095"),
     "retrieve": ("what is found for the question that ends the text", 'lambda prompt, text: "# found: os.path\\n"'),
-    "evidence": ("texts in another language", "choice.Sampled(lm, n=4, sampling=SAMPLING)"),
-    "references": ("samples of the reference policy", "choice.Sampled(lm, n=4, sampling=SAMPLING)"),
-    "guidance": ("", '"\\n# so\\n"'), "rule": ("", "choice.MBR()")}
+    "evidence": ("texts in another language", "select.Sampled(lm, n=4, sampling=SAMPLING)"),
+    "references": ("samples of the reference policy", "select.Sampled(lm, n=4, sampling=SAMPLING)"),
+    "guidance": ("", '"\\n# so\\n"'), "rule": ("", "select.MBR()")}
 """What examples put for options without a default."""
 
 
 def searches_index(front: str, entries: Iterable[Any], guide: str) -> str:
     what = {"explore": "Searches over steps by name", "choose": "Rules that choose one of several answers, by name"}
     lines = [f"# {what[front]}", "", f"For `dx.{front}(lm, prompts, NAME)`; see [the guide](../{guide}). "
-             "`decodax searches` prints the same table.", "", "| name | paper | rule |", "|---|---|---|"]
+             "`decodax list searches` prints the same table.", "", "| name | paper | rule |", "|---|---|---|"]
     paper = lambda e: _cell(f"{e.title} ({e.authors})" if e.authors else e.title)
     rows = [f"| [`{e.name}`]({e.name}.md) | {paper(e)} | {_cell(e.summary)} |" for e in entries]
     if front == "explore":
-        from decodax.functions import FUNCTIONS
+        from decodax.common.registry import FUNCTIONS
         rows += ["", "## Methods that are functions", "", "| call | paper | |", "|---|---|---|"]
         rows += [f"| `decodax.{e.name}` | {paper(e)} | {_cell(e.summary)} |" for e in FUNCTIONS.values()]
     return "\n".join([*lines, *rows, ""])
@@ -242,9 +239,8 @@ def search_page(front: str, e: Any, guide: str) -> str:
              f"{e.summary[:1].upper()}{e.summary[1:]}. See the guide [{guide[:-3]}](../{guide}).", "",
              "## Example", "", "```python", search_example(front, e), "```", ""]
     if e.options:
-        shown = lambda value: "must be given" if value is ... else f"`{_cell(_value(value))}`"
         lines += ["## Options", "", "| option | default |", "|---|---|"]
-        lines += [f"| `{name}` | {shown(value)} |" for name, value in e.options.items()] + [""]
+        lines += [f"| `{name}` | {_cell(str(value))} |" for name, value in e.options.items()] + [""]
     lines += ["## Rule", "", docstring(inspect.getdoc(e.make) or ""), ""]
     return "\n".join(lines + figures(e.name, (*FIGURES, guide)))
 
@@ -254,10 +250,10 @@ def search_example(front: str, e: Any) -> str:
     from decodax.search import CanvasExplorer
 
     fills = front == "explore" and issubclass(e.make, CanvasExplorer)
-    needed = [name for name, value in e.options.items() if value is ...]
+    needed = [name for name, option in e.options.items() if not option.optional]
     given = [(name, *STANDINS.get(name, ("", ""))) for name in needed]
     values = [value for _, _, value in given]
-    lines = ["import decodax as dx", *(["from decodax import choice"] if "choice." in "".join(values) else []), "",
+    lines = ["import decodax as dx", *(["from decodax import select"] if "select." in "".join(values) else []), "",
              f'lm = dx.load("{"pycode-diffusion" if fills else "pycode"}")']
     if "SAMPLING" in "".join(values):
         lines.append("SAMPLING = dict(temperature=1.0, max_new_tokens=16)")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 from decodax.engine.request import Request
 from tests.matrix import often
 
@@ -87,7 +87,7 @@ def test_the_guide_to_the_low_level_runs():
     names = {"__name__": __name__}
     for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
         exec(compile(block, str(GUIDE), "exec", dont_inherit=True), names)
-    del SYSTEMS["careful"]
+    del ALGORITHMS["careful"]
     assert np.asarray(names["s"].stats.rounds).tolist() == [3, 3]
     assert names["out"].status[0].name in ("DEAD_END", "LENGTH", "EOS")
     stopped, free = names["judged"]
@@ -101,12 +101,13 @@ def test_the_page_of_speculative_systems_has_each_under_one_name():
     page = (DOCS / "speculation_results.md").read_text()
     front, *tables = page.split("| system |")
     rows = [set(re.findall(r"^\| ([\w+.-]+) \|", table, re.MULTILINE)) - {"plain"} for table in tables]
-    own = {name for name, e in SYSTEMS.items() if "diffusion" not in e.needs and e.family != "search" and not e.alias_of
+    own = {name for name,
+           e in ALGORITHMS.items() if "diffusion" not in e.needs and e.family != "search" and not e.alias_of
            and name != "autoregressive"}
     left_out = set(re.findall(r"`([\w+.-]+)`", front[front.index("Not measured here:"):front.index("`compare all`")]))
     assert len(tables) == 3 and rows[0] == rows[1] == rows[2]
     assert not rows[0] & left_out and rows[0] | left_out == own
-    others = {(e.name, e.alias_of) for e in SYSTEMS.values() if e.alias_of and "diffusion" not in e.needs}
+    others = {(e.name, e.alias_of) for e in ALGORITHMS.values() if e.alias_of and "diffusion" not in e.needs}
     assert all(re.search(rf"`{name}`[\w ]+`{of}`|`{name}` for `{of}`", front.replace("\n", " ")) for name, of in others)
 
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from decodax.functions import FUNCTIONS, Function
+from decodax.common.registry import FUNCTIONS, Entry
 
 PARTS = {
     "search.covered": "what `heal` draws from", "search.k_means": "of phi-decoding",
@@ -22,9 +22,9 @@ MODULES = ("decodax", "decodax.search", "decodax.select", "decodax.algorithms.co
 
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_a_function_that_is_listed_exists_and_names_its_paper(name: str) -> None:
-    entry: Function = FUNCTIONS[name]
-    module = inspect.getmodule(entry.call)
-    assert callable(entry.call) and module is not None and entry.call.__doc__
+    entry: Entry = FUNCTIONS[name]
+    module = inspect.getmodule(entry.make)
+    assert callable(entry.make) and module is not None and entry.make.__doc__
     first, year = re.split(r",| and | et al| (?=\d)", entry.authors)[0], entry.authors[-4:]
     assert re.search(rf"{first}\b[^)]{{0,80}}{year}", inspect.getsource(module)), entry.authors
 

@@ -1,11 +1,14 @@
-"""What a cache keeps: published cache policies by name, and the parts that they are made of.
+"""What the cache keeps, for `decodax.generate(..., cache=...)`: published policies by name, and their parts.
 
-The table is `POLICIES`; `decodax.kv` makes a kind of cache by name, which `decodax.generate(..., cache=...)` takes.
+Every policy is a function of its options, and so is its name: `snapkv(budget=512)` is what `"snapkv:budget=512"` means.
+`names()` lists them.
 
->>> from decodax.caches import kv
->>> kv("snapkv", budget=512).name
-'snapkv'
+>>> from decodax import caches
+>>> caches.snapkv(budget=512) == caches.make("snapkv", budget=512)
+True
 """
+
+from typing import Any
 
 from decodax.caches.bounded import sketch_policies as _sketch_policies  # noqa: F401
 from decodax.caches.bounded.less import LessKernels
@@ -29,9 +32,19 @@ from decodax.caches.sparse import reading_policies as _reading_policies  # noqa:
 from decodax.caches.sparse.attention_predictor import AttentionNet
 from decodax.caches.sparse.query_aware import KeyBooks
 from decodax.caches.sparse.token_butler import Butler
-from decodax.caches.table import POLICIES, CachePolicy, cache_policy, find, kv, read
+from decodax.common.registry import CACHES
 
-__all__ = ["POLICIES", "AttentionNet", "Butler", "CachePolicy", "Codebooks", "Constant", "Evicting", "Eviction",
+__all__ = ["AttentionNet", "Butler", "Codebooks", "Constant", "Evicting", "Eviction",
            "HeldLayer", "HighDeviation", "KVFeatures", "KVMaps", "KeyBooks", "LessKernels", "Predictors", "Prefix",
-           "Selection", "TokenScore", "blended", "cache_policy", "edited", "find", "kv", "load_prefix", "matched",
-           "read", "read_prefix", "save_prefix"]
+           "Selection", "TokenScore", "blended", "edited", "find", "load_prefix", "make", "matched",
+           "names", "parse", "read_prefix", "register", "save_prefix"]
+
+find, make, names, parse, register = CACHES.find, CACHES.make, CACHES.names, CACHES.parse, CACHES.register
+
+
+def __getattr__(name: str) -> Any:
+    return CACHES.attribute(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *CACHES.identifiers()})

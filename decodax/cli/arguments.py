@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from decodax import __version__
-from decodax.cli import batch, evaluation, generation, planning, quantize, score
+from decodax.cli import batch, evaluation, generation, listing, planning, quantize, score
 from decodax.cli.common import Parser
 
 Command = Callable[[argparse.Namespace], None]
@@ -42,8 +42,7 @@ flag, a value out of its range); 130 interrupted. A reader that closes the pipe 
 TASKS = ("copy-edit", "completion", "sampled")
 
 
-def parser(generate: Command, systems: Command, caches: Command, searches: Command, compare: Command,
-           info: Command) -> argparse.ArgumentParser:
+def parser(generate: Command, compare: Command, info: Command) -> argparse.ArgumentParser:
     """The parser of the command line, given the function that runs each command."""
     debug = Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -72,21 +71,7 @@ def parser(generate: Command, systems: Command, caches: Command, searches: Comma
                    help="a file with the text in front of the prompt, from which the policy chooses before it sees the "
                         "prompt")
 
-    p = commands.add_parser("systems", parents=[common], help="the published decoding systems here", epilog=EXIT_CODES,
-                            description="Lists the decoding systems, their guarantee with the default options, "
-                            "and what they need.")
-    p.set_defaults(command=systems)
-    p.add_argument("--family", metavar="NAME", help="those of one family, such as speculative-tree")
-
-    p = commands.add_parser("caches", parents=[common], help="the published cache policies here", epilog=EXIT_CODES,
-                            description="Lists the cache policies and what they keep; their options are in its --json.")
-    p.set_defaults(command=caches)
-
-    p = commands.add_parser("searches", parents=[common], epilog=EXIT_CODES,
-                            help="searches over steps, rules that choose an answer, and methods that are functions",
-                            description="Lists what dx.explore and dx.choose take by name, and published methods that "
-                            "are functions; the options are in its --json.")
-    p.set_defaults(command=searches)
+    listing.add(commands, [common], listing.run, EXIT_CODES)
 
     p = commands.add_parser("compare", parents=[debug], help="systems against plain decoding, side by side",
                             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -94,8 +79,7 @@ def parser(generate: Command, systems: Command, caches: Command, searches: Comma
                             description="Runs decoding systems and plain decoding in turn on the same prompts.")
     p.set_defaults(command=compare)
     p.add_argument("names", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
-                   help="systems, see decodax systems; their options are in its --json; all: every one that needs "
-                        "no samples")
+                   help="methods, see decodax list algorithms; all: every one that needs no samples")
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR", help="default: pycode")
     p.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_DIR",
                    help="the smaller model, for systems that need one (default: pycode-draft)")

@@ -1,4 +1,4 @@
-"""The commands of the command line: `decodax generate` continues a prompt, `decodax systems` lists decoding methods,
+"""The commands of the command line: `decodax generate` continues a prompt, `decodax list` lists all that has a name,
 `decodax compare` measures them, and `decodax info` shows versions, devices and models.
 
 JAX is imported only by the commands that need it, so that help and usage errors appear at once.
@@ -33,7 +33,7 @@ FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code; see `decodax.cli.arguments.EXIT_CODES`."""
-    args = parser(generate, systems, caches, searches, compare, info).parse_args(argv)
+    args = parser(generate, compare, info).parse_args(argv)
     args.line = sys.argv[1:] if argv is None else list(argv)
     try:
         args.command(args)
@@ -90,60 +90,6 @@ def generate(args: argparse.Namespace) -> None:
         print(_summary(result), file=sys.stderr)
 
 
-def systems(args: argparse.Namespace) -> None:
-    """Prints the table of the published systems."""
-    from decodax.algorithms.entries import SYSTEMS
-
-    families = sorted({entry.family for entry in SYSTEMS.values()})
-    if args.family not in (None, *families):
-        raise UsageError(f"--family: got {args.family!r}, takes one of {', '.join(families)}")
-    chosen = [entry for entry in SYSTEMS.values() if args.family in (None, entry.family)]
-    if args.json:
-        fields = ("name", "title", "authors", "family", "guarantee", "needs", "summary", "alias_of")
-        print(json.dumps([{**{field: getattr(entry, field) for field in fields},
-                           "options": {name: repr(value) for name, value in entry.options.items()}}
-                          for entry in chosen], indent=2))
-        return
-    paper = lambda e: (f"{e.title} ({e.authors})" if e.authors else e.title) + (
-        f"; another name for {e.alias_of}" if e.alias_of else "")
-    table(("name", "paper", "guarantee", "needs"), [(e.name, paper(e), e.guarantee, e.needs) for e in chosen])
-
-
-def caches(args: argparse.Namespace) -> None:
-    """Prints the table of the cache policies."""
-    from decodax.caches import POLICIES
-
-    if args.json:
-        fields = ("name", "title", "authors", "summary", "effect")
-        print(json.dumps([{**{field: getattr(entry, field) for field in fields},
-                           "options": {name: repr(value) for name, value in entry.options.items()}}
-                          for entry in POLICIES.values()], indent=2))
-        return
-    table(("name", "paper", "keeps", "effect"), [(e.name, f"{e.title} ({e.authors})", e.summary, e.effect)
-                                                 for e in POLICIES.values()])
-
-
-def searches(args: argparse.Namespace) -> None:
-    """Prints the tables of searches over steps, of rules that choose an answer, and of methods that are functions."""
-    from decodax.functions import FUNCTIONS
-    from decodax.search import EXPLORERS
-    from decodax.select import RULES
-
-    found = [(front, entry) for front, names in (("explore", EXPLORERS), ("choose", RULES))
-             for entry in names.values()]
-    if args.json:
-        fields = ("name", "title", "authors", "summary")
-        print(json.dumps([{"by": front, **{field: getattr(entry, field) for field in fields},
-                           "options": {name: repr(value) for name, value in entry.options.items()}}
-                          for front, entry in found]
-                         + [{"by": "call", **{field: getattr(entry, field) for field in fields}, "options": {}}
-                            for entry in FUNCTIONS.values()], indent=2))
-        return
-    table(("name", "for", "paper", "rule"), [
-        (e.name, f"dx.{front}", f"{e.title} ({e.authors})" if e.authors else e.title, e.summary) for front, e in found]
-        + [(f"dx.{e.name}", "a call", f"{e.title} ({e.authors})", e.summary) for e in FUNCTIONS.values()])
-
-
 def compare(args: argparse.Namespace) -> None:
     """Runs systems and plain decoding side by side."""
     if args.plot:
@@ -159,16 +105,16 @@ def compare(args: argparse.Namespace) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     import decodax as dx
-    from decodax.algorithms.entries import SYSTEMS
     from decodax.bench.compare import compare as run
     from decodax.bench.questions import questions
     from decodax.bench.tasks import Task, sampled
+    from decodax.common.registry import ALGORITHMS
 
     with naming_the_argument():
         chosen = _systems(args.names)
         tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions)]
     lm = dx.load(args.model)
-    needed = any(SYSTEMS[name].drafts for name, _ in chosen.values())
+    needed = any(ALGORITHMS[name].takes_draft for name, _ in chosen.values())
     draft = dx.load(args.draft) if needed else None
     shown = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -238,21 +184,21 @@ def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Nam
 def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """The system and options of each `NAME[:OPTION=VALUE,...]`; "all" is every system that is measured against plain
     decoding, under one of its names."""
-    from decodax.algorithms.entries import SYSTEMS, parse
+    from decodax.common.registry import ALGORITHMS
 
-    every = [name for name, entry in SYSTEMS.items()
+    every = [name for name, entry in ALGORITHMS.items()
              if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
              and entry.family != "search"
              and "diffusion" not in entry.needs]
-    return {given: parse(given) for name in names for given in (every if name == "all" else [name])}
+    return {given: ALGORITHMS.parse(given) for name in names for given in (every if name == "all" else [name])}
 
 
 def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
     """The algorithm of a system, or a function of the batch size that makes it if it depends on that."""
-    from decodax.algorithms.entries import SYSTEMS, system
+    from decodax.common.registry import ALGORITHMS
 
-    entry = SYSTEMS[name]
-    build = functools.partial(system, name, lm, draft if entry.drafts else None, **options)
+    entry = ALGORITHMS[name]
+    build = functools.partial(ALGORITHMS.make, name, lm, draft if entry.takes_draft else None, **options)
     return (lambda batch: build(batch=batch)) if "batch" in entry.options.keys() - options.keys() else build()
 
 

@@ -31,8 +31,8 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
                    help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
     p.add_argument("-t", "--tasks", nargs="+", required=True, metavar="TASK", help="names of tasks, or list")
-    p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="what writes answers (see systems)")
-    p.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]", help="what the cache keeps (see caches)")
+    p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="what writes answers (decodax list)")
+    p.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]", help="what the cache keeps (decodax list)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
     p.add_argument("--weights", metavar="FORMAT", help="how the weights are kept and read, such as int8")
     p.add_argument("--adapter", metavar="DIR", help="an adapter in peft's layout, merged into the weights")

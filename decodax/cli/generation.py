@@ -79,12 +79,12 @@ def add(p: argparse.ArgumentParser) -> None:
 
     g = p.add_argument_group("algorithm")
     g.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]",
-                   help="a system of `decodax systems`, such as prompt-lookup:length=5; default: plain decoding, or a "
+                   help="a method of `decodax list`, such as prompt-lookup:length=5; default: plain decoding, or a "
                         "position a round where the model fills masks")
     g.add_argument("--draft", default="pycode-draft", metavar="MODEL",
                    help="the draft model, for systems that need one (default: pycode-draft)")
     g.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]",
-                   help="what the cache keeps, a policy of `decodax caches` such as snapkv:budget=512; default: "
+                   help="what the cache keeps, a policy of `decodax list caches` such as snapkv:budget=512; default: "
                         "everything")
 
 
@@ -136,16 +136,16 @@ def _grammar(given: str) -> str:
 def load(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[LM, Algorithm | None]:
     """The model, over a mesh if there is one, and the method that was named, if one was."""
     import decodax as dx
+    from decodax.common.registry import ALGORITHMS
 
     with naming_the_argument():
-        named = dx.entries.parse(args.algorithm) if args.algorithm else None
+        named = ALGORITHMS.read(args.algorithm) if args.algorithm else None
     lm = dx.load(args.model, dtype=args.dtype, weights=args.weights, adapter=args.adapter, mesh=mesh)
     if named is None:
         return lm, None
-    name, choices = named
-    draft = dx.load(args.draft, mesh=mesh) if dx.entries.SYSTEMS[name].drafts else None
+    draft = dx.load(args.draft, mesh=mesh) if named.entry.takes_draft else None
     with naming_the_argument():
-        return lm, dx.system(name, lm, draft, **choices)
+        return lm, named.build(lm, draft)
 
 
 def flag(name: str) -> str:

@@ -44,9 +44,9 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
                    help="how much of it is answer, which caches go by (default: a quarter, at most 256)")
     p.add_argument("--mesh", nargs="+", metavar="DATAxMODEL",
                    help="replicas by devices of each (default: all meshes of all devices)")
-    p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="the decoding method (see systems)")
+    p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="the decoding method (decodax list)")
     p.add_argument("--draft", metavar="PRESET_OR_DIR", help="the model that the method drafts with")
-    p.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]", help="what the cache keeps (see caches)")
+    p.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]", help="what the cache keeps (decodax list)")
     p.add_argument("-w", "--weights", metavar="FORMAT", help="of the kernels, such as int8 (default: as --dtype)")
     p.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"],
                    help="of activations, cache and weights (default: bfloat16)")

@@ -1,28 +1,105 @@
-"""Options of methods, caches, searches and rules, held against the annotations of what takes them: a value of another
-kind is refused by name, before it meets a comparison in somebody's constructor."""
+"""Options of everything that has a name: what each takes is said by its annotation, and checked before anything is
+made.
+
+An annotation may carry a range: `Annotated[int, Range(1)]`, for which `Count`, `Whole`, `Share` and `Positive` are
+short.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import numbers
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from decodax.common.arguments import is_whole, shown
 
 WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a text",
                          type(None): "None"}
 
+REQUIRED = inspect.Parameter.empty
+"""Default of an option that has to be given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, either of which may be None: no bound. `above`: `low` itself is left out; `below`:
+    `high` is."""
+
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return ((self.low is None or value > self.low or (value == self.low and not self.above))
+                and (self.high is None or value < self.high or (value == self.high and not self.below)))
+
+    def __str__(self) -> str:
+        """The range in words.
+
+        >>> str(Range(1)), str(Range(0, 1)), str(Range(0, above=True)), str(Range(0, 1, below=True))
+        ('from 1', 'from 0 to 1', 'above 0', 'from 0 and below 1')
+        """
+        low = None if self.low is None else f"{'above' if self.above else 'from'} {self.low:g}"
+        high = None if self.high is None else f"{'below' if self.below else 'to'} {self.high:g}"
+        joint = " " if not (self.above or self.below) else " and "
+        return joint.join(part for part in (low, high) if part)
+
+
+Count = Annotated[int, Range(1)]
+Whole = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Positive = Annotated[float, Range(0, above=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What an entry takes under one name.
+
+    Attributes:
+        default: value if nothing is given; `REQUIRED` if it has to be. hint: annotation, or None.
+    """
+
+    default: Any
+    hint: Any = None
+
+    @property
+    def optional(self) -> bool:
+        """Whether it has a default."""
+        return self.default is not REQUIRED
+
+    def __str__(self) -> str:
+        takes = " or ".join(dict.fromkeys(_words(self.hint))) if self.hint not in (None, Any) else ""
+        default = f"default {shown(self.default)}" if self.optional else "has to be given"
+        return f"{takes}; {default}" if takes else default
+
+
+def options_of(make: Callable[..., Any]) -> dict[str, Option]:
+    """Returns the parameters of a function, or the fields of a dataclass, by name."""
+    hints = _hints(make)
+    if inspect.isclass(make) and dataclasses.is_dataclass(make):
+        found = {}
+        for field in dataclasses.fields(make):
+            if field.init:
+                made = field.default_factory is not dataclasses.MISSING
+                default = field.default_factory() if made else field.default    # type: ignore[misc]
+                found[field.name] = Option(REQUIRED if default is dataclasses.MISSING else default,
+                                           hints.get(field.name))
+        return found
+    return {p.name: Option(p.default, hints.get(p.name)) for p in inspect.signature(make).parameters.values()}
+
 
 def built(make: Callable[..., Any], options: Mapping[str, Any], **beside: Any) -> Any:
-    """What `make` makes of options, and of what stands beside them.
+    """Returns what `make` makes of options, and of what is given beside them.
 
     Raises:
-        ValueError: an option of another kind (`check_options`), unless `make` has an error about it that begins with
-            its name; or as `make`.
+        ValueError: an option of another kind or out of its range (`check_options`), unless `make` has an error about it
+            that begins with its name; or as `make`.
     """
     try:
         found = make(**beside, **options)
@@ -35,16 +112,19 @@ def built(make: Callable[..., Any], options: Mapping[str, Any], **beside: Any) -
 
 
 def check_options(make: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Checks options by type: numbers, texts, True and False, one of several texts, tuples of them, and functions.
-    What is annotated as anything else is left to `make`.
+    """Checks options by their annotations: numbers and their ranges, texts, True and False, one of several texts,
+    tuples of them, and functions. Other annotations are left to `make`.
 
     Raises:
-        ValueError: an option of another kind; says what it takes.
+        ValueError: an option of another kind, or out of its range; says what it takes.
 
-    >>> def make(length: int = 3, pick: Literal["first", "last"] = "last") -> None: ...
+    >>> def make(length: Count = 3, pick: Literal["first", "last"] = "last") -> None: ...
     >>> check_options(make, {"length": "abc"})
     Traceback (most recent call last):
-    ValueError: length: got 'abc', takes a whole number
+    ValueError: length: got 'abc', takes a whole number from 1
+    >>> check_options(make, {"length": 0})
+    Traceback (most recent call last):
+    ValueError: length: got 0, takes a whole number from 1
     """
     hints = _hints(make)
     for name, value in given.items():
@@ -64,6 +144,8 @@ def _hints(make: Callable[..., Any]) -> dict[str, Any]:
 
 def _fits(value: Any, hint: Any) -> bool:
     origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(value, parts[0]) and all(value in part for part in parts[1:] if isinstance(part, Range))
     if origin in (Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
     if origin is Literal:
@@ -83,6 +165,9 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _words(hint: Any) -> list[str]:
     origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        bounds = [str(part) for part in parts[1:] if isinstance(part, Range)]
+        return [" ".join([word, *bounds]) for word in _words(parts[0])]
     if origin in (Union, types.UnionType):
         return [word for part in parts for word in _words(part)]
     if origin is Literal:

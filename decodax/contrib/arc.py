@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from decodax.common.progress import bar
+from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import short
 from decodax.contrib.arc_files import read_arc, write_arc
 from decodax.core.memory import power
@@ -214,6 +215,9 @@ def begin(lm: LM, decoder: LM | None = None, *, layers: int | None = None, pool:
     return Encoder(model, params, lm.tokenizer)
 
 
+@FUNCTIONS.register("contrib.arc.fit",
+                    "ARC-Encoder: learning compressed text representations for large language models",
+                    "Pilchen et al. 2025", "an encoder of contexts into few vectors that a decoder reads")
 def fit(encoder: Encoder, lm: LM, texts: Sequence[Sequence[int]], *, size: int = 128, steps: int = 1000,
         batch: int = 16, continuation: float = 0.8, rate: float = 1e-5, bridge_rate: float = 5e-5, warmup: int = 100,
         decay: float = 0.1, seed: int = 0, progress: bool = False) -> Encoder:

@@ -10,9 +10,8 @@ from typing import Any
 
 from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.diffusion.systems.entries import default as fills
-from decodax.caches.table import read as read_kind
 from decodax.common.arguments import shown
-from decodax.common.registry import System
+from decodax.common.registry import ALGORITHMS, CACHES, Configured, Entry
 from decodax.core.cache import CacheConfig
 from decodax.core.checks import hashable
 from decodax.core.stops import StopTable
@@ -58,10 +57,12 @@ def with_cache(lm: LM, cache: Any) -> LM:
         ValueError: there is no such policy, it does not take such options, or the model has a cache of its own.
         TypeError: it is no kind of cache, or cannot be hashed.
     """
-    kind = read_kind(cache) if isinstance(cache, str) else cache
+    kind = CACHES.read(cache) if isinstance(cache, str) else cache
+    if isinstance(kind, Configured):
+        kind = kind.build(lm)
     if not isinstance(kind, CacheConfig) and not _is_kind(kind):
-        raise TypeError(f"cache: got {shown(cache)}, takes the name of a policy, such as 'snapkv:budget=512', what "
-                        "decodax.kv makes of one, or a kind of cache of your own (decodax.core.cache.CacheConfig)")
+        raise TypeError(f"cache: got {shown(cache)}, takes the name of a policy, such as 'snapkv:budget=512', a "
+                        "function of decodax.caches, or a kind of cache of your own (decodax.core.cache.CacheConfig)")
     hashable("cache", kind)
     if isinstance(kind, CacheConfig):
         return kind.put_on(lm)
@@ -88,17 +89,21 @@ def stop_table(tokenizer: Tokenizer, skip_special_tokens: bool, strings: tuple[s
     return StopTable.build(pieces.rest, strings, size, first=pieces.first, hidden=pieces.skipped)
 
 
-def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
+def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     """The decoding method: given, named, or the default.
 
     Args:
-        rows: of a batch, for systems that are measured at its size.
+        rows: of a batch, for methods that are measured at its size. draft: draft model, for methods that are named.
 
     Raises:
         TypeError, ValueError: it is none, or it does not fit the model.
     """
     if isinstance(given, str):
-        method = _named(lm, given, rows)
+        given = ALGORITHMS.read(given, draft)
+    elif draft is not None and not isinstance(given, Configured):
+        raise ValueError("draft: takes an algorithm by name beside it, such as algorithm='speculative-decoding'")
+    if isinstance(given, Configured):
+        method = _built(given, lm, draft, rows)
     elif given is None:
         method = Autoregressive() if lm.diffusion is None else fills(lm)
     elif isinstance(given, type):
@@ -118,14 +123,14 @@ def chosen(lm: LM, given: Any, rows: int) -> Algorithm:
     if not canvas and lm.diffusion is not None and not (lm.diffusion.attention == "causal-prefix"
                                                         and lm.diffusion.shift):
         raise ValueError(f"algorithm: got {what} for {lm.name!r}, which fills masks and sees both sides of them; takes "
-                         "a sampler of masked diffusion, such as system('llada', lm)")
+                         "a sampler of masked diffusion, such as decodax.algorithms.llada()")
     return method
 
 
 class _Same:
     """A model compared by identity: what was made for it is kept while it is the same."""
 
-    def __init__(self, lm: LM):
+    def __init__(self, lm: Any):
         self.lm = lm
 
     def __eq__(self, other: object) -> bool:
@@ -135,23 +140,26 @@ class _Same:
         return id(self.lm)
 
 
-def _named(lm: LM, text: str, rows: int) -> Algorithm:
-    from decodax.common.registry import SYSTEMS, parse
-
+def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
+    """The algorithm of an entry, kept for the same models and options: some are measured when they are made."""
+    draft = given.draft if draft is None else draft
+    draft = model(draft) if isinstance(draft, (str, os.PathLike)) else draft
+    if draft is not None and not given.entry.may_draft:
+        raise ValueError(f"draft: got {shown(draft)}, and {given.entry.name!r} takes no draft model")
+    options = tuple(given.options.items())
     try:
-        return _made(_Same(lm), SYSTEMS[parse(text)[0]], text, rows)
+        hash((given.entry, options))
+    except TypeError:       # an option that is a list or an array
+        make = _made.__wrapped__
+    else:
+        make = _made
+    try:
+        return make(given.entry, options, _Same(lm), _Same(draft), rows)
     except (ValueError, TypeError) as error:
         raise ValueError(f"algorithm: {error}") from error
 
 
-@functools.lru_cache(maxsize=2)        # some are measured on the model when they are made
-def _made(lm: _Same, found: System, text: str, rows: int) -> Algorithm:
-    """What the entry builds; the entry is part of the key, since a user may register another one under its name."""
-    from decodax.common.registry import parse, system
-
-    name, options = parse(text)
-    if found.drafts:
-        raise ValueError(f"{name!r} needs {found.needs}; give decodax.system({name!r}, lm, decodax.load(...))")
-    if "batch" in found.options:
-        options = {"batch": rows, **options}
-    return system(name, lm.lm, **options)
+# the entry is part of the key: a user may register another one under its name
+@functools.lru_cache(maxsize=2)
+def _made(entry: Entry, options: tuple[tuple[str, Any], ...], lm: _Same, draft: _Same, rows: int) -> Algorithm:
+    return Configured(entry, dict(options)).build(lm.lm, draft.lm, batch=rows)

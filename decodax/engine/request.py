@@ -329,7 +329,7 @@ ELSEWHERE = {
     "stops": "stop= takes the strings",
     "n": "it is num_samples= here", "max_tokens": "it is max_new_tokens= here", "stop_strings": "it is stop= here",
     "stop_token_ids": "it is eos_token_id= here", "streamer": "decodax.stream gives pieces of text as they come",
-    "assistant_model": "algorithm=decodax.system('seed-exact', draft=decodax.load(...)) drafts with a model",
+    "assistant_model": "algorithm=decodax.algorithms.make('seed-exact', draft=decodax.load(...)) drafts with a model",
     "prompt_lookup_num_tokens": "algorithm='prompt-lookup:length=10' drafts from the text",
     "logits_processor": "transforms= takes decodax.sampling.Transform objects",
     "stopping_criteria": "stop=, eos_token_id=, max_time= and max_new_tokens= end a text",

@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from decodax.common.registry import FUNCTIONS
+
 FORMS = ("context question context question", "question context context question")
 
 
+@FUNCTIONS.register("read_twice", "Just read twice: closing the recall gap for recurrent language models",
+                    "Arora et al. 2024", "a prompt with its context twice")
 def read_twice(prompt: Any, question: Any = None, between: Any = "\n", form: str = FORMS[0]) -> Any:
     """A prompt with its context twice.
 

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from decodax.common.arguments import shown
+from decodax.common.registry import FUNCTIONS
 from decodax.engine.result import Result
 from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
 from decodax.sampling import Detection, GreenList, build, detect
 
 
+@FUNCTIONS.register("detect_watermark", "A Watermark for Large Language Models", "Kirchenbauer et al. 2023",
+                    "whether a text bears a watermark of the policy")
 def detect_watermark(lm: LM, texts: Any, watermarking_config: Any, *, prompts: Any = None, unique: bool = True
                      ) -> Detection:
     """Tests texts for a watermark: who knows the configuration counts green tokens (Kirchenbauer et al., 2023).

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 import decodax.models
 from decodax.common.arguments import shown
 from decodax.common.ids import named
+from decodax.common.registry import Entry
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
 from decodax.io import huge_pages
@@ -217,6 +219,16 @@ def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
 def zoo() -> list[str]:
     """Names of the shipped models."""
     return sorted(p.parent.name for p in ZOO.glob("*/config.json"))
+
+
+def listed_models() -> list[Entry]:
+    """Returns the shipped models as entries of a listing."""
+    found = []
+    for name in zoo():
+        text = (ZOO / name / "README.md").read_text().partition("\n# ")[2]       # of the card, after its heading
+        line = " ".join(text.split("\n\n")[1].split())
+        found.append(Entry("models", name, load, "", "", re.split(r"(?<=[a-z])\. ", line)[0].rstrip(".")))
+    return found
 
 
 def find(name_or_dir: str | Path) -> Path:

@@ -4,6 +4,9 @@ The vocabulary is small. `Forks.extend` lets rows write a step, a search weighs 
 says which row goes on from which, `Forks.feed` puts text behind rows, and `Forks.ahead` looks how rows would go on.
 """
 
+from typing import Any
+
+from decodax.common.registry import SEARCHES
 from decodax.search.apar import APAR, Thread
 from decodax.search.apar_data import Tuning, from_apar, outline, to_apar
 from decodax.search.beam import AStar, StepBeams, mean_shortfall
@@ -25,12 +28,71 @@ from decodax.search.prompting import batch_prompt, pedal, sketch_guided
 from decodax.search.recombination import TextLattice
 from decodax.search.retrieval import CoRAG
 from decodax.search.self_infilling import Phases, SelfInfilled, self_infill
-from decodax.search.table import EXPLORERS, explorer
 from decodax.search.tree import TreePO
 
-__all__ = ["APAR", "DTS", "EXPLORERS", "SMC", "AStar", "CanvasExplorer", "Canvases", "CoRAG", "DTSStar", "Explored",
-           "Explorer", "Forks", "Healed", "Integrated", "ParticleFilter", "Phases", "PhiDecoding", "Ranked",
-           "SelfInfilled", "Steering", "StepBeams", "TextLattice", "Thread", "Together", "TreePO", "TrimR", "Tuning",
-           "WithTools", "atts", "batch_prompt", "covered", "desel", "explore", "explorer", "from_apar", "heal",
-           "integrate", "k_means", "lag_decode", "lattice_decode", "lookahead_reasoning", "mean_shortfall", "outline",
-           "pedal", "resample", "same_words", "self_infill", "separated", "sketch_guided", "tf_idf", "to_apar"]
+__all__ = [
+    "APAR",
+    "DTS",
+    "SMC",
+    "AStar",
+    "CanvasExplorer",
+    "Canvases",
+    "CoRAG",
+    "DTSStar",
+    "Explored",
+    "Explorer",
+    "Forks",
+    "Healed",
+    "Integrated",
+    "ParticleFilter",
+    "Phases",
+    "PhiDecoding",
+    "Ranked",
+    "SelfInfilled",
+    "Steering",
+    "StepBeams",
+    "TextLattice",
+    "Thread",
+    "Together",
+    "TreePO",
+    "TrimR",
+    "Tuning",
+    "WithTools",
+    "atts",
+    "batch_prompt",
+    "covered",
+    "desel",
+    "explore",
+    "find",
+    "from_apar",
+    "heal",
+    "integrate",
+    "k_means",
+    "lag_decode",
+    "lattice_decode",
+    "lookahead_reasoning",
+    "make",
+    "mean_shortfall",
+    "names",
+    "outline",
+    "parse",
+    "pedal",
+    "register",
+    "resample",
+    "same_words",
+    "self_infill",
+    "separated",
+    "sketch_guided",
+    "tf_idf",
+    "to_apar",
+]
+
+find, make, names, parse, register = SEARCHES.find, SEARCHES.make, SEARCHES.names, SEARCHES.parse, SEARCHES.register
+
+
+def __getattr__(name: str) -> Any:
+    return SEARCHES.attribute(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *SEARCHES.identifiers()})

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.registry import SEARCHES
 from decodax.common.struct import struct
 from decodax.core.state import Status
 from decodax.engine.request import Request
@@ -76,6 +77,8 @@ class Thread:
     rounds: int = 0
 
 
+@SEARCHES.register("apar", "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", "Liu et al. 2024",
+                   "a tuned model forks its own text, and all branches are written at once")
 @dataclasses.dataclass(frozen=True)
 class APAR(Explorer):
     """Auto-parallel auto-regressive decoding (Liu et al., 2024). The model must have been tuned for it (`to_apar`).

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked, Score, scored, settled
 from decodax.search.forks import Forks
 
 
+@SEARCHES.register("step-beams",
+                   "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling Model Parameters",
+                   "Snell et al. 2024", "beam search over steps by a process reward")
 @dataclasses.dataclass(frozen=True)
 class StepBeams(Explorer):
     """Beam search over steps, by the reward of the text so far (Snell et al., 2024): `n` texts are written on by a
@@ -52,6 +56,8 @@ def _no_cost(scores: Sequence[float]) -> float:
     return 0.0
 
 
+@SEARCHES.register("a-star", "A*-Decoding: Token-Efficient Inference Scaling", "Chatziveroglou 2025",
+                   "best-first search over steps by a process reward")
 @dataclasses.dataclass(frozen=True)
 class AStar(Explorer):
     """A*-decoding (Chatziveroglou, 2025): best-first search over texts. Of all unfinished texts the one with the least

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decodax.common.registry import FUNCTIONS
 from decodax.engine.methods import text_model
 from decodax.engine.result import Result
 from decodax.front.generate import generate
@@ -59,6 +60,9 @@ class Selected:
     texts: list[list[str]]
 
 
+@FUNCTIONS.register("search.desel", "Rethinking Model Selection and Decoding for Keyphrase Generation with "
+                    "Pre-trained Sequence-to-Sequence Models", "Wu, Ahmad and Chang 2023",
+                    "a list as greedy decoding writes it, and likely items of samples")
 def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None, threshold: Threshold = "mean",
           same: Callable[[str], Any] = str.lower, temperature: float = 1.0, **sampling: Any) -> Selected:
     """DeSel (Wu, Ahmad and Chang, 2023): a list as greedy decoding writes it, and what samples find beside it and the

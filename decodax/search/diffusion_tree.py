@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import SEARCHES
 from decodax.core.state import Status
 from decodax.search.canvases import Canvases
 from decodax.search.explorer import CanvasExplorer, Ranked, Score, log_mean, normal
@@ -59,6 +60,9 @@ class Tree:
         return children[int(rng.choice(len(children), p=normal(lam * np.array([self.value[c] for c in children]))))]
 
 
+@SEARCHES.register("dts", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
+                   "Jain et al. 2025",
+                   "a tree of canvases, whose leaves are samples of the model times the exponential of a reward")
 @dataclasses.dataclass(frozen=True)
 class DTS(CanvasExplorer):
     """Diffusion tree sampling (Jain et al., 2025, DTS): canvases that were denoised from one another are a tree, whose
@@ -191,6 +195,8 @@ class DTS(CanvasExplorer):
                 tree.back_up(leaf, self.lam)
 
 
+@SEARCHES.register("dts-star", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
+                   "Jain et al. 2025", "a tree of canvases, searched for the text with the largest reward")
 @dataclasses.dataclass(frozen=True)
 class DTSStar(DTS):
     """Diffusion tree search (Jain et al., 2025, DTS*): `DTS` for the text with the largest reward. A simulation goes to

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import FUNCTIONS
 from decodax.core.state import Status
 from decodax.engine.methods import model
 from decodax.front.score import score
@@ -41,6 +42,8 @@ class Drafted:
     drafted: int
 
 
+@FUNCTIONS.register("search.lookahead_reasoning", "Scaling Speculative Decoding with Lookahead Reasoning",
+                    "Fu et al. 2025", "a small model drafts whole steps, which stand if the large one says the same")
 def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Sequence[str], depth: int = 4,
                         same: Same = same_words, step_tokens: int | None = None, **sampling: Any) -> Drafted:
     """Lookahead Reasoning (Fu et al., 2025): reasoning in which whole steps are drafted.
@@ -172,6 +175,8 @@ class Calibrated:
     p_values: list[list[float]]
 
 
+@FUNCTIONS.register("search.atts", "ATTS: Asynchronous Test-Time Scaling via Conformal Prediction", "Xiong et al. 2025",
+                    "a small model's chunks stand unless they are too surprising; the gate alone, in lock step")
 def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: str | Sequence[str] | None = None,
          cut: float = 0.6, turns: int = 40, calibration: Sequence[float] = (), **sampling: Any) -> Calibrated:
     """The conformal gate of asynchronous test-time scaling (Xiong et al., 2025, ATTS): a small model writes chunks, and

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from decodax.common.arguments import options_of
+from decodax.common.registry import SEARCHES
 from decodax.core.checks import instance
 from decodax.engine.methods import model
 from decodax.engine.request import without
@@ -17,7 +18,6 @@ from decodax.io.load import LM
 from decodax.search.canvases import Canvases
 from decodax.search.explorer import CanvasExplorer, Explored, Explorer, Ranked
 from decodax.search.forks import Forks
-from decodax.search.table import explorer
 
 NOT_HERE = {**dict.fromkeys(("num_samples", "num_return_sequences"), "the search says how many rows it takes"),
             "max_time": "max_new_tokens bounds the texts of a search, and its options their number",
@@ -35,7 +35,7 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
 
     Args:
         lm, prompts: as of `generate`.
-        by: a search, or the name of one (`decodax.search.EXPLORERS`).
+        by: a search, or the name of one (`decodax.search.names()`).
         until: strings with which a step ends. step_tokens: tokens of a step at most. Without either, a step is the
             whole text. Searches over canvases take neither: their steps are those of the sampler.
         options: of the search, where it is given by name: `options={"reward": judge, "n": 16}`.
@@ -48,7 +48,7 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
         TypeError: as `generate`.
     """
     lm, options = model(lm), options_of(options)
-    chosen = explorer(by, **options) if isinstance(by, str) else by
+    chosen = SEARCHES.make(by, **options) if isinstance(by, str) else by
     if not isinstance(chosen, (Explorer, CanvasExplorer)):
         raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
     if not isinstance(by, str) and options:

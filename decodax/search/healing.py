@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import short
 from decodax.core.memory import power
 from decodax.core.mesh import on_mesh
@@ -171,6 +172,8 @@ class Healed:
     log_prob: np.ndarray
 
 
+@FUNCTIONS.register("search.heal", "Understanding and Mitigating Tokenization Bias in Language Models",
+                    "Phan et al. 2024", "the prompt's last tokens are drawn anew among all that cover its text")
 def heal(lm: LM | Any, prompts: str | Sequence[str], tokens: int = 1, temperature: float = 1.0,
          seed: int = 0) -> Healed:
     """Takes back the last tokens of prompts, and draws one of their covers by its probability.

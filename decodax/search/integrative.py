@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from decodax.common.registry import FUNCTIONS
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.core.window import Window, causal
@@ -66,6 +67,8 @@ class Integrated:
     samples: list[list[str]]
 
 
+@FUNCTIONS.register("search.integrate", "Integrative Decoding: Improve Factuality via Implicit Self-consistency",
+                    "Cheng et al. 2024", "one answer by the mean of rows, each with another sampled answer in front")
 def integrate(lm: LM | Any, prompts: Any, n: int = 8, *, template: Callable[[Any, str], Any] = behind_answer,
               samples: list[list[str]] | None = None, max_new_tokens: int = 64, temperature: float = 0.7,
               stop: Any = None, seed: int = 0, **options: Any) -> Integrated:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from decodax.common.arguments import whole
+from decodax.common.registry import FUNCTIONS
 from decodax.engine.methods import model
 from decodax.front.generate import generate
 from decodax.io.load import LM
@@ -35,6 +36,8 @@ class Run:
     halted: list[bool]
 
 
+@FUNCTIONS.register("search.lag_decode", "Autoregressive Large Language Models are Computationally Universal",
+                    "Schuurmans et al. 2024", "a text as a queue: read at the head, written at the tail")
 def lag_decode(lm: LM | Any, strings: Any, *, window: int, advance: int = 1, steps: int = 100, most: int = 8,
                end: int | Sequence[int] | None = None, halt: Halt | None = None, system: Any = (), seed: int = 0,
                **sampling: Any) -> Run:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from decodax.common.arguments import whole
+from decodax.common.registry import FUNCTIONS
 from decodax.engine.methods import model
 from decodax.io.load import LM
 from decodax.search.forks import Forks
@@ -67,6 +68,8 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+@FUNCTIONS.register("search.lattice_decode", "Massive-scale Decoding for Text Generation using Lattices",
+                    "Xu, Jonnalagadda and Durrett 2022", "very many texts in one lattice, with few model calls")
 def lattice_decode(lm: LM | Any, prompts: Any, *, calls: int = 256, k: int = 5, merge: str = "zip", suffix: int = 4,
                    gap: int = 5, length_penalty: float = 0.0, max_new_tokens: int = 32, rows: int = 4,
                    step_tokens: int = 8, eos_token_id: int | Sequence[int] | None = None, cache: Any = None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked, Score, scored
 from decodax.search.forks import Forks
 
@@ -22,6 +23,8 @@ def _likelihood(forks: Forks) -> np.ndarray:
     return forks.log_probs() / np.maximum(made, 1)
 
 
+@SEARCHES.register("with-tools", "Inference Scaling for Long-Context Retrieval Augmented Generation", "Yue et al. 2024",
+                   "a text that stops at a call, and goes on after its result (IterDRAG); one call of a text at a time")
 @dataclasses.dataclass(frozen=True)
 class WithTools(Explorer):
     """A text that stops at a call, and goes on with what it gave: interleaved retrieval (IterDRAG: Yue et al., 2024),
@@ -74,6 +77,9 @@ class WithTools(Explorer):
         return Ranked(score)
 
 
+@SEARCHES.register("trimr", "TrimR: Verifier-based Training-Free Thinking Compression for Efficient Test-Time Scaling",
+                   "Lin et al. 2025", "a verifier of yours ends thoughts that only say again what is known; of the "
+                   "paper the trigger for overthinking alone")
 @dataclasses.dataclass(frozen=True)
 class TrimR(Explorer):
     """Thinking that is cut short (Lin et al., 2025, TrimR): a verifier reads thoughts as they are written, and where it

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked, Score, log_mean, normal, resample, scored
 from decodax.search.forks import Forks
 
@@ -49,6 +50,9 @@ def _potentials(potential: Score, forks: Forks, asked: Sequence[Any], which: np.
     return value
 
 
+@SEARCHES.register("particle-filter", "A Probabilistic Inference Approach to Inference-Time Scaling of LLMs using "
+                   "Particle-Based Monte Carlo Methods", "Puri et al. 2025",
+                   "particles resampled by the odds of a process reward")
 @dataclasses.dataclass(frozen=True)
 class ParticleFilter(Explorer):
     """Particle filtering against a process reward model (Puri et al., 2025, "Rollout Roulette").
@@ -104,6 +108,8 @@ class ParticleFilter(Explorer):
         return Ranked(score, index, weights if self.increment else None)
 
 
+@SEARCHES.register("smc", "Sequential Monte Carlo Steering of Large Language Models", "Lew et al. 2023",
+                   "weighted samples of the model times a potential, with an estimate of how much that is")
 @dataclasses.dataclass(frozen=True)
 class SMC(Explorer):
     """Sequential Monte Carlo (Lew et al., 2023; twisted: Zhao et al., 2024): samples of the model's law times a
@@ -171,6 +177,8 @@ class SMC(Explorer):
                       index=np.where(np.isfinite(weight), value, -np.inf).argmax(1))
 
 
+@SEARCHES.register("smc-steering", "Sequential Monte Carlo Steering of Large Language Models", "Lew et al. 2023",
+                   "several copies of each particle try a step, and none is kept twice")
 @dataclasses.dataclass(frozen=True)
 class Steering(Explorer):
     """SMC steering (Lew et al., 2023): each of `n` particles has `factor` copies write the next step, and of all those

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked
 from decodax.search.forks import Forks
 
@@ -55,6 +56,9 @@ def _soft(x: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     return e / e.sum()
 
 
+@SEARCHES.register("phi-decoding",
+                   "phi-Decoding: Adaptive Foresight Sampling for Balanced Inference-Time Exploration and Exploitation",
+                   "Xu et al. 2025", "steps judged by how the model goes on from them")
 @dataclasses.dataclass(frozen=True)
 class PhiDecoding(Explorer):
     """phi-Decoding (Xu et al., 2025): adaptive foresight sampling.

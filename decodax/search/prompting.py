@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import FUNCTIONS
 from decodax.engine.methods import text_model
 from decodax.front.generate import generate
 
@@ -29,6 +30,9 @@ def summary(prompt: Any, answers: Sequence[str]) -> str:
     return f"{prompt}\nSeveral people answered:\n{listed}The answer on which most agree: "
 
 
+@FUNCTIONS.register("search.pedal",
+                    "PEDAL: Enhancing Greedy Decoding with Large Language Models using Diverse Exemplars",
+                    "Prabhu 2024", "greedy answers after different exemplars, of which the model makes one")
 def pedal(lm: Any, prompts: Any, exemplars: Sequence[str], n: int = 3, shots: int = 3, *,
           join: Callable[[Sequence[str], Any], str] = lambda shots, prompt: "\n\n".join([*shots, str(prompt)]),
           aggregate: Callable[[Any, Sequence[str]], str] = summary, seed: int = 0, **options: Any) -> Ensembled:
@@ -72,6 +76,8 @@ class Batched:
     prompts: int
 
 
+@FUNCTIONS.register("search.batch_prompt", "BatchPrompt: Accomplish more with less", "Lin et al. 2024",
+                    "many items in one prompt, asked again in other orders")
 def batch_prompt(lm: Any, items: Sequence[str], ask: Callable[[Sequence[str]], str],
                  read: Callable[[str, int], Sequence[tuple[Hashable | None, bool]]], *, size: int = 16,
                  rounds: int = 5, seed: int = 0, **options: Any) -> Batched:
@@ -126,6 +132,9 @@ class Sketched:
     sketches: list[str]
 
 
+@FUNCTIONS.register("search.sketch_guided", "Sketch-Guided Constrained Decoding for Boosting Blackbox Large Language "
+                    "Models without Logit Access", "Geng et al. 2024",
+                    "a black box sketches, a local model writes under a constraint")
 def sketch_guided(lm: Any, prompts: Any, sketch: Callable[[Any], str], *,
                   ask: Callable[[Any, str], str] = lambda prompt, sketch: f"{prompt}\nDraft: {sketch}\nFinal: ",
                   **constraint: Any) -> Sketched:

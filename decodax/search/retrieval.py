@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decodax.common.registry import SEARCHES
 from decodax.front.score import score
 from decodax.io.appended import appended
 from decodax.search.explorer import Explorer, Ranked, Score
@@ -22,6 +23,8 @@ NOTHING = "No relevant information found"
 """What a chain that leads nowhere ends with, in the paper's data."""
 
 
+@SEARCHES.register("corag", "Chain-of-Retrieval Augmented Generation", "Wang et al. 2025",
+                   "chains of questions and what a retriever finds, of which the best is looked for")
 @dataclasses.dataclass(frozen=True)
 class CoRAG(Explorer):
     """Chain-of-retrieval generation (Wang et al., 2025, CoRAG): a chain asks a question, is given what a retriever

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import struct
 from decodax.core.state import Status
 from decodax.core.stops import stop_strings
@@ -114,6 +115,8 @@ class SelfInfilled:
     tokens: int
 
 
+@FUNCTIONS.register("search.self_infill", "Self-Infilling Code Generation", "Zheng et al. 2023",
+                    "where the model is uncertain it writes the end first, and then what is missing")
 def self_infill(lm: LM | Any, prompts: Any, *, marks: Sequence[int | str], opening: str = "return",
                 stop: str | Sequence[str] = (), tau: float = 0.25, loops: int = 0, max_new_tokens: int = 128,
                 degenerate: Callable[[str], bool] | None = None, **sampling: Any) -> SelfInfilled:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked, Score, scored
 from decodax.search.forks import Forks
 
@@ -30,6 +31,9 @@ def repeats(text: str, length: int = 32, times: int = 8) -> bool:
     return len(text) >= length and text.count(text[-length:]) >= times
 
 
+@SEARCHES.register("treepo", "TreePO: Bridging the Gap of Policy Optimization and Efficacy and Inference Efficiency "
+                   "with Heuristic Tree-based Modeling", "Li et al. 2025",
+                   "a tree of segments that share their beginnings")
 @dataclasses.dataclass(frozen=True)
 class TreePO(Explorer):
     """Trees of segments (Li et al., 2025, TreePO): several texts of a prompt that share what they begin with.

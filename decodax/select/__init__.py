@@ -1,5 +1,8 @@
 """Choosing one of several answers: votes, rewards, minimum Bayes risk, comparisons."""
 
+from typing import Any
+
+from decodax.common.registry import SELECTS
 from decodax.select.best import BestOfN, Likelihood, QualityAware, allocate
 from decodax.select.candidates import Candidates, Choice, Rule
 from decodax.select.consensus import Asked, Corrected, EquilibriumRanking, equilibrium
@@ -11,12 +14,61 @@ from decodax.select.hierarchy import Hierarchy, best_expected, classify
 from decodax.select.mbr import MBR, AggregateMBR, LowRankMBR, PruningMBR
 from decodax.select.pairs import PairRanker
 from decodax.select.report import Alignment, Faithfulness, alignment, faithfulness
-from decodax.select.table import RULES, rule
 from decodax.select.utilities import chrf, exact, token_f1
 from decodax.select.vote import SelfConsistency
 
-__all__ = ["MBR", "RULES", "XMBR", "AggregateMBR", "Alignment", "Asked", "BestOfN", "CalibratedBestOfN", "Candidates",
-           "Choice", "Chosen", "Corrected", "EquilibriumRanking", "Faithfulness", "Hierarchy", "Likelihood",
-           "LowRankMBR", "PairRanker", "PruningMBR", "QualityAware", "Rule", "Sampled", "SelfConsistency", "alignment",
-           "allocate", "best_expected", "calibrated", "choose", "chrf", "classify", "coverage", "equilibrium", "exact",
-           "faithfulness", "first_finish", "insert", "pass_at_k", "resolve_edits", "rule", "token_f1"]
+__all__ = [
+    "MBR",
+    "XMBR",
+    "AggregateMBR",
+    "Alignment",
+    "Asked",
+    "BestOfN",
+    "CalibratedBestOfN",
+    "Candidates",
+    "Choice",
+    "Chosen",
+    "Corrected",
+    "EquilibriumRanking",
+    "Faithfulness",
+    "Hierarchy",
+    "Likelihood",
+    "LowRankMBR",
+    "PairRanker",
+    "PruningMBR",
+    "QualityAware",
+    "Rule",
+    "Sampled",
+    "SelfConsistency",
+    "alignment",
+    "allocate",
+    "best_expected",
+    "calibrated",
+    "choose",
+    "chrf",
+    "classify",
+    "coverage",
+    "equilibrium",
+    "exact",
+    "faithfulness",
+    "find",
+    "first_finish",
+    "insert",
+    "make",
+    "names",
+    "parse",
+    "pass_at_k",
+    "register",
+    "resolve_edits",
+    "token_f1",
+]
+
+find, make, names, parse, register = SELECTS.find, SELECTS.make, SELECTS.names, SELECTS.parse, SELECTS.register
+
+
+def __getattr__(name: str) -> Any:
+    return SELECTS.attribute(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *SELECTS.identifiers()})

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import FUNCTIONS, SELECTS
 from decodax.select.candidates import Candidates, Rule
 
 Reward = Callable[[Any, Sequence[str]], Any]
 """Scores `[n]` of texts that answer a prompt; the larger the better."""
 
 
+@SELECTS.register("best-of-n", "WebGPT", "Nakano et al. 2021", "the largest reward")
 @dataclasses.dataclass(frozen=True)
 class BestOfN(Rule):
     """The candidate with the largest reward (Nakano et al., 2021; Stiennon et al., 2020).
@@ -29,6 +31,7 @@ class BestOfN(Rule):
         return np.asarray(self.reward(candidates.prompt, candidates.texts), np.float64)
 
 
+@SELECTS.register("likelihood", "", "", "the largest mean log-probability, or sum")
 @dataclasses.dataclass(frozen=True)
 class Likelihood(Rule):
     """The candidate that the model finds most probable.
@@ -48,6 +51,8 @@ class Likelihood(Rule):
         return candidates.probable / np.maximum(candidates.lengths, 1) ** self.length_penalty
 
 
+@SELECTS.register("quality-aware", "Quality-Aware Decoding for Neural Machine Translation", "Fernandes et al. 2022",
+                  "the best by an estimate of quality, then another rule")
 @dataclasses.dataclass(frozen=True)
 class QualityAware(Rule):
     """Two stages: the best by an estimate of quality, and among them the choice of another rule (Fernandes et al.,
@@ -73,6 +78,8 @@ class QualityAware(Rule):
         return scores
 
 
+@FUNCTIONS.register("select.allocate", "Learning How Hard to Think: Input-Adaptive Allocation of LM Computation",
+                    "Damani et al. 2024", "how many samples each prompt gets, by given chances of success")
 def allocate(chances: Sequence[float], budget: int, least: int = 1, most: int | None = None) -> list[int]:
     """How many samples each prompt gets (Damani et al., 2024, adaptive best-of-k for rewards of 0 or 1).
 

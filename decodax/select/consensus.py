@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import SELECTS
 from decodax.front.score import score
 from decodax.io.load import LM
 from decodax.select.candidates import Candidates, Rule
@@ -57,6 +58,8 @@ def ask_discriminator(prompt: Any, text: str) -> str:
     return f"{prompt}\nProposed answer: {text.strip()}\nIs the proposed answer correct or incorrect? It is "
 
 
+@SELECTS.register("equilibrium-ranking", "The Consensus Game: Language Model Generation via Equilibrium Search",
+                  "Jacob et al. 2024", "what the model as a generator and as a judge of texts agree on")
 @dataclasses.dataclass(frozen=True)
 class EquilibriumRanking(Rule):
     """The candidate on which generator and discriminator agree (Jacob et al., 2024); see `equilibrium`.
@@ -115,6 +118,8 @@ def ask_which(prompt: Any, texts: Sequence[str]) -> str:
     return f"{prompt}\n{listed}The best of these answers, by what most of them say, is answer "
 
 
+@SELECTS.register("universal-self-consistency", "Universal Self-Consistency for Large Language Models",
+                  "Chen et al. 2023", "what a model names that sees all candidates")
 @dataclasses.dataclass(frozen=True)
 class Asked(Rule):
     """The candidate that a model names when it sees them all in one prompt (universal self-consistency: Chen et al.,
@@ -136,6 +141,9 @@ class Asked(Rule):
         return apart(found.sum, found.tokens)
 
 
+@SELECTS.register("local-normalization", "Local Normalization Distortion and the Thermodynamic Formalism of Decoding "
+                  "Strategies for Large Language Models", "Kempton and Burrell 2025",
+                  "a draw by what truncation took from each")
 @dataclasses.dataclass(frozen=True)
 class Corrected(Rule):
     """One candidate drawn by the weight that truncation took from it: local normalisation corrected (Kempton and

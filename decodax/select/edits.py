@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import FUNCTIONS
+
 EDIT = "<|diff|>"
 """What stands between two edits."""
 
@@ -51,6 +53,9 @@ def insert(program: str, edit: str) -> str:
     return "\n".join([*out, *lines[done:]])
 
 
+@FUNCTIONS.register("select.resolve_edits",
+                    "Training Language Models on Synthetic Edit Sequences Improves Code Synthesis",
+                    "Piterbarg et al. 2024", "the program that a sequence of edits makes")
 def resolve_edits(text: str, separator: str = EDIT, program: str = "", partial: bool = True) -> str:
     """The program that a sequence of edits makes.
 
@@ -72,6 +77,8 @@ def resolve_edits(text: str, separator: str = EDIT, program: str = "", partial: 
     return program
 
 
+@FUNCTIONS.register("select.pass_at_k", "Evaluating Large Language Models Trained on Code", "Chen et al. 2021",
+                    "the chance that one of k samples is right")
 def pass_at_k(samples: Any, right: Any, k: int) -> np.ndarray:
     """The chance that one of `k` samples is right, without bias from `n >= k` samples of which `c` are (Chen et al.,
     2021): `1 - C(n - c, k) / C(n, k)`.

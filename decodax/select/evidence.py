@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import SELECTS
 from decodax.engine.methods import text_model
 from decodax.front.generate import generate
 from decodax.select.best import Reward
@@ -40,6 +41,9 @@ class Sampled:
         return out.text
 
 
+@SELECTS.register("x-mbr",
+                  "When Life Gives You Samples: The Benefits of Scaling up Inference Compute for Multilingual LLMs",
+                  "Khairi et al. 2025", "minimum Bayes risk with evidence from other languages")
 @dataclasses.dataclass(frozen=True)
 class XMBR(Rule):
     """Minimum Bayes risk with evidence from other languages (X-MBR: Khairi et al., 2025): candidates are compared with
@@ -74,6 +78,9 @@ def calibrated(reward: Reward, references: Texts) -> Reward:
     return quantile
 
 
+@SELECTS.register("infalign-ctrl", "InfAlign: Inference-aware language model alignment", "Balashankar et al. 2024",
+                  "best of n by the reward's quantile among reference samples; the training of a policy on it is not "
+                  "included")
 @dataclasses.dataclass(frozen=True)
 class CalibratedBestOfN(Rule):
     """Best of N by a reward that is calibrated and made for it (Balashankar et al., 2024, InfAlign-CTRL): with the

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import FUNCTIONS
 from decodax.core.state import Status
 from decodax.engine.batch import Job
 from decodax.engine.methods import model
@@ -21,6 +22,9 @@ BURST = 32
 ENDED = (Status.EOS, Status.STOP)
 
 
+@FUNCTIONS.register("select.first_finish", "First Finish Search: Efficient Test-Time Scaling in Large Language Models",
+                    "Agarwal et al. 2025",
+                    "of several samples the one that ends first; `choose` calls it \"first-finish\"")
 def first_finish(lm: LM | str | os.PathLike[str], prompts: Any, n: int = 4,
                  **options: Any) -> tuple[list[Candidates], list[Choice]]:
     """Samples `n` answers to each prompt until one of them has ended by itself: an end of sequence or a stop string.

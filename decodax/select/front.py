@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from decodax.common.arguments import flag, options_of, whole
+from decodax.common.registry import SELECTS
 from decodax.common.struct import short
 from decodax.core.checks import instance
 from decodax.engine.methods import text_model
@@ -18,7 +19,6 @@ from decodax.front.generate import generate
 from decodax.io.load import LM
 from decodax.select.candidates import Candidates, Choice, Rule, candidates_of
 from decodax.select.finish import first_finish
-from decodax.select.table import rule
 
 FIRST = "first-finish"
 
@@ -55,7 +55,7 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
 
     Args:
         lm, prompts: as of `generate`.
-        by: a rule, or the name of one (`decodax.select.RULES`); or "first-finish", which stops as soon as one of the
+        by: a rule, or the name of one (`decodax.select.names()`); or "first-finish", which stops as soon as one of the
             samples has ended.
         n: samples of each prompt.
         greedy: whether the answer at temperature 0 stands among the candidates, as the first of `n` (hedged sampling).
@@ -76,7 +76,7 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
             raise ValueError("by: 'first-finish' takes neither greedy nor options")
         candidates, choices = first_finish(lm, prompts, n, **sampling)
         return _chosen(candidates, choices)
-    chooser = rule(by, **options) if isinstance(by, str) else by
+    chooser = SELECTS.make(by, **options) if isinstance(by, str) else by
     if not isinstance(chooser, Rule):
         raise TypeError(f"by: got {type(chooser).__name__}, takes a rule or the name of one")
     if not isinstance(by, str) and options:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import FUNCTIONS
 from decodax.front.score import score
 from decodax.io.load import LM
 from decodax.select.consensus import apart
@@ -123,6 +124,8 @@ class Hierarchy:
         return out
 
 
+@FUNCTIONS.register("select.classify", "To Each Metric Its Decoding: Post-Hoc Optimal Decision Rules of Probabilistic "
+                    "Hierarchical Classifiers", "Plaud et al. 2025", "the class that makes hierarchical F-beta largest")
 def classify(lm: LM, prompts: Sequence[str], tree: Hierarchy, *, beta: float = 1.0,
              ask: Callable[[str], str] = str) -> tuple[list[str], np.ndarray]:
     """The class of each text in a tree of classes, by the decision that makes hierarchical F-beta largest.

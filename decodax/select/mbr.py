@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from decodax.common.registry import SELECTS
 from decodax.select.candidates import Candidates, Rule
 from decodax.select.utilities import chrf, f_score, ngrams
 
@@ -20,6 +21,8 @@ Utility = Callable[[Sequence[str], Sequence[str]], np.ndarray]
 """`f64[n, m]`: how good each of `n` hypotheses is if one of `m` references is true."""
 
 
+@SELECTS.register("mbr", "Is MAP Decoding All You Need?", "Eikema and Aziz 2020",
+                  "the largest mean utility against all samples")
 @dataclasses.dataclass(frozen=True)
 class MBR(Rule):
     """The candidate with the largest mean utility against all of them.
@@ -57,6 +60,8 @@ class MBR(Rule):
         return p / p.sum()
 
 
+@SELECTS.register("aggregate-mbr", "Linear-time Minimum Bayes Risk Decoding with Reference Aggregation",
+                  "Vamvas and Sennrich 2024", "chrF against one reference made of all samples")
 @dataclasses.dataclass(frozen=True)
 class AggregateMBR(Rule):
     """MBR with one reference made of all: chrF against the mean of their n-grams (DeNero et al., 2009; Vamvas and
@@ -82,6 +87,8 @@ class AggregateMBR(Rule):
         return np.array([f_score(grams, mean) for grams in each])
 
 
+@SELECTS.register("pruning-mbr", "Faster Minimum Bayes Risk Decoding with Confidence-based Pruning",
+                  "Cheng and Vlachos 2023", "candidates are dropped as references are added")
 @dataclasses.dataclass(frozen=True)
 class PruningMBR(MBR):
     """MBR that drops candidates early (Cheng and Vlachos, 2023): with more and more references, those stay that are at
@@ -123,6 +130,8 @@ class PruningMBR(MBR):
         return scores
 
 
+@SELECTS.register("low-rank-mbr", "Efficient Minimum Bayes Risk Decoding using Low-Rank Matrix Completion",
+                  "Trabelsi et al. 2024", "a part of the utilities, and the rest by a matrix of low rank")
 @dataclasses.dataclass(frozen=True)
 class LowRankMBR(MBR):
     """MBR of which a part of the utilities is computed and the rest filled in by a matrix of low rank (Trabelsi et al.,

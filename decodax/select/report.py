@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import short
 from decodax.front.score import score
 from decodax.io.load import LM
@@ -35,6 +36,8 @@ class Alignment:
                 f"{self.mean:.3f}")
 
 
+@FUNCTIONS.register("select.alignment", "Language Model Decoding as Likelihood-Utility Alignment",
+                    "Josifoski et al. 2023", "whether what the model finds likely is good")
 def alignment(candidates: Sequence[Candidates], utility: Callable[[Any, Sequence[str]], Any],
               per_token: bool = False) -> Alignment:
     """Whether what the model finds likely is good (Josifoski et al., 2023, likelihood-utility alignment).
@@ -106,6 +109,8 @@ class Faithfulness:
                 f"{self.area:.2f}")
 
 
+@FUNCTIONS.register("select.faithfulness", "Measuring Faithfulness in Chain-of-Thought Reasoning", "Lanham et al. 2023",
+                    "whether answers rest on their rationales")
 def faithfulness(lm: LM, problems: Sequence[tuple[str, str, Sequence[str]]],
                  shares: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0), *, join: str = "") -> Faithfulness:
     """Whether answers rest on their rationales (early answering: Lanham et al., 2023): the rationale is cut short, at a

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from decodax.common.registry import SELECTS
 from decodax.select.candidates import Candidates, Rule
 
 Weight = Literal["count", "probability", "normalized"]
@@ -18,6 +19,8 @@ def stripped(text: str) -> str | None:
     return text.strip() or None
 
 
+@SELECTS.register("self-consistency", "Self-Consistency Improves Chain of Thought Reasoning", "Wang et al. 2022",
+                  "the answer that most samples give")
 @dataclasses.dataclass(frozen=True)
 class SelfConsistency(Rule):
     """The answer that most candidates give (Wang et al., 2022); of its candidates the most probable.

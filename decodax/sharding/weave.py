@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
+from decodax.common.registry import FUNCTIONS
 from decodax.core.mesh import auto_region
 from decodax.core.round import step
 from decodax.core.state import State
@@ -32,6 +33,9 @@ from decodax.sharding.lanes import divisible
 from decodax.sharding.place import DATA
 
 
+@FUNCTIONS.register("weave", "TokenWeave: Efficient Compute-Communication Overlap for Distributed LLM Inference",
+                    "Gond, Kwatra and Ramjee 2025",
+                    "two halves of a batch, one of which computes while the other sends")
 def weave(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
           mesh: Mesh) -> State:
     """`run` with two halves of the rows in each round. Call it under `jax.jit` with everything placed on the mesh.

@@ -81,7 +81,7 @@ def fit_attention_predictor(lm: Any, texts: Sequence[Sequence[int]], steps: int 
         channels: of the two convolutions. seed: of weights and drawing. progress: shows a progress bar.
 
     Returns:
-        What `decodax.kv("attention-predictor", net=...)` takes.
+        What `decodax.caches.make("attention-predictor", net=...)` takes.
 
     Raises:
         ValueError: no texts, or one in which there is nothing to choose from.

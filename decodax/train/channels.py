@@ -94,7 +94,7 @@ def fit_channels(lm: Any, probes: Sequence[Probe], ratio: float = 0.7, align: in
         steps, rates: of both stages. penalty: of the first. sinks, recent: tokens that keep all channels.
 
     Returns:
-        What `decodax.kv("leank", channels=...)` takes.
+        What `decodax.caches.make("leank", channels=...)` takes.
 
     Raises:
         ValueError: no texts, layers of different shapes, or a number out of its range.

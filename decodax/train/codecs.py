@@ -107,7 +107,7 @@ def fit_codebooks(lm: Any, texts: Sequence[Sequence[int]], channels: int = 4, bi
         bits: of a group. loops: of k-means, fewer where nothing moves any more.
 
     Returns:
-        What `decodax.kv("cq", codebooks=...)` takes.
+        What `decodax.caches.make("cq", codebooks=...)` takes.
     """
     if channels < 1 or not 1 <= bits <= 16:
         raise ValueError(f"channels, bits: got {channels} and {bits}, takes 1 or more, and 1 to 16")
@@ -162,7 +162,7 @@ def fit_features(lm: Any, texts: Sequence[Sequence[int]], keys: float | int = 0.
         keys, values: features of a token, a number of them or (below 1) a share of the channels of all heads.
 
     Returns:
-        What `decodax.kv("cskv", features=...)` takes.
+        What `decodax.caches.make("cskv", features=...)` takes.
     """
     made: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     for own in observed(lm, texts, params):
@@ -180,7 +180,7 @@ def fit_order(lm: Any, texts: Sequence[Sequence[int]], heads: int = 4, params: A
     transform of `heads` heads together.
 
     Returns:
-        What `decodax.kv("rotatekv", order=...)` takes.
+        What `decodax.caches.make("rotatekv", order=...)` takes.
     """
     model, _ = network_of(lm)
     return Constant(np.stack([_order(own, shape, heads) for own, shape in

@@ -77,7 +77,7 @@ def fit_kv_prediction(lm: Any, auxiliary: Any, texts: Sequence[Sequence[int]], l
             token of a model that attends to nothing else.
 
     Returns:
-        What `decodax.kv("kv-prediction", maps=...)` takes.
+        What `decodax.caches.make("kv-prediction", maps=...)` takes.
 
     Raises:
         ValueError: no texts, models that do not go together, or layers that there are none of.
@@ -102,7 +102,8 @@ def train_kv_prediction(lm: Any, auxiliary: Any, texts: Sequence[Sequence[int]],
         progress: shows a progress bar.
 
     Returns:
-        The maps, and `auxiliary` with new weights: what `decodax.kv("kv-prediction", maps=..., auxiliary=...)` takes.
+        The maps, and `auxiliary` with new weights: what `decodax.caches.make("kv-prediction", maps=...,
+                                                                              auxiliary=...)` takes.
 
     Raises:
         ValueError: as `fit_kv_prediction`, no steps, or an auxiliary model whose weights are no floating point numbers.

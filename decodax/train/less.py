@@ -141,7 +141,7 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], sinks: int = 4, recent: in
         progress: shows a progress bar.
 
     Returns:
-        What `decodax.kv("less", kernels=...)` takes.
+        What `decodax.caches.make("less", kernels=...)` takes.
 
     Raises:
         ValueError: no texts, one that is not longer than the window, a number out of its range, or layers of different

@@ -55,7 +55,7 @@ def fit_predictors(lm: Any, texts: Sequence[Sequence[int]], damping: float = 1e-
         grid, first: `[16, 2]` and `[256, 2]` pairs; None: `gaussian_pairs`.
 
     Returns:
-        What `decodax.kv("aqua-kv", predictors=...)` takes.
+        What `decodax.caches.make("aqua-kv", predictors=...)` takes.
 
     Raises:
         ValueError: layers of different shapes.

@@ -41,7 +41,7 @@ def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tup
         lm: what `decodax.load` gave, or a `Model` with its `params`.
 
     Returns:
-        `[L][G]`, which add up to 1: what `decodax.kv("headkv", heads=...)` takes.
+        `[L][G]`, which add up to 1: what `decodax.caches.make("headkv", heads=...)` takes.
 
     Raises:
         ValueError: no probes, or one whose answer lies outside of its text.
@@ -72,7 +72,7 @@ def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sink
             tokens, which every layer keeps beside the last one.
 
     Returns:
-        `[L]`, `share` in the mean: what `decodax.kv("prefixkv", layers=...)` takes.
+        `[L]`, `share` in the mean: what `decodax.caches.make("prefixkv", layers=...)` takes.
 
     Raises:
         ValueError: no texts, one that is too short, or a share out of its range.

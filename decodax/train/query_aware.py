@@ -64,7 +64,7 @@ def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, di
         loops: of k-means, fewer where nothing moves.
 
     Returns:
-        What `decodax.kv("a2ats", books=...)` takes.
+        What `decodax.caches.make("a2ats", books=...)` takes.
 
     Raises:
         ValueError: no texts, an empty one, or numbers below 1.

@@ -104,7 +104,7 @@ def fit_token_butler(lm: Any, texts: Sequence[Sequence[int]], steps: int = 1000,
         progress: shows a progress bar.
 
     Returns:
-        What `decodax.kv("token-butler", butler=...)` takes.
+        What `decodax.caches.make("token-butler", butler=...)` takes.
 
     Raises:
         ValueError: no texts, texts of different lengths, or numbers out of their range.

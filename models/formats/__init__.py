@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import Any
 
 import jax
 
+from decodax.common import registry
 from decodax.models.formats.format import Format, ModelFormat, kernels
 from decodax.models.formats.glvq import GLVQ, Lattice
 from decodax.models.formats.integers import InputsRotated, Integers, Static
@@ -20,6 +22,25 @@ from decodax.models.packed import Packed
 
 __all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Int4", "Int8", "ModelFormat",
            "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack", "read_format"]
+
+for _name, _make, *_paper in (
+        ("int8", Int8, "", "", "8-bit integers with one scale for each output"),
+        ("int4", Int4, "", "", "4-bit integers with one scale for each group of inputs"),
+        ("fp8", Float8, "", "", "8-bit floats (e4m3fn) with one scale for each output"),
+        ("bfloat16", functools.partial(Floats, "bfloat16"), "", "", "bfloat16 weights, activations of any dtype"),
+        ("float16", functools.partial(Floats, "float16"), "", "", "float16 weights, activations of any dtype"),
+        ("float32", functools.partial(Floats, "float32"), "", "", "float32 weights, activations of any dtype"),
+        ("qserve", QServe, "QServe: W4A8KV4 Quantization and System Co-design for Efficient LLM Serving",
+         "Lin et al. 2024", "4-bit weights and 8-bit activations"),
+        ("squeezellm", SqueezeLLM, "SqueezeLLM: Dense-and-Sparse Quantization", "Kim et al. 2023",
+         "indices into tables of values, and the outliers as they are; takes data"),
+        ("glvq", GLVQ, "Learning Grouped Lattice Vector Quantizers for Low-Bit LLM Compression", "Zhang et al. 2025",
+         "points of lattices learned for each group of inputs; takes data"),
+        ("r-sparse", RSparse, "R-Sparse: Rank-Aware Activation Sparsity for Efficient LLM Inference",
+         "Zhang et al. 2025", "small inputs go through a product of low rank; takes data"),
+        ("quamba2", Quamba2, "Quamba2: A Robust and Scalable Post-training Quantization Framework for Selective State "
+         "Space Models", "Chiang et al. 2025", "a Mamba-2 in few bits; takes data")):
+    registry.FORMATS.register(_name, *_paper, family="formats")(_make)
 
 FORMATS: dict[str, Format] = {
     "int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"), "float16": Floats("float16"),

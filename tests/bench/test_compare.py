@@ -10,9 +10,9 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.autoregressive import Autoregressive
-from decodax.algorithms.entries import SYSTEMS, System
 from decodax.bench import compare, tasks
 from decodax.cli import commands as cli
+from decodax.common.registry import ALGORITHMS, Entry
 from decodax.core.state import Status
 from decodax.engine.result import Result, Statistics
 from scripts.pycode_data import load_corpus
@@ -201,19 +201,8 @@ def test_the_plot_has_both_panels_and_a_mark_for_each_cell(calls: list[Any], tmp
 
 # the command line
 
-def test_systems_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["systems"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["name", "paper", "guarantee", "needs"]
-    assert [line.split()[0] for line in lines[1:]] == list(SYSTEMS)
-    assert cli.main(["systems", "--family", "parallel-jacobi", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert {entry["family"] for entry in report} == {"parallel-jacobi"}
-    assert {"name", "title", "authors", "guarantee", "needs", "summary", "options"} <= set(report[0])
-
-
 @pytest.mark.parametrize(("args", "message"), [
-    (["systems", "--family", "trees"], "--family: got 'trees', takes one of"),
+    (["list", "--family", "trees"], "--family: got 'trees', takes one of"),
     (["compare", "promt-lookup"], "prompt-lookup"),
     (["compare", "prompt-lookup:lenth=3"], "takes no option lenth; takes length"),
     (["compare", "prompt-lookup:3"], "takes NAME:OPTION=VALUE"),
@@ -268,8 +257,8 @@ def test_a_system_that_depends_on_the_batch_size_is_made_for_each(monkeypatch: p
     def make(batch: int = 1, length: int = 2) -> Any:
         return batch, length
 
-    entry = System("sized", "", "", "", "seed-exact", "nothing", make, "")
-    monkeypatch.setitem(SYSTEMS, "sized", entry)
+    entry = Entry("algorithms", "sized", make, "", "", "", guarantee="seed-exact")
+    monkeypatch.setitem(ALGORITHMS, "sized", entry)
     contender: Any = cli._contender("sized", {"length": 3}, LM, None)
     assert contender(8) == (8, 3)
     assert cli._contender("sized", {"batch": 4}, LM, None) == (4, 2)

@@ -17,7 +17,6 @@ from decodax.algorithms.speculative.drafts import DraftModel, PromptLookup
 from decodax.algorithms.speculative.trees import Fixed
 from decodax.cache.packed_heads import SEGMENT, pack, segment_attention, segments_of, unpack
 from decodax.caches import (
-    POLICIES,
     AttentionNet,
     Codebooks,
     Constant,
@@ -27,8 +26,7 @@ from decodax.caches import (
     KVMaps,
     LessKernels,
     Predictors,
-    cache_policy,
-    kv,
+    make,
 )
 from decodax.caches.bounded.less import LayerKernels
 from decodax.caches.evict.evicting import Eviction
@@ -36,6 +34,7 @@ from decodax.caches.evict.key_scores import KeyNorm, LagRelative
 from decodax.caches.evict.query_scores import WindowAttention
 from decodax.caches.evict.selection import AdaptiveHeads, Top
 from decodax.caches.prefill.propagation import Decoupled
+from decodax.common.registry import CACHES
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
@@ -138,7 +137,7 @@ IN_PARTS = {"streaming-llm", "adakv", "adaptive-expected-attention", "criticalkv
             "minference", "hyper-attention", "freqkv", "less", "clusterkv", "louiskv", "kv-prediction", "token-butler",
             "attention-predictor", "specpv", "act-qkv", "a2ats"}
 """What keeps or reads a text in parts of its own, whose sums are added in another order than those of a dense cache."""
-EXACT = {name for name in OPTIONS if POLICIES[name].effect == "exact"}
+EXACT = {name for name in OPTIONS if CACHES[name].effect == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
 
@@ -158,13 +157,13 @@ TREES = FirstRows(DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))
 
 
 def test_every_policy_of_the_table_is_here() -> None:
-    assert OPTIONS.keys() == POLICIES.keys()
+    assert OPTIONS.keys() == CACHES.keys()
 
 
 @functools.cache
 def run(name: str, algorithm: Any = None, rows: tuple[int, ...] = (0, 1, 2), chunk: int = 512, **more: Any) -> Any:
     lm, name = (DEEP if name in DEEPER or name == "dense, deep" else SMALL), name.removesuffix(", deep")
-    cache = None if name == "dense" else kv(name, **{**OPTIONS[name], **more})
+    cache = None if name == "dense" else make(name, **{**OPTIONS[name], **more})
     return dx.generate(lm, [PROMPTS[i] for i in rows], cache=cache, request_ids=rows, algorithm=algorithm, seed=5,
                        max_new_tokens=20, temperature=[[0.0, 0.9, 0.0][i] for i in rows], logprobs=0, chunk=chunk)
 
@@ -215,7 +214,7 @@ def test_so_do_trees(name: str) -> None:
 @pytest.mark.parametrize("name", ["recycled-attention", "h2o", "sentence-kv", "louiskv", "gear"])
 def test_so_do_drafts_on_another_cache(name: str) -> None:
     """What a policy asks of an entry beyond keys and values goes along beside the cache that drafts read."""
-    drafted = run(name, dx.system("magicdec", SMALL, budget=14))
+    drafted = run(name, dx.algorithms.make("magicdec", SMALL, budget=14))
     assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
 
 
@@ -243,7 +242,7 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
             **{codec: {"residual": 200} for codec in (
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
         name, {"budget": 200})
-    everything = kv(name, **{**OPTIONS[name], **wide})
+    everything = make(name, **{**OPTIONS[name], **wide})
     out, drafted = (dx.generate(DEEP if name in DEEPER else SMALL, PROMPTS, cache=everything, algorithm=algorithm,
                                 seed=5, temperature=[0.0, 0.9, 0.0], max_new_tokens=20, logprobs=0)
                     for algorithm in (None, LOOKUP))
@@ -270,10 +269,11 @@ def arrays(kind: Eviction, new: int = 20) -> Evicting:
 
 
 @pytest.mark.parametrize("name", [name for name, given in OPTIONS.items()
-                                  if isinstance(given.get("budget"), int) and isinstance(kv(name, **given), Eviction)])
+                                  if isinstance(given.get("budget"), int) and isinstance(make(name, **given),
+                                                                                         Eviction)])
 def test_memory_is_that_of_the_budget(name: str) -> None:
     """And of the tokens to come, or of those between two choices; whatever the length of the prompt."""
-    kind = kv(name, **OPTIONS[name])
+    kind = make(name, **OPTIONS[name])
     assert isinstance(kind, Eviction)
     slots = [x.shape[1] * x.shape[2] / 2 for i, x in enumerate(arrays(kind).kv) if i not in kind.skip]
     packed = SEGMENT - 1 if name in ("adakv", "criticalkv", "headkv") else 0
@@ -306,7 +306,7 @@ def test_heads_of_any_lengths_share_memory_and_are_attended_to() -> None:
             assert lse[b, w, h] < -1e29 and not out[b, w, h].any()
 
 
-SIZED = [name for name, policy in POLICIES.items() if "budget" in policy.options]
+SIZED = [name for name, policy in CACHES.items() if "budget" in policy.options]
 LENGTH, LEFT = 40, 12       # of a prompt, and how many tokens of it are to stay
 BYTES = LEFT * sum(2 * (4 * 8 + 4) for _ in range(2))       # of two layers of two heads
 READING = ("a2ats", "token-butler")     # all tokens stay, and each query reads so many
@@ -315,8 +315,8 @@ UNEVEN = ("pyramidkv",)     # the paper divides tokens among layers as its autho
 
 def sized(name: str, budget: Any) -> Any:
     """A policy whose layers all evict."""
-    every = {"skip": ()} if "skip" in POLICIES[name].options and name != "critiprefill" else {}
-    return kv(name, **OPTIONS[name] | every | {"budget": budget})
+    every = {"skip": ()} if "skip" in CACHES[name].options and name != "critiprefill" else {}
+    return make(name, **OPTIONS[name] | every | {"budget": budget})
 
 
 def refusal(name: str, budget: Any) -> str | None:
@@ -381,7 +381,7 @@ def test_half_of_what_h2o_keeps_are_the_latest_tokens(budget: Any) -> None:
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "knorm"])
 def test_a_budget_in_bytes_holds_for_a_row(name: str) -> None:
     given = {"adakv": dict(window=4, most=1.0), "snapkv": dict(window=4), "knorm": dict(skip=())}[name]
-    job = Job.begin(Request.read(DEEP, PROMPTS[:2], cache=kv(name, budget="1.5kB", **given), max_new_tokens=4))
+    job = Job.begin(Request.read(DEEP, PROMPTS[:2], cache=make(name, budget="1.5kB", **given), max_new_tokens=4))
     each = 4 * job.state.cache.kv[0].shape[-1] + 4
     held = sum(np.asarray(count) for count in job.state.cache.count).sum(-1)[:2] * each
     assert 1500 - 2 * 2 * each < held[0] <= 1500
@@ -389,7 +389,7 @@ def test_a_budget_in_bytes_holds_for_a_row(name: str) -> None:
 
 @pytest.mark.wide
 def test_long_texts_stay_within_the_budget() -> None:
-    job = Job.begin(Request.read(SMALL, PROMPTS[:2], cache=kv("h2o", budget=20, every=10), max_new_tokens=180))
+    job = Job.begin(Request.read(SMALL, PROMPTS[:2], cache=make("h2o", budget=20, every=10), max_new_tokens=180))
     slots = [x.shape[1] for x in job.state.cache.kv]
     while job.running:
         job.advance(None, rounds=1)
@@ -412,26 +412,28 @@ def test_samples_and_a_mixed_batch_go_their_own_ways() -> None:
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     for expected, wrong in (
             (r"^cache: unknown name 'snapvk'; near ones: snapkv", lambda: run_with("snapvk")),
-            (r"^kv: 'snapkv' takes no option 'windw'; takes budget=2048", lambda: kv("snapkv", windw=3)),
+            (r"^kv: 'snapkv' takes no option 'windw'; takes budget=2048", lambda: make("snapkv", windw=3)),
             (r"^snapkv:windw=3: takes no option windw", lambda: run_with("snapkv:windw=3")),
-            (r"^budget: got 0, takes a number of tokens from 1, a share", lambda: kv("snapkv", budget=0)),
-            (r"^budget: got 1.0, takes", lambda: kv("knorm", budget=1.0)),
-            (r"^budget: got '1XB', takes a number of tokens .* or bytes as", lambda: kv("snapkv", budget="1XB")),
-            (r"^budget: got '1MB', takes a number of tokens", lambda: kv("headkv", heads=((1.0,),), budget="1MB")),
-            (r"^budget: got '1MB', takes a number of tokens from 1", lambda: kv("quest", budget="1MB")),
+            (r"^budget: got 0, takes a number of tokens from 1, a share", lambda: make("snapkv", budget=0)),
+            (r"^budget: got 1.0, takes", lambda: make("knorm", budget=1.0)),
+            (r"^budget: got '1XB', takes a number of tokens .* or bytes as", lambda: make("snapkv", budget="1XB")),
+            (r"^budget: got '1MB', takes a number of tokens", lambda: make("headkv", heads=((1.0,),), budget="1MB")),
+            (r"^budget: got '1MB', takes a number of tokens from 1", lambda: make("quest", budget="1MB")),
             (r"^budget: got 300B, 2 tokens of this model, takes more than the 4", lambda: arrays(
-                kv("snapkv", budget="300B", window=4))),        # type: ignore[arg-type]
-            (r"^budget: got 32, takes more than the 32 tokens that snapkv keeps", lambda: kv("snapkv", budget=32)),
-            (r"^every: got 0, takes 1 or more", lambda: kv("h2o", every=0)),
-            (r"^offload: got 'no', takes True or False", lambda: dx.caches.read("quest:offload=no")),
+                make("snapkv", budget="300B", window=4))),        # type: ignore[arg-type]
+            (r"^budget: got 32, takes more than the 32 tokens that snapkv keeps", lambda: make("snapkv", budget=32)),
+            (r"^every: got 0, takes 1 or more", lambda: make("h2o", every=0)),
+            (r"^offload: got 'no', takes True or False", lambda: CACHES.read("quest:offload=no").build()),
             (r"^every: got 4; eviction chooses once", lambda: Eviction(Top(KeyNorm()), 8, 4, close_up=True)),
             (r"^budget: got one for each of 3 layers, the model has 2", lambda: arrays(
                 Eviction(Top(KeyNorm()), (8, 8, 8)))),
             (r"^window: got 0", lambda: WindowAttention(0)), (r"^kernel: got 4", lambda: WindowAttention(8, 4)),
             (r"^floor: got 2", lambda: AdaptiveHeads(KeyNorm(), 2)),
             (r"^sinks, lag: got 4 and 1", lambda: LagRelative(4, 1)),
-            (r"^policy: the name 'h2o' is taken by decodax.caches.evict.policies", lambda: cache_policy("h2o")(kv)),
-            (r"^policy 'x': effect: got 'none'", lambda: cache_policy("x", effect="none"))):      # type: ignore[arg-type]
+            (r"^register: the name 'h2o' of .* is taken by decodax.caches.evict.policies",
+             lambda: CACHES.register("h2o")(make)),
+            (r"^register 'x': guarantee: got 'none'",
+             lambda: CACHES.register("x", guarantee="none"))):      # type: ignore[arg-type]
         with pytest.raises(ValueError, match=expected):
             wrong()
 
@@ -439,7 +441,8 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
 @pytest.mark.parametrize("name", ["act-qkv", "token-butler"])
 def test_what_stands_beside_no_other_cache_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=r"^cache: got \w+, which stands beside no other cache, and drafts read one"):
-        dx.generate(DEEP, PROMPTS, cache=kv(name, **OPTIONS[name]), algorithm=dx.system("magicdec", DEEP, budget=14),
+        dx.generate(DEEP, PROMPTS, cache=make(name, **OPTIONS[name]), algorithm=dx.algorithms.make("magicdec", DEEP,
+                                                                                                   budget=14),
                     max_new_tokens=2)
 
 
@@ -453,8 +456,9 @@ def test_scores_of_queries_refuse_a_soft_cap() -> None:
     capped = dataclasses.replace(MODEL.config, attention_softcap=5.0)
     lm = dataclasses.replace(SMALL, model=Transformer(capped))
     with pytest.raises(ValueError, match=r"^cache: h2o scores tokens by queries and keys alone; takes a model without"):
-        dx.generate(lm, PROMPTS[:1], cache=kv("h2o", budget=20), max_new_tokens=2)
-    assert dx.generate(lm, PROMPTS[:1], cache=kv("knorm", budget=20, skip=()), max_new_tokens=2).lengths.tolist() == [2]
+        dx.generate(lm, PROMPTS[:1], cache=make("h2o", budget=20), max_new_tokens=2)
+    assert dx.generate(lm, PROMPTS[:1], cache=make("knorm", budget=20, skip=()),
+                       max_new_tokens=2).lengths.tolist() == [2]
 
 
 @pytest.mark.matrix
@@ -473,7 +477,7 @@ def test_the_guide_to_caches_runs_and_names_every_policy() -> None:
     run_file(DOCS / "caches.md")
     listed = {line.split("`")[1] for line in (DOCS / "caches.md").read_text().splitlines()
               if line.startswith("| `") and ":" not in line.split("`")[1]}
-    assert listed == POLICIES.keys()
+    assert listed == CACHES.keys()
 
 
 @pytest.mark.matrix
@@ -489,4 +493,5 @@ def test_the_benchmark_prints_a_table(capsys: pytest.CaptureFixture[str], monkey
 def test_a_method_that_needs_more_of_a_cache_is_refused() -> None:
     model = dx.load("tasks-diffusion")
     with pytest.raises(ValueError, match=r"needs one that supports .*subsets.*, which Evicting does not"):
-        dx.generate(model, "sort 3 1 2", cache="snapkv", algorithm=dx.system("fast-dllm", model), max_new_tokens=8)
+        dx.generate(model, "sort 3 1 2", cache="snapkv", algorithm=dx.algorithms.make("fast-dllm", model),
+                    max_new_tokens=8)

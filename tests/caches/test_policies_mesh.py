@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import decodax as dx
-from decodax.caches import blended, edited, kv, read_prefix
+from decodax.caches import blended, edited, make, read_prefix
 from decodax.caches.prefix.repairing import HighDeviation
 from decodax.io.load import LM
 from tests.caches.test_policies import DEEP, DEEPER, LOOKUP, MODEL, OPTIONS, PROMPTS, SMALL
@@ -25,7 +25,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(name: str, kind: AxisType) -> Non
     lm = DEEP if name in DEEPER else SMALL
     spread = dataclasses.replace(lm, params=jax.device_put(lm.params, lm.model.shardings(mesh)), mesh=mesh)
     prompts = [*PROMPTS, PROMPTS[0][:30]]
-    out, alone = (dx.generate(lm, prompts, cache=kv(name, **OPTIONS[name]), max_new_tokens=16, algorithm=LOOKUP)
+    out, alone = (dx.generate(lm, prompts, cache=make(name, **OPTIONS[name]), max_new_tokens=16, algorithm=LOOKUP)
                   for lm in (spread, lm))
     assert out.tokens.tolist() == alone.tokens.tolist()
 
@@ -34,7 +34,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(name: str, kind: AxisType) -> Non
 def test_so_it_does_with_pages_in_the_memory_of_each_host(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     spread = dataclasses.replace(SMALL, params=jax.device_put(SMALL.params, MODEL.shardings(mesh)), mesh=mesh)
-    cache = kv("quest", **OPTIONS["quest"], offload=True)
+    cache = make("quest", **OPTIONS["quest"], offload=True)
     out, alone = (dx.generate(lm, PROMPTS[:2], cache=cache, max_new_tokens=8, algorithm=LOOKUP, num_samples=samples)
                   for lm, samples in ((spread, 2), (SMALL, 2)))
     assert out.tokens.tolist() == alone.tokens.tolist()
@@ -48,7 +48,7 @@ def test_texts_are_read_edited_put_together_and_brought_there(kind: AxisType) ->
     def answers(lm: LM) -> list[list[list[int]]]:
         one, other = (read_prefix(lm, text) for text in PROMPTS[:2])
         both = blended(lm, [edited(lm, one, 3, 5, [7, 7, 7]), other], recompute=0.3, score="kvshare")
-        caches = None, kv("kivi", **OPTIONS["kivi"]), HighDeviation(tokens=2)
+        caches = None, make("kivi", **OPTIONS["kivi"]), HighDeviation(tokens=2)
         return [dx.generate(lm, [[3, 1], [2]], context=both, cache=cache, max_new_tokens=6).tokens.tolist()
                 for cache in caches]
 

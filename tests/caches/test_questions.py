@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import kv
+from decodax import caches
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from tests.caches.test_policies import DEEP, LOOKUP, PROMPTS
@@ -16,7 +16,7 @@ from tests.matrix import often
 
 QUESTIONS = [[3, 1, 4, 1], [5, 9], [2, 6, 5, 3, 5, 8, 9]]
 SAMPLED: dict[str, Any] = dict(max_new_tokens=16, temperature=[0.0, 0.9, 0.0], seed=5)
-MAGIC = dx.system("magicdec", DEEP, budget=14)
+MAGIC = dx.algorithms.make("magicdec", DEEP, budget=14)
 
 
 @pytest.mark.wide
@@ -56,7 +56,7 @@ def test_drafts_on_another_cache_see_the_context_alone_as_well() -> None:
 
 @pytest.mark.matrix
 def test_a_context_that_is_the_same_is_read_once() -> None:
-    job = Job.begin(Request.read(DEEP, QUESTIONS, context=PROMPTS[0], cache=kv("snapkv", budget=14, window=4)))
+    job = Job.begin(Request.read(DEEP, QUESTIONS, context=PROMPTS[0], cache=caches.make("snapkv", budget=14, window=4)))
     cache = job.state.cache
     kept = [np.asarray(x)[:3, :, :14] for x in cache.positions]
     assert all((x[0] == x[1]).all() and (x[0] == x[2]).all() for x in kept)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from decodax.cli import main
-from decodax.functions import FUNCTIONS
+from decodax.common.registry import SHELVES
 
 Run = Any
 
@@ -94,23 +94,38 @@ def test_a_context_stands_in_front_of_the_prompt(generate: Run, tmp_path: Path) 
         whole["tokens"]
 
 
-def test_cache_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["caches"]) == 0
-    assert "SnapKV: LLM Knows What You are Looking for" in capsys.readouterr().out
-    assert main(["caches", "--json"]) == 0
-    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
-    assert listed["h2o"]["options"]["budget"] == "1024" and listed["h2o"]["effect"] == "approximate"
+def listed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(["list", *args]) == 0
+    return capsys.readouterr().out
 
 
-def test_searches_and_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["searches"]) == 0
-    shown = capsys.readouterr().out
-    assert "Is MAP Decoding All You Need?" in shown and "dx.explore" in shown
-    assert main(["searches", "--json"]) == 0
-    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
-    assert listed["particle-filter"]["by"] == "explore" and listed["mbr"]["options"]["itself"] == "True"
-    assert set(FUNCTIONS) < set(listed) and all(f"dx.{name}" in shown for name in FUNCTIONS)
-    assert listed["steps.pedal"]["by"] == "call" and "Prabhu 2024" in listed["steps.pedal"]["authors"]
+def test_everything_that_has_a_name_is_listed(capsys: pytest.CaptureFixture[str],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = listed(capsys)
+    for name, shelf in SHELVES.items():
+        assert set(re.findall(r"\S+", shown)) >= set(shelf), name
+    assert {"pycode", "sums"} < set(shown.split())
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_listing_fits_the_columns_that_a_pipe_is_given(capsys: pytest.CaptureFixture[str],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (80, 140):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert width - 20 < max(map(len, listed(capsys, "caches").splitlines())) <= width
+
+
+def test_a_listing_has_options_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {entry["name"]: entry for entry in json.loads(listed(capsys, "caches", "--json"))}
+    assert found["h2o"]["options"]["budget"].endswith("default 1024") and found["h2o"]["guarantee"] == "approximate"
+    family = json.loads(listed(capsys, "algorithms", "--family", "parallel-jacobi", "--json"))
+    assert {entry["family"] for entry in family} == {"parallel-jacobi"}
+
+
+def test_an_entry_is_shown_with_its_paper_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = listed(capsys, "snapkv")
+    assert "SnapKV: LLM Knows What You are Looking for" in shown and "kernel: a whole number" in shown
 
 
 def test_samples_are_told_apart(generate: Run) -> None:
@@ -203,7 +218,7 @@ def test_wrong_usage_is_code_2_and_says_what_is_wrong(generate: Run, args: list[
     (["batch", "--inptu", "x"], "--input"), (["compare", "prompt-lookup", "--repaets", "2"], "--repeats"),
     (["plan", "--modle", "llama-3-8b"], "--model"), (["score", "x", "--lnies"], "--lines"),
     (["eval", "--taks", "x"], "--tasks"), (["quantize", "pycode", "out", "--wieghts", "int8"], "--weights"),
-    (["systems", "--familly", "x"], "--family"), (["caches", "--jsno"], "--json"), (["searches", "--jsno"], "--json"),
+    (["list", "--familly", "x"], "--family"), (["list", "--jsno"], "--json"),
     (["info", "--jsno"], "--json"), (["--versoin"], "--version")])
 def test_a_misspelt_flag_names_the_near_one(args: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -214,7 +229,7 @@ def test_a_misspelt_flag_names_the_near_one(args: list[str], meant: str, capsys:
     assert re.match(rf"decodax( \w+)?: error: {name}: unknown flag; did you mean {meant}\b", last)
 
 
-@pytest.mark.parametrize(("name", "said"), [("genrate", "did you mean generate?"), ("zzz", "takes generate, systems")])
+@pytest.mark.parametrize(("name", "said"), [("genrate", "did you mean generate?"), ("zzz", "takes generate, list")])
 def test_a_misspelt_command_names_the_near_one(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([name, "x"])

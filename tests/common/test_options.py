@@ -10,9 +10,8 @@ from typing import Any, Literal
 import pytest
 
 import decodax as dx
-from decodax.algorithms.entries import SYSTEMS
-from decodax.caches import POLICIES
 from decodax.common.options import check_options
+from decodax.common.registry import ALGORITHMS, CACHES
 
 
 class Thing:
@@ -44,20 +43,20 @@ def test_a_value_of_the_kind_is_taken() -> None:
 
 
 def by_type(options: Mapping[str, Any], kinds: tuple[type, ...]) -> list[str]:
-    return [name for name, default in options.items() if type(default) in kinds]
+    return [name for name, option in options.items() if type(option.default) in kinds]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", CACHES)
 def test_options_of_caches_are_held_to_their_kind(name: str) -> None:
-    for option in by_type(POLICIES[name].options, (int, float, bool)):
+    for option in by_type(CACHES[name].options, (int, float, bool)):
         with pytest.raises(ValueError, match=rf"^{option}\b.*: got .*, takes "):
-            dx.kv(name, **{option: Thing()})
+            dx.caches.make(name, **{option: Thing()})
 
 
 def test_options_of_systems_are_held_to_their_kind() -> None:
-    for name, entry in SYSTEMS.items():
+    for name, entry in ALGORITHMS.items():
         given: dict[str, Any] = {} if entry.needs == "nothing" else {"lm": Thing(), "draft": Thing()}
         known = inspect.signature(entry.make).parameters
         for option in [option for option in entry.options if known[option].annotation in ("int", "float", "bool")]:
             with pytest.raises(ValueError, match=rf"^{option}: got .*Thing.*, takes "):
-                dx.system(name, **given, **{option: Thing()})
+                dx.algorithms.make(name, **given, **{option: Thing()})

@@ -68,7 +68,7 @@ def test_tokens_and_forwards_are_the_authors(data: dict[str, Any], case: dict[st
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in case["options"].items()}
     if "filter" in data:
         options["filter"] = Filter.of(data["filter"])
-    algorithm = dx.system(data["system"], lm, *needs, **options)
+    algorithm = dx.algorithms.make(data["system"], lm, *needs, **options)
     out = dx.generate(lm, case["prompts"], algorithm=algorithm, **case["generate"])
     assert [out.row(i).tolist() for i in range(len(out))] == case["tokens"]
     if (forwards := case.get("forwards_here", case.get("forwards"))) is not None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 
 HERE = Path(__file__).parent
 
@@ -28,7 +28,7 @@ def report() -> ModuleType:
 def test_the_page_is_what_the_cases_say(report: ModuleType) -> None:
     text = report.PAGE.read_text()
     assert text == report.page(), "run python scripts/conformance_report.py"
-    assert all(f"\n| `{name}` | " in text for name in SYSTEMS)
+    assert all(f"\n| `{name}` | " in text for name in ALGORITHMS)
 
 
 @pytest.mark.parametrize(("remark", "message"), [

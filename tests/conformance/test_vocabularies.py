@@ -48,7 +48,7 @@ def test_drafts_of_another_vocabulary_are_the_authors(name: str, case: dict[str,
               "lm_head": {"kernel": draft.params["lm_head"]["kernel"][:, ids]}}
     target = dataclasses.replace(target, tokenizer=Tokenizer(tokenizer(list(range(VOCABULARY)))))
     draft = dataclasses.replace(draft, params=params, tokenizer=Tokenizer(tokenizer(order)))
-    algorithm = dx.system(data["system"], target, draft, **case["options"])
+    algorithm = dx.algorithms.make(data["system"], target, draft, **case["options"])
     out = dx.generate(target, case["prompts"], algorithm=algorithm, **case["generate"])
     assert [out.row(i).tolist() for i in range(len(out))] == case["tokens"]
     assert out.stats.rounds.tolist() == case.get("forwards_here", case["forwards"])

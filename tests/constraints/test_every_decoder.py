@@ -20,8 +20,8 @@ import pytest
 import decodax as dx
 import tests.scripts  # noqa: F401, which says where the programs are
 from decodax.algorithms.beams import BeamSearch
-from decodax.algorithms.entries import SYSTEMS
 from decodax.algorithms.speculative import Rejection, Speculative, drafts, trees
+from decodax.common.registry import ALGORITHMS
 from decodax.constraints.front import constrain, read
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
@@ -46,7 +46,7 @@ def lookup(**options: Any) -> Callable[[LM], dict[str, Any]]:
 
 
 def filled(name: str, **options: Any) -> Callable[[LM], dict[str, Any]]:
-    return lambda lm: dict(algorithm=SYSTEMS[name].make(lm, **options))
+    return lambda lm: dict(algorithm=ALGORITHMS[name].make(lm, **options))
 
 
 WAYS: dict[str, Callable[[LM], dict[str, Any]]] = {

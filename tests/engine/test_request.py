@@ -249,7 +249,7 @@ def test_an_algorithm_that_does_not_fit_the_model_is_refused_by_name(lm):
 
 def test_algorithms_and_models_are_taken_by_name(lm, tiny_model):
     named = Request.read(lm, IDS, algorithm="prompt-lookup:length=3").algorithm
-    assert named == dx.system("prompt-lookup", length=3)
+    assert named == dx.algorithms.make("prompt-lookup", length=3)
     text = dx.generate(lm, "a b a b a b", max_new_tokens=6, algorithm="prompt-lookup:length=3").text
     assert text == dx.generate(str(tiny_model), "a b a b a b", max_new_tokens=6).text
     from decodax.engine.methods import model

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 from decodax.core.types import Params
 from tests.algorithms.diffusion.network import Network
 from tests.algorithms.speculative.drafting import paths, propose, rows
@@ -27,10 +27,10 @@ Path = tuple[int, ...]
 @pytest.fixture(scope="module")
 def page() -> Iterator[dict[str, Any]]:
     """The names of the page; its systems leave the table with the module."""
-    known = set(SYSTEMS)
+    known = set(ALGORITHMS)
     yield run_page("drafts")
-    for name in SYSTEMS.keys() - known:
-        del SYSTEMS[name]
+    for name in ALGORITHMS.keys() - known:
+        del ALGORITHMS[name]
 
 
 # REST
@@ -196,8 +196,8 @@ def test_the_falling_margin_is_that_of_a_loop_by_hand(page: dict[str, Any]) -> N
 # the page
 
 def test_the_page_runs_and_enters_its_systems(page: dict[str, Any]) -> None:
-    assert SYSTEMS["rest"].guarantee == dx.system("rest", documents=[[1, 2, 3]]).guarantee == "seed-exact"
-    assert dx.system("cacheback", leaders=7).draft == page["Cacheback"](leaders=7)
-    assert list(SYSTEMS["falling-margin"].options) == ["block", "high", "decay"]
+    assert ALGORITHMS["rest"].guarantee == dx.algorithms.make("rest", documents=[[1, 2, 3]]).guarantee == "seed-exact"
+    assert dx.algorithms.make("cacheback", leaders=7).draft == page["Cacheback"](leaders=7)
+    assert list(ALGORITHMS["falling-margin"].options) == ["block", "high", "decay"]
     network, _ = model("llama")
     assert page["network"] == network

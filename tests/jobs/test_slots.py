@@ -144,7 +144,8 @@ def test_a_prompt_that_is_read_in_the_rounds_of_others_gets_its_tokens(case: str
     lm, own = RIDES[case]
     method = own.get("algorithm")
     if (draft := own.get("draft")) is not None:
-        own = {key: x for key, x in own.items() if key != "draft"} | {"algorithm": dx.system(method, draft=draft)}
+        own = {key: x for key, x in own.items() if key != "draft"} | {"algorithm": dx.algorithms.make(method,
+                                                                                                      draft=draft)}
     prompts = [p * 4 for p in PROMPTS]
     request = Request.read(lm, prompts, **{**OPTIONS, **own})
     wanted = dx.generate(lm, prompts, **{**OPTIONS, **own})

@@ -13,7 +13,7 @@ import pytest
 
 import decodax.algorithms.diffusion as d
 from decodax.algorithms.diffusion import MaskedDiffusion
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 from decodax.core import drivers
 from decodax.core.round import python_loop, run
 from decodax.core.state import Status
@@ -68,7 +68,7 @@ CASES = {
     "recap": ("full", dict(steps=5, every=3, packed=(6,), size=NEW)),
 }
 FEW = ("fast-dllm",)
-SAMPLERS = [n for n, e in SYSTEMS.items() if "diffusion" in e.needs and not e.alias_of]
+SAMPLERS = [n for n, e in ALGORITHMS.items() if "diffusion" in e.needs and not e.alias_of]
 
 
 class Leant:
@@ -117,8 +117,8 @@ def made(name):
     speaks, options = CASES.get(name, ("full", {}))
     network, weights = model("llama")
     lm = LM(network, weights, VOCABULARY)
-    draft = dict(draft=lm) if name in SYSTEMS and SYSTEMS[name].drafts else {}
-    return SYSTEMS[name].make(dataclasses.replace(lm, diffusion=SPEAKS[speaks]), **draft, **options)
+    draft = dict(draft=lm) if name in ALGORITHMS and ALGORITHMS[name].drafts else {}
+    return ALGORITHMS[name].make(dataclasses.replace(lm, diffusion=SPEAKS[speaks]), **draft, **options)
 
 
 def begun(alg, ids, *, policy=None, lean=0.0, eos=None, request=None, new=NEW, size=64, template=None):
@@ -313,7 +313,7 @@ def test_two_ways_of_saying_the_same_agree(case):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", [n for n in SAMPLERS if SYSTEMS[n].guarantee == "seed-exact"])
+@pytest.mark.parametrize("name", [n for n in SAMPLERS if ALGORITHMS[n].guarantee == "seed-exact"])
 def test_a_lossless_sampler_writes_what_it_speeds_up(name):
     """Token for token, greedy and sampled rows, in fewer forwards; every entry of which the registry says so."""
     alg = made(name)
@@ -422,7 +422,7 @@ def dream(prompt, new, steps, order):
 def test_the_sampler_is_dreams(order, steps):
     ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["shifted"])
-    s = decode(SYSTEMS["dream"].make(lm, steps=steps, order=order, size=16), "llama", ids, {}, new=16)
+    s = decode(ALGORITHMS["dream"].make(lm, steps=steps, order=order, size=16), "llama", ids, {}, new=16)
     assert texts(s) == [dream(p, 16, steps, order) for p in ids]
 
 
@@ -457,7 +457,8 @@ def fast_dllm(prompt, new, block, threshold, cache):
 def test_the_sampler_is_fast_dllms(cache):
     ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"])
-    s = decode(SYSTEMS["fast-dllm"].make(lm, block=8, threshold=0.2, cache=cache, suffix=16), "llama", ids, {}, new=16)
+    s = decode(ALGORITHMS["fast-dllm"].make(lm, block=8, threshold=0.2, cache=cache, suffix=16), "llama", ids, {},
+               new=16)
     made = [fast_dllm(p, 16, 8, 0.2, cache) for p in ids]
     assert texts(s) == [text for text, _ in made]
     assert np.asarray(s.stats.rounds).tolist() == [forwards for _, forwards in made]
@@ -484,9 +485,9 @@ def test_parts_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="steps: got 0, takes 1 or more"):
         d.Quota(0)
     with pytest.raises(ValueError, match="block: got 8, the model was trained with blocks of 4"):
-        SYSTEMS["llada"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), block=8)
+        ALGORITHMS["llada"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), block=8)
     with pytest.raises(ValueError, match="which is autoregressive, takes a diffusion model"):
-        SYSTEMS["llada"].make(LM(*model("llama"), VOCABULARY))
+        ALGORITHMS["llada"].make(LM(*model("llama"), VOCABULARY))
     with pytest.raises(ValueError, match=r"caching: got Dual.*takes one that persists"):
         MaskedDiffusion(CAUSAL, FIXED, caching=d.DualCache())
     with pytest.raises(ValueError, match="without shift, which alone has use for the last token"):
@@ -494,6 +495,6 @@ def test_parts_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="joined: got True, takes False with ordered"):
         d.CausalPrefix(joined=True, ordered=True)
     with pytest.raises(ValueError, match="cache: got 'dual', takes 'none' for BlockCausal"):
-        SYSTEMS["freedave"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), cache="dual")
+        ALGORITHMS["freedave"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), cache="dual")
     with pytest.raises(ValueError, match=r"lm: got Full.*takes causal-prefix attention without shift"):
-        SYSTEMS["sbd"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"]))
+        ALGORITHMS["sbd"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"]))

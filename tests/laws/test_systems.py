@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.entries import SYSTEMS, system
+from decodax import algorithms
 from decodax.algorithms.speculative import Logistic
+from decodax.common.registry import ALGORITHMS
 from decodax.core import drivers
 from decodax.core.state import Status
 from decodax.core.types import Params
@@ -28,7 +29,7 @@ LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec
 """What drafts with some of the target's layers, or on another cache of it."""
 # aliases are other names for these, and systems of masked diffusion have laws of their own
 # searches write by rules of their own: tests/algorithms/beams
-NAMES = [n for n, e in SYSTEMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
+NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
 # what reads a node's own text and what truncates, and a banned token; together: also a bias and XTC
 BANNED = 2
 POLICY = {"few": dict(repetition_penalty=1.3, min_p=0.05, bad_words_ids=[[BANNED]]), "together": POLICIES["together"]}
@@ -67,7 +68,7 @@ OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-a
 
 def made(name: str, policy: str = "few", **options):
     target, draft = map(lm, pair(name, policy))
-    return system(name, target, draft if SYSTEMS[name].drafts else None, **OPTIONS.get(name, {}) | options)
+    return algorithms.make(name, target, draft if ALGORITHMS[name].drafts else None, **OPTIONS.get(name, {}) | options)
 
 
 def decode(alg, which, rows=ROWS, policy="few", order=None, greedy=False):
@@ -105,7 +106,7 @@ UNVERIFIED = ("autoregressive", "specache")
 def test_a_system_keeps_its_guarantee(name, policy):
     """With its default options; what others change is said by the algorithm that they make."""
     alg, (which, _) = made(name, policy), pair(name, policy)
-    assert alg.guarantee == SYSTEMS[name].guarantee
+    assert alg.guarantee == ALGORITHMS[name].guarantee
     s, (wanted, status) = decode(alg, which, policy=policy), plain(which, policy=policy)
     same = [a == b for a, b in zip(texts(s), wanted, strict=True)]
     if alg.guarantee == "seed-exact":
@@ -139,7 +140,7 @@ LIKELIEST = ("greedy-verification", "blockwise-top-k", "blockwise-distance", "ag
 
 def test_every_approximate_system_has_a_degenerate_setting():
     relaxed = {"fastcot", "aggressive-decoding"}        # approximate by an option
-    assert set(DEGENERATE) == relaxed | {n for n in NAMES if SYSTEMS[n].guarantee == "approximate"}
+    assert set(DEGENERATE) == relaxed | {n for n in NAMES if ALGORITHMS[n].guarantee == "approximate"}
 
 
 @pytest.mark.wide(but=("blockwise-distance",))
@@ -155,7 +156,7 @@ def test_an_approximate_rule_is_plain_decoding_at_its_degenerate_setting(name):
 RULES = {"seed-exact": EXACT, "distribution-exact": dx.Rejection(), "approximate": dx.TypicalAcceptance()}
 
 
-@pytest.mark.parametrize("name", [n for n, e in SYSTEMS.items() if "verify" in e.options and not e.alias_of])
+@pytest.mark.parametrize("name", [n for n, e in ALGORITHMS.items() if "verify" in e.options and not e.alias_of])
 def test_the_verifier_that_is_given_decides_the_guarantee(name):
     for guarantee, verify in RULES.items():
         assert made(name, verify=verify).guarantee == guarantee
@@ -165,14 +166,14 @@ def test_the_verifier_that_is_given_decides_the_guarantee(name):
                                                ("aggressive-decoding", dict(beta=3)),
                                                ("aggressive-decoding", dict(tau=0.5))])
 def test_options_that_relax_a_system_make_it_approximate(name, options):
-    assert SYSTEMS[name].guarantee == made(name).guarantee == "seed-exact"
+    assert ALGORITHMS[name].guarantee == made(name).guarantee == "seed-exact"
     assert made(name, **options).guarantee == "approximate"
-    assert "approximate" in SYSTEMS[name].summary
+    assert "approximate" in ALGORITHMS[name].summary
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize("name", [n for n, e in SYSTEMS.items()
+@pytest.mark.parametrize("name", [n for n, e in ALGORITHMS.items()
                                   if e.guarantee == "seed-exact" and n in NAMES])
 def test_batches_of_any_size_equal_plain_decoding(name, rows):
     alg = made(name, "together")
@@ -182,43 +183,43 @@ def test_batches_of_any_size_equal_plain_decoding(name, rows):
 def test_two_names_for_one_object_are_declared():
     """Of the entries that build equal algorithms with their defaults all but one are aliases of it."""
     slow = "automatic", "knn-ssd"       # these run the model to be made
-    algorithms = {n: made(n) for n in SYSTEMS if "diffusion" not in SYSTEMS[n].needs and n not in slow}
+    algorithms = {n: made(n) for n in ALGORITHMS if "diffusion" not in ALGORITHMS[n].needs and n not in slow}
     for name, alg in algorithms.items():
         equal = {n for n, other in algorithms.items() if other == alg}
-        assert {SYSTEMS[n].alias_of or n for n in equal} == {SYSTEMS[name].alias_of or name}, equal
-    for entry in SYSTEMS.values():
+        assert {ALGORITHMS[n].alias_of or n for n in equal} == {ALGORITHMS[name].alias_of or name}, equal
+    for entry in ALGORITHMS.values():
         if entry.alias_of:
-            target = SYSTEMS[entry.alias_of]
+            target = ALGORITHMS[entry.alias_of]
             assert target.alias_of is None and target.title != entry.title
             assert (entry.guarantee, entry.needs, entry.make) == (target.guarantee, target.needs, target.make)
-    assert SYSTEMS["eqspec"].alias_of == "seed-exact"
+    assert ALGORITHMS["eqspec"].alias_of == "seed-exact"
 
 
 def test_a_system_with_a_fitted_part_asks_for_it():
     for name in ("disco", "specdec++"):
         with pytest.raises(ValueError, match=f"'{re.escape(name)}' needs predictor=, from decodax.fit_predictor, or"):
-            system(name, lm("llama"), lm("sliding"))
+            algorithms.make(name, lm("llama"), lm("sliding"))
 
 
 def test_an_unknown_name_lists_near_ones():
     with pytest.raises(ValueError, match="unknown name 'token-recyling'; near ones: token-recycling"):
-        system("token-recyling")
+        algorithms.make("token-recyling")
 
 
 def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="'staged' needs a draft model; give draft="):
-        system("staged")
+        algorithms.make("staged")
     with pytest.raises(ValueError, match=r"'uag' needs a model and a draft model; give lm=.* and draft="):
-        system("uag")
+        algorithms.make("uag")
     with pytest.raises(ValueError, match="'prompt-lookup' takes no option 'k'; takes length=10, max_ngram=3"):
-        system("prompt-lookup", k=3)
+        algorithms.make("prompt-lookup", k=3)
 
 
 @pytest.mark.matrix
 def test_several_samples_of_a_prompt_with_arms():
     ids, options = prompts(3), dict(num_samples=2, max_new_tokens=12, temperature=0.8, seed=3, eos_token_id=[1])
     plain = dx.generate(lm("toy"), ids, **options)
-    arms = dx.generate(lm("toy"), ids, algorithm=system("ucbspec", lengths=(0, 2)), **options)
+    arms = dx.generate(lm("toy"), ids, algorithm=algorithms.make("ucbspec", lengths=(0, 2)), **options)
     assert np.array_equal(arms.tokens, plain.tokens)
     assert arms.stats.drafted.sum() > 0
 
@@ -227,11 +228,11 @@ def test_several_samples_of_a_prompt_with_arms():
 def test_arms_of_any_drafts_equal_plain_decoding():
     """A table of the target's distributions, probes, a draft model's tree: each draft is told of every round."""
     tree = dx.Speculative(dx.drafts.DraftModel(lm("toy-draft")), shape=dx.trees.Fixed.balanced(2, 2))
-    s = decode(system("ucbspec", lm("toy"), lm("toy-draft"), arms=("stand", "lookahead", tree)), "toy")
+    s = decode(algorithms.make("ucbspec", lm("toy"), lm("toy-draft"), arms=("stand", "lookahead", tree)), "toy")
     assert texts(s) == plain("toy")[0]
     assert (np.asarray(s.algo[0].count[0]) > 0).all()
     with pytest.raises(ValueError, match="arms: got Adaptive, takes Speculative"):
-        system("ucbspec", arms=("exp3spec",))
+        algorithms.make("ucbspec", arms=("exp3spec",))
 
 
 def test_arms_that_programs_cannot_tell_apart_are_refused():
@@ -239,13 +240,14 @@ def test_arms_that_programs_cannot_tell_apart_are_refused():
     corpus = ((1, 2, 3),)
     for other in (ngrams(corpus=((4, 5),)), ngrams()):
         with pytest.raises(ValueError, match="arms: got two NGram that differ in their weights alone"):
-            system("ucbspec", arms=(ngrams(corpus=corpus), other))
-    assert system("ucbspec", arms=(ngrams(corpus=corpus), ngrams(corpus=((4, 5),), order=3), ngrams(corpus=corpus)))
+            algorithms.make("ucbspec", arms=(ngrams(corpus=corpus), other))
+    assert algorithms.make("ucbspec", arms=(ngrams(corpus=corpus), ngrams(corpus=((4, 5),), order=3),
+                                            ngrams(corpus=corpus)))
     draft = lm("sliding")
     same = lambda weights: dx.Speculative(dx.drafts.DraftModel(draft.model, weights))
     with pytest.raises(ValueError, match="arms: got two DraftModel"):
-        system("ucbspec", arms=(same(draft.params), same(jax.tree.map(lambda x: x * 2, draft.params))))
-    assert system("ucbspec", arms=(same(draft.params), same(draft.params)))
+        algorithms.make("ucbspec", arms=(same(draft.params), same(jax.tree.map(lambda x: x * 2, draft.params))))
+    assert algorithms.make("ucbspec", arms=(same(draft.params), same(draft.params)))
 
 
 FEW = ["lookahead"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import kv
+from decodax import caches
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.checkpoint import save_model
@@ -76,7 +76,7 @@ def test_logits_are_those_by_hand(name: str) -> None:
 def test_drafts_give_the_tokens_of_plain_decoding(name: str, cache: str | None) -> None:
     own, options = lm(name), {"snapkv": dict(budget=14, window=4), "kivi": dict(group=4, residual=8),
                               "streaming-llm": dict(sinks=2, recent=20)}
-    kind = None if cache is None else kv(cache, **options[cache])
+    kind = None if cache is None else caches.make(cache, **options[cache])
     one = lambda **more: dx.generate(own, PROMPTS, cache=kind, max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0],
                                      **more)
     plain, drafted = one(), one(algorithm="prompt-lookup")
@@ -101,7 +101,7 @@ def test_what_needs_whole_layers_is_refused(tmp_path: Any) -> None:
         dataclasses.replace(CONFIGS["cla"], layers=(*CONFIGS["cla"].layers[:2], dataclasses.replace(
             BASE.layers[0], reads=1)))
     with pytest.raises(ValueError, match=r"^layers: some read the keys and values of others, so none can be left out"):
-        dx.generate(own, PROMPTS, algorithm=dx.system("self-speculative", own, skip=(1,)), max_new_tokens=4)
+        dx.generate(own, PROMPTS, algorithm=dx.algorithms.make("self-speculative", own, skip=(1,)), max_new_tokens=4)
     with pytest.raises(ValueError, match=r"^config: as a llama configuration it describes another model"):
         save_model(tmp_path, own.model, own.params)
     with pytest.raises(ValueError, match=r"^share: got 0"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import kv
+from decodax import caches
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
@@ -50,7 +50,7 @@ def test_drafts_give_the_tokens_of_plain_decoding(cache: str | None) -> None:
     options: dict[str, Any] = {"snapkv": dict(budget=14, window=4), "kivi": dict(group=4, residual=8),
                                "streaming-llm": dict(sinks=2, recent=20), "zipcache": dict(gap=8, probes=0.3),
                                "squat": dict(group=4, residual=8, channels=2, rank=2)}
-    kind = None if cache is None else kv(cache, **options[cache])
+    kind = None if cache is None else caches.make(cache, **options[cache])
     one = lambda lm, **more: dx.generate(lm, PROMPTS, cache=kind, max_new_tokens=12, seed=5,
                                          temperature=[0.0, 0.9, 0.0], **more)
     plain, drafted = one(SMALL), one(SMALL, algorithm="prompt-lookup")
@@ -69,7 +69,7 @@ def test_numbers_that_do_not_go_together_are_refused() -> None:
     for expected, wrong in (
             (r"^key_heads: got 3", lambda: diffqkv(GROUPED, 3)),
             (r"^value_heads: got 3", lambda: dataclasses.replace(GROUPED, value_heads=3)),
-            (r"^value_heads: got more", lambda: dx.generate(SMALL, PROMPTS[:1], cache=kv(
+            (r"^value_heads: got more", lambda: dx.generate(SMALL, PROMPTS[:1], cache=caches.make(
                 "criticalkv", budget=14, window=4, floor=0.2), max_new_tokens=2))):
         with pytest.raises(ValueError, match=expected):
             wrong()

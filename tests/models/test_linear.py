@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 import decodax as dx
+from decodax import caches
 from decodax.bench.report import copies, parse
 from decodax.cache import LinearRule, LinearTerms, PerLayer
 from decodax.cache.linear import BLOCK, over_text
-from decodax.caches import kv
 from decodax.core import drivers
 from decodax.core.start import init_state
 from decodax.core.types import Params
@@ -270,13 +270,13 @@ def test_drafts_and_chunks_leave_the_tokens_as_they_are(name: str) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("cache", SMALL)
 def test_softmax_layers_have_any_cache(cache: str) -> None:
-    name, kind = "linearized beside softmax", kv(cache, **SMALL[cache])
+    name, kind = "linearized beside softmax", caches.make(cache, **SMALL[cache])
     plain = tokens(name, cache=kind)
     if cache != "kivi":     # two bits of one layer of three leave these tokens
         assert plain != tokens(name)
     assert tokens(name, cache=kind, algorithm="prompt-lookup") == plain
     assert tokens(name, cache=kind, chunk=4) == plain
-    full = kv("streaming-llm", sinks=2, recent=200)
+    full = caches.make("streaming-llm", sinks=2, recent=200)
     assert tokens(name, cache=full) == tokens(name)
 
 
@@ -297,7 +297,7 @@ def test_samples_and_beams_take_their_states_along() -> None:
     name = "linearized beside softmax"
     alone = [tokens(name, [row], num_samples=2, temperature=1.0, request_ids=[i]) for i, row in enumerate(PROMPTS)]
     assert tokens(name, num_samples=2, temperature=1.0) == [row for rows in alone for row in rows]
-    beams = dx.system("beam-search", lm(name), width=3)
+    beams = dx.algorithms.make("beam-search", lm(name), width=3)
     assert tokens(name, algorithm=beams, temperature=0.0)[1:] == tokens(name, PROMPTS[1:], algorithm=beams,
                                                                         temperature=0.0)
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import decodax as dx
-from decodax.caches import kv
+from decodax import caches
 from decodax.io.load import LM
 from decodax.models import Transformer, linearized
 from tests.caches.test_policies import BOTH, DEEP, DEEPER, EXACT, OPTIONS, PROMPTS, SMALL, half, same
@@ -42,7 +42,7 @@ def mixed(deep: bool) -> LM:
 def decoded(name: str) -> Any:
     """Three prompts with drafts, and the same without."""
     rows = (0, 1, 2, 0, 1, 2)
-    kind = None if name.startswith("dense") else kv(name, **OPTIONS[name])
+    kind = None if name.startswith("dense") else caches.make(name, **OPTIONS[name])
     return dx.generate(mixed(name in DEEPER or name == "dense, deep"), [PROMPTS[i] for i in rows], cache=kind,
                        request_ids=rows, algorithm=BOTH, seed=5, max_new_tokens=20,
                        temperature=[[0.0, 0.9, 0.0][i] for i in rows], logprobs=0)

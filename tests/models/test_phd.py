@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import kv
+from decodax import caches
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
@@ -124,7 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "cache"), [(name, cache) for name in ("phd-2", "cswa-3") for cache in OPTIONS])
 def test_cache_policies_with_drafts_give_their_own_tokens(name: str, cache: str) -> None:
-    own, kind = lm(name), kv(cache, **OPTIONS[cache])
+    own, kind = lm(name), caches.make(cache, **OPTIONS[cache])
     drafts = dx.Speculative(dx.drafts.PromptLookup(length=3))
     # with a window all copies of a chunk are read at once, and `quest` takes windows of at most its recent tokens
     assert tokens(own, cache=kind, algorithm=drafts, chunk=3) == tokens(own, cache=kind, chunk=3)
@@ -145,7 +145,7 @@ def test_every_policy_of_the_table_gives_its_own_tokens_or_is_refused(name: str,
     """With drafts, and whatever the chunks that prompts are read in. A refusal says what the policy takes."""
     base = policies.DEEP if cache in policies.DEEPER else policies.SMALL
     own = LM(model=Phd(base.model, MODELS[name].copies), params=base.params, vocab_size=16)     # type: ignore[arg-type]
-    kind = kv(cache, **policies.OPTIONS[cache])
+    kind = caches.make(cache, **policies.OPTIONS[cache])
     if (reason := refused(own, kind)) is not None:
         assert "takes" in reason
         return
@@ -157,7 +157,7 @@ def test_every_policy_of_the_table_gives_its_own_tokens_or_is_refused(name: str,
 @pytest.mark.wide
 def test_a_budget_of_everything_is_dense() -> None:
     for name in ("phd-3", "cswa-2"):
-        assert tokens(lm(name), cache=kv("snapkv", budget=200, window=4)) == tokens(lm(name))
+        assert tokens(lm(name), cache=caches.make("snapkv", budget=200, window=4)) == tokens(lm(name))
 
 
 def test_the_cache_is_that_of_the_plain_model() -> None:
@@ -203,4 +203,4 @@ def test_what_it_cannot_do_is_refused(given: dict[str, Any], message: str) -> No
 
 def test_a_cache_that_reads_some_layers_of_a_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="promptdistill stops a prompt at a layer, which takes a Transformer, got a"):
-        tokens(lm("swa-3"), cache=kv("promptdistill", budget=16))
+        tokens(lm("swa-3"), cache=caches.make("promptdistill", budget=16))

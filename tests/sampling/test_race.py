@@ -133,7 +133,8 @@ def test_seed_exact_speculation_accepts_almost_what_rejection_accepts() -> None:
     lm, draft = dx.load("pycode"), dx.load("pycode-draft")
     prompts = ["def fib(n):", "class Stack:", "import os", "with open(path) as f:"] * 10
     for temperature, bar in ((1.0, 0.84), (0.7, 0.91)):
-        share = [dx.generate(lm, prompts, algorithm=dx.system(name, draft=draft, length=1), max_new_tokens=48, seed=1,
+        share = [dx.generate(lm, prompts, algorithm=dx.algorithms.make(name, draft=draft, length=1), max_new_tokens=48,
+                             seed=1,
                              temperature=temperature, eos_token_id=[]).stats.draft_acceptance_rate
                  for name in ("seed-exact", "speculative-decoding")]
         assert share[0] > bar * share[1]

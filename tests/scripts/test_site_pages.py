@@ -16,7 +16,7 @@ import pytest
 import site_pages
 
 import decodax as dx
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 from decodax.models import Diffusion
 from tests.matrix import often
 
@@ -30,7 +30,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
                           env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}, capture_output=True,
                           text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(list((tmp_path / "systems").iterdir())) == len(SYSTEMS) + 1
+    assert len(list((tmp_path / "systems").iterdir())) == len(ALGORITHMS) + 1
     page = (tmp_path / "systems" / "prompt-lookup" / "index.html").read_text()
     for said in ("Saxena 2023", "seed-exact", "max_ngram", "Drafts", "prompt-lookup-decoding", "token-recycling"):
         assert said in page, said
@@ -38,7 +38,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def test_pages_say_what_the_registry_does():
-    for name, entry in SYSTEMS.items():
+    for name, entry in ALGORITHMS.items():
         page = site_pages.system_page(entry)
         assert page.startswith(f"# {name}\n") and entry.title in page and f"**Guarantee:** {entry.guarantee}" in page
         assert all(f"`{option}`" in page for option in entry.options)
@@ -74,25 +74,25 @@ def test_every_example_makes_its_system(monkeypatch):
         return dataclasses.replace(load("pycode-diffusion"), diffusion=full)
 
     def generate(lm, prompt, max_new_tokens, algorithm):
-        made.append(dx.system(algorithm, lm) if isinstance(algorithm, str) else algorithm)
+        made.append(dx.algorithms.make(algorithm, lm) if isinstance(algorithm, str) else algorithm)
         raise StopIteration
 
     monkeypatch.setattr(dx, "load", found)
     monkeypatch.setattr(dx, "generate", generate)
-    names = [name for name in SYSTEMS if name not in MEASURED]
+    names = [name for name in ALGORITHMS if name not in MEASURED]
     for name in names:
         with pytest.raises(StopIteration):
-            exec(compile(site_pages.example(SYSTEMS[name]), name, "exec", dont_inherit=True), {})
+            exec(compile(site_pages.example(ALGORITHMS[name]), name, "exec", dont_inherit=True), {})
     assert len(made) == len(names)
 
 
 @pytest.mark.parametrize("name", list(site_pages.TRAINED))
 def test_the_command_that_an_example_names_is_the_trainers(name):
-    line = next(line for line in site_pages.example(SYSTEMS[name]).splitlines() if line.startswith("# python"))
+    line = next(line for line in site_pages.example(ALGORITHMS[name]).splitlines() if line.startswith("# python"))
     options = diffusion_options.parse(line.split()[3:])
     assert options.output.as_posix() == f"runs/{site_pages.TRAINED[name][0]}"
     assert (options.attention, options.block) == {"apd": (None, None), "sbd": ("causal-prefix", 16)}[name]
-    said = inspect.getdoc(SYSTEMS[name].make) or ""
+    said = inspect.getdoc(ALGORITHMS[name].make) or ""
     assert line.removeprefix("# ") in " ".join(said.replace("\\\n", " ").split())
 
 
@@ -100,9 +100,9 @@ SOME = ["autoregressive", "prompt-lookup", "llada"]
 
 
 @pytest.mark.wide(but=("autoregressive",))
-@pytest.mark.parametrize("name", often(SOME, [n for n in SYSTEMS if n not in site_pages.TRAINED]))
+@pytest.mark.parametrize("name", often(SOME, [n for n in ALGORITHMS if n not in site_pages.TRAINED]))
 def test_examples_run(name, capsys):
-    exec(compile(site_pages.example(SYSTEMS[name]), name, "exec", dont_inherit=True), {})
+    exec(compile(site_pages.example(ALGORITHMS[name]), name, "exec", dont_inherit=True), {})
     assert re.search(r"\d+\.\d+\n$", capsys.readouterr().out)
 
 

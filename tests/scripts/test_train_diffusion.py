@@ -24,8 +24,8 @@ from diffusion_options import Options, parse
 from rich.console import Console
 
 import decodax as dx
+from decodax import algorithms
 from decodax.algorithms.diffusion import MaskedDiffusion
-from decodax.algorithms.entries import system
 from decodax.models import Diffusion, Transformer, llama
 from tests.matrix import often
 
@@ -289,7 +289,7 @@ def test_the_export_fills_masks_as_training_measured_it(run, options):
     filled = np.asarray(dt.fill(lm_.model, lm_.params, batch, FULL))  # type: ignore[arg-type]
     answers = np.asarray(batch.answer)
     expected = [train_diffusion.reply(row[answer]) for row, answer in zip(filled, answers, strict=True)]
-    algorithm = system("llada", lm_, block=problems.CANVAS)
+    algorithm = algorithms.make("llada", lm_, block=problems.CANVAS)
     assert isinstance(algorithm, MaskedDiffusion)
     out = dx.generate(lm_, [p.prompt for p in found], max_new_tokens=problems.CANVAS, algorithm=algorithm)
     assert out.text == expected
@@ -316,7 +316,7 @@ def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_p
         assert "certainty forcing" in (tmp_path / "model" / "README.md").read_text()
     else:
         lm_ = dx.load(source)
-        algorithm = system("learn2pd", lm_, filter=str(tmp_path / "model" / "filter.safetensors"))
+        algorithm = algorithms.make("learn2pd", lm_, filter=str(tmp_path / "model" / "filter.safetensors"))
         out = dx.generate(lm_, ["copy ABC="], max_new_tokens=problems.CANVAS, algorithm=algorithm)
         assert len(out) == 1
     facts = tmp_path / "model" / ("training.json" if stage == "certainty" else "filter.json")
@@ -379,7 +379,7 @@ def test_stages_follow_on_text_with_any_attention(text_model, corpus, tmp_path):
                     answers=16, steps=4, warmup=1, batch=8, eval_every=100, devices=1)
     train_diffusion.train(given, console=QUIET)
     lm_ = dx.load(text_model)
-    made = system("learn2pd", lm_, filter=str(tmp_path / "filter" / "model" / "filter.safetensors"))
+    made = algorithms.make("learn2pd", lm_, filter=str(tmp_path / "filter" / "model" / "filter.safetensors"))
     assert isinstance(made, MaskedDiffusion) and made.windows.block == (lm_.diffusion.block or 8)
     out = dx.generate(lm_, ["import os\n", "def area(r"], max_new_tokens=6, algorithm=made, eos_token_id=[])
     assert out.lengths.tolist() == [6, 6] and lm_.diffusion.mask not in out.tokens
@@ -411,9 +411,9 @@ def test_a_model_of_set_blocks_decodes_as_it_was_trained(corpus, tmp_path):
     batch = dt.Batch(jnp.asarray(tokens), jnp.asarray(answer), jnp.ones((1, 14), bool))
     filled = np.asarray(dt.fill(lm_.model, lm_.params, batch, lm_.diffusion))  # type: ignore[arg-type]
     # the surest one is the one of lowest entropy in a step a token
-    slow = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=system("llada", lm_, block=4), eos_token_id=[])
+    slow = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=algorithms.make("llada", lm_, block=4), eos_token_id=[])
     assert slow.row(0).tolist() == filled[0, 6:].tolist()
-    fast = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=system("sbd", lm_, bound=9.0), eos_token_id=[])
+    fast = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=algorithms.make("sbd", lm_, bound=9.0), eos_token_id=[])
     assert fast.lengths.tolist() == [8] and fast.stats.forwards < slow.stats.forwards
 
 

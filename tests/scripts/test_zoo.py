@@ -139,7 +139,7 @@ FILLING = [name for name in NAMES if load_diffusion(ZOO / name) is not None]
 def test_a_shipped_diffusion_model_has_a_filter_of_its_own(name):
     """What `learn2pd` takes by default."""
     facts = json.loads((ZOO / name / "filter.json").read_text())
-    made = dx.system("learn2pd", dx.load(name))
+    made = dx.algorithms.make("learn2pd", dx.load(name))
     own = made.unmask.filter  # type: ignore[attr-defined]
     assert facts["preset"] == facts["init"] == name and f"--preset {name}" in facts["command"]
     assert sum(x.size for x in (own.hidden, own.hidden_bias, own.out, own.out_bias)) == facts["parameters"]

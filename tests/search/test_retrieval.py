@@ -69,4 +69,4 @@ def test_the_tree_keeps_the_question_whose_rollouts_are_best() -> None:
     (dict(rounds=0), "n, rounds")])
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        search.explorer("corag", retrieve=retrieve, **options)
+        search.make("corag", retrieve=retrieve, **options)

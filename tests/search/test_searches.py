@@ -351,8 +351,8 @@ def test_parts() -> None:
 
 
 @pytest.mark.parametrize(("given", "options", "message"), [
-    ("particles", {}, "explore: unknown name 'particles'; near ones: particle-filter"),
-    ("smc", {}, "explore: 'smc' needs potential="), ("treepo", dict(x=1), "explore: 'treepo' takes no option 'x'"),
+    ("particles", {}, "search: unknown name 'particles'; near ones: particle-filter"),
+    ("smc", {}, "search: 'smc' needs potential="), ("treepo", dict(x=1), "search: 'treepo' takes no option 'x'"),
     ("step-beams", dict(reward=reward, n=5, width=2), "width: got 2 for 5 rows"),
     ("a-star", dict(reward=reward, n=2, branch=2), "branch: got 2 for 2 rows"),
     ("particle-filter", dict(reward=lambda p, t: [2.0] * len(t)), "reward: got 2 to 2"),
@@ -377,5 +377,5 @@ def test_the_guide_runs_as_it_stands() -> None:
     names: dict[str, Any] = {}
     for source in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
         exec(source, names)
-    for name in search.EXPLORERS:
+    for name in search.names():
         assert f"| `{name}` |" in guide

@@ -14,6 +14,7 @@ import pytest
 
 import decodax as dx
 from decodax import select
+from decodax.common.registry import SELECTS
 from decodax.core.state import Status
 from decodax.io.load import LM
 from decodax.select import Candidates
@@ -157,7 +158,7 @@ def test_choose_samples_and_chooses(lm: LM) -> None:
     assert asked == PROMPTS and rewarded.index == [1, 1]
     assert len(dx.choose(lm, PROMPTS[0], select.MBR(), n=1, greedy=True, **options)) == 1
     for call, message in (
-            (lambda: dx.choose(lm, PROMPTS, "mrb"), "rule: unknown name 'mrb'; near ones: mbr"),
+            (lambda: dx.choose(lm, PROMPTS, "mrb"), "select: unknown name 'mrb'; near ones: mbr"),
             (lambda: dx.choose(lm, PROMPTS, "mbr", options=dict(utilty=3)), "takes no option 'utilty'; takes utility"),
             (lambda: dx.choose(lm, PROMPTS, "best-of-n"), "'best-of-n' needs reward="),
             (lambda: dx.choose(lm, PROMPTS, n=0), "n: got 0")):
@@ -194,8 +195,8 @@ def test_candidates_are_checked() -> None:
         Candidates([])
     with pytest.raises(ValueError, match=r"log_probs: got shape \(1,\), takes \(2,\)"):
         Candidates(["a", "b"], log_probs=np.zeros(1))
-    assert set(select.RULES) >= {"mbr", "best-of-n", "self-consistency"}
-    for entry in select.RULES.values():
+    assert set(select.names()) >= {"mbr", "best-of-n", "self-consistency"}
+    for entry in SELECTS.values():
         assert dataclasses.is_dataclass(entry.make) and entry.summary
 
 
@@ -205,5 +206,5 @@ def test_the_guide_runs() -> None:
     names: dict[str, object] = {"__name__": __name__}
     for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
         exec(compile(block, str(guide), "exec", dont_inherit=True), names)
-    for name in (*select.RULES, "first-finish"):
+    for name in (*select.names(), "first-finish"):
         assert f"| `{name}` |" in guide.read_text()

@@ -62,7 +62,7 @@ def test_texts_are_classified_by_the_names_of_leaves(tiny_model: Path) -> None:
 
 def test_evidence_counts_and_is_not_chosen(tiny_model: Path) -> None:
     each = Candidates(["a b", "c d", "e"], "question")
-    rule = select.rule("x-mbr", evidence=lambda prompt: [f"c d {prompt}", "c d"], utility=select.token_f1)
+    rule = select.make("x-mbr", evidence=lambda prompt: [f"c d {prompt}", "c d"], utility=select.token_f1)
     want = select.token_f1(each.texts, [*each.texts, "c d question", "c d"]).mean(1)
     np.testing.assert_allclose(rule.scores(each), want)
     assert rule.choose(each).index == 1
@@ -80,7 +80,7 @@ def test_a_calibrated_reward_is_a_quantile() -> None:
     got = select.calibrated(size, references)("p", each.texts)
     assert np.asarray(got).tolist() == [0, 0.75, 0.75, 1]
     for t in (2.0, -2.0):
-        rule = select.rule("infalign-ctrl", reward=size, references=references, t=t)
+        rule = select.make("infalign-ctrl", reward=size, references=references, t=t)
         np.testing.assert_allclose(rule.scores(each), (np.exp(t * np.asarray(got)) - 1) / t)
         assert rule.choose(each).index == 3
     with pytest.raises(ValueError, match="references: got none"):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import kv
+from decodax import caches
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
@@ -107,7 +107,7 @@ def test_the_cache_is_smaller_and_drafts_give_the_tokens_of_plain_decoding(cache
     assert 2 * size(few) == size(lm)
     options: dict[str, Any] = {"snapkv": dict(budget=14, window=4), "kivi": dict(group=4, residual=8),
                                "streaming-llm": dict(sinks=2, recent=20)}
-    kind = None if cache is None else kv(cache, **options[cache])
+    kind = None if cache is None else caches.make(cache, **options[cache])
     one = lambda **more: dx.generate(few, PROMPTS, cache=kind, max_new_tokens=12, seed=5, temperature=[0.0, 0.9, 0.0],
                                      **more).tokens.tolist()
     assert one(algorithm="prompt-lookup") == one()

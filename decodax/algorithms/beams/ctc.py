@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import Struct, struct
 
 Language = Callable[[Array, Array], Array]
@@ -55,6 +56,9 @@ class _Beam(Struct):
         return jnp.logaddexp(self.blank, self.symbol)
 
 
+@FUNCTIONS.register("algorithms.beams.ctc.ctc_beam_search",
+                    "Deep Speech 2: End-to-End Speech Recognition in English and Mandarin", "Amodei et al. 2016",
+                    "beams of prefixes over the outputs of a CTC model")
 @functools.partial(jax.jit, static_argnames=("width", "blank", "language", "words", "longest"))
 def ctc_beam_search(log_probs: Array, frames: Array, width: int = 16, *, blank: int = 0,
                     language: Language | None = None, alpha: Array | float = 1.0, beta: Array | float = 0.0,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
@@ -130,6 +131,9 @@ class AutoDeco(Readout):
         return self.base.outputs(params[0], layer)
 
 
+@FUNCTIONS.register("algorithms.contrastive.autodeco",
+                    "The End of Manual Decoding: Towards Truly End-to-End Language Models", "Wang et al. 2025",
+                    "a model that chooses temperature and top-p of each token")
 def autodeco(lm: Loaded, heads: Heads | Mapping[str, Any] | str | os.PathLike[str]) -> Any:
     """A model that chooses temperature and top-p itself; see `AutoDeco`.
 

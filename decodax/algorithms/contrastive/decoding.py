@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache, Entries, Feature
@@ -133,6 +134,9 @@ class Contrastive(Readout):
                    entries=(expert.entries, amateur.entries), head=head)
 
 
+@FUNCTIONS.register("algorithms.contrastive.contrast",
+                    "Contrastive Decoding: Open-ended Text Generation as Optimization", "Li et al. 2023",
+                    "a model that decodes by contrast with a smaller one")
 def contrast(lm: Loaded, amateur: Loaded, alpha: float = 0.1, beta: float | None = None,
              temperature: float = 1.0) -> Any:
     """A model that decodes by contrast with a smaller one; see `Contrastive`.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.common.arguments import is_whole, plain, wrong
+from decodax.common.registry import FUNCTIONS
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
 from decodax.core.loaded import Loaded
@@ -77,6 +78,9 @@ def _shown(base: Any, out: Out) -> tuple[Array, ...]:
     return out.layers
 
 
+@FUNCTIONS.register("algorithms.contrastive.dola",
+                    "DoLa: Decoding by Contrasting Layers Improves Factuality in Large Language Models",
+                    "Chuang et al. 2024", "a model that decodes by what its last layer adds to an early one")
 def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
          distance: Literal["reference", "jensen-shannon"] = "reference", tied: bool | None = None) -> Any:
     """A model that decodes by contrasting layers; see `DoLa`.

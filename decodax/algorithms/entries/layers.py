@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from decodax.algorithms.entries.shared import SELF, TARGET, entry
+from decodax.algorithms.entries.shared import (
+    SELF,
+    TARGET,
+)
 from decodax.algorithms.speculative import SeedExact, Speculative, drafts, fit_layers, trees
+from decodax.common.registry import ALGORITHMS
 
 
-@entry("self-speculative", "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding",
-       "Zhang et al. 2023", SELF, "the target without the halves of layers that a search leaves out, until a draft is "
-       "in doubt by a threshold that follows the acceptance", "samples")
+@ALGORITHMS.register("self-speculative",
+                     "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding",
+                     "Zhang et al. 2023", "the target without the halves of layers that a search leaves out, until a "
+                     "draft is in doubt by a threshold that follows the acceptance", family=SELF, needs="samples",
+                     guarantee="seed-exact")
 def _self(lm: Any, samples: Any = None, skip: tuple[int, ...] = (), skip_attention: tuple[int, ...] = (),
           skip_mlp: tuple[int, ...] = (), trials: int = 100, length: int = 8, gamma: float = 0.8, alpha: float = 0.9,
           epsilon: float = 0.01, beta1: float = 0.5, beta2: float = 0.9) -> Any:
@@ -24,28 +30,33 @@ def _self(lm: Any, samples: Any = None, skip: tuple[int, ...] = (), skip_attenti
     return Speculative(drafts.DraftExit(source, length, gamma, alpha, epsilon, beta1, beta2))
 
 
-@entry("layerskip", "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "Elhoushi et al. 2024",
-       SELF, "the target's first layers and its head", TARGET)
+@ALGORITHMS.register("layerskip", "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding",
+                     "Elhoushi et al. 2024", "the target's first layers and its head", family=SELF, needs=TARGET,
+                     guarantee="seed-exact")
 def _layerskip(lm: Any, layer: int | None = None, length: int = 4) -> Any:
     layers = len(lm.model.config.layers)
     return Speculative(drafts.LayerSkip.exit(lm, layer or max(layers // 2, 1)), SeedExact(), trees.Chain(length))
 
 
-@entry("clasp", "CLaSp: In-Context Layer Skip for Self-Speculative Decoding", "Chen et al. 2025", SELF,
-       "layers left out by dynamic programming over the last token's states", TARGET)
+@ALGORITHMS.register("clasp", "CLaSp: In-Context Layer Skip for Self-Speculative Decoding", "Chen et al. 2025",
+                     "layers left out by dynamic programming over the last token's states", family=SELF, needs=TARGET,
+                     guarantee="seed-exact")
 def _clasp(lm: Any, skips: int | None = None, every: int = 4, length: int = 4) -> Any:
     layers = len(lm.model.config.layers)
     return Speculative(drafts.CLaSp(lm, skips or max(layers // 2, 1), every), SeedExact(), trees.Chain(length))
 
 
-@entry("del", "DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding",
-       "Entezari Zarch et al. 2025", SELF, "exit layer and length that promise most tokens a layer", TARGET)
+@ALGORITHMS.register("del", "DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding",
+                     "Entezari Zarch et al. 2025", "exit layer and length that promise most tokens a layer",
+                     family=SELF, needs=TARGET, guarantee="seed-exact")
 def _del(lm: Any, most: int = 6) -> Any:
     return Speculative(drafts.DynamicExit(lm, most))
 
 
-@entry("knn-ssd", "KNN-SSD: Enabling Dynamic Self-Speculative Decoding via Nearest Neighbor Layer Set Optimization",
-       "Song et al. 2025", SELF, "the skipped layers of the nearest of some sampled domains", "samples")
+@ALGORITHMS.register("knn-ssd",
+                     "KNN-SSD: Enabling Dynamic Self-Speculative Decoding via Nearest Neighbor Layer Set Optimization",
+                     "Song et al. 2025", "the skipped layers of the nearest of some sampled domains", family=SELF,
+                     needs="samples", guarantee="seed-exact")
 def _knn(lm: Any, domains: Any = None, length: int = 4) -> Any:
     if domains is None:
         raise ValueError("system: 'knn-ssd' needs domains=, for each domain a list of samples as token ids")

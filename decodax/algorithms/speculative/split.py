@@ -39,6 +39,7 @@ from decodax.algorithms.speculative.tree import Drawn, Proposal
 from decodax.algorithms.speculative.trees import Chain
 from decodax.algorithms.speculative.verify import SeedExact, Verifier
 from decodax.common.axes import constrain
+from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache, Feature
 from decodax.core.mesh import auto_region, heads, on_mesh
@@ -84,6 +85,9 @@ class Told(Struct):
     status: Array
 
 
+@FUNCTIONS.register("algorithms.speculative.split.Split",
+                    "Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference", "Zhang et al. 2024",
+                    "draft model and target on devices of different kinds")
 @dataclasses.dataclass(frozen=True)
 class Split:
     """Speculative decoding by two programs.

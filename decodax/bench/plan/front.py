@@ -200,11 +200,11 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
     if not tokens_per_round > 0:
         raise ValueError(f"tokens_per_round: got {tokens_per_round}, takes more than 0")
     if draft is not None:
-        from decodax.common.registry import parse, system
+        from decodax import algorithms
         if not isinstance(algorithm, str):
             raise ValueError("draft: takes an algorithm by name")
-        name, options = parse(algorithm)
-        algorithm = system(name, lm, draft if isinstance(draft, LM) else abstract(draft, dtype), **options)
+        name, options = algorithms.parse(algorithm)
+        algorithm = algorithms.make(name, lm, draft if isinstance(draft, LM) else abstract(draft, dtype), **options)
     slices = [slice_of(name) for name in ([topology] if isinstance(topology, str) else topology)]
     chosen = [(s, m) for s in slices for m in (meshes(s.count, batch) if mesh is None else mesh)]
     for s, m in chosen:

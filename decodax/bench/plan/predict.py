@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
-from decodax.algorithms.entries import SYSTEMS, system
+from decodax import algorithms
 from decodax.bench.compare import PLAIN, Comparison
 from decodax.bench.plan.front import Plan, plan
+from decodax.common.registry import ALGORITHMS
 from decodax.io.load import LM
 
 COLUMNS = ("system", "tokens/forward here", "window", "plain round", "round", "drafting", "speedup")
@@ -85,7 +86,7 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
             bases[row.batch] = plan(lm, topology, batch=row.batch, capacity=capacity, compile=False, **options)[0]
         base = bases[row.batch]
         name, given = chosen[row.system]
-        entry = SYSTEMS[name]
+        entry = ALGORITHMS[name]
         if not base.fits:
             out.append(dataclasses.replace(own, reason=f"{row.batch} rows do not fit"))
             continue
@@ -96,7 +97,7 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
             out.append(dataclasses.replace(own, reason="the share of the draft model's bytes is not known"))
             continue
         try:
-            alg = system(name, lm, lm if entry.drafts else None,
+            alg = algorithms.make(name, lm, lm if entry.drafts else None,
                          **({"batch": row.batch} if "batch" in entry.options else {}), **given)
             there = plan(lm, topology, batch=row.batch, capacity=capacity, mesh=[base.mesh], compile=False,
                          algorithm=alg, **options)[0]

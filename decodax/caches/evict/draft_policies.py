@@ -12,7 +12,7 @@ from decodax.caches.evict.selection import Budget, Top
 from decodax.caches.prefill.kv_prediction import FromAuxiliary, KVMaps, KVPrediction
 from decodax.caches.prefill.shortened import DraftAttention
 from decodax.caches.shapes import layers_of
-from decodax.caches.table import cache_policy
+from decodax.common.registry import CACHES
 from decodax.core.cache import CacheConfig
 from decodax.core.loaded import Loaded
 
@@ -24,16 +24,17 @@ def _asking(kind: CacheConfig, draft: Any, name: str) -> CacheConfig:
     return Drafted(kind, draft, name)
 
 
-@cache_policy("speckv", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025",
-              "SnapKV with the queries of an answer that a draft model writes; for prompts alone")
+@CACHES.register("speckv", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025",
+                 "SnapKV with the queries of an answer that a draft model writes; for prompts alone")
 def _speckv(draft: Any = None, budget: Budget = 512, tokens: int = 64, window: int = 32, kernel: int = 7,
             pool: Literal["mean", "max"] = "max", reduce: Literal["mean", "max"] = "max") -> CacheConfig:
     score = DraftQueries(tokens, window, kernel, pool, reduce)
     return _asking(Eviction(Top(score), budget, name="speckv"), draft, "speckv")
 
 
-@cache_policy("specpc", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025",
-              "the tokens of a prompt that a draft model attends to, and their neighbours; the model reads no others")
+@CACHES.register("specpc", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025",
+                 "the tokens of a prompt that a draft model attends to, and their neighbours; the model reads no "
+                 "others")
 def _specpc(draft: Any = None, budget: int = 1024, tokens: int = 1, window: int = 64, kernel: int = 64,
             pool: Literal["mean", "max"] = "max", neighbours: int | None = None,
             reduce: Literal["mean", "max"] = "max", first: int = 8, weighted: bool = True) -> CacheConfig:
@@ -42,9 +43,9 @@ def _specpc(draft: Any = None, budget: int = 1024, tokens: int = 1, window: int 
     return _asking(kind, draft, "specpc")
 
 
-@cache_policy("kv-prediction", "KV Prediction for Improved Time to First Token", "Horton et al. 2024",
-              "everything; of a prompt what measured maps make of a smaller model's keys and values "
-              "(fit_kv_prediction), so that the model reads the newest token alone")
+@CACHES.register("kv-prediction", "KV Prediction for Improved Time to First Token", "Horton et al. 2024",
+                 "everything; of a prompt what measured maps make of a smaller model's keys and values "
+                 "(fit_kv_prediction), so that the model reads the newest token alone")
 def _kv_prediction(auxiliary: Any = None, maps: KVMaps | None = None) -> CacheConfig:
     if not isinstance(auxiliary, Loaded):
         raise ValueError(f"auxiliary: got {'none' if auxiliary is None else type(auxiliary).__name__}, takes a smaller "

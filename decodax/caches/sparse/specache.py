@@ -89,7 +89,7 @@ class Prefetching(Wrapper):
         hint = window.hint(Chooser) if isinstance(window, Window) else None
         if hint is None or options.pop("bias", None) is not None:
             raise ValueError("cache: specache is read by its own method, two tokens at a time, and takes no bias of "
-                             "the scores; takes algorithm=dx.system(\"specache\")")
+                             "the scores; takes algorithm=dx.algorithms.make(\"specache\")")
         options = {name: options.get(name) for name in ("scale", "sliding", "softcap")}
         base, G, softcap = self.base, k.shape[2], options["softcap"]
         coded = base.held - base.whole

@@ -188,7 +188,7 @@ def test_what_a_cascade_does_not_take() -> None:
     with pytest.raises(ValueError, match="longest=4, takes at most"):
         dx.generate(net(), PROMPTS, algorithm=alg, max_new_tokens=L + 1)
     with pytest.raises(ValueError, match="needs barrier="):
-        dx.system("cascade", net())
+        dx.algorithms.make("cascade", net())
     banned = dx.generate(net(), PROMPTS, algorithm=alg, max_new_tokens=L, suppress_tokens=[0, 1])
     assert not {0, 1} & {*banned.row(0).tolist(), *banned.row(1).tolist()}
     broken = net().with_params(jax.tree.map(lambda x: x * jnp.nan, net().params))

@@ -14,7 +14,7 @@ from scipy.stats import chi2
 import decodax as dx
 from decodax.algorithms.beams import StochasticBeams
 from decodax.algorithms.contrastive.rejection import AWRS, ranked
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 from tests.algorithms.beams.test_contrastive import PROMPTS, net
 from tests.matrix import often
 from tests.search.test_searches import EOS, NEW, V, law, tiny
@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "awrs": dict(check=lambda ids: allowed(ids)), "cascade": dict(barrier=0, keep=4, orders=2, longest=10),
     "dynamic-beam-allocation": dict(phrases=[[3, 5], [7]]),
     "grid-beam-search": dict(phrases=[[3, 5], [7]], beams=2), "seal": dict(corpus=[[3, 5, 7, 3, 1, 3, 5, 1, 7] * 2])}
-NAMES = [name for name, entry in SYSTEMS.items() if entry.family == "search"]
+NAMES = [name for name, entry in ALGORITHMS.items() if entry.family == "search"]
 
 
 def allowed(ids: list[int]) -> bool:
@@ -35,8 +35,8 @@ def allowed(ids: list[int]) -> bool:
 @pytest.mark.parametrize("name", often(["beam-search", "awrs"], NAMES))
 def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
     options = OPTIONS.get(name, {})
-    alg = dx.system(name, net(), **options)
-    assert alg.guarantee == SYSTEMS[name].guarantee == "approximate"
+    alg = dx.algorithms.make(name, net(), **options)
+    assert alg.guarantee == ALGORITHMS[name].guarantee == "approximate"
     penalty = {} if name in ("cascade", "group-think") else dict(repetition_penalty=1.2)     # they take none
     given: dict[str, Any] = dict(algorithm=alg, max_new_tokens=10, **penalty)
     together = dx.generate(net(), PROMPTS, **given)

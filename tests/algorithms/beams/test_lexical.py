@@ -146,16 +146,16 @@ def test_a_budget_too_short_for_the_phrases_is_a_dead_end() -> None:
     (lambda: DynamicBeams(2, phrases=((1,),), groups=2), "groups: got 2 with phrases"),
     (lambda: GridBeams(phrases=((1,),), beams=2, returns=3), "returns: got 3 for 2 beams"),
     (lambda: Unordered("sockeye"), "rule: got 'sockeye'"),      # type: ignore[arg-type]
-    (lambda: dx.system("dynamic-beam-allocation", lm()), "needs phrases=")])
+    (lambda: dx.algorithms.make("dynamic-beam-allocation", lm()), "needs phrases=")])
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
 def test_by_name() -> None:
-    alg = dx.system("dynamic-beam-allocation", lm(), phrases=[[3], [5, 7]], ordered=True, width=3)
+    alg = dx.algorithms.make("dynamic-beam-allocation", lm(), phrases=[[3], [5, 7]], ordered=True, width=3)
     assert alg == DynamicBeams(3, phrases=((3,), (5, 7)), progress=Ordered())
-    assert dx.system("grid-beam-search", lm(), phrases=[[3]], beams=2) == GridBeams(phrases=((3,),), beams=2)
+    assert dx.algorithms.make("grid-beam-search", lm(), phrases=[[3]], beams=2) == GridBeams(phrases=((3,),), beams=2)
     code = dx.load("pycode")
-    named = dx.system("dynamic-beam-allocation", code, phrases=["return x"])
+    named = dx.algorithms.make("dynamic-beam-allocation", code, phrases=["return x"])
     assert code.tokenizer is not None and code.tokenizer.decode(list(named.phrases[0])) == "return x"

@@ -145,7 +145,7 @@ def test_looking_at_few_tokens_changes_no_search() -> None:
 @pytest.mark.matrix
 def test_ngrams_stand_behind_a_prefix() -> None:
     """From the first token on; the authors' first one may be any that occurs, and the text ends where it is wrong."""
-    alg = dx.system("seal", corpus=DOCUMENTS, width=6, prefix=[MARK])
+    alg = dx.algorithms.make("seal", corpus=DOCUMENTS, width=6, prefix=[MARK])
     out = dx.generate(toy(), [[1, 3, 4]], algorithm=alg, max_new_tokens=3)
     wanted = {tuple(d[1:n]) for d in DOCUMENTS if d[0] == MARK for n in (2, 3, 4)}
     assert {n for n, _ in ngrams(out.findings, 0)} == wanted and tuple(out.row(0).tolist()) in wanted
@@ -168,13 +168,13 @@ def test_another_corpus_of_the_same_size_is_another_search() -> None:
     (lambda: CorpusBeams(2, corpus=Corpus.build([[1]]), prefix=(2,)), "which is nowhere in the corpus"),
     (lambda: dx.generate(toy(), [5], algorithm=CorpusBeams(2), max_new_tokens=2), "corpus: got None"),
     (lambda: Evidence(rare=0), "rare: got 0"), (lambda: Evidence(repetition=1.5), "takes at most 1"),
-    (lambda: dx.system("seal"), "needs corpus=")])
+    (lambda: dx.algorithms.make("seal"), "needs corpus=")])
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
 def test_by_name() -> None:
-    alg = dx.system("seal", corpus=DOCUMENTS, width=3, prefix=[MARK])
+    alg = dx.algorithms.make("seal", corpus=DOCUMENTS, width=3, prefix=[MARK])
     assert (alg.width, alg.prefix, alg.corpus.documents) == (3, (MARK,), len(DOCUMENTS))
-    assert dx.system("seal", corpus=alg.corpus).corpus is alg.corpus
+    assert dx.algorithms.make("seal", corpus=alg.corpus).corpus is alg.corpus

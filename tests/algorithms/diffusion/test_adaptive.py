@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import decodax.algorithms.diffusion as d
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from tests.algorithms.diffusion.toy import MASK, PROMPTS, SPEAKS, VOCABULARY, forward, lm, raw, run
@@ -24,7 +24,7 @@ FILTER = d.Filter(DRAW.normal(size=(4, 6)), DRAW.normal(size=6), DRAW.normal(siz
 
 
 def made(name, speaks="full", **options):
-    return SYSTEMS[name].make(lm(speaks), **options)
+    return ALGORITHMS[name].make(lm(speaks), **options)
 
 
 def block_by_block(prompt, block, choose, shape=lambda memory, x, open, lp: lp):
@@ -236,9 +236,9 @@ def test_a_filter_is_read_from_its_file_and_checked(tmp_path):
     with pytest.raises(ValueError, match=r"filter: got None, and no filter\.safetensors lies in a directory"):
         made("learn2pd")
     beside = dataclasses.replace(lm(), directory=tmp_path)
-    assert SYSTEMS["learn2pd"].make(beside) == made("learn2pd", filter=FILTER)
+    assert ALGORITHMS["learn2pd"].make(beside) == made("learn2pd", filter=FILTER)
     with pytest.raises(ValueError, match=r"lies in .*none; train one with .* --stage filter"):
-        SYSTEMS["learn2pd"].make(dataclasses.replace(lm(), directory=tmp_path / "none"))
+        ALGORITHMS["learn2pd"].make(dataclasses.replace(lm(), directory=tmp_path / "none"))
     with pytest.raises(ValueError, match=r"filter: got shapes .*takes \(n, h\)"):
         d.Filter(np.zeros((4, 6)), np.zeros(6), np.zeros((6, 5)), np.zeros(4))
 

@@ -7,7 +7,7 @@ import pytest
 
 import decodax as dx
 import decodax.algorithms.diffusion as d
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 from decodax.io.text import Tokenizer
 from tests.algorithms.diffusion.toy import MASK, PROMPTS, lm, normal, raw, run
 from tests.matrix import often
@@ -45,7 +45,7 @@ def test_guidance_is_lladas():
 @pytest.mark.matrix
 @pytest.mark.parametrize("speaks", often(["canvas"], ["blocks", "canvas"]))
 def test_a_guided_cache_is_exact(speaks):
-    cached = SYSTEMS["llada"].make(lm(speaks), **({} if speaks == "blocks" else {"block": 4}))
+    cached = ALGORITHMS["llada"].make(lm(speaks), **({} if speaks == "blocks" else {"block": 4}))
     assert cached.caching == d.BlockCache()
     plain = dataclasses.replace(cached, caching=d.NoCache())
     options = dict(speaks=speaks, guidance_scale=3.0)
@@ -55,7 +55,7 @@ def test_a_guided_cache_is_exact(speaks):
 def test_guidance_of_a_canvas_knows_no_negative_prompt():
     with pytest.raises(ValueError, match="negative_prompts: a canvas is guided against masks"):
         run(LLADA, 4, guidance_scale=2.0, negative_prompts=PROMPTS)
-    renoise = SYSTEMS["diffusion-gemma"].make(lm("canvas"))
+    renoise = ALGORITHMS["diffusion-gemma"].make(lm("canvas"))
     none = dataclasses.replace(renoise, adapter=dataclasses.replace(renoise.adapter, mask=None))
     with pytest.raises(ValueError, match="guidance_scale: the model has no mask token"):
         run(none, 4, "canvas", guidance_scale=2.0)
@@ -156,6 +156,6 @@ def test_what_cannot_be_watched_is_named():
 def test_a_model_that_fills_masks_is_not_decoded_from_left_to_right():
     given = dict(max_new_tokens=6, seed=2)
     assert np.array_equal(dx.generate(lm(), PROMPTS, **given).tokens,
-                          dx.generate(lm(), PROMPTS, algorithm=dx.system("llada", lm()), **given).tokens)
+                          dx.generate(lm(), PROMPTS, algorithm=dx.algorithms.make("llada", lm()), **given).tokens)
     with pytest.raises(ValueError, match=r"got Autoregressive for .*, which fills masks.* takes a sampler of masked"):
         dx.generate(lm(), PROMPTS, algorithm=dx.Autoregressive(), **given)

@@ -15,7 +15,7 @@ import pytest
 from scipy.stats import chi2
 
 import decodax as dx
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 from decodax.constraints import TokenDfa, TokenTable, regex
 from decodax.constraints.canvas import OnCanvas, Region, accepted
 from decodax.constraints.tokens import trie_of
@@ -52,7 +52,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("way", often(["at once", "dual cache"], WAYS))
 def test_every_text_is_of_its_language(way: str) -> None:
     speaks, given = WAYS[way]
-    alg = SYSTEMS[str(given["name"])].make(lm(speaks), **{k: v for k, v in given.items() if k != "name"})
+    alg = ALGORITHMS[str(given["name"])].make(lm(speaks), **{k: v for k, v in given.items() if k != "name"})
     for temperature, more in ((0.0, {}), (1.0, {}), (1.5, dict(top_k=2)), (1.0, dict(presence_penalty=0.5))):
         for budget in (4, 5, 7, 12, 16):
             out = dx.generate(lm(speaks), ["ab", "h", "cdcd"], regex=[PATTERN, PATTERN, None], algorithm=alg,

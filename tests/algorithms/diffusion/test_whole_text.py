@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 import decodax.algorithms.diffusion as d
-from decodax.algorithms.entries import SYSTEMS
+from decodax.common.registry import ALGORITHMS
 from tests.algorithms.diffusion.toy import MASK, PROMPTS, forward, lm, run
 
 NEW = 16
 
 
 def made(name, **options):
-    return SYSTEMS[name].make(lm(), **options)
+    return ALGORITHMS[name].make(lm(), **options)
 
 
 def agrees(alg, transcription):
@@ -82,7 +82,7 @@ def test_parts_out_of_range_are_named():
     for make, message in ((lambda: d.Confident(steps=0), "steps: got 0"), (lambda: d.Agreeing(steps=0), "steps: got 0"),
                           (lambda: d.Agreeing(grow=-1), "grow, warmup: got -1, 5"),
                           (lambda: d.Turns(0), "every, lead: got 0, 0"),
-                          (lambda: SYSTEMS["flashdlm"].make(lm(), lm(), window=1), "window: got 1, takes 2 or more"),
+                          (lambda: ALGORITHMS["flashdlm"].make(lm(), lm(), window=1), "window: got 1, takes 2 or more"),
                           (lambda: d.GuidedDiffusion(lm(), relative=2.0), "relative: got 2.0, takes 0 to 1")):
         with pytest.raises(ValueError, match=message):
             make()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.entries import system
+from decodax import algorithms
 from decodax.algorithms.speculative import Speculative, fit_layers
 from decodax.algorithms.speculative.drafts import DraftExit, LayerSkip, PromptLookup
 from decodax.algorithms.speculative.drafts.self.layer_search import maximise, posterior, shares
@@ -96,10 +96,10 @@ def test_layers_that_do_nothing_are_skipped():
 
 def test_the_system_asks_for_samples_or_for_what_a_search_found():
     with pytest.raises(ValueError, match="'self-speculative' needs samples=, prompts as token ids"):
-        system("self-speculative", lm("llama"))
+        algorithms.make("self-speculative", lm("llama"))
     with pytest.raises(ValueError, match="takes one of the two"):
-        system("self-speculative", lm("llama"), samples=SAMPLES[0], skip=(1,))
-    assert system("self-speculative", lm("llama"), skip=(1,)).draft.source == LayerSkip(NETWORK, skip=(1,))
+        algorithms.make("self-speculative", lm("llama"), samples=SAMPLES[0], skip=(1,))
+    assert algorithms.make("self-speculative", lm("llama"), skip=(1,)).draft.source == LayerSkip(NETWORK, skip=(1,))
 
 
 @pytest.mark.parametrize(("make", "message"), [

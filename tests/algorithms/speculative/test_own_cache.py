@@ -14,7 +14,7 @@ from decodax.algorithms.speculative import NOTHING, Automatic, automatic
 from decodax.algorithms.speculative.adaptive.fit_trees import Counted
 from decodax.algorithms.speculative.drafts import Fallback, Merged, OwnCache, PromptLookup
 from decodax.algorithms.speculative.trees import Chain, Fixed
-from decodax.caches import kv
+from decodax.caches import make
 from decodax.caches.quantize.codecs import HierarchicalAffine
 from decodax.caches.quantize.coded import Coding
 from decodax.core import drivers
@@ -23,7 +23,7 @@ from tests.caches.test_policies import DEEP, PROMPTS
 from tests.matrix import often
 
 QUANTSPEC = Coding(HierarchicalAffine(8), 8, "quantspec")
-SNAP = kv("snapkv", budget=14, window=4)
+SNAP = make("snapkv", budget=14, window=4)
 
 
 @functools.cache
@@ -35,15 +35,17 @@ def run(algorithm: Any = None, cache: Any = None, rows: tuple[int, ...] = (0, 1,
 CASES: dict[str, tuple[Any, Any, Any]] = {      # the method, the cache that is asked for, the cache of plain decoding
     "snapkv": (dx.Speculative(OwnCache(DEEP, SNAP)), None, None),
     "a tree": (dx.Speculative(OwnCache(DEEP, SNAP), shape=Fixed.balanced(2, 2, 1)), None, None),
-    "choices while decoding": (dx.Speculative(OwnCache(DEEP, kv("h2o", budget=14, every=5))), None, None),
-    "a ring": (dx.Speculative(OwnCache(DEEP, kv("streaming-llm", sinks=2, recent=8))), None, None),
-    "beside codes": (dx.Speculative(OwnCache(DEEP, SNAP)), kv("kivi", group=4, residual=8),
-                     kv("kivi", group=4, residual=8)),
-    "quantspec": (dx.system("quantspec", DEEP, group=8, weights=None), None, QUANTSPEC),
-    "triforce": (dx.system("triforce", DEEP, draft=DEEP, budget=20, chunk=4, length=4, sinks=2, recent=10), None, None),
-    "triforce, two guesses": (dx.system("triforce", DEEP, draft=DEEP, budget=20, chunk=4, length=5, guesses=2, sinks=2,
+    "choices while decoding": (dx.Speculative(OwnCache(DEEP, make("h2o", budget=14, every=5))), None, None),
+    "a ring": (dx.Speculative(OwnCache(DEEP, make("streaming-llm", sinks=2, recent=8))), None, None),
+    "beside codes": (dx.Speculative(OwnCache(DEEP, SNAP)), make("kivi", group=4, residual=8),
+                     make("kivi", group=4, residual=8)),
+    "quantspec": (dx.algorithms.make("quantspec", DEEP, group=8, weights=None), None, QUANTSPEC),
+    "triforce": (dx.algorithms.make("triforce", DEEP, draft=DEEP, budget=20, chunk=4, length=4, sinks=2, recent=10),
+                 None, None),
+    "triforce, two guesses": (dx.algorithms.make("triforce", DEEP, draft=DEEP, budget=20, chunk=4, length=5, guesses=2,
+                                                 sinks=2,
                                         recent=10), None, None),
-    "other weights": (dx.system("quantspec", DEEP, group=8, weights="int8"), None, QUANTSPEC),
+    "other weights": (dx.algorithms.make("quantspec", DEEP, group=8, weights="int8"), None, QUANTSPEC),
 }
 
 
@@ -83,7 +85,7 @@ def test_drafts_do_not_depend_on_batch_mates() -> None:
     assert alone.stats.accepted.tolist() == together.stats.accepted[1:2].tolist()
 
 
-OWN, RING = OwnCache(DEEP, SNAP), OwnCache(DEEP, kv("streaming-llm", sinks=2, recent=8))
+OWN, RING = OwnCache(DEEP, SNAP), OwnCache(DEEP, make("streaming-llm", sinks=2, recent=8))
 BOTH = tuple(dx.Speculative(draft, shape=Chain(3)) for draft in (OWN, RING))
 NEVER, ALWAYS = 1e6, 1.0
 WRAPPED: dict[str, tuple[Any, Any]] = {     # the method, and the arm whose drafts it verifies
@@ -118,7 +120,7 @@ def test_several_small_caches_stand_beside_the_whole_one() -> None:
 
 
 def test_a_whole_cache_is_not_handed_out_as_a_view() -> None:
-    coded = DEEP.model.with_cache(kv("kivi", group=4, residual=8))
+    coded = DEEP.model.with_cache(make("kivi", group=4, residual=8))
     whole, codes = DEEP.model.init_cache(2, 64), coded.init_cache(2, 64)
     with pytest.raises(ValueError, match=r"^cache: drafts read a cache of the kind .*, and none stands beside Dense"):
         whole.view_of(SNAP)
@@ -151,6 +153,6 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^cache: got .*but the method brings a cache of its own; takes none"):
         run(CASES["quantspec"][0], SNAP)
     with pytest.raises(ValueError, match=r"^keep: got 'h2o', takes one of snapkv, sink-window"):
-        dx.system("magicdec", DEEP, keep="h2o")
+        dx.algorithms.make("magicdec", DEEP, keep="h2o")
     with pytest.raises(ValueError, match=r"^model: got type"):
         OwnCache(Diffusion, SNAP)

@@ -82,10 +82,10 @@ PROMPTS = [[3, 4, 5, 3, 4, 5, 3, 4][:n] for n in (3, 8, 5, 7, 2)]
 
 
 METHODS: dict[str, Any] = {
-    "lookup": lambda: dx.system("ems-sd"),
-    "model": lambda: dx.system("ems-sd", draft=SMALL, length=3),
-    "tetris": lambda: dx.system("tetris", draft=SMALL, capacity=9, length=3),
-    "tree": lambda: dataclasses.replace(dx.system("token-recycling"), packed=True)}
+    "lookup": lambda: dx.algorithms.make("ems-sd"),
+    "model": lambda: dx.algorithms.make("ems-sd", draft=SMALL, length=3),
+    "tetris": lambda: dx.algorithms.make("tetris", draft=SMALL, capacity=9, length=3),
+    "tree": lambda: dataclasses.replace(dx.algorithms.make("token-recycling"), packed=True)}
 
 
 @pytest.mark.wide

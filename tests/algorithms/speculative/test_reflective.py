@@ -78,7 +78,7 @@ def test_drafts_hold_by_both_readings(alpha: float) -> None:
 def test_by_name_and_with_what_it_takes() -> None:
     lm = net()
     small = dataclasses.replace(lm, params=jax.tree.map(lambda x: 0.97 * x, lm.params))
-    alg = dx.system("reflective-verification", lm, small, probe=PROBE, length=2)
+    alg = dx.algorithms.make("reflective-verification", lm, small, probe=PROBE, length=2)
     alone = dx.generate(lm, [PROMPTS[1]], algorithm=alg, max_new_tokens=NEW, request_ids=[1], temperature=1.0)
     both = dx.generate(lm, PROMPTS, algorithm=alg, max_new_tokens=NEW, temperature=1.0)
     assert alone.row(0).tolist() == both.row(1).tolist() and alg.guarantee == "approximate"

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax import algorithms
 from decodax.algorithms.autoregressive import Autoregressive
-from decodax.algorithms.entries import system
 from decodax.algorithms.speculative import MultiRound, Proposal, Rejection, Speculative
 from decodax.algorithms.speculative.drafts.model.callable import UserDraft
 from decodax.algorithms.speculative.drafts.text.aded import ADED
@@ -120,7 +120,7 @@ def test_the_tree_is_the_authors():
     assert [sizes[i] for i in range(1, 8)] == [8, 21, 25, 15, 8, 3, 0]
     # of the list in the authors' code, sorted
     assert hashlib.sha256(repr(sorted(RECYCLING_80.paths)).encode()).hexdigest()[:16] == "9a154c9c63b0822c"
-    assert system("token-recycling").draft.tree == TokenRecycling().tree == RECYCLING_80
+    assert algorithms.make("token-recycling").draft.tree == TokenRecycling().tree == RECYCLING_80
 
 
 def test_recycling_searches_the_matrix_breadth_first():

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from decodax.algorithms.entries import SYSTEMS, system
+from decodax import algorithms
 from decodax.algorithms.speculative import MultiRound, Rejection, Speculative
 from decodax.algorithms.speculative.drafts import DraftModel
 from decodax.algorithms.speculative.drafts.model.draft_model import Resized
 from decodax.algorithms.speculative.trees import Chain, Fixed
+from decodax.common.registry import ALGORITHMS
 from decodax.core.types import Out
 from decodax.io.load import LM
 from decodax.models.transformer import Transformer
@@ -50,18 +51,18 @@ def test_the_distribution_is_the_targets(size, rule, shape):
     assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
 
 
-TAKES = [n for n, e in SYSTEMS.items() if e.drafts and e.needs == "a draft model"]
+TAKES = [n for n, e in ALGORITHMS.items() if e.drafts and e.needs == "a draft model"]
 FEW = [("staged", SIZES[1])]          # a smaller one is that of the distribution above
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "size"), often(FEW, itertools.product(TAKES, SIZES)))
 def test_every_system_with_a_draft_model_keeps_its_guarantee(name, size):
-    s = decode(system(name, lm("llama"), padded(size)), "llama")
+    s = decode(algorithms.make(name, lm("llama"), padded(size)), "llama")
     same = [a == b for a, b in zip(texts(s), plain("llama")[0], strict=True)]
-    if SYSTEMS[name].guarantee == "seed-exact":
+    if ALGORITHMS[name].guarantee == "seed-exact":
         assert all(same)
-    elif SYSTEMS[name].guarantee == "distribution-exact":
+    elif ALGORITHMS[name].guarantee == "distribution-exact":
         assert all(same[::2])           # a greedy row has one result
     assert not s.running.any()
     assert all(0 <= t < VOCABULARY for row in texts(s) for t in row)

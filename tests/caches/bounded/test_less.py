@@ -13,7 +13,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
-from decodax.caches import LessKernels, kv
+from decodax.caches import LessKernels, make
 from decodax.caches.bounded.less import LayerKernels, StateAndWindow, Synthesis
 from decodax.core.window import causal
 from decodax.train import fit_less
@@ -96,8 +96,8 @@ def test_without_kernels_it_is_the_window_alone() -> None:
     """`sink-window` of one layer, whose keys do not depend on what it reads."""
     none = LessKernels.of([KERNELS.layer(0).replace(scale=jnp.zeros((2, 3)))])
     options = dict(max_new_tokens=20, logprobs=0, temperature=0)
-    assert same(dx.generate(SMALL, PROMPTS, cache=kv("less", kernels=none, sinks=3, recent=8), **options),
-                dx.generate(SMALL, PROMPTS, cache=kv("sink-window", budget=11, sinks=3, every=1), **options))
+    assert same(dx.generate(SMALL, PROMPTS, cache=make("less", kernels=none, sinks=3, recent=8), **options),
+                dx.generate(SMALL, PROMPTS, cache=make("sink-window", budget=11, sinks=3, every=1), **options))
 
 
 @pytest.mark.wide
@@ -107,7 +107,7 @@ def test_kernels_learn_what_the_window_does_not_see(tmp_path: Path) -> None:
     texts = [r.integers(0, 16, n).tolist() for n in r.integers(40, 64, 20)]
     made = fit_less(SMALL, texts, sinks=2, recent=9, rank=3, hidden=16, epochs=12, rate=1e-2, dropout=0.0)
     made.save(tmp_path / "less.npz")
-    assert LessKernels.load(tmp_path / "less.npz") == made == kv("less", kernels=str(tmp_path / "less.npz")).kernels
+    assert LessKernels.load(tmp_path / "less.npz") == made == make("less", kernels=str(tmp_path / "less.npz")).kernels
     new = np.array([r.integers(0, 16, 64) for _ in range(8)], np.int32)
     lengths, outputs = np.full(8, 64, np.int32), MODEL.outputs(PARAMS, 0)
     lessons = _lessons(MODEL, 2, 9, PARAMS, new, lengths, 0)
@@ -118,11 +118,11 @@ def test_kernels_learn_what_the_window_does_not_see(tmp_path: Path) -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
-            (r"^kernels: got none, takes what decodax.train.less trains", lambda: kv("less")),
-            (r"^sinks, recent: got 4 and 0, takes 0 and 1 or more", lambda: kv("less", kernels=KERNELS, recent=0)),
+            (r"^kernels: got none, takes what decodax.train.less trains", lambda: make("less")),
+            (r"^sinks, recent: got 4 and 0, takes 0 and 1 or more", lambda: make("less", kernels=KERNELS, recent=0)),
             (r"^kernels: got those of 1 layers with 4 heads of queries and 2 of keys, 4 wide; the model has 1 layers "
              "with 4 and 2, 8 wide",
-             lambda: kv("less", kernels=KERNELS)([KVLayer(2, 8, queries=4)], 1, 8, jnp.float32)),
+             lambda: make("less", kernels=KERNELS)([KVLayer(2, 8, queries=4)], 1, 8, jnp.float32)),
             (r"^texts: got none", lambda: fit_less(SMALL, [])),
             (r"^texts: got one of 5 tokens, takes more than the 11 that are kept", lambda: fit_less(
                 SMALL, PROMPTS, sinks=2, recent=9))):

@@ -60,6 +60,6 @@ def test_the_form_is_the_one_that_waits_less(heads: int, parts: int) -> None:
 
 def test_what_a_user_gets_wrong_is_named() -> None:
     with pytest.raises(ValueError, match="mode: got 'ring', takes one of auto, pass-kv, pass-q"):
-        dx.kv("context-parallel", mode="ring")
+        dx.caches.make("context-parallel", mode="ring")
     with pytest.raises(ValueError, match="block, parts: got 0"):
-        dx.kv("context-parallel", block=0)
+        dx.caches.make("context-parallel", block=0)

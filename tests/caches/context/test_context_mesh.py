@@ -52,7 +52,7 @@ def test_a_divided_cache_gives_the_tokens_of_one_device(shape: tuple[int, ...], 
                                                         method: str) -> None:
     want = dx.generate(SMALL, PROMPTS, algorithm=METHODS[method], **MIXED)
     got = dx.generate(spread(mesh_of(shape, kind)), PROMPTS, algorithm=METHODS[method],
-                      cache=dx.kv("context-parallel", block=32, **MODES[mode]), **MIXED)
+                      cache=dx.caches.make("context-parallel", block=32, **MODES[mode]), **MIXED)
     assert got.tokens.tolist() == want.tokens.tolist()
     np.testing.assert_allclose(got.logprobs.raw, want.logprobs.raw, atol=1e-5)
 
@@ -60,7 +60,7 @@ def test_a_divided_cache_gives_the_tokens_of_one_device(shape: tuple[int, ...], 
 def prefilled(mesh: Mesh, chunk: int = 32) -> tuple[Any, ...]:
     """The state behind the prompts, and what goes on from it."""
     lm, alg = spread(mesh, DEEP), dx.Autoregressive()
-    model = lm.model.with_cache(dx.kv("context-parallel", mode="pass-kv", block=32))
+    model = lm.model.with_cache(dx.caches.make("context-parallel", mode="pass-kv", block=32))
     ids = np.zeros((4, 256), np.int32)
     for row, prompt in zip(ids, PROMPTS, strict=True):
         row[:len(prompt)] = prompt

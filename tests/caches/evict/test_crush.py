@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.caches import kv
+from decodax import caches
 from decodax.caches.evict.crush import Representatives
 from decodax.caches.evict.query_scores import Accumulated
 
@@ -35,8 +35,8 @@ def test_the_representatives_are_those_of_the_authors(case: str) -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^budget: got 446, takes a number of tokens from 447"):
-        kv("kvcrush", budget=446)
+        caches.make("kvcrush", budget=446)
     with pytest.raises(ValueError, match=r"^budget: got 0.5, takes a number of tokens"):
-        kv("kvcrush", budget=0.5)
+        caches.make("kvcrush", budget=0.5)
     with pytest.raises(ValueError, match=r"^anchor: got 'one', takes one of random, zeros, ones"):
-        kv("kvcrush", anchor="one")
+        caches.make("kvcrush", anchor="one")

@@ -15,7 +15,7 @@ import pytest
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
-from decodax.caches import kv
+from decodax.caches import make
 from decodax.caches.evict.drafted import Drafted, decoded, read
 from decodax.caches.prefill.shortened import DraftAttention
 from decodax.engine.batch import Job
@@ -35,7 +35,7 @@ def test_the_tokens_of_the_authors_are_kept(reduce: Any) -> None:
     wanted = json.loads((Path(__file__).parents[1] / "expected" / "speckv.json").read_text())["cases"][reduce]
     drafted = dx.generate(SMALLER, [[*text, 7] for text in TEXTS], max_new_tokens=6)
     assert drafted.tokens.tolist() == [row["drafted"] for row in wanted]
-    kind = kv("speckv", draft=SMALLER, budget=64, tokens=6, window=8, pool="mean", reduce=reduce)
+    kind = make("speckv", draft=SMALLER, budget=64, tokens=6, window=8, pool="mean", reduce=reduce)
     cache = Job.begin(Request.read(LARGE, [[*text, 7] for text in TEXTS], cache=kind, max_new_tokens=1)).state.cache
     for row, text in enumerate(TEXTS):
         for layer, heads in enumerate(wanted[row]["kept"]):
@@ -51,7 +51,7 @@ def test_prompts_are_cut_to_the_tokens_of_the_authors(case: str) -> None:
     """Of SpecPC; and what follows is what follows the shorter prompts."""
     wanted = json.loads((Path(__file__).parents[1] / "expected" / "specpc.json").read_text())["cases"][case]
     prompts = [[*text, 7] for text in TEXTS]
-    kind = kv("specpc", draft=SMALLER, budget=64, window=8, kernel=8, pool="mean", neighbours=4, **wanted["options"])
+    kind = make("specpc", draft=SMALLER, budget=64, window=8, kernel=8, pool="mean", neighbours=4, **wanted["options"])
     assert isinstance(kind, Drafted) and isinstance(kind.kind, DraftAttention)
     ids = np.zeros((2, 320), np.int32)
     for row, prompt in enumerate(prompts):
@@ -96,12 +96,12 @@ def test_a_draft_model_writes_what_it_would_write_alone() -> None:
 
 def test_what_cannot_be_asked_is_refused() -> None:
     for message, wrong in (
-            (r"^draft: got none, takes a smaller model", lambda: kv("speckv")),
-            (r"^tokens: got 0, takes 1 or more", lambda: kv("speckv", draft=GUESSES, tokens=0)),
-            (r"^kernel: got 4, takes an odd number", lambda: kv("speckv", draft=GUESSES, kernel=4)),
-            (r"^budget: got 8, takes the 64 latest tokens or more", lambda: kv("specpc", draft=GUESSES, budget=8)),
+            (r"^draft: got none, takes a smaller model", lambda: make("speckv")),
+            (r"^tokens: got 0, takes 1 or more", lambda: make("speckv", draft=GUESSES, tokens=0)),
+            (r"^kernel: got 4, takes an odd number", lambda: make("speckv", draft=GUESSES, kernel=4)),
+            (r"^budget: got 8, takes the 64 latest tokens or more", lambda: make("specpc", draft=GUESSES, budget=8)),
             (r"^cache: speckv asks a draft model, so it takes the model that answers", lambda: dx.generate(
-                SMALL, PROMPTS, max_new_tokens=2, algorithm=Speculative(OwnCache(SMALL, kv(
+                SMALL, PROMPTS, max_new_tokens=2, algorithm=Speculative(OwnCache(SMALL, make(
                     "speckv", draft=GUESSES, budget=40)))))):
         with pytest.raises(ValueError, match=message):
             wrong()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import kv
+from decodax import caches
 from decodax.caches.evict.graph import Decayed
 from decodax.caches.evict.query_scores import WindowAttention
 from tests.caches.test_policies import PROMPTS, SMALL
@@ -51,10 +51,10 @@ def test_of_two_tokens_that_are_alike_one_gives_way() -> None:
 @pytest.mark.wide
 def test_no_rounds_are_snapkv_and_a_large_budget_is_dense() -> None:
     run = lambda cache: dx.generate(SMALL, PROMPTS, cache=cache, max_new_tokens=12, seed=5, temperature=0.8).tokens
-    plain = run(kv("snapkv", budget=14, window=4))
-    assert (run(kv("graphkv", budget=14, window=4, rounds=0)) == plain).all()
-    assert (run(kv("graphkv", budget=14, window=4, neighbours=8, rounds=3)) != plain).any()
-    assert (run(kv("graphkv", budget=200, window=4)) == run(None)).all()
+    plain = run(caches.make("snapkv", budget=14, window=4))
+    assert (run(caches.make("graphkv", budget=14, window=4, rounds=0)) == plain).all()
+    assert (run(caches.make("graphkv", budget=14, window=4, neighbours=8, rounds=3)) != plain).any()
+    assert (run(caches.make("graphkv", budget=200, window=4)) == run(None)).all()
 
 
 @pytest.mark.parametrize(("given", "message"), [
@@ -62,4 +62,4 @@ def test_no_rounds_are_snapkv_and_a_large_budget_is_dense() -> None:
     (dict(neighbours=0), "neighbours, rounds: got 0 and 1"), (dict(rounds=-1), "neighbours, rounds: got 4 and -1")])
 def test_what_is_out_of_range_is_refused(given: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        kv("graphkv", **given)
+        caches.make("graphkv", **given)

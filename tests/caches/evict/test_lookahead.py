@@ -15,7 +15,7 @@ import pytest
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
-from decodax.caches import kv
+from decodax.caches import make
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.lookahead import QueriesAhead
 from decodax.caches.evict.reconstruction import Reconstruction
@@ -37,7 +37,7 @@ def test_the_tokens_of_the_authors_are_kept(window: int) -> None:
     lm = LM(model=MODEL, params=weights(MODEL), vocab_size=320)
     wanted = json.loads((Path(__file__).parents[1] / "expected" / "laq.json").read_text())["cases"][str(window)]
     prompts = [[*text, row["tokens"][0]] for text, row in zip(TEXTS, wanted, strict=True)]
-    kind = kv("laq", budget=64, tokens=8, window=window, pool="mean")
+    kind = make("laq", budget=64, tokens=8, window=window, pool="mean")
     cache = Job.begin(Request.read(lm, prompts, cache=kind, max_new_tokens=1)).state.cache
     for row, text in enumerate(TEXTS):
         for layer, heads in enumerate(wanted[row]["kept"]):
@@ -65,17 +65,18 @@ def test_a_text_that_leaves_no_positions_to_repeat_it_is_refused() -> None:
     model = Transformer(config)
     lm = LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=16)
     options = dict(ask=(1,), go_on=(1,), answer=(1,))
-    assert dx.generate(lm, PROMPTS[2], cache=kv("kvzip", chunk=8, **options), max_new_tokens=4).lengths.tolist() == [4]
-    kind = kv("kvzip", **options)
+    assert dx.generate(lm, PROMPTS[2], cache=make("kvzip", chunk=8, **options),
+                       max_new_tokens=4).lengths.tolist() == [4]
+    kind = make("kvzip", **options)
     for given in (dict(cache=kind), dict(algorithm=Speculative(OwnCache(lm, kind)))):
         with pytest.raises(ValueError, match=r"^cache: prompt and what the policy reads behind it are 92"):
             dx.generate(lm, PROMPTS[0], max_new_tokens=4, **given)
 
 
 @pytest.mark.parametrize(("kind", "message"), [
-    (lambda: kv("kvzip", chunk=7), "chunk: got 7, takes 8 or more"),
-    (lambda: kv("kvzip", layers="some"), "layers: got 'some', takes together or each"),
-    (lambda: kv("laq", first=10), "first: got a window of 10, takes one of the 8 tokens ahead and the 8 before them"),
+    (lambda: make("kvzip", chunk=7), "chunk: got 7, takes 8 or more"),
+    (lambda: make("kvzip", layers="some"), "layers: got 'some', takes together or each"),
+    (lambda: make("laq", first=10), "first: got a window of 10, takes one of the 8 tokens ahead and the 8 before them"),
     (lambda: Eviction(Top(QueriesAhead()), 64, every=4), "every: got 4; eviction chooses once, behind the prompt"),
     (lambda: dx.generate(SMALL, PROMPTS, cache="kvzip"), "ask: got a text, but this model has no tokenizer"),
     (lambda: dx.generate(dataclasses.replace(SMALL, model=SMALL.model.with_cache(Eviction(

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax import caches
 from decodax.cache import KVLayer
-from decodax.caches import HeldLayer, kv
+from decodax.caches import HeldLayer
 from decodax.caches.evict.pools import DecodePool, head_sizes
 from decodax.caches.evict.query_scores import WindowAttention
 from decodax.caches.evict.scores import Gathered
@@ -54,7 +55,7 @@ def test_heads_share_by_their_importance() -> None:
     """As HeadKV's code: a third of 30 is every head's, and 20 a head are shared."""
     assert head_sizes(((0.1, 0.4), (0.5, 0.0)), 32, 2, 1.5, 1.0) == ((20, 44), (52, 12))
     with pytest.raises(ValueError, match=r"^heads: got none, takes the importance of each head"):
-        kv("headkv")
+        caches.make("headkv")
 
 
 def test_layers_keep_the_same_part_of_the_attention() -> None:
@@ -70,13 +71,13 @@ def test_shares_of_layers_are_measured_on_texts() -> None:
     tokens = np.random.default_rng(0).integers(0, 16, 60).tolist()
     shares = fit_layers(DEEP, [tokens, tokens[:40]], 0.4)
     assert len(shares) == 2 and abs(np.mean(shares) - 0.4) < 0.03
-    job = Job.begin(Request.read(DEEP, [tokens], cache=kv("prefixkv", layers=shares), max_new_tokens=4))
+    job = Job.begin(Request.read(DEEP, [tokens], cache=caches.make("prefixkv", layers=shares), max_new_tokens=4))
     assert [int(count[0, 0]) for count in job.state.cache.count] == [59 - round(59 * (1 - share)) for share in shares]
     for expected, wrong in (
             (r"^texts: got none", lambda: fit_layers(DEEP, [])),
             (r"^texts: got one of 6 tokens, takes more than 6", lambda: fit_layers(DEEP, [tokens[:6]])),
             (r"^share: got 1, takes a number between 0 and 1", lambda: fit_layers(DEEP, [tokens], 1)),
-            (r"^layers: got none, takes the share of each layer", lambda: kv("prefixkv"))):
+            (r"^layers: got none, takes the share of each layer", lambda: caches.make("prefixkv"))):
         with pytest.raises(ValueError, match=expected):
             wrong()
 
@@ -88,7 +89,7 @@ def test_the_tokens_of_prefixkv_are_kept(case: int) -> None:
     lm = LM(model=MODEL, params=weights(MODEL), vocab_size=320)
     for text, layers in zip(TEXTS, wanted["kept"], strict=True):
         shares = fit_layers(lm, [text], 1 - wanted["removed"])
-        cache: Any = Job.begin(Request.read(lm, [[*text, 0]], cache=kv("prefixkv", layers=shares),
+        cache: Any = Job.begin(Request.read(lm, [[*text, 0]], cache=caches.make("prefixkv", layers=shares),
                                             max_new_tokens=1)).state.cache
         for layer, bits in enumerate(layers):
             kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]

@@ -12,7 +12,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
-from decodax.caches import Evicting, kv
+from decodax.caches import Evicting, make
 from decodax.caches.evict.marks import marked, read_marks
 from decodax.caches.evict.shots import _examples
 from decodax.caches.evict.subtasks import Subtasks, holes
@@ -27,7 +27,7 @@ NAMES = ("sentence-kv", "shotkv", "tim")
 
 
 def begun(name: str, prompts: list[list[int]], new: int = 4, **more: Any) -> Job:
-    return Job.begin(Request.read(DEEP, prompts, cache=kv(name, **{**OPTIONS[name], **more}), max_new_tokens=new))
+    return Job.begin(Request.read(DEEP, prompts, cache=make(name, **{**OPTIONS[name], **more}), max_new_tokens=new))
 
 
 @pytest.mark.wide
@@ -153,11 +153,11 @@ def test_behind_a_hole_is_what_the_model_makes_of_the_text_without_it() -> None:
     """Of two layers, in rows with and without holes, behind a prompt and while decoding."""
     prompts = [[1, 2, 8, 4, 5, 6, 9, 7, 1, 2, 8, 3, 3, 9, 4], [1, 8, 2, 3, 4], [8, 5, 5, 9, 2, 2]]
     shorter = [[1, 2, 8, 9, 7, 1, 2, 8, 9, 4], [1, 8, 2, 3, 4], [8, 9, 2, 2]]
-    own = kv("tim", open=8, close=9, depth=0, every=100)
+    own = make("tim", open=8, close=9, depth=0, every=100)
     out, wanted = (dx.generate(DEEP, ids, cache=kind, max_new_tokens=6, logprobs=0)
                    for ids, kind in ((prompts, own), (shorter, None)))
     assert same(out, wanted)
-    job = Job.begin(Request.read(DEEP, prompts, cache=kv("tim", open=8, close=9, depth=1, every=3), max_new_tokens=9))
+    job = Job.begin(Request.read(DEEP, prompts, cache=make("tim", open=8, close=9, depth=1, every=3), max_new_tokens=9))
     job.advance(None)
     cache, n = job.state.cache, np.asarray(job.state.cache.length)
     assert isinstance(cache, Subtasks)
@@ -173,17 +173,17 @@ def test_behind_a_hole_is_what_the_model_makes_of_the_text_without_it() -> None:
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     for expected, wrong in (
             (r"^ends: got None; a model without a tokenizer", lambda: dx.generate(SMALL, PROMPTS, cache="sentence-kv")),
-            (r"^budget: got 64, takes more than the 64 first and latest", lambda: kv("sentence-kv", budget=64)),
-            (r"^recent: got 0, takes a number from 1", lambda: kv("sentence-kv", recent=0)),
-            (r"^ends: got \('a',\), takes token ids", lambda: kv("sentence-kv", ends=("a",))),
+            (r"^budget: got 64, takes more than the 64 first and latest", lambda: make("sentence-kv", budget=64)),
+            (r"^recent: got 0, takes a number from 1", lambda: make("sentence-kv", recent=0)),
+            (r"^ends: got \('a',\), takes token ids", lambda: make("sentence-kv", ends=("a",))),
             (r"^cache: sentence-kv takes windows of at most its 3 recent tokens, got one of 5", lambda: dx.generate(
                 SMALL, PROMPTS, algorithm=LOOKUP,
-                cache=kv("sentence-kv", ends=(3,), budget=8, sinks=1, recent=3, window=4))),
+                cache=make("sentence-kv", ends=(3,), budget=8, sinks=1, recent=3, window=4))),
             (r"^separator: got None; a model without a tokenizer", lambda: dx.generate(
-                SMALL, PROMPTS, cache=kv("shotkv", budget=40))),
-            (r"^separator: got 'x', takes token ids", lambda: kv("shotkv", separator="x")),
-            (r"^pool: got 32, takes more than the 32 latest", lambda: kv("shotkv", pool=32)),
-            (r"^open: got \(\), takes the ids of a mark", lambda: kv("tim", close=3)),
-            (r"^depth: got -1, takes a number from 0", lambda: kv("tim", open=3, close=4, depth=-1))):
+                SMALL, PROMPTS, cache=make("shotkv", budget=40))),
+            (r"^separator: got 'x', takes token ids", lambda: make("shotkv", separator="x")),
+            (r"^pool: got 32, takes more than the 32 latest", lambda: make("shotkv", pool=32)),
+            (r"^open: got \(\), takes the ids of a mark", lambda: make("tim", close=3)),
+            (r"^depth: got -1, takes a number from 0", lambda: make("tim", open=3, close=4, depth=-1))):
         with pytest.raises(ValueError, match=expected):
             wrong()

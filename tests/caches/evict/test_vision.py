@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import kv
+from decodax.caches import make
 from decodax.caches.evict.held import HeldLayer
 from decodax.caches.evict.scores import Gathered
 from decodax.caches.evict.vision import ImageAttention, ImageShares
@@ -52,7 +52,8 @@ def test_a_layer_keeps_what_it_looks_at(level: float, share: float) -> None:
 @pytest.mark.wide
 def test_text_stays_and_memory_is_that_of_the_budget() -> None:
     def held(**more: Any) -> Any:
-        return Job.begin(Request.read(DEEP, PROMPTS, cache=kv("plphp", **GIVEN, **more), max_new_tokens=3)).state.cache
+        return Job.begin(Request.read(DEEP, PROMPTS, cache=make("plphp", **GIVEN, **more),
+                                      max_new_tokens=3)).state.cache
 
     everything, some = held(), held(budget=24)
     for row, prompt in enumerate(PROMPTS):
@@ -69,7 +70,7 @@ def test_text_stays_and_memory_is_that_of_the_budget() -> None:
 @pytest.mark.wide
 def test_without_an_image_nothing_goes() -> None:
     text = [[token if not 3 <= token <= 9 else 1 for token in prompt] for prompt in PROMPTS]
-    out = dx.generate(DEEP, text, cache=kv("plphp", **GIVEN), max_new_tokens=6, logprobs=0)
+    out = dx.generate(DEEP, text, cache=make("plphp", **GIVEN), max_new_tokens=6, logprobs=0)
     plain = dx.generate(DEEP, text, max_new_tokens=6, logprobs=0)
     assert out.logprobs is not None and plain.logprobs is not None
     assert out.tokens.tolist() == plain.tokens.tolist()
@@ -82,4 +83,4 @@ def test_numbers_that_make_no_rule_are_refused() -> None:
                            (r"^rate, change: got 0.5 and 0.6, takes shares from 0 to 1", dict(change=0.6)),
                            (r"^indifferent, attentive: got 0.7 and 0.6", dict(indifferent=0.7))):
         with pytest.raises(ValueError, match=expected):
-            kv("plphp", **{**GIVEN, **more})
+            make("plphp", **{**GIVEN, **more})

@@ -47,14 +47,15 @@ def test_segments_read_what_the_authors_read() -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
-            (r"^block: got 24, takes a divisor of the segment of 512", lambda: dx.kv("critiprefill", block=24)),
-            (r"^budget: got 0, takes a number from 1", lambda: dx.kv("critiprefill", budget=0)),
-            (r"^memory, skip: got 2 and 1", lambda: dx.kv("critiprefill", memory=2))):
+            (r"^block: got 24, takes a divisor of the segment of 512", lambda: dx.caches.make("critiprefill",
+                                                                                              block=24)),
+            (r"^budget: got 0, takes a number from 1", lambda: dx.caches.make("critiprefill", budget=0)),
+            (r"^memory, skip: got 2 and 1", lambda: dx.caches.make("critiprefill", memory=2))):
         with pytest.raises(ValueError, match=message):
             wrong()
 
 
 def test_no_other_cache_stands_beside_it() -> None:
-    kind = dx.kv("critiprefill", budget=4, segment=4, block=2, dense=8)
+    kind = dx.caches.make("critiprefill", budget=4, segment=4, block=2, dense=8)
     with pytest.raises(ValueError, match=r"^cache: critiprefill reads a prompt when it is in, and this model reads it"):
         dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, kind)), max_new_tokens=8)

@@ -70,7 +70,7 @@ def test_the_authors_choose_the_same_tokens() -> None:
 def test_a_prompt_is_read_as_by_hand() -> None:
     """Prompts of 41 and 26 tokens in groups of 6, and one of 5 that is none; the 3 latest tokens stay, the newest one
     among them."""
-    kind = dx.kv("quick-prefill", group=6, keep=0.5, recent=3)
+    kind = dx.caches.make("quick-prefill", group=6, keep=0.5, recent=3)
     out = dx.generate(DEEP, PROMPTS, cache=kind, max_new_tokens=4, logprobs=0, eos_token_id=[])
     for i, prompt in enumerate(PROMPTS):
         logits = by_hand(prompt + out.row(i).tolist(), 6, 0.5, 3 + 4)[len(prompt) - 1:-1]
@@ -87,15 +87,15 @@ def test_a_long_prompt_takes_the_memory_of_its_share() -> None:
         job = Job.begin(Request.read(long, [PROMPTS[0] * 24], max_new_tokens=8, cache=cache))
         return sum(x.nbytes for x in jax.tree.leaves(job.state.cache))
 
-    assert size(dx.kv("quick-prefill", group=64, keep=0.125, recent=8)) < 0.45 * size(None)
+    assert size(dx.caches.make("quick-prefill", group=64, keep=0.125, recent=8)) < 0.45 * size(None)
 
 
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
-            (r"^keep: got 0, takes a share above 0", lambda: dx.kv("quick-prefill", keep=0)),
+            (r"^keep: got 0, takes a share above 0", lambda: dx.caches.make("quick-prefill", keep=0)),
             (r"^keep: got 0.1, which leaves no token of a group of 8",
-             lambda: dx.kv("quick-prefill", keep=0.1, group=8)),
-            (r"^group: got 0, takes a number from 1", lambda: dx.kv("quick-prefill", group=0)),
-            (r"^recent: got -1, takes a number from 0", lambda: dx.kv("quick-prefill", recent=-1))):
+             lambda: dx.caches.make("quick-prefill", keep=0.1, group=8)),
+            (r"^group: got 0, takes a number from 1", lambda: dx.caches.make("quick-prefill", group=0)),
+            (r"^recent: got -1, takes a number from 0", lambda: dx.caches.make("quick-prefill", recent=-1))):
         with pytest.raises(ValueError, match=message):
             wrong()

@@ -122,17 +122,17 @@ def test_all_of_a_text_may_be_read_exactly() -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
-            (r"^min_seq_len: got 4096, takes a multiple of the block of 300", lambda: dx.kv(
+            (r"^min_seq_len: got 4096, takes a multiple of the block of 300", lambda: dx.caches.make(
                 "hyper-attention", block=300)),
-            (r"^samples: got 0, takes a number from 1", lambda: dx.kv("hyper-attention", samples=0)),
-            (r"^projections, skip: got 7 and -1", lambda: dx.kv("hyper-attention", skip=-1))):
+            (r"^samples: got 0, takes a number from 1", lambda: dx.caches.make("hyper-attention", samples=0)),
+            (r"^projections, skip: got 7 and -1", lambda: dx.caches.make("hyper-attention", skip=-1))):
         with pytest.raises(ValueError, match=message):
             wrong()
 
 
 @pytest.mark.wide
 def test_it_goes_by_queries_and_keys_alone() -> None:
-    kind = dx.kv("hyper-attention", block=4, samples=3, min_seq_len=8)
+    kind = dx.caches.make("hyper-attention", block=4, samples=3, min_seq_len=8)
     capped = dataclasses.replace(DEEP, model=Transformer(dataclasses.replace(DEEP.model.config, attention_softcap=5.0)))
     with pytest.raises(ValueError, match=r"^cache: hyper-attention hashes queries and keys alone"):
         dx.generate(capped, PROMPTS, cache=kind, max_new_tokens=2)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import KVMaps, kv
+from decodax import caches
+from decodax.caches import KVMaps
 from decodax.caches.prefill.listening import Listening
 from decodax.caches.shapes import layers_of
 from decodax.core.window import causal
@@ -52,7 +53,7 @@ def test_a_cache_holds_what_the_maps_make_of_the_auxiliary_models() -> None:
     """Of a model with other heads and another rotation, for prompts of several lengths."""
     small, r = other(), np.random.default_rng(3)
     keys, values = (tuple(r.standard_normal((7, 8)).astype(np.float32) for _ in range(2)) for _ in range(2))
-    kind = kv("kv-prediction", auxiliary=small, maps=KVMaps(keys=keys, values=values, layers=(0, 0)))
+    kind = caches.make("kv-prediction", auxiliary=small, maps=KVMaps(keys=keys, values=values, layers=(0, 0)))
     cache = Job.begin(Request.read(DEEP, PROMPTS, cache=kind, max_new_tokens=3)).state.cache
     assert cache.length[:3].tolist() == [len(prompt) - 1 for prompt in PROMPTS]
     for row, prompt in enumerate(PROMPTS):
@@ -115,14 +116,15 @@ def test_an_auxiliary_model_is_trained_with_its_maps() -> None:
     assert (found[1] < found[0]).all()
     for was, x in zip(before, jax.tree.leaves(DEEP.params), strict=True):
         np.testing.assert_array_equal(was, x)
-    out = dx.generate(DEEP, PROMPTS, max_new_tokens=2, cache=kv("kv-prediction", auxiliary=both[1], maps=both[0]))
+    out = dx.generate(DEEP, PROMPTS, max_new_tokens=2, cache=caches.make("kv-prediction", auxiliary=both[1],
+                                                                         maps=both[0]))
     assert out.lengths.tolist() == [2] * 3
 
 
 @pytest.mark.wide
 def test_questions_behind_a_context_are_read_by_the_model_itself() -> None:
     """So a model that predicts itself answers as if it had read both."""
-    kind = kv("kv-prediction", auxiliary=DEEP, maps=ITSELF)
+    kind = caches.make("kv-prediction", auxiliary=DEEP, maps=ITSELF)
     out = dx.generate(DEEP, [[5, 6], [7]], context=[1, 2, 3, 4], cache=kind, max_new_tokens=6)
     whole = dx.generate(DEEP, [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7]], max_new_tokens=6)
     assert out.tokens.tolist() == whole.tokens.tolist()
@@ -133,10 +135,10 @@ def test_what_cannot_be_predicted_is_refused() -> None:
     shared = Transformer(cla(llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24), share=2))
     sharing = LM(model=shared, params=shared.init_params(jax.random.key(0)), vocab_size=16)
     run = lambda lm=DEEP, auxiliary=GUESSES, maps=GUESSED: dx.generate(
-        lm, PROMPTS, max_new_tokens=2, cache=kv("kv-prediction", auxiliary=auxiliary, maps=maps))
+        lm, PROMPTS, max_new_tokens=2, cache=caches.make("kv-prediction", auxiliary=auxiliary, maps=maps))
     for message, wrong in (
-            (r"^auxiliary: got none, takes a smaller model", lambda: kv("kv-prediction", maps=GUESSED)),
-            (r"^maps: got none, takes what decodax.train.kv_prediction", lambda: kv("kv-prediction",
+            (r"^auxiliary: got none, takes a smaller model", lambda: caches.make("kv-prediction", maps=GUESSED)),
+            (r"^maps: got none, takes what decodax.train.kv_prediction", lambda: caches.make("kv-prediction",
                                                                                           auxiliary=GUESSES)),
             (r"^auxiliary: got a model of 12 ids, the one that answers has 16", lambda: run(auxiliary=other(12))),
             (r"^auxiliary: got 'numerals', whose tokens are not those of 'pycode'", lambda: run(

@@ -167,9 +167,9 @@ def scores(lm: Any, cache: Any) -> np.ndarray:
 @pytest.mark.wide
 def test_all_columns_are_dense_attention_with_dual_chunk_attention_too() -> None:
     whole = scores(CHUNKED, None)
-    everything = dx.kv("minference", **{**SIZES, "vertical": 64, "threshold": 0})
+    everything = dx.caches.make("minference", **{**SIZES, "vertical": 64, "threshold": 0})
     np.testing.assert_allclose(scores(CHUNKED, everything), whole, atol=2e-5)
-    part = scores(CHUNKED, dx.kv("minference", **SIZES, threshold=0))
+    part = scores(CHUNKED, dx.caches.make("minference", **SIZES, threshold=0))
     assert (np.abs(part - whole).max(1) > 1e-3)[:2].all()
 
 
@@ -181,7 +181,7 @@ def dense_scores() -> np.ndarray:
 @pytest.mark.wide
 @pytest.mark.parametrize("threshold", [25, 26, 40, 41])
 def test_prompts_up_to_the_threshold_read_everything_beside_longer_ones(threshold: int) -> None:
-    changed = np.abs(scores(DEEP, dx.kv("minference", **SIZES, threshold=threshold)) - dense_scores()).max(1)
+    changed = np.abs(scores(DEEP, dx.caches.make("minference", **SIZES, threshold=threshold)) - dense_scores()).max(1)
     assert (changed > 1e-4).tolist() == [len(prompt) > threshold for prompt in PROMPTS]
 
 
@@ -205,31 +205,32 @@ def test_segments_of_several_steps_end_in_a_narrow_one() -> None:
 def test_a_table_of_sizes_is_read_from_a_file(tmp_path: Path) -> None:
     """Heads that it does not name, and layers behind its last one, have the sizes of `vertical` and `slash`."""
     (tmp_path / "sizes.json").write_text(json.dumps([{"1": ["vertical_and_slash", 500, 700, 0.99]}]))
-    kind = dx.kv("minference", vertical=40, slash=8, heads=str(tmp_path / "sizes.json"))
+    kind = dx.caches.make("minference", vertical=40, slash=8, heads=str(tmp_path / "sizes.json"))
     assert isinstance(kind, VerticalSlash)
     assert kind.sizes(0, 2).tolist() == [[40, 500], [100, 700]] and kind.sizes(1, 2).tolist() == [[40, 40], [100, 100]]
 
 
 def test_what_cannot_be_had_is_refused() -> None:
-    table = lambda *given: dx.kv("minference", heads=[{}, {3: given}])
+    table = lambda *given: dx.caches.make("minference", heads=[{}, {3: given}])
     for message, wrong in (
             (r"^heads: got the pattern 'block_sparse' for head 3 of layer 1, takes 'vertical_and_slash'",
              lambda: table("block_sparse", 100, 1, 0.9)),
             (r"^heads: got the sizes \[100\] for head 3 of layer 1, takes numbers from 1",
              lambda: table("vertical_and_slash", 100)),
             (r"^heads: got head 4 of layer 1, which has 4", lambda: dx.generate(
-                DEEP, PROMPTS, cache=dx.kv("minference", heads=[{}, {4: ("vertical_and_slash", 1, 1, 1)}]))),
+                DEEP, PROMPTS, cache=dx.caches.make("minference", heads=[{}, {4: ("vertical_and_slash", 1, 1, 1)}]))),
             (r"^heads: got 3 layers, the model has 2", lambda: dx.generate(
-                DEEP, PROMPTS, cache=dx.kv("minference", heads=[{}, {}, {}]))),
-            (r"^block: got 48, takes a divisor of the segment of 32768", lambda: dx.kv("minference", block=48)),
-            (r"^slash: got 0, takes a number from 1", lambda: dx.kv("minference", slash=0)),
-            (r"^first, threshold: got -1 and 32768, takes 0 or more", lambda: dx.kv("minference", first=-1))):
+                DEEP, PROMPTS, cache=dx.caches.make("minference", heads=[{}, {}, {}]))),
+            (r"^block: got 48, takes a divisor of the segment of 32768", lambda: dx.caches.make("minference",
+                                                                                                block=48)),
+            (r"^slash: got 0, takes a number from 1", lambda: dx.caches.make("minference", slash=0)),
+            (r"^first, threshold: got -1 and 32768, takes 0 or more", lambda: dx.caches.make("minference", first=-1))):
         with pytest.raises(ValueError, match=message):
             wrong()
 
 
 def test_scores_that_it_cannot_estimate_are_refused() -> None:
-    kind = dx.kv("minference", **SIZES, threshold=8)
+    kind = dx.caches.make("minference", **SIZES, threshold=8)
     config = dataclasses.replace(SMALL.model.config, attention_softcap=5.0)
     capped = dataclasses.replace(SMALL, model=Transformer(config))
     with pytest.raises(ValueError, match=r"^cache: minference scores columns and diagonals by queries and keys; takes"):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax import caches
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
-from decodax.caches import kv
 from decodax.core.window import Window, causal
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
@@ -39,7 +39,7 @@ def test_the_tokens_of_fastkv_are_kept(chunk: int) -> None:
     """By the authors' rule in each layer, where the third read what the second passed on; the texts are rows of one
     batch."""
     wanted = json.loads((Path(__file__).parents[1] / "expected" / "fastkv.json").read_text())["kept"]
-    cache = read(kv("fastkv", budget=0.3, passed=0.5, layer=1), chunk)
+    cache = read(caches.make("fastkv", budget=0.3, passed=0.5, layer=1), chunk)
     for row, text in enumerate(TEXTS):
         for layer, head in np.ndindex(3, 2):
             found = np.asarray(cache.heads(layer)[1][row, head])
@@ -59,7 +59,7 @@ class Plain:
 
 def test_prompt_distill_keeps_what_its_layer_looks_for_in_all_layers() -> None:
     """The authors' rule, written out: raw scores of the newest query, averaged over heads and pooled over five."""
-    cache = read(kv("promptdistill", budget=40, layer=0))
+    cache = read(caches.make("promptdistill", budget=40, layer=0))
     for row, text in enumerate(TEXTS):
         T, plain = len(text), Plain()
         window = causal(jnp.asarray([text]), jnp.zeros(1, jnp.int32), jnp.ones((1, T), bool))
@@ -97,14 +97,17 @@ def test_layers_behind_do_not_run_for_tokens_that_stay_behind() -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: kv("fastkv", passed=1.5), "budget: got 1.5"),
-    (lambda: kv("promptdistill", budget=0.5), "budget: got 0.5, takes a number of tokens"),
+    (lambda: caches.make("fastkv", passed=1.5), "budget: got 1.5"),
+    (lambda: caches.make("promptdistill", budget=0.5), "budget: got 0.5, takes a number of tokens"),
     (lambda: dx.generate(DEEP, PROMPTS, cache="fastkv:layer=1", max_new_tokens=2),
      "layer: got 1, takes 0 to 0 of a model of 2 layers"),
-    (lambda: DEEP.model.with_cache(kv("fastkv")).init_cache(1, 64).for_prompt(), "cache: fastkv as a kind that was"),
-    (lambda: dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, kv("promptdistill"))), max_new_tokens=2),
+    (lambda: DEEP.model.with_cache(caches.make("fastkv")).init_cache(1, 64).for_prompt(),
+     "cache: fastkv as a kind that was"),
+    (lambda: dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, caches.make("promptdistill"))),
+                         max_new_tokens=2),
      "cache: promptdistill has prompts stop behind 1 layers"),
-    (lambda: kv("fastkv").of_model(LM(model=object(), params=None, vocab_size=2)), "cache: fastkv stops a prompt")])
+    (lambda: caches.make("fastkv").of_model(LM(model=object(), params=None, vocab_size=2)),
+     "cache: fastkv stops a prompt")])
 def test_what_cannot_be_had_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax import caches
 from decodax.cache import KVLayer, dense
-from decodax.caches import kv
 from decodax.caches.quantize.bounded import Bounded, decoded, encoded, key_error, value_error
 from tests.caches.test_policies import DEEP, PROMPTS
 
@@ -98,8 +98,8 @@ def test_more_bits_are_nearer_to_dense() -> None:
     def run(cache: Any, **more: Any) -> np.ndarray:
         return dx.generate(DEEP, PROMPTS, cache=cache, max_new_tokens=12, seed=5, temperature=0.8, **more).tokens
 
-    fine = kv("qaq", bits=(8, 8), most=8.0, outliers=0.3, last=2)
-    coarse = kv("qaq", bits=(1, 1), most=1.0, outliers=0.0, last=1)
+    fine = caches.make("qaq", bits=(8, 8), most=8.0, outliers=0.3, last=2)
+    coarse = caches.make("qaq", bits=(1, 1), most=1.0, outliers=0.0, last=1)
     alike = lambda cache: (run(cache) == run(None)).sum()
     assert alike(fine) > alike(coarse)
     assert (run(coarse, algorithm="prompt-lookup") == run(coarse)).all()
@@ -112,4 +112,4 @@ def test_more_bits_are_nearer_to_dense() -> None:
     (dict(outliers=1.0), "error, norm, last, outliers: got")])
 def test_what_is_out_of_range_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        kv("qaq", **given)
+        caches.make("qaq", **given)

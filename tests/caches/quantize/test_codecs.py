@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax import caches
 from decodax.cache import KVLayer
-from decodax.caches import Constant, KVFeatures, kv
+from decodax.caches import Constant, KVFeatures
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.key_scores import KeyNorm
 from decodax.caches.evict.pruned import Pruned
@@ -213,9 +214,9 @@ def test_what_was_not_measured_is_asked_for() -> None:
     shape = KVLayer(2, 4, queries=4)
     books = Codebooks(Constant(np.zeros((1, 2, 1, 4, 4))), Constant(np.zeros((1, 2, 1, 4, 3))))
     for expected, wrong in (
-            (r"^codebooks: got none, takes what decodax.train.fit_codebooks measures", lambda: kv("cq")),
-            (r"^features: got int, takes", lambda: kv("cskv", features=3)),
-            (r"^order: got none", lambda: kv("rotatekv")),
+            (r"^codebooks: got none, takes what decodax.train.fit_codebooks measures", lambda: caches.make("cq")),
+            (r"^features: got int, takes", lambda: caches.make("cskv", features=3)),
+            (r"^order: got none", lambda: caches.make("rotatekv")),
             (r"^codebooks: got values of 2 heads of 3", lambda: Coupled(books).check(shape)),
             (r"^features: got keys", lambda: Shrunk(KVFeatures(*(Constant(np.zeros((1, 3, 2))),) * 2)).check(shape)),
             (r"^heads: got 6 channels", lambda: Rotated(Constant(np.zeros((1, 6)))).check(KVLayer(2, 3))),

@@ -102,12 +102,12 @@ def test_learned_channels_are_better_than_others() -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
-            (r"^channels: got none, takes what decodax.train.channels measures", lambda: dx.kv("leank")),
-            (r"^keep: got -1, takes 0 or more", lambda: dx.kv("leank", channels=CHANNELS, recent=-1)),
-            (r"^sinks: got -1", lambda: dx.kv("leank", channels=CHANNELS, sinks=-1)),
+            (r"^channels: got none, takes what decodax.train.channels measures", lambda: dx.caches.make("leank")),
+            (r"^keep: got -1, takes 0 or more", lambda: dx.caches.make("leank", channels=CHANNELS, recent=-1)),
+            (r"^sinks: got -1", lambda: dx.caches.make("leank", channels=CHANNELS, sinks=-1)),
             (r"^probes: got none", lambda: fit_channels(DEEP, [])),
             (r"^ratio, align: got 1 and 32", lambda: fit_channels(DEEP, [Probe(PROMPTS[0], 1, 3)], ratio=1)),
             (r"^channels: got Constant\(bool\[1, 2, 8\]\), takes bool\[L, 2, 4\]", lambda: DEEP.model.with_cache(
-                dx.kv("leank", channels=Constant(np.ones((1, 2, 8), bool)))).init_cache(1, 8))):
+                dx.caches.make("leank", channels=Constant(np.ones((1, 2, 8), bool)))).init_cache(1, 8))):
         with pytest.raises(ValueError, match=message):
             wrong()

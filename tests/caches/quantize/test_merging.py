@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.caches import kv
+from decodax import caches
 from decodax.caches.quantize.merging import Merging, shared
 
 AT = [[2, 13, 34], [9, 35, 37]]
@@ -36,4 +36,4 @@ def test_pairs_begin_in_the_middle_and_a_layer_may_be_left_over() -> None:
     with pytest.raises(ValueError, match=r"^cache: minicache takes layers of one shape"):
         Merging(0)([(2, 4), (1, 4)], 1, 64, jnp.float32)
     with pytest.raises(ValueError, match=r"^towards: got 2"):
-        kv("minicache", towards=2)
+        caches.make("minicache", towards=2)

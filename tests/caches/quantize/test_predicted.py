@@ -101,7 +101,7 @@ def test_measured_maps_lose_less_than_none() -> None:
         rest = jnp.concatenate([y.reshape(-1, 2, 4).swapaxes(0, 1) for y in below], -1) - kv       # type: ignore[union-attr]
         error.append(float(jnp.square(rest).mean()))
     assert error[0] < 0.8 * error[1]
-    assert dx.generate(DEEP, PROMPTS, cache=dx.kv("aqua-kv", predictors=made, residual=8), max_new_tokens=4
+    assert dx.generate(DEEP, PROMPTS, cache=dx.caches.make("aqua-kv", predictors=made, residual=8), max_new_tokens=4
                        ).lengths.tolist() == [4, 4, 4]
 
 
@@ -110,10 +110,11 @@ def test_what_cannot_be_had_is_refused() -> None:
     made = Predictors(maps, maps, maps, maps)
     model = Transformer(llama(vocab=16, width=16, layers=1, heads=4, kv_heads=2, mlp=24))
     for message, wrong in (
-            (r"^predictors: got none, takes what decodax.train.fit_predictors measures", lambda: dx.kv("aqua-kv")),
-            (r"^group, sinks: got 24 and 4", lambda: dx.kv("aqua-kv", predictors=made, group=24)),
+            (r"^predictors: got none, takes what decodax.train.fit_predictors measures",
+             lambda: dx.caches.make("aqua-kv")),
+            (r"^group, sinks: got 24 and 4", lambda: dx.caches.make("aqua-kv", predictors=made, group=24)),
             (r"^predictors: got values Constant\(float32\[2, 9, 8\]\), takes f32\[L, 17, 8\]", lambda: model.with_cache(
-                dx.kv("aqua-kv", predictors=made)).init_cache(1, 8))):
+                dx.caches.make("aqua-kv", predictors=made)).init_cache(1, 8))):
         with pytest.raises(ValueError, match=message):
             wrong()
 

@@ -14,7 +14,7 @@ import pytest
 import decodax as dx
 from decodax.bench.report import copies, parse
 from decodax.cache import KVLayer
-from decodax.caches import AttentionNet, kv
+from decodax.caches import AttentionNet, make
 from decodax.caches.sparse.attention_predictor import Expectation, Expecting, PromptToExpect
 from decodax.core import drivers
 from decodax.core.cache import ReadPrompt
@@ -103,7 +103,7 @@ def test_training_lowers_the_error(tmp_path: Path) -> None:
     size = dict(sinks=2, recent=4, block=2, history=6)
     net = fit_attention_predictor(SMALL, texts[:4], steps=60, batch=4, rate=1e-2, channels=(3, 4), **size)
     net.save(tmp_path / "net.npz")
-    assert kv("attention-predictor", net=str(tmp_path / "net.npz")).net == net      # type: ignore[attr-defined]
+    assert make("attention-predictor", net=str(tmp_path / "net.npz")).net == net      # type: ignore[attr-defined]
     images = attention_maps(MODEL, 2, PARAMS, jnp.asarray(texts[4], jnp.int32))[1][0]
 
     @jax.jit
@@ -119,14 +119,14 @@ def test_what_cannot_be_had_is_refused() -> None:
                    params=PARAMS, vocab_size=16)
     small = dict(net=NET, budget=10, sinks=2, recent=4, block=2)
     for message, wrong in (
-            (r"^net: got none, takes what decodax.train.attention_predictor", lambda: kv("attention-predictor")),
-            (r"^every: got 0, takes a number from 1", lambda: kv("attention-predictor", net=NET, every=0)),
-            (r"^sinks, recent: got 3 and 64, takes whole blocks of 16", lambda: kv("attention-predictor", net=NET,
+            (r"^net: got none, takes what decodax.train.attention_predictor", lambda: make("attention-predictor")),
+            (r"^every: got 0, takes a number from 1", lambda: make("attention-predictor", net=NET, every=0)),
+            (r"^sinks, recent: got 3 and 64, takes whole blocks of 16", lambda: make("attention-predictor", net=NET,
                                                                                    sinks=3)),
             (r"^budget: got 150, takes a number of tokens with room for two blocks of 16 beside",
-             lambda: kv("attention-predictor", net=NET, budget=150)),
+             lambda: make("attention-predictor", net=NET, budget=150)),
             (r"^cache: attention-predictor computes scores of queries and keys alone", lambda: dx.generate(
-                capped, PROMPTS, max_new_tokens=2, cache=kv("attention-predictor", **small))),
+                capped, PROMPTS, max_new_tokens=2, cache=make("attention-predictor", **small))),
             (r"^texts: got none", lambda: fit_attention_predictor(SMALL, [])),
             (r"^texts: got one of 5 tokens, takes more than 176", lambda: fit_attention_predictor(SMALL, PROMPTS)),
             (r"^steps, batch, history, block, recent, rate: got 0", lambda: fit_attention_predictor(
@@ -138,7 +138,7 @@ def test_what_cannot_be_had_is_refused() -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["attention-predictor", "token-butler", "retro-attention"])
 def test_no_round_copies_keys_and_values(name: str) -> None:
-    lm = kv(name, **OPTIONS[name]).put_on(DEEP)
+    lm = make(name, **OPTIONS[name]).put_on(DEEP)
     params, chain = Params(lm.params, None), build(8, vocab_size=16, temperature=0.8)
     begin = functools.partial(init_state, LOOKUP, lm.model, size=256, max_new=np.int32(30))
     s = jax.eval_shape(begin, params, chain, jax.ShapeDtypeStruct((8, 64), jnp.int32),

@@ -259,7 +259,7 @@ class Layers:
 def test_a_llama_says_what_it_says_with_the_rule_by_hand(algorithm: Any) -> None:
     """Two layers, each with its own boundaries; the model is run token by token over what was decoded."""
     lm, new = DEEP, 16
-    kind = dx.kv("louiskv", budget=9, tau=0.1, per=4, sinks=2, buffer=6)
+    kind = dx.caches.make("louiskv", budget=9, tau=0.1, per=4, sinks=2, buffer=6)
     out = dx.generate(lm, PROMPTS[:2], cache=kind, max_new_tokens=new, logprobs=0, algorithm=algorithm)
     turns = []
     for b, prompt in enumerate(PROMPTS[:2]):
@@ -288,9 +288,9 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
                             (r"^buffer: got 2.5, takes a number from 1", dict(buffer=2.5)),
                             (r"^sinks, loops: got -1 and 10, takes 0 or more", dict(sinks=-1))):
         with pytest.raises(ValueError, match=expected):
-            dx.kv("louiskv", **wrong)
-    cache = dx.kv("louiskv", skip=(0,))([KVLayer(2, 8)], 1, 16, jnp.float32)
+            dx.caches.make("louiskv", **wrong)
+    cache = dx.caches.make("louiskv", skip=(0,))([KVLayer(2, 8)], 1, 16, jnp.float32)
     assert isinstance(cache, BoundaryRetrieval) and cache.horizon() is None
-    drafts = dx.Speculative(dx.drafts.OwnCache(SMALL, dx.kv("louiskv", budget=9, buffer=6, tau=0.1)))
+    drafts = dx.Speculative(dx.drafts.OwnCache(SMALL, dx.caches.make("louiskv", budget=9, buffer=6, tau=0.1)))
     plain = dx.generate(SMALL, PROMPTS, max_new_tokens=8)
     assert dx.generate(SMALL, PROMPTS, max_new_tokens=8, algorithm=drafts).tokens.tolist() == plain.tokens.tolist()

@@ -85,8 +85,8 @@ def test_what_follows_a_prompt_is_clustered_when_there_is_enough_of_it() -> None
 @pytest.mark.wide
 def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^budget: got 16, takes more than the 16 first tokens"):
-        dx.kv("clusterkv", budget=16)
+        dx.caches.make("clusterkv", budget=16)
     with pytest.raises(ValueError, match=r"^per: got 0, takes a number from 1"):
-        dx.kv("clusterkv", per=0)
+        dx.caches.make("clusterkv", per=0)
     assert dx.generate(SMALL, PROMPTS, cache="clusterkv:budget=20,skip=()", algorithm=TREE,
                        max_new_tokens=4).lengths.tolist() == [4, 4, 4]

@@ -57,7 +57,7 @@ def test_so_they_are_with_any_algorithm(algorithm: Any) -> None:
 def test_values_of_shadowkv_may_lie_there_too(algorithm: Any) -> None:
     rows = (0, 1, 2, 0, 1, 2) if algorithm is BOTH else (0, 1, 2)
     assert equal(run("shadowkv", algorithm, rows, offload=True), run("shadowkv", algorithm, rows))
-    job = Job.begin(Request.read(SMALL, PROMPTS, cache=dx.kv("shadowkv", **OPTIONS["shadowkv"], offload=True),
+    job = Job.begin(Request.read(SMALL, PROMPTS, cache=dx.caches.make("shadowkv", **OPTIONS["shadowkv"], offload=True),
                                  max_new_tokens=4))
     values = [x.sharding.memory_kind for x in jax.tree.leaves(job.state.cache.hosted)]
     assert values == ["pinned_host"] and job.state.cache.shadows[0].values.shape[3:] == (4, 4)
@@ -147,7 +147,7 @@ def test_rows_of_the_host_move_as_rows_do() -> None:
 
 @pytest.mark.wide
 def test_samples_beams_forks_and_slots_go_on_from_pages_on_the_host() -> None:
-    here, there = (dx.kv("quest", **QUEST, offload=on) for on in (False, True))
+    here, there = (dx.caches.make("quest", **QUEST, offload=on) for on in (False, True))
     options: dict[str, Any] = dict(max_new_tokens=12, seed=3)
 
     def both(**more: Any) -> list[Any]:
@@ -175,7 +175,8 @@ def test_samples_beams_forks_and_slots_go_on_from_pages_on_the_host() -> None:
 
 @pytest.mark.wide
 def test_a_round_copies_no_pages() -> None:
-    job = Job.begin(Request.read(SMALL, PROMPTS, cache=dx.kv("quest", **QUEST, offload=True), max_new_tokens=4))
+    job = Job.begin(Request.read(SMALL, PROMPTS, cache=dx.caches.make("quest", **QUEST, offload=True),
+                                 max_new_tokens=4))
     pages = job.state.cache.pages[0]
     assert pages.sharding.memory_kind == "pinned_host"
     text = advance.lower(job.algorithm, job.request.lm.model, job.params, job.policy, job.state, jnp.int32(4)).compile(
@@ -213,7 +214,7 @@ def test_a_tpu_fetches_pages_by_asynchronous_slices(mesh: str) -> None:
     data, model = map(int, mesh.split("x"))
     lm = abstract({**PRESETS["llama-3-8b"], "num_hidden_layers": 2, "vocab_size": 4096})
     here, there = (plan(lm, "v5e:2x4", mesh=[(data, model)], batch=4, capacity=8192, compile=True,
-                        cache=dx.kv("quest", skip=(), offload=on))[0] for on in (False, True))
+                        cache=dx.caches.make("quest", skip=(), offload=on))[0] for on in (False, True))
     assert here.compiled is not None and there.compiled is not None
     assert there.padded == pytest.approx(1, abs=0.02)       # of the device's memory alone
     saved = here.compiled.arguments - there.compiled.arguments
@@ -231,7 +232,7 @@ def test_a_tpu_fetches_pages_by_asynchronous_slices(mesh: str) -> None:
 
 def test_plans_count_both_memories() -> None:
     here, there = (plan("llama-3-8b", "v5p", batch=8, capacity=8192, mesh=[(1, 1)], compile=False,
-                        cache=dx.kv("quest", offload=on))[0].counts for on in (False, True))
+                        cache=dx.caches.make("quest", offload=on))[0].counts for on in (False, True))
     entry = 32 * 8 * 2 * 128 * 2
     assert here.host == 0 and there.host == 30 / 32 * 8 * 8192 * entry      # the first two layers stay
     # what is on the device then: two layers, digests as large as an entry for each page of 16, 64 + 16 latest tokens

@@ -124,16 +124,16 @@ def test_activation_bias_is_that_of_all_windows_so_far() -> None:
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
             (r"^budget: got 700, 3 blocks of 32 beside the 64 first tokens and the 512 latest, takes 32",
-             lambda: dx.kv("act-qkv", budget=700)),
-            (r"^block: got 0, takes a number from 1", lambda: dx.kv("act-qkv", block=0)),
-            (r"^room, window: got 0 and 256", lambda: dx.kv("act-qkv", room=0)),
-            (r"^room, window: got 64 and 600", lambda: dx.kv("act-qkv", window=600)),
-            (r"^sinks: got -1", lambda: dx.kv("act-qkv", sinks=-1)),
+             lambda: dx.caches.make("act-qkv", budget=700)),
+            (r"^block: got 0, takes a number from 1", lambda: dx.caches.make("act-qkv", block=0)),
+            (r"^room, window: got 0 and 256", lambda: dx.caches.make("act-qkv", room=0)),
+            (r"^room, window: got 64 and 600", lambda: dx.caches.make("act-qkv", window=600)),
+            (r"^sinks: got -1", lambda: dx.caches.make("act-qkv", sinks=-1)),
             (r"^cache: act-qkv takes windows of at most room=4 nodes, got one of 11", lambda: dx.generate(
-                DEEP, PROMPTS[:1], cache=dx.kv("act-qkv", **{**OPTIONS["act-qkv"], "room": 4}), algorithm=TREE,
+                DEEP, PROMPTS[:1], cache=dx.caches.make("act-qkv", **{**OPTIONS["act-qkv"], "room": 4}), algorithm=TREE,
                 max_new_tokens=4)),
             (r"^cache: act-qkv reads a prompt when it is in", lambda: dx.generate(
-                DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, dx.kv("act-qkv", **OPTIONS["act-qkv"]))),
+                DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, dx.caches.make("act-qkv", **OPTIONS["act-qkv"]))),
                 max_new_tokens=8))):
         with pytest.raises(ValueError, match=message):
             wrong()

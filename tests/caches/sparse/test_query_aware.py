@@ -106,14 +106,14 @@ def test_books_are_measured_on_texts() -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^cache: a2ats takes windows of at most its 4 recent tokens, got one of 11"):
-        dx.generate(SMALL, PROMPTS[:1], cache=dx.kv("a2ats", books=KEY_BOOKS, recent=4), algorithm=TREE,
+        dx.generate(SMALL, PROMPTS[:1], cache=dx.caches.make("a2ats", books=KEY_BOOKS, recent=4), algorithm=TREE,
                     max_new_tokens=4)
     wide = KeyBooks(Constant(np.zeros((1, 2, 3, 6))), Constant(np.zeros((1, 2, 6, 6))))
     for message, wrong in (
-            (r"^books: got none, takes what decodax.train.fit_key_books measures", lambda: dx.kv("a2ats")),
-            (r"^budget: got 1.5, takes a number", lambda: dx.kv("a2ats", books=wide, budget=1.5)),
-            (r"^recent: got 0", lambda: dx.kv("a2ats", books=wide, recent=0)),
-            (r"^sinks, distance: got -1 and 2048", lambda: dx.kv("a2ats", books=wide, sinks=-1)),
+            (r"^books: got none, takes what decodax.train.fit_key_books measures", lambda: dx.caches.make("a2ats")),
+            (r"^budget: got 1.5, takes a number", lambda: dx.caches.make("a2ats", books=wide, budget=1.5)),
+            (r"^recent: got 0", lambda: dx.caches.make("a2ats", books=wide, recent=0)),
+            (r"^sinks, distance: got -1 and 2048", lambda: dx.caches.make("a2ats", books=wide, sinks=-1)),
             (r"^books: got those of 1 layers of 2 heads of 6, layer 0 of the model has 2 heads of 4",
              lambda: SMALL.model.with_cache(ByCodes(wide)).init_cache(1, 8)),
             (r"^books: got centroids", lambda: KeyBooks(wide.centroids, wide.centroids)),

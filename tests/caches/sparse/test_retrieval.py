@@ -105,7 +105,7 @@ def test_what_cannot_be_had_is_refused() -> None:
         dx.generate(SMALL, PROMPTS[:1], cache="quest:budget=6,page=2,recent=4,skip=()", algorithm=TREE,
                     max_new_tokens=4)
     with pytest.raises(ValueError, match=r"^page: got 0, takes a number of tokens from 1"):
-        dx.kv("quest", page=0)
+        dx.caches.make("quest", page=0)
 
 
 @pytest.mark.wide

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import kv
+from decodax.caches import make
 from decodax.caches.sparse.retrospective import Rereading
 from decodax.core.window import Window, causal
 from tests.caches.test_policies import DEEP, PROMPTS, SMALL
@@ -105,7 +105,7 @@ def committed(cache: Any, entries: Any, slots: Any) -> Any:
 
 
 def begun(window: int, prompt: list[int], capacity: int = 64, **more: Any) -> tuple[Rereading, Any]:
-    lm = kv("retro-attention", **{**SIZES, **more}, window=window).put_on(DEEP)
+    lm = make("retro-attention", **{**SIZES, **more}, window=window).put_on(DEEP)
     cache = lm.model.init_cache(1, capacity)
     if prompt:
         read = causal(jnp.asarray([prompt]), jnp.zeros(1, jnp.int32)).replace(certain=True)
@@ -186,14 +186,14 @@ def test_layers_that_read_everything_add_nothing() -> None:
 
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^window: got 1, takes a number of tokens from 2"):
-        kv("retro-attention", window=1)
+        make("retro-attention", window=1)
     with pytest.raises(ValueError, match=r"reads windows of 8 nodes with at least 9 recent tokens, got recent=5"):
-        dx.generate(DEEP, PROMPTS[:1], cache=kv("retro-attention", budget=6, page=2, recent=5, window=3, skip=()),
+        dx.generate(DEEP, PROMPTS[:1], cache=make("retro-attention", budget=6, page=2, recent=5, window=3, skip=()),
                     algorithm=dx.Speculative(dx.drafts.PromptLookup(length=7)), max_new_tokens=3)
     with pytest.raises(ValueError, match=r"^cache: got \w+, which stands beside no other cache"):
-        dx.generate(SMALL, PROMPTS[:1], cache=kv("retro-attention", **SIZES), max_new_tokens=2,
-                    algorithm=dx.system("magicdec", SMALL, budget=14))
+        dx.generate(SMALL, PROMPTS[:1], cache=make("retro-attention", **SIZES), max_new_tokens=2,
+                    algorithm=dx.algorithms.make("magicdec", SMALL, budget=14))
     shared = dataclasses.replace(DEEP, model=dataclasses.replace(DEEP.model, config=dx.models.cla(DEEP.model.config)))
     with pytest.raises(ValueError, match=r"^lm: got a Transformer, and retro-attention takes a model each of whose"):
-        kv("retro-attention").put_on(shared)
+        make("retro-attention").put_on(shared)
 

@@ -30,18 +30,18 @@ def run(algorithm: Any = None, rows: tuple[int, ...] = (0, 1, 2), **more: Any) -
 @pytest.mark.wide
 def test_what_is_fetched_is_what_the_whole_cache_holds() -> None:
     """If all of it is fetched, results are those of a dense cache; with a part, they are others."""
-    dense, everything = run(), run(dx.system("specache", SMALL, **{**FEW, "top": 200}))
+    dense, everything = run(), run(dx.algorithms.make("specache", SMALL, **{**FEW, "top": 200}))
     assert dense.tokens.tolist() == everything.tokens.tolist()
     np.testing.assert_allclose(dense.logprobs.raw, everything.logprobs.raw, atol=1e-5)
     # one round more than tokens: that of the first guess
     assert everything.stats.rounds.tolist() == [21] * 3 and everything.lengths.tolist() == [20] * 3
-    few = run(dx.system("specache", SMALL, **FEW))
+    few = run(dx.algorithms.make("specache", SMALL, **FEW))
     assert np.abs(dense.logprobs.raw[:, 0] - few.logprobs.raw[:, 0]).max() > 1e-3
 
 
 @pytest.mark.wide
 def test_a_row_does_not_depend_on_its_batch_mates_on_chunks_or_on_streaming() -> None:
-    method = dx.system("specache", SMALL, **FEW)
+    method = dx.algorithms.make("specache", SMALL, **FEW)
     together, alone = run(method), run(method, (1,), chunk=7)
     assert together.tokens[1:2].tolist() == alone.tokens.tolist()
     np.testing.assert_allclose(together.logprobs.raw[1:2], alone.logprobs.raw, atol=1e-4)
@@ -114,11 +114,11 @@ def test_what_cannot_be_had_is_refused() -> None:
     for message, make in ((r"^bits: got 4, takes 1 or 2", dict(bits=4)), (r"^top: got 0, takes a number", dict(top=0)),
                           (r"^residual: got 30, takes a multiple of the group of 4", dict(group=4, residual=30))):
         with pytest.raises(ValueError, match=message):
-            dx.system("specache", SMALL, **make)
+            dx.algorithms.make("specache", SMALL, **make)
     with pytest.raises(ValueError, match=r"^key_bits, value_bits, group: got 2, 1 and 32, takes 1, 1"):
         QuarterPoints(2)
     with pytest.raises(ValueError, match=r"^cache: specache has a cache of its own"):
-        run(dx.system("specache", SMALL, **FEW), cache="quest")
+        run(dx.algorithms.make("specache", SMALL, **FEW), cache="quest")
     with pytest.raises(ValueError, match=r"^cache: specache got keys of 8 numbers and values of 4"):
         Prefetch(group=4, residual=8)([(2, 8, 4)], 1, 16, jnp.float32)
     cache: Any = Prefetch(group=8, residual=8)([(2, 8)], 1, 16, jnp.float32)
@@ -131,7 +131,7 @@ def test_what_cannot_be_had_is_refused() -> None:
 def test_a_tpu_fetches_tokens_by_asynchronous_slices() -> None:
     lm = abstract({**PRESETS["llama-3-8b"], "num_hidden_layers": 2, "vocab_size": 4096})
     p = plan(lm, "v5e:2x4", mesh=[(2, 4)], batch=4, capacity=8192, compile=True,
-             algorithm=dx.system("specache", lm))[0]
+             algorithm=dx.algorithms.make("specache", lm))[0]
     assert p.compiled is not None and p.padded == pytest.approx(1, abs=0.02)
     entry = 2 * 2 * 128 * 2         # of a device's rows and heads: bytes of a position in all layers
     assert p.counts.host == 2 * 2 * 8192 * entry

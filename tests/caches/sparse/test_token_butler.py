@@ -12,7 +12,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
-from decodax.caches import Butler, kv
+from decodax.caches import Butler, make
 from decodax.caches.sparse.token_butler import Butlered, Foretelling, Foretold
 from decodax.core.window import causal
 from decodax.io.load import LM
@@ -113,7 +113,7 @@ def test_training_brings_estimates_nearer_and_keeps_what_attention_wants(tmp_pat
     """Also of a text that it has not seen; the predictor is written and read."""
     butler = fit_token_butler(DEEP, TEXTS[:3], steps=120, rate=1e-2, reduce=2, inner=16, width=4)
     butler.save(tmp_path / "butler.npz")
-    again = kv("token-butler", butler=str(tmp_path / "butler.npz")).butler      # type: ignore[attr-defined]
+    again = make("token-butler", butler=str(tmp_path / "butler.npz")).butler      # type: ignore[attr-defined]
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again, butler)) and again.theta == butler.theta
     first = first_butler(DEEP, reduce=2, inner=16, width=4)
     for text in TEXTS[2:]:
@@ -127,15 +127,15 @@ def test_training_brings_estimates_nearer_and_keeps_what_attention_wants(tmp_pat
 def test_what_cannot_be_had_is_refused() -> None:
     shared = Transformer(cla(llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24), share=2))
     sharing = LM(model=shared, params=shared.init_params(jax.random.key(0)), vocab_size=16)
-    run = lambda lm: dx.generate(lm, PROMPTS, max_new_tokens=2, cache=kv("token-butler", butler=BUTLER))
+    run = lambda lm: dx.generate(lm, PROMPTS, max_new_tokens=2, cache=make("token-butler", butler=BUTLER))
     for message, wrong in (
-            (r"^butler: got none, takes what decodax.train.token_butler", lambda: kv("token-butler")),
-            (r"^budget, sinks: got 1.5 and 4", lambda: kv("token-butler", butler=BUTLER, budget=1.5)),
-            (r"^budget, sinks: got 0 and 4", lambda: kv("token-butler", butler=BUTLER, budget=0)),
+            (r"^butler: got none, takes what decodax.train.token_butler", lambda: make("token-butler")),
+            (r"^budget, sinks: got 1.5 and 4", lambda: make("token-butler", butler=BUTLER, budget=1.5)),
+            (r"^budget, sinks: got 0 and 4", lambda: make("token-butler", butler=BUTLER, budget=0)),
             (r"^lm: got a model of one layer", lambda: run(SMALL)),
             (r"^lm: got a Transformer, takes a model that runs layer by layer", lambda: run(sharing)),
             (r"^butler: got that of a model with 3 layers of 2 heads, 32 wide, takes one for 2 layers of 4, 16 wide",
-             lambda: dx.generate(DEEP, PROMPTS, max_new_tokens=2, cache=kv("token-butler", butler=given()[1]))),
+             lambda: dx.generate(DEEP, PROMPTS, max_new_tokens=2, cache=make("token-butler", butler=given()[1]))),
             (r"^reduce: got 3, takes a divisor of the width 16", lambda: fit_token_butler(DEEP, TEXTS, reduce=3)),
             (r"^texts: got lengths \[5, 26, 41\], takes texts of one length", lambda: fit_token_butler(DEEP, PROMPTS)),
             (r"^steps, batch, rate, clip: got 0", lambda: fit_token_butler(DEEP, TEXTS, steps=0))):
@@ -144,6 +144,6 @@ def test_what_cannot_be_had_is_refused() -> None:
 
 
 def test_a_model_with_a_predictor_is_a_pair() -> None:
-    lm = kv("token-butler", butler=BUTLER).put_on(DEEP)
+    lm = make("token-butler", butler=BUTLER).put_on(DEEP)
     assert isinstance(lm.model, Butlered) and lm.params[1] is BUTLER
     assert lm.model.outputs(lm.params, 1).shape == (4, 4, 16)

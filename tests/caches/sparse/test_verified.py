@@ -113,7 +113,7 @@ def test_drafts_change_nothing_behind_a_context(algorithm: Any) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("answers", "drafts"), [(FEW, dx.kv("snapkv", budget=14, window=4)), (None, FEW)],
+@pytest.mark.parametrize(("answers", "drafts"), [(FEW, dx.caches.make("snapkv", budget=14, window=4)), (None, FEW)],
                          ids=["answers", "drafts"])
 def test_a_model_drafts_for_itself_on_another_cache_or_on_this_one(answers: Any, drafts: Any) -> None:
     """And gives the tokens of plain decoding on the cache that answers."""
@@ -125,6 +125,6 @@ def test_a_model_drafts_for_itself_on_another_cache_or_on_this_one(answers: Any,
 
 def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^buffer: got 0, takes a number from 1"):
-        dx.kv("specpv", buffer=0)
+        dx.caches.make("specpv", buffer=0)
     with pytest.raises(ValueError, match=r"^guidance_scale: got one with PartlyRead, which reads its text again"):
         dx.generate(SMALL, PROMPTS[:1], cache=FEW, guidance_scale=2.0, max_new_tokens=4)

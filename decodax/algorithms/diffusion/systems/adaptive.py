@@ -28,11 +28,17 @@ from decodax.algorithms.diffusion.rules.unmasking import (
     Threshold,
 )
 from decodax.algorithms.diffusion.rules.windows import Delimited, Whole, WholeBlocks
-from decodax.algorithms.diffusion.systems.entries import blocks, entry
+from decodax.algorithms.diffusion.systems.entries import (
+    FILLING,
+    MASKED,
+    blocks,
+)
+from decodax.common.registry import ALGORITHMS
 
 
-@entry("prophet", "Diffusion Language Models Know the Answer Before Decoding", "Li et al. 2025",
-       "LLaDA that unmasks everything at once as soon as the answer is sure")
+@ALGORITHMS.register("prophet", "Diffusion Language Models Know the Answer Before Decoding", "Li et al. 2025",
+                     "LLaDA that unmasks everything at once as soon as the answer is sure", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def prophet(lm: Any, block: int = 32, steps: int | None = None, answer: tuple[int, int] | None = None,
             gaps: tuple[float, float, float] = (7.5, 5.0, 2.5), size: int | None = None) -> MaskedDiffusion:
     """`steps`: of a block. `answer`: the first position of the answer behind the prompt, and its length (5 as
@@ -42,9 +48,10 @@ def prophet(lm: Any, block: int = 32, steps: int | None = None, answer: tuple[in
                            stops=(gap, EndOfText()))
 
 
-@entry("learn2pd", "Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive Parallel Decoding",
-       "Bao et al. 2025", "a filter on a block's confidences, and the canvas cut at the predicted end of text; filters "
-       "come with the shipped models, `scripts/train_diffusion.py --stage filter` trains others")
+@ALGORITHMS.register("learn2pd", "Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive "
+                     "Parallel Decoding", "Bao et al. 2025", "a filter on a block's confidences, and the canvas cut "
+                     "at the predicted end of text; filters come with the shipped models, `scripts/train_diffusion.py "
+                     "--stage filter` trains others", family=MASKED, needs=FILLING, guarantee="approximate")
 def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.96, steps: int | None = None,
              end_of_text: bool = True, size: int | None = None) -> MaskedDiffusion:
     """`filter`: its weights, or their file; None: the `filter.safetensors` in the model's directory, which the shipped
@@ -74,8 +81,9 @@ def _beside(lm: Any) -> Path:
     return Path(directory) / "filter.safetensors"
 
 
-@entry("adablock", "AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size", "Lu et al. 2025",
-       "blocks that end with a line, all sure positions at once")
+@ALGORITHMS.register("adablock", "AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size",
+                     "Lu et al. 2025", "blocks that end with a line, all sure positions at once", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_threshold: float = 0.3, block: int = 32,
              threshold: float = 0.9, cache: Literal["none", "prefix", "dual"] = "none", suffix: int = 256,
              size: int | None = None) -> MaskedDiffusion:
@@ -94,8 +102,9 @@ def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_thres
     return MaskedDiffusion(a, windows, unmask=Anchored(unmask) if anchored else unmask, caching=caching)
 
 
-@entry("localleap", "Accelerating Diffusion LLM Inference via Local Determinism Propagation", "Kong et al. 2025",
-       "sure positions, and less sure ones in their neighbourhood")
+@ALGORITHMS.register("localleap", "Accelerating Diffusion LLM Inference via Local Determinism Propagation",
+                     "Kong et al. 2025", "sure positions, and less sure ones in their neighbourhood", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def localleap(lm: Any, anchor: float = 0.9, relaxed: float = 0.75, radius: int = 4,
               block: int | None = None) -> MaskedDiffusion:
     """The defaults are the authors' values for LLaDA."""
@@ -104,8 +113,10 @@ def localleap(lm: Any, anchor: float = 0.9, relaxed: float = 0.75, radius: int =
     return MaskedDiffusion(a, windows, unmask=LocalLeap(anchor, relaxed, radius), caching=caching)
 
 
-@entry("ccd", "Beyond Confidence: Adaptive and Coherent Decoding for Diffusion Language Models", "Chen et al. 2025",
-       "what two steps in a row agree on, or candidates by the mean of the last steps' distributions")
+@ALGORITHMS.register("ccd", "Beyond Confidence: Adaptive and Coherent Decoding for Diffusion Language Models",
+                     "Chen et al. 2025",
+                     "what two steps in a row agree on, or candidates by the mean of the last steps' distributions",
+                     family=MASKED, needs=FILLING, guarantee="approximate")
 def ccd(lm: Any, rule: Literal["agreement", "mean"] = "agreement", steps: int | None = None, adaptive: bool = True,
         grow: float = 4.0, order: Literal["confidence", "entropy"] = "entropy", size: int | None = None,
         past: int = 3, kept: int = 8, bound: float | None = None, block: int | None = None) -> MaskedDiffusion:
@@ -123,16 +134,18 @@ def ccd(lm: Any, rule: Literal["agreement", "mean"] = "agreement", steps: int | 
     return MaskedDiffusion(a, windows, score, unmask, caching=caching, shaper=Average(past, kept))
 
 
-@entry("dinfer-hierarchy", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
-       "all sure positions, and one in each run of open ones")
+@ALGORITHMS.register("dinfer-hierarchy", "dInfer: An Efficient Inference Framework for Diffusion Language Models",
+                     "Ma et al. 2025", "all sure positions, and one in each run of open ones", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def dinfer_hierarchy(lm: Any, threshold: float = 0.9, low: float = 0.4, block: int | None = None) -> MaskedDiffusion:
     a = Adapter.of(lm)
     windows, caching = blocks(a, block)
     return MaskedDiffusion(a, windows, unmask=Segments(threshold, low), caching=caching)
 
 
-@entry("dinfer-credit", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
-       "all sure positions, where a token that stays the likeliest earns credit")
+@ALGORITHMS.register("dinfer-credit", "dInfer: An Efficient Inference Framework for Diffusion Language Models",
+                     "Ma et al. 2025", "all sure positions, where a token that stays the likeliest earns credit",
+                     family=MASKED, needs=FILLING, guarantee="approximate")
 def dinfer_credit(lm: Any, threshold: float = 0.9, alpha: float = 0.7, gamma: float = 0.2, beta: float = 0.8,
                   kept: int = 8, block: int | None = None) -> MaskedDiffusion:
     """`kept`: the number of tokens a position for which credit is kept."""
@@ -142,8 +155,9 @@ def dinfer_credit(lm: Any, threshold: float = 0.9, alpha: float = 0.7, gamma: fl
                            shaper=Credit(alpha, gamma, beta, kept))
 
 
-@entry("dimple", "Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel Decoding", "Yu et al. 2025",
-       "confident decoding of the whole text, the prompt's entries computed once; a template sets the structure")
+@ALGORITHMS.register("dimple", "Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel Decoding",
+                     "Yu et al. 2025", "confident decoding of the whole text, the prompt's entries computed once; a "
+                     "template sets the structure", family=MASKED, needs=FILLING, guarantee="approximate")
 def dimple(lm: Any, threshold: float = 0.95, steps: int | None = None,
            order: Literal["random", "confidence", "margin", "entropy"] = "random", size: int | None = None,
            prefill: bool = True) -> MaskedDiffusion:
@@ -157,8 +171,9 @@ def dimple(lm: Any, threshold: float = 0.95, steps: int | None = None,
                            caching=PrefixCache(suffix=1) if prefill else NoCache())
 
 
-@entry("diffusion-gemma", "DiffusionGemma", "Google DeepMind 2026",
-       "a canvas of random tokens, decided anew in each step until it stands still; exact block cache")
+@ALGORITHMS.register("diffusion-gemma", "DiffusionGemma", "Google DeepMind 2026",
+                     "a canvas of random tokens, decided anew in each step until it stands still; exact block cache",
+                     family=MASKED, needs=FILLING, guarantee="approximate")
 def diffusion_gemma(lm: Any, bound: float = 0.1, steps: int = 48, canvas: int | None = None, entropy: float = 0.005,
                     temperatures: tuple[float, float] = (0.8, 0.4)) -> MaskedDiffusion:
     """The temperature falls over the `steps` of a canvas; set the policy's to 1. A canvas that stops (`Stable`) or has

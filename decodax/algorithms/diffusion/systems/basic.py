@@ -22,11 +22,17 @@ from decodax.algorithms.diffusion.rules.unmasking import (
     Threshold,
 )
 from decodax.algorithms.diffusion.rules.windows import Sliding, SubBlocks, Whole
-from decodax.algorithms.diffusion.systems.entries import blocks, entry
+from decodax.algorithms.diffusion.systems.entries import (
+    FILLING,
+    MASKED,
+    blocks,
+)
+from decodax.common.registry import ALGORITHMS
 
 
-@entry("llada", "Large Language Diffusion Models", "Nie et al. 2025",
-       "blocks from left to right, so many tokens a step, the surest or random ones")
+@ALGORITHMS.register("llada", "Large Language Diffusion Models", "Nie et al. 2025",
+                     "blocks from left to right, so many tokens a step, the surest or random ones", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def llada(lm: Any, block: int | None = None, steps: int | None = None,
           order: Literal["confidence", "random"] = "confidence") -> MaskedDiffusion:
     """`steps`: of a block; None: one for each position."""
@@ -35,8 +41,9 @@ def llada(lm: Any, block: int | None = None, steps: int | None = None,
     return MaskedDiffusion(a, windows, Random() if order == "random" else Confidence(), Quota(steps), caching=caching)
 
 
-@entry("dream", "Dream 7B: Diffusion Large Language Models", "Ye et al. 2025",
-       "the whole text at once, by entropy, margin or confidence under the policy, quotas along the noise schedule")
+@ALGORITHMS.register("dream", "Dream 7B: Diffusion Large Language Models", "Ye et al. 2025",
+                     "the whole text at once, by entropy, margin or confidence under the policy, quotas along the "
+                     "noise schedule", family=MASKED, needs=FILLING, guarantee="approximate")
 def dream(lm: Any, steps: int = 64, order: Literal["entropy", "margin", "confidence", "random"] = "entropy",
           order_temperature: float = 0.0, size: int | None = None) -> MaskedDiffusion:
     """`order_temperature` is Dream's `alg_temp`; order "random" is its "origin". A step may decide nothing, as `Quota`
@@ -54,8 +61,9 @@ def dream(lm: Any, steps: int = 64, order: Literal["entropy", "margin", "confide
     return MaskedDiffusion(Adapter.of(lm), Whole(size), score, unmask)
 
 
-@entry("maskgit", "MaskGIT: Masked Generative Image Transformer", "Chang et al. 2022",
-       "the whole text at once, cosine quotas, confidence with Gumbel noise that fades")
+@ALGORITHMS.register("maskgit", "MaskGIT: Masked Generative Image Transformer", "Chang et al. 2022",
+                     "the whole text at once, cosine quotas, confidence with Gumbel noise that fades", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def maskgit(lm: Any, steps: int = 12, choice_temperature: float = 4.5, size: int | None = None) -> MaskedDiffusion:
     """Drawing all open positions and masking the least sure ones again is the same as unmasking the others: see
     `MaskBottom`."""
@@ -63,15 +71,18 @@ def maskgit(lm: Any, steps: int = 12, choice_temperature: float = 4.5, size: int
     return MaskedDiffusion(Adapter.of(lm), Whole(size), score, Quota(steps, "cosine"))
 
 
-@entry("mdlm", "Simple and Effective Masked Diffusion Language Models", "Sahoo et al. 2024",
-       "ancestral sampling of the absorbing process: each position at a time of its own")
+@ALGORITHMS.register("mdlm", "Simple and Effective Masked Diffusion Language Models", "Sahoo et al. 2024",
+                     "ancestral sampling of the absorbing process: each position at a time of its own", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def mdlm(lm: Any, steps: int = 64, size: int | None = None) -> MaskedDiffusion:
     """Steps in which no position's time comes take no forward, as in the authors' cached sampler."""
     return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Ancestral(steps))
 
 
-@entry("bd3-lm", "Block Diffusion: Interpolating Between Autoregressive and Diffusion Language Models",
-       "Arriola et al. 2025", "diffusion inside blocks, one position a step at first-hitting times, exact block cache")
+@ALGORITHMS.register("bd3-lm", "Block Diffusion: Interpolating Between Autoregressive and Diffusion Language Models",
+                     "Arriola et al. 2025",
+                     "diffusion inside blocks, one position a step at first-hitting times, exact block cache",
+                     family=MASKED, needs=FILLING, guarantee="approximate")
 def bd3_lm(lm: Any, block: int | None = None, steps: int | None = None) -> MaskedDiffusion:
     """`steps`: of a block; None: first-hitting times."""
     a = Adapter.of(lm)
@@ -79,8 +90,8 @@ def bd3_lm(lm: Any, block: int | None = None, steps: int | None = None) -> Maske
     return MaskedDiffusion(a, windows, Random(), Quota() if steps is None else Ancestral(steps), caching=caching)
 
 
-@entry("remdm", "Remasking Discrete Diffusion Models with Inference-Time Scaling", "Wang et al. 2025",
-       "ancestral sampling that takes tokens back")
+@ALGORITHMS.register("remdm", "Remasking Discrete Diffusion Models with Inference-Time Scaling", "Wang et al. 2025",
+                     "ancestral sampling that takes tokens back", family=MASKED, needs=FILLING, guarantee="approximate")
 def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf", "loop"] = "cap",
           on: float = 0.55, off: float = 0.05, held: float = 0.9, size: int | None = None) -> MaskedDiffusion:
     """`on`, `off`, `held`: the times of the loop, and the share of decided positions in it. Each step takes a forward;
@@ -89,8 +100,9 @@ def remdm(lm: Any, steps: int = 64, eta: float = 0.02, kind: Literal["cap", "res
     return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Coins(steps, remask), remask, stops=())
 
 
-@entry("fast-dllm-2", "Fast-dLLM v2: Efficient Block-Diffusion LLM", "Wu et al. 2025",
-       "sub-blocks of blocks, all sure positions at once, exact block cache")
+@ALGORITHMS.register("fast-dllm-2", "Fast-dLLM v2: Efficient Block-Diffusion LLM", "Wu et al. 2025",
+                     "sub-blocks of blocks, all sure positions at once, exact block cache", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def fast_dllm_2(lm: Any, sub: int = 8, threshold: float = 0.9,
                 cache: Literal["block", "dual"] = "block") -> MaskedDiffusion:
     """`cache`: exact for finished blocks; "dual" also inside a block (the authors' `use_block_cache`), which is
@@ -109,8 +121,10 @@ def fast_dllm_2(lm: Any, sub: int = 8, threshold: float = 0.9,
                            caching=caching)
 
 
-@entry("entropy-bounded", "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking",
-       "Ben-Hamu et al. 2025", "as many positions as an entropy budget allows")
+@ALGORITHMS.register("entropy-bounded",
+                     "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking",
+                     "Ben-Hamu et al. 2025", "as many positions as an entropy budget allows", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def entropy_bounded(lm: Any, bound: float = 0.1, block: int | None = None,
                     order: Literal["entropy", "confidence", "margin"] = "entropy") -> MaskedDiffusion:
     a = Adapter.of(lm)
@@ -119,9 +133,10 @@ def entropy_bounded(lm: Any, bound: float = 0.1, block: int | None = None,
     return MaskedDiffusion(a, windows, scores[order], EntropyBound(bound), caching=caching)
 
 
-@entry("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
-       "blocks of masks after a causal prefix, as many positions as an entropy budget allows, exact cache; for models "
-       "trained so, such as by `python scripts/train_diffusion.py --attention causal-prefix`")
+@ALGORITHMS.register("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
+                     "blocks of masks after a causal prefix, as many positions as an entropy budget allows, exact "
+                     "cache; for models trained so, such as by `python scripts/train_diffusion.py --attention "
+                     "causal-prefix`", family=MASKED, needs=FILLING, guarantee="approximate")
 def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusion:
     """`bound`: the paper's gamma, in nats; the paper has 0.1 and 0.35 for reasoning, 0.35 and 0.6 for chat. `block`:
     its k; the paper's models are trained with all block sizes from 2 to 16; default the model's. A block's entries are
@@ -140,8 +155,10 @@ def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusi
     return MaskedDiffusion(a, windows, NegEntropy(), EntropyBound(bound), caching=FusedCache())
 
 
-@entry("sdar", "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation",
-       "Cheng et al. 2025", "small blocks with an exact cache; static, dynamic, sequential or entropy-bounded quotas")
+@ALGORITHMS.register("sdar", "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation",
+                     "Cheng et al. 2025",
+                     "small blocks with an exact cache; static, dynamic, sequential or entropy-bounded quotas",
+                     family=MASKED, needs=FILLING, guarantee="approximate")
 def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "random"] = "dynamic",
          threshold: float = 0.9, steps: int | None = None, bound: float = 0.1) -> MaskedDiffusion:
     """`steps`: of a block. `threshold`: of the dynamic rule, which falls back on the quota. `bound`: inclusive.
@@ -158,8 +175,9 @@ def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "r
     return MaskedDiffusion(a, windows, scores.get(rule, Confidence()), rules.get(rule, quota), caching=caching)
 
 
-@entry("sdlm", "Sequential Diffusion Language Models", "Liu et al. 2025",
-       "a few masks behind a causal prefix, the longest sure run of them", "blockwise-parallel")
+@ALGORITHMS.register("sdlm", "Sequential Diffusion Language Models", "Liu et al. 2025",
+                     "a few masks behind a causal prefix, the longest sure run of them", family="blockwise-parallel",
+                     needs=FILLING, guarantee="approximate")
 def sdlm(lm: Any, size: int | None = None, threshold: float = 0.9,
          measure: Literal["confidence", "entropy"] = "confidence") -> MaskedDiffusion:
     """`size`: positions predicted at once, from the last token and `size - 1` masks; default the model's block.
@@ -172,8 +190,9 @@ def sdlm(lm: Any, size: int | None = None, threshold: float = 0.9,
                            caching=FusedCache() if a.attention.causal else NoCache())
 
 
-@entry("dparallel", "dParallel: Learnable Parallel Decoding for dLLMs", "Chen et al. 2025",
-       "all positions of low entropy at once, for models trained to be certain early")
+@ALGORITHMS.register("dparallel", "dParallel: Learnable Parallel Decoding for dLLMs", "Chen et al. 2025",
+                     "all positions of low entropy at once, for models trained to be certain early", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def dparallel(lm: Any, entropy: float = 0.5, block: int | None = None) -> MaskedDiffusion:
     """Unmasks candidates with an entropy below `entropy`, in nats, as in the authors' loop for Dream; theirs for LLaDA
     also takes those equal to it."""
@@ -182,8 +201,9 @@ def dparallel(lm: Any, entropy: float = 0.5, block: int | None = None) -> Masked
     return MaskedDiffusion(a, windows, NegEntropy(), Threshold(entropy, "entropy", strict=True), caching=caching)
 
 
-@entry("llada2", "LLaDA2.0: Scaling Up Diffusion Language Models to 100B", "Bie et al. 2025",
-       "sure positions or the step's quota, whichever is more, exact block cache")
+@ALGORITHMS.register("llada2", "LLaDA2.0: Scaling Up Diffusion Language Models to 100B", "Bie et al. 2025",
+                     "sure positions or the step's quota, whichever is more, exact block cache", family=MASKED,
+                     needs=FILLING, guarantee="approximate")
 def llada2(lm: Any, threshold: float = 0.95, steps: int | None = 32, block: int | None = None) -> MaskedDiffusion:
     """`steps`: of a block. The quotas divide the whole block, even if it begins with tokens of the prompt."""
     a = Adapter.of(lm)
@@ -192,8 +212,9 @@ def llada2(lm: Any, threshold: float = 0.95, steps: int | None = 32, block: int 
     return MaskedDiffusion(a, windows, unmask=AtLeast(Threshold(threshold, strict=True), quota), caching=caching)
 
 
-@entry("llada2.1", "LLaDA2.1: Speeding Up Text Diffusion via Token Editing", "Bie et al. 2026",
-       "LLaDA 2 that also overwrites decided tokens")
+@ALGORITHMS.register("llada2.1", "LLaDA2.1: Speeding Up Text Diffusion via Token Editing", "Bie et al. 2026",
+                     "LLaDA 2 that also overwrites decided tokens", family=MASKED, needs=FILLING,
+                     guarantee="approximate")
 def llada2_1(lm: Any, threshold: float = 0.7, edit: float = 0.5, most: int = 16,
              block: int | None = None) -> MaskedDiffusion:
     """`edit`: a token is replaced by another one above this probability. `most`: editing steps of a block without open

@@ -17,11 +17,18 @@ from decodax.algorithms.diffusion.rules.scores import Confidence, NegEntropy, No
 from decodax.algorithms.diffusion.rules.stops import FirstEnd
 from decodax.algorithms.diffusion.rules.unmasking import Anchored, Factor, Quota, Threshold
 from decodax.algorithms.diffusion.rules.windows import Blocks, Sliding, Whole
-from decodax.algorithms.diffusion.systems.entries import CACHE, entry
+from decodax.algorithms.diffusion.systems.entries import (
+    CACHE,
+    DIFFUSION,
+    FILLING,
+)
+from decodax.common.registry import ALGORITHMS
 
 
-@entry("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding",
-       "Wu et al. 2025", "all sure positions at once, approximate prefix or dual cache refreshed at each block", CACHE)
+@ALGORITHMS.register("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and "
+                     "Parallel Decoding", "Wu et al. 2025",
+                     "all sure positions at once, approximate prefix or dual cache refreshed at each block",
+                     family=CACHE, needs=FILLING, guarantee="approximate")
 def fast_dllm(lm: Any, block: int = 32, threshold: float | None = 0.9, steps: int | None = None,
               factor: float | None = None, variant: Literal["a", "b", "c"] = "a",
               cache: Literal["dual", "prefix", "none"] = "dual", suffix: int = 256) -> MaskedDiffusion:
@@ -51,8 +58,10 @@ def fast_dllm(lm: Any, block: int = 32, threshold: float | None = 0.9, steps: in
     return MaskedDiffusion(a, Blocks(block), score, Anchored(unmask) if anchored else unmask, caching=caching)
 
 
-@entry("dinfer-vicinity", "dInfer: An Efficient Inference Framework for Diffusion Language Models", "Ma et al. 2025",
-       "all sure positions at once, a dual cache that also recomputes what lies around the block", CACHE)
+@ALGORITHMS.register("dinfer-vicinity", "dInfer: An Efficient Inference Framework for Diffusion Language Models",
+                     "Ma et al. 2025",
+                     "all sure positions at once, a dual cache that also recomputes what lies around the block",
+                     family=CACHE, needs=FILLING, guarantee="approximate")
 def dinfer_vicinity(lm: Any, block: int = 32, threshold: float = 0.9, before: int = 16, after: int = 16,
                     warmup: int = 0) -> MaskedDiffusion:
     """`before`, `after`: recomputed positions around the block. `warmup`: steps at the beginning that score the whole
@@ -61,8 +70,9 @@ def dinfer_vicinity(lm: Any, block: int = 32, threshold: float = 0.9, before: in
                            caching=Vicinity(before=before, after=after, warmup=warmup))
 
 
-@entry("dkv-cache", "dKV-Cache: The Cache for Diffusion Language Models", "Ma et al. 2025",
-       "LLaDA whose tokens enter the cache a step after they were decided", CACHE)
+@ALGORITHMS.register("dkv-cache", "dKV-Cache: The Cache for Diffusion Language Models", "Ma et al. 2025",
+                     "LLaDA whose tokens enter the cache a step after they were decided", family=CACHE, needs=FILLING,
+                     guarantee="approximate")
 def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block: int = 32, steps: int | None = None,
               refresh: int | None = None, window: int = 4, packed: tuple[int, ...] | None = None) -> MaskedDiffusion:
     """`steps`: of a block. `refresh`: steps from one wide forward to the next; None: 8, for "greedy" 2. `window`: open
@@ -80,16 +90,18 @@ def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block: i
 FLASHDLM = "Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion"
 
 
-@entry("freecache", FLASHDLM, "Hu et al. 2025",
-       "LLaDA with a cache that is never refreshed: blocks freeze as they are done", CACHE)
+@ALGORITHMS.register("freecache", FLASHDLM, "Hu et al. 2025",
+                     "LLaDA with a cache that is never refreshed: blocks freeze as they are done",
+                     family=CACHE, needs=FILLING, guarantee="approximate")
 def freecache(lm: Any, block: int = 32, steps: int | None = None, suffix: int = 256) -> MaskedDiffusion:
     """FlashDLM's cache without its guided diffusion. `steps`: of a block. `suffix`: positions recomputed, from the
     block's start on."""
     return MaskedDiffusion(Adapter.of(lm), Blocks(block), unmask=Quota(steps), caching=Frozen(suffix))
 
 
-@entry("flashdlm", FLASHDLM, "Hu et al. 2025",
-       "from left to right, what a small autoregressive model would have said too, with FreeCache", CACHE, draft=True)
+@ALGORITHMS.register("flashdlm", FLASHDLM, "Hu et al. 2025",
+                     "from left to right, what a small autoregressive model would have said too, with FreeCache",
+                     family=CACHE, needs=DIFFUSION, guarantee="approximate")
 def flashdlm(lm: Any, draft: Any, top: int = 1, relative: float = 0.0, window: int = 128,
              lookahead: int = 32) -> MaskedDiffusion:
     """Guided diffusion with the authors' sliding window. `top`: how many of the autoregressive model's likeliest tokens
@@ -105,8 +117,9 @@ def flashdlm(lm: Any, draft: Any, top: int = 1, relative: float = 0.0, window: i
                            verify=GuidedDiffusion(draft, top, relative))
 
 
-@entry("recap", "Plug-and-Play Context Feature Reuse for Efficient Masked Generation", "Liu et al. 2025",
-       "MaskGIT whose full steps choose targets, and whose local steps compute these alone", CACHE)
+@ALGORITHMS.register("recap", "Plug-and-Play Context Feature Reuse for Efficient Masked Generation", "Liu et al. 2025",
+                     "MaskGIT whose full steps choose targets, and whose local steps compute these alone", family=CACHE,
+                     needs=FILLING, guarantee="approximate")
 def recap(lm: Any, steps: int = 24, every: int = 2, lead: int = 0,
           order: Literal["random", "confidence"] = "confidence", choice_temperature: float = 5.5,
           schedule: Literal["power", "cosine"] = "power", size: int | None = None,
@@ -121,8 +134,9 @@ def recap(lm: Any, steps: int = 24, every: int = 2, lead: int = 0,
                            caching=Targets(quota, score, turns, packed))
 
 
-@entry("dllm-cache", "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",
-       "Liu et al. 2025", "LLaDA that recomputes, layer by layer, the tokens whose values changed most", CACHE)
+@ALGORITHMS.register("dllm-cache", "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",
+                     "Liu et al. 2025", "LLaDA that recomputes, layer by layer, the tokens whose values changed most",
+                     family=CACHE, needs=FILLING, guarantee="approximate")
 def dllm_cache(lm: Any, block: int = 32, steps: int | None = None, prompt: int = 50, response: int = 7,
                ratio: float = 0.25, size: int | None = None) -> MaskedDiffusion:
     """`steps`: of a block. `prompt`, `response`: the intervals at which their entries are refreshed. `ratio`: the share
@@ -131,9 +145,10 @@ def dllm_cache(lm: Any, block: int = 32, steps: int | None = None, prompt: int =
                            caching=Similarity(prompt, response, ratio, size))
 
 
-@entry("elastic-cache", "Attention Is All You Need for KV Cache in Diffusion LLMs",
-       "Nguyen-Tri, Ranjan, Shen 2025",
-       "all sure ones of the first masks; entries are recomputed where attention moved", CACHE)
+@ALGORITHMS.register("elastic-cache", "Attention Is All You Need for KV Cache in Diffusion LLMs",
+                     "Nguyen-Tri, Ranjan, Shen 2025",
+                     "all sure ones of the first masks; entries are recomputed where attention moved", family=CACHE,
+                     needs=FILLING, guarantee="approximate")
 def elastic_cache(lm: Any, window: int = 16, threshold: float = 0.9, gamma: float = 0.9,
                   size: int | None = None) -> MaskedDiffusion:
     """`window`: masked positions of a forward. `gamma`: the least similarity of attention to that of the forward

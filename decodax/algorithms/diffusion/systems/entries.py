@@ -6,7 +6,6 @@ other arguments are the system's options.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from decodax.algorithms.diffusion.adapter import Adapter, BlockCausal
@@ -14,22 +13,11 @@ from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import BlockCache, NoCache
 from decodax.algorithms.diffusion.policies import Caching
 from decodax.algorithms.diffusion.rules.windows import Blocks
-from decodax.common import registry
-from decodax.common.registry import DIFFUSION, FILLING, Guarantee
+from decodax.common.registry import Needs
 
 MASKED, CACHE = "masked-diffusion", "diffusion-cache"
-
-
-def entry(name: str, title: str, authors: str, summary: str, family: str = MASKED,
-          guarantee: Guarantee = "approximate", draft: bool = False
-          ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`decodax.entry` with the defaults of a sampler of masked diffusion.
-
-    Args:
-        guarantee: "seed-exact" where the output is that of the sampler that it speeds up, token for token.
-        draft: whether the maker takes a second model, of that name, after the first.
-    """
-    return registry.entry(name, title, authors, family, summary, DIFFUSION if draft else FILLING, guarantee)
+FILLING: Needs = "a diffusion model"
+DIFFUSION: Needs = "a diffusion model and a draft model"
 
 
 def blocks(adapter: Adapter, block: int | None, default: int = 32) -> tuple[Blocks, Caching]:

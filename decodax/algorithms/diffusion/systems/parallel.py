@@ -17,7 +17,13 @@ from decodax.algorithms.diffusion.rules.scores import NegEntropy, Position
 from decodax.algorithms.diffusion.rules.stops import EndOfText, FirstEnd
 from decodax.algorithms.diffusion.rules.unmasking import Anchored, Quota, Threshold
 from decodax.algorithms.diffusion.rules.windows import Sliding
-from decodax.algorithms.diffusion.systems.entries import blocks, entry
+from decodax.algorithms.diffusion.systems.entries import (
+    DIFFUSION,
+    FILLING,
+    MASKED,
+    blocks,
+)
+from decodax.common.registry import ALGORITHMS
 
 FREEDAVE = "Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models"
 
@@ -39,8 +45,9 @@ def _verified(lm: Any, verify: Verify, unmask: Unmask, block: int | None, cache:
     return MaskedDiffusion(a, windows, unmask=unmask, caching=caching, verify=verify)
 
 
-@entry("freedave", FREEDAVE, "Wu and Zhang 2025",
-       "several steps of LLaDA in one forward, token for token the same output", guarantee="seed-exact")
+@ALGORITHMS.register("freedave", FREEDAVE, "Wu and Zhang 2025",
+                     "several steps of LLaDA in one forward, token for token the same output",
+                     family=MASKED, needs=FILLING, guarantee="seed-exact")
 def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | None = None, cache: Cache = "none",
              suffix: int = 256) -> MaskedDiffusion:
     """`branches`: the authors' `draft_steps`. `steps`: of a block; None: one token a step, as published. `cache`:
@@ -49,8 +56,9 @@ def freedave(lm: Any, branches: int = 4, block: int | None = None, steps: int | 
     return _verified(lm, BranchExact(branches), Quota(steps), block, cache, suffix)
 
 
-@entry("freedave++", FREEDAVE, "Wu and Zhang 2025",
-       "several steps of threshold decoding in one forward; a draft may lack some of a step's tokens")
+@ALGORITHMS.register("freedave++", FREEDAVE, "Wu and Zhang 2025",
+                     "several steps of threshold decoding in one forward; a draft may lack some of a step's tokens",
+                     family=MASKED, needs=FILLING, guarantee="approximate")
 def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9,
                   match: Literal["exact", "subset"] | None = None, block: int | None = None, cache: Cache = "none",
                   suffix: int = 256) -> MaskedDiffusion:
@@ -63,9 +71,9 @@ def freedave_plus(lm: Any, branches: int = 4, threshold: float | None = 0.9,
     return _verified(lm, BranchLater(branches, match), unmask, block, cache, suffix)
 
 
-@entry("ssd", "Self Speculative Decoding for Diffusion Large Language Models", "Gao et al. 2025",
-       "a tree of LLaDA's surest candidates in several orders in one forward, token for token the same output",
-       guarantee="seed-exact")
+@ALGORITHMS.register("ssd", "Self Speculative Decoding for Diffusion Large Language Models", "Gao et al. 2025",
+                     "a tree of LLaDA's surest candidates in several orders in one forward, token for token the same "
+                     "output", family=MASKED, needs=FILLING, guarantee="seed-exact")
 def ssd(lm: Any, length: int = 3, top: int = 2, most: int = 16, block: int | None = None) -> MaskedDiffusion:
     """`top`: 1 drafts a chain."""
     return _verified(lm, BranchTree(length, top, most), Quota(), block)
@@ -76,8 +84,9 @@ def _pipeline(adapter: Adapter, block: int | None, add: float, full: float, most
     return Pipeline(windows.block, windows.aligned, add, full, most)
 
 
-@entry("d2f", "Diffusion LLMs Can Do Faster-Than-AR Inference via Discrete Diffusion Forcing", "Wang et al. 2025",
-       "a pipeline of blocks, the later ones half blind, exact block cache")
+@ALGORITHMS.register("d2f", "Diffusion LLMs Can Do Faster-Than-AR Inference via Discrete Diffusion Forcing",
+                     "Wang et al. 2025", "a pipeline of blocks, the later ones half blind, exact block cache",
+                     family=MASKED, needs=FILLING, guarantee="approximate")
 def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, most: int = 8,
         block: int | None = None) -> MaskedDiffusion:
     """`most`: blocks at once; the authors set no bound. Their models are LLaDA and Dream, fine-tuned so that a position
@@ -91,8 +100,9 @@ def d2f(lm: Any, threshold: float = 0.9, add: float = 0.1, full: float = 0.95, m
                            caching=NoCache() if a.attention.causal else FusedCache())
 
 
-@entry("d3llm", "d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory Distillation", "Qian et al. 2026",
-       "a pipeline of blocks by entropy, cached with a delay when they have settled")
+@ALGORITHMS.register("d3llm", "d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory Distillation",
+                     "Qian et al. 2026", "a pipeline of blocks by entropy, cached with a delay when they have settled",
+                     family=MASKED, needs=FILLING, guarantee="approximate")
 def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, most: int = 8, delay: int | None = 1,
           refresh: int | None = None, suffix: int = 256, kind: Literal["llada", "dream"] | None = None,
           block: int | None = None) -> MaskedDiffusion:
@@ -112,8 +122,10 @@ def d3llm(lm: Any, entropy: float = 0.5, add: float = 0.1, full: float = 0.95, m
                            stops=(FirstEnd(filled=True),))
 
 
-@entry("apd", "Accelerating Diffusion LLMs via Adaptive Parallel Decoding", "Israel, Van den Broeck, Grover 2025",
-       "left to right, as many tokens as a small autoregressive model goes along with", draft=True)
+@ALGORITHMS.register("apd", "Accelerating Diffusion LLMs via Adaptive Parallel Decoding",
+                     "Israel, Van den Broeck, Grover 2025",
+                     "left to right, as many tokens as a small autoregressive model goes along with", family=MASKED,
+                     needs=DIFFUSION, guarantee="approximate")
 def apd(lm: Any, draft: Any, weight: float = 0.7, lookahead: int = 32, window: int | None = 16) -> MaskedDiffusion:
     """`weight`: of the diffusion model in the product, the authors' R. `lookahead`: masked positions that are scored, M
     (theirs: 100 and more). `window`: positions recomputed before them, W (None: all). The two models share a

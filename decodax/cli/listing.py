@@ -1,0 +1,128 @@
+"""`decodax list`: everything that is chosen by name. Imports no JAX before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from decodax.cli.common import UsageError
+
+if TYPE_CHECKING:
+    from decodax.common.registry import Entry
+
+KINDS = {"algorithms": "algorithm=", "caches": "cache=", "searches": "dx.explore", "selects": "dx.choose",
+         "functions": "called as dx.NAME(...)", "constraints": "arguments of dx.generate", "formats": "weights=",
+         "models": "dx.load"}
+"""Listings, and where their names are taken."""
+
+EXAMPLES = """\
+examples:
+  decodax list                        every listing
+  decodax list caches                 the cache policies
+  decodax list algorithms --family speculative-tree
+  decodax list snapkv                 one entry, with its options
+"""
+
+FAMILIES = ("ar-sampling", "speculative-linear", "speculative-tree", "speculative-self", "parallel-jacobi",
+            "masked-diffusion", "diffusion-cache", "search", "evict", "quantize", "sparse")
+"""Families that listings show first."""
+
+
+def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[argparse.Namespace], None],
+        epilog: str) -> None:
+    """Adds the command to those of the command line."""
+    p = commands.add_parser("list", parents=parents, help="methods, caches, searches, models: all that has a name",
+                            description="Lists what is chosen by name: with a listing its entries, with the name of an "
+                            "entry what it does, its options and its paper.",
+                            epilog=EXAMPLES + "\n" + epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.set_defaults(command=run)
+    p.add_argument("what", nargs="?", metavar="LISTING_OR_NAME", help=f"{', '.join(KINDS)}, or the name of an entry")
+    p.add_argument("--family", metavar="NAME", help="entries of one family, such as speculative-tree")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the listings, one of them, or one entry."""
+    tables = entries()
+    found = [entry for table in tables.values() for entry in table if entry.name == args.what]
+    if found and args.what not in KINDS:
+        _show(found[0], args.json)
+        return
+    if args.what is not None and args.what not in KINDS:
+        known = [*KINDS, *(entry.name for table in tables.values() for entry in table)]
+        near = difflib.get_close_matches(args.what, known, n=4, cutoff=0.5)
+        raise UsageError(f"list: got {args.what!r}, takes {', '.join(KINDS)} or the name of an entry"
+                         + (f"; near ones: {', '.join(near)}" if near else ""))
+    tables = {kind: table for kind, table in tables.items() if args.what in (None, kind)}
+    if args.family is not None:
+        families = sorted({entry.family for table in tables.values() for entry in table if entry.family})
+        if args.family not in families:
+            raise UsageError(f"--family: got {args.family!r}, takes one of {', '.join(families)}")
+        tables = {kind: [entry for entry in table if entry.family == args.family]
+                  for kind, table in tables.items()}
+    if args.json:
+        print(json.dumps([{"listing": kind, **as_json(entry)} for kind, table in tables.items() for entry in table],
+                         indent=2))
+        return
+    for kind, table in tables.items():
+        if table:
+            _print(f"{kind} ({KINDS[kind]})", table)
+    if args.what is None:
+        print("decodax list NAME shows one of them, with its options and its paper.")
+
+
+def entries() -> dict[str, list[Entry]]:
+    """Returns the entries of each listing, grouped by family."""
+    from decodax.common.registry import ALGORITHMS, CACHES, CONSTRAINTS, FORMATS, FUNCTIONS, SEARCHES, SELECTS
+    from decodax.io.load import listed_models
+
+    place = lambda entry: FAMILIES.index(entry.family) if entry.family in FAMILIES else len(FAMILIES)
+    grouped = lambda shelf: sorted(shelf, key=place)
+    return {"algorithms": grouped(ALGORITHMS.values()), "caches": grouped(CACHES.values()),
+            "searches": grouped(SEARCHES.values()), "selects": list(SELECTS.values()),
+            "functions": list(FUNCTIONS.values()), "constraints": list(CONSTRAINTS.values()),
+            "formats": list(FORMATS.values()), "models": listed_models()}
+
+
+def as_json(entry: Entry) -> dict[str, Any]:
+    """Returns an entry as JSON has it."""
+    fields = ("name", "title", "authors", "family", "guarantee", "needs", "summary", "alias_of")
+    return {**{field: getattr(entry, field) for field in fields},
+            "options": {name: str(option) for name, option in entry.options.items()}}
+
+
+def _show(entry: Entry, as_object: bool) -> None:
+    from decodax.common.registry import described
+
+    if as_object:
+        print(json.dumps(as_json(entry), indent=2))
+        return
+    print(f"{entry.name} ({entry.shelf})\n\n{described(entry)}")
+
+
+def _print(title: str, table: Iterable[Entry]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = list(table)
+    # as wide as the terminal, or as COLUMNS says where the output is a pipe
+    console = Console(highlight=False, width=max(shutil.get_terminal_size((100, 24)).columns, 60))
+    shown = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    shown.add_column("name", no_wrap=True)
+    shown.add_column("what it does", ratio=1)
+    shown.add_column("guarantee", no_wrap=True)
+    families = dict.fromkeys(entry.family for entry in table)
+    for family in families:
+        rows = [entry for entry in table if entry.family == family]
+        if len(families) > 1 and family:
+            shown.add_row(f"[bold]{family}[/bold]", "", "")
+        for entry in rows:
+            needs = "" if entry.needs == "nothing" else f" (needs {entry.needs})"
+            other = f"another name for {entry.alias_of}: " if entry.alias_of else ""
+            line = f"{other}{entry.summary}{needs}"
+            shown.add_row(entry.name, line.replace("[", "\\["), entry.guarantee)
+    console.print(shown)
+    print()
