@@ -84,7 +84,7 @@ def options_of(make: Callable[..., Any]) -> dict[str, Option]:
     hints = _hints(make)
     if inspect.isclass(make) and dataclasses.is_dataclass(make):
         found = {}
-        for field in dataclasses.fields(make):
+        for field in sorted(dataclasses.fields(make), key=lambda field: field.kw_only):
             if field.init:
                 made = field.default_factory is not dataclasses.MISSING
                 default = field.default_factory() if made else field.default    # type: ignore[misc]

@@ -46,7 +46,7 @@ def alignment(candidates: Sequence[Candidates], utility: Callable[[Any, Sequence
     risk, are worth their tokens.
 
     Args:
-        candidates: of each prompt, with log-probabilities: `dx.choose(...).candidates`. utility: from a prompt and its
+        candidates: of each prompt, with log-probabilities: `dx.select.choose(...).candidates`. utility: from a prompt and its
             candidates a number for each; the larger the better. per_token: log-probabilities are divided by lengths.
 
     Raises:

@@ -137,7 +137,7 @@ IN_PARTS = {"streaming-llm", "adakv", "adaptive-expected-attention", "criticalkv
             "minference", "hyper-attention", "freqkv", "less", "clusterkv", "louiskv", "kv-prediction", "token-butler",
             "attention-predictor", "specpv", "act-qkv", "a2ats"}
 """What keeps or reads a text in parts of its own, whose sums are added in another order than those of a dense cache."""
-EXACT = {name for name in OPTIONS if CACHES[name].effect == "exact"}
+EXACT = {name for name in OPTIONS if CACHES[name].guarantee == "exact"}
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 
 
@@ -412,7 +412,7 @@ def test_samples_and_a_mixed_batch_go_their_own_ways() -> None:
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     for expected, wrong in (
             (r"^cache: unknown name 'snapvk'; near ones: snapkv", lambda: run_with("snapvk")),
-            (r"^kv: 'snapkv' takes no option 'windw'; takes budget=2048", lambda: make("snapkv", windw=3)),
+            (r"^cache: 'snapkv' takes no option 'windw'; takes budget=2048", lambda: make("snapkv", windw=3)),
             (r"^snapkv:windw=3: takes no option windw", lambda: run_with("snapkv:windw=3")),
             (r"^budget: got 0, takes a number of tokens from 1, a share", lambda: make("snapkv", budget=0)),
             (r"^budget: got 1.0, takes", lambda: make("knorm", budget=1.0)),
