@@ -14,7 +14,7 @@ class Search(abc.ABC):
     """A search over texts, for `search=`."""
 
     @abc.abstractmethod
-    def answer(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
+    def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
         """Returns one text for each prompt.
 
         Args:
@@ -26,7 +26,7 @@ class Select(abc.ABC):
     """A rule that chooses one of several samples, for `select=`."""
 
     @abc.abstractmethod
-    def answer(self, lm: Any, prompts: Any, num_samples: int, options: Mapping[str, Any]) -> Result:
+    def run(self, lm: Any, prompts: Any, num_samples: int, options: Mapping[str, Any]) -> Result:
         """Returns one of `num_samples` texts for each prompt.
 
         Args:

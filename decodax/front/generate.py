@@ -146,8 +146,8 @@ def _answered(lm: Any, prompts: Any, search: Any, select: Any, num_samples: int 
         if isinstance(found, Search):
             if num_samples is not None:
                 raise ValueError(f"num_samples: got {num_samples} beside a search, which says how many rows it takes")
-            return found.answer(lm, prompts, given)
-        return found.answer(lm, prompts, 8 if num_samples is None else whole("num_samples", num_samples, 1), given)
+            return found.run(lm, prompts, given)
+        return found.run(lm, prompts, 8 if num_samples is None else whole("num_samples", num_samples, 1), given)
     raise AssertionError
 
 

@@ -4,16 +4,16 @@ holds them as an object."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
 
 from decodax.common.struct import REPR
 from decodax.engine.names import check_names
 from decodax.sampling import Transform
 from decodax.sampling.config import generation_settings
 
-T = TypeVar("T")
-Each = T | Sequence[T | None] | None
-"""One value for all prompts, or one for each; None asks for nothing."""
+Floats = float | Sequence[float | None] | None
+Ints = int | Sequence[int | None] | None
+"""One number for all prompts, or one for each; None asks for nothing."""
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | None
 
@@ -23,61 +23,61 @@ class SamplingOptions(TypedDict, total=False):
     each of them. Numbers are one for all prompts or one for each."""
 
     do_sample: bool | None
-    temperature: Each[float]
-    top_k: Each[int]
-    top_p: Each[float]
-    min_p: Each[float]
-    typical_p: Each[float]
-    epsilon_cutoff: Each[float]
-    eta_cutoff: Each[float]
-    top_h: Each[float]
-    top_n_sigma: Each[float]
+    temperature: Floats
+    top_k: Ints
+    top_p: Floats
+    min_p: Floats
+    typical_p: Floats
+    epsilon_cutoff: Floats
+    eta_cutoff: Floats
+    top_h: Floats
+    top_n_sigma: Floats
     min_tokens_to_keep: int
-    xtc_probability: Each[float]
-    xtc_threshold: Each[float]
-    mirostat_tau: Each[float]
-    mirostat_eta: Each[float]
-    dynatemp_range: Each[float]
-    dynatemp_exponent: Each[float]
-    bregman_lambda: Each[float]
-    bregman_alpha: Each[float]
+    xtc_probability: Floats
+    xtc_threshold: Floats
+    mirostat_tau: Floats
+    mirostat_eta: Floats
+    dynatemp_range: Floats
+    dynatemp_exponent: Floats
+    bregman_lambda: Floats
+    bregman_alpha: Floats
     bregman_dual: bool
     arithmetic_sampling: bool
-    repetition_penalty: Each[float]
-    presence_penalty: Each[float]
-    frequency_penalty: Each[float]
-    penalty_last_n: Each[int]
-    encoder_repetition_penalty: Each[float]
-    no_repeat_ngram_size: Each[int]
-    encoder_no_repeat_ngram_size: Each[int]
-    dry_multiplier: Each[float]
-    dry_base: Each[float]
-    dry_allowed_length: Each[int]
-    dry_penalty_last_n: Each[int]
+    repetition_penalty: Floats
+    presence_penalty: Floats
+    frequency_penalty: Floats
+    penalty_last_n: Ints
+    encoder_repetition_penalty: Floats
+    no_repeat_ngram_size: Ints
+    encoder_no_repeat_ngram_size: Ints
+    dry_multiplier: Floats
+    dry_base: Floats
+    dry_allowed_length: Ints
+    dry_penalty_last_n: Ints
     dry_sequence_breakers: Any
-    fsd_alpha: Each[float]
-    fsd_beta: Each[float]
+    fsd_alpha: Floats
+    fsd_beta: Floats
     fsd_k: int
     fsd_n: int
     fsd_stop_words: Any
     fsd_stop_weight: float
-    nmst_epsilon: Each[float]
+    nmst_epsilon: Floats
     logit_bias: Any
     sequence_bias: Any
     bad_words_ids: Any
     allowed_token_ids: Ids
     suppress_tokens: Ids
     begin_suppress_tokens: Ids
-    forced_bos_token_id: Each[int]
+    forced_bos_token_id: Ints
     forced_eos_token_id: int | Ids
     eos_token_id: int | Ids
     eos: int | Ids
-    max_length: Each[int]
-    min_length: Each[int]
-    min_new_tokens: Each[int]
+    max_length: Ints
+    min_length: Ints
+    min_new_tokens: Ints
     exponential_decay_length_penalty: Any
     watermarking_config: Any
-    guidance_scale: Each[float]
+    guidance_scale: Floats
     negative_prompts: Any
     transforms: tuple[Transform, ...]
     num_return_sequences: int | None
@@ -114,7 +114,7 @@ class Sampling(Mapping[str, Any]):
         """
         content = config.to_dict() if hasattr(config, "to_dict") else config
         known = SamplingOptions.__annotations__
-        return cls(**{name: x for name, x in generation_settings(content).items() if name in known})    # type: ignore[typeddict-item]
+        return cls(**{name: x for name, x in generation_settings(content).items() if name in known})
 
     def __getitem__(self, name: str) -> Any:
         return self._options[name]

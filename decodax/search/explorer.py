@@ -106,7 +106,7 @@ class Explorer(Search):
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         """Runs to the end. `asked` has the prompts as they were given."""
 
-    def answer(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
+    def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
         return explore(lm, prompts, self, **options).answers()
 
 
@@ -123,7 +123,7 @@ class CanvasExplorer(Search):
     def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:
         """Runs to the end. The rows hold what is given back."""
 
-    def answer(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
+    def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
         return explore(lm, prompts, self, **options).answers()
 
 

@@ -146,7 +146,7 @@ class Rule(Select):
         return Chosen([one.texts[c.index] for one, c in zip(candidates, choices, strict=True)], candidates, choices,
                       merge(rows, list(range(len(rows))), 1, lm.pad))
 
-    def answer(self, lm: Any, prompts: Any, num_samples: int, options: Mapping[str, Any]) -> Result:
+    def run(self, lm: Any, prompts: Any, num_samples: int, options: Mapping[str, Any]) -> Result:
         return choose(lm, prompts, self, n=num_samples, **options).answers()
 
 

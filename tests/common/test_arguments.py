@@ -96,7 +96,8 @@ def test_flags_of_numpy_and_jax_are_flags(lm: dx.LM) -> None:
     for name in ("include_stop", "skip_special_tokens"):
         for form in (np.bool_(True), np.array(True), jnp.array(True)):
             assert getattr(Request.read(lm, "ab", **{name: form}), name) is True
-    assert Request.read(lm, "ab", **by_name(dict(num_beams=2, early_stopping=np.bool_(True)))).algorithm.early_stopping is True
+    assert Request.read(lm, "ab",
+                        **by_name(dict(num_beams=2, early_stopping=np.bool_(True)))).algorithm.early_stopping is True
 
 
 def test_an_unknown_argument_lists_the_near_ones_and_then_all_of_generate(lm: dx.LM) -> None:
@@ -114,10 +115,10 @@ def test_an_unknown_argument_lists_the_near_ones_and_then_all_of_generate(lm: dx
 
 
 def test_the_list_holds_the_signature_of_generate() -> None:
-    own = {p.name for p in inspect.signature(dx.generate).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert len(own) + 2 <= 20
-    assert own | SamplingOptions.__annotations__.keys() == takes("generate") | {"eos"}
-    assert {p.name for p in inspect.signature(infill).parameters.values() if p.kind is p.KEYWORD_ONLY} <= takes("infill")
+    named = lambda front: {p.name for p in inspect.signature(front).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert len(named(dx.generate)) + 2 <= 20
+    assert named(dx.generate) | SamplingOptions.__annotations__.keys() == takes("generate") | {"eos"}
+    assert named(infill) <= takes("infill")
     assert WITHOUT.keys() == {"generate", "stream", "watch", "infill"}
 
 

@@ -74,7 +74,8 @@ def whole(lm: LM, way: str, schemas: Sequence[Any], more: Sequence[int], seed: i
         lm = dataclasses.replace(lm, diffusion=Diffusion(MASK))
     least = shortest(lm, schemas)
     budgets = (least + np.array(more)).tolist()
-    given: dict[str, Any] = dict(constraint=[dx.constraints.json_schema(schema) for schema in schemas], max_new_tokens=budgets,
+    given: dict[str, Any] = dict(constraint=[dx.constraints.json_schema(schema) for schema in schemas],
+                                 max_new_tokens=budgets,
                                  temperature=1.0, seed=seed)
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(schemas))]
     out = dx.generate(lm, prompts, **{**given, **WAYS[way](lm)})

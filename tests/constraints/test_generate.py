@@ -191,7 +191,8 @@ def test_the_law_is_the_models_held_to_the_language(lm: LM) -> None:
     (lambda c: c.choices([""]), ValueError, "^choices: got an empty"),
     (lambda c: c.json_schema("{"), ValueError, "^json_schema: not JSON"),
     (lambda c: c.json_schema({"not": {}}), ValueError, "^json_schema: #/not"),
-    (lambda c: "[ab]+", ValueError, "^constraint: unknown name"), (lambda c: 3, TypeError, "^constraint: got 3, takes a"),
+    (lambda c: "[ab]+", ValueError, "^constraint: unknown name"), (lambda c: 3, TypeError,
+                                                                   "^constraint: got 3, takes a"),
     (lambda c: [c.regex("a"), c.regex("b")], ValueError, "^constraint: got 2 for 1 prompts"),
     (lambda c: c.regex("[☃]{40}"), ValueError, "^regex: prompt 0 has room for 8 new tokens")])
 def test_what_is_no_constraint_is_refused(lm: LM, given: Any, error: Any, message: str) -> None:

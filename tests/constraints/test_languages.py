@@ -223,8 +223,10 @@ def test_masks_are_those_of_llguidance(lm: LM, name: str) -> None:
     (lambda c: c.grammar(EXPR).after("x"), "after: got some beside a grammar"),
     (lambda c: c.phrases(["x"], within=c.grammar(EXPR)), "required_phrases: got some beside a grammar"),
     (lambda c: c.grammar("start: ("), "grammar: line 1"), (lambda c: c.phrases([""]), "required_phrases: got"),
-    (lambda c: c.phrases(banned=[["a"]]), r"banned_phrases: got \['a'\]"), (lambda c: c.phrases(), "phrases: got neither"),
-    (lambda c: c.phrases(["a" * 300]), "phrases: prompt 0 has room for 4"), (lambda c: c.grammar("start: %nope"), "grammar: ")])
+    (lambda c: c.phrases(banned=[["a"]]), r"banned_phrases: got \['a'\]"), (lambda c: c.phrases(),
+                                                                            "phrases: got neither"),
+    (lambda c: c.phrases(["a" * 300]), "phrases: prompt 0 has room for 4"), (lambda c: c.grammar("start: %nope"),
+                                                                             "grammar: ")])
 def test_what_makes_no_sense_is_refused(lm: LM, given: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         dx.generate(lm, "one", max_new_tokens=4, constraint=given(dx.constraints))

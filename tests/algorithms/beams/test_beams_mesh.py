@@ -22,12 +22,12 @@ WAYS: dict[str, dict[str, Any]] = {
                                      constraint=dx.constraints.regex("[a-z]{1,9}")),
     "a grammar with a stack": dict(temperature=1.0,
                                    constraint=dx.constraints.grammar('start: "(" start ")" | /[a-z]/')),
-    "contrastive search": dict(algorithm=dx.algorithms.contrastive_search(0.6)), "stochastic beams": dict(algorithm="stochastic-beam-search:k=3"),
-    "adadec": dict(algorithm="adadec:threshold=0.5,length=2"),
+    "contrastive search": dict(algorithm=dx.algorithms.contrastive_search(0.6)),
+    "stochastic beams":
+    dict(algorithm="stochastic-beam-search:k=3"), "adadec": dict(algorithm="adadec:threshold=0.5,length=2"),
     "superposed": dict(algorithm="superposed-decoding:k=3,temperature=0.5"), "vector fsd": dict(algorithm="vector-fsd"),
-    "a temperature for each token": dict(temperature=1.0, deco=True),
-    "even samples": dict(arithmetic_sampling=True, num_samples=4, temperature=1.0),
-    "a constraint": dict(temperature=1.0,
+    "a temperature for each token": dict(temperature=1.0, deco=True), "even samples": dict(arithmetic_sampling=True,
+    num_samples=4, temperature=1.0), "a constraint": dict(temperature=1.0,
                          constraint=dx.constraints.json_schema({"type": "array", "items": {"type": "boolean"}}))}
 
 
