@@ -1,6 +1,6 @@
-"""What diffusion models train on: problems with answers, or windows of packed text.
+"""Batches of diffusion models: problems with answers, windows of text, or a fixed set of rows.
 
-A batch is a pure function of (seed, step), as in `pycode_data`: a resumed run sees the same data.
+A batch is a pure function of (seed, step), so a resumed run sees the same data.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import Any
 
 import jax
 import numpy as np
-import problems
-import pycode_data
-from diffusion_training import Batch
+
+from decodax.train import corpus
+from decodax.train.masked_diffusion import Batch
+from recipes import problems
 
 LENGTH = problems.LONGEST_PROMPT + problems.CANVAS
 
 
-def rows(found: Sequence[problems.Problem]) -> Batch:
-    """Problems as a batch of `LENGTH` tokens a row: the prompt, the answer, end tokens up to the canvas, dead rest."""
+def rows_of(found: Sequence[problems.Problem]) -> Batch:
+    """Returns problems as rows of `LENGTH` tokens: prompt, answer, end tokens up to the canvas, and tokens that are not
+    live."""
     shape = len(found), LENGTH
     tokens, answer, live = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
     for i, problem in enumerate(found):
@@ -33,7 +35,7 @@ def rows(found: Sequence[problems.Problem]) -> Batch:
 
 @dataclass(frozen=True)
 class Problems:
-    """Batches of problems of random tasks; `weights` are their shares where they are not 1."""
+    """Batches of problems of random tasks; `weights` are the shares of tasks that are not 1."""
 
     batch: int
     seed: int = 0
@@ -43,7 +45,7 @@ class Problems:
         rng = random.Random(f"{self.seed}:{step}")
         shares = [self.weights.get(task, 1.0) for task in problems.TASKS]
         tasks = rng.choices(list(problems.TASKS), shares, k=self.batch)
-        return rows([problems.draw(task, rng) for task in tasks])
+        return rows_of([problems.draw(task, rng) for task in tasks])
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,18 @@ class Text:
     seed: int = 0
 
     def __getitem__(self, step: int) -> Batch:
-        tokens = pycode_data.Batches(self.stream, self.batch, self.length, self.seed)[step][:, :-1]
+        tokens = corpus.Batches(self.stream, self.batch, self.length, self.seed)[step][:, :-1]
         return Batch(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))
 
 
 def beginnings(stream: np.ndarray, count: int, length: int, canvas: int, seed: int = 0) -> Batch:
-    """`count` beginnings of texts, each with room for an answer of `canvas` tokens: windows of a packed stream, of up
-    to `length` tokens in all. Prompts have from half of the room beside the answer to all of it, so that the answers
-    begin at any place of a model's blocks.
+    """Returns `count` windows of a packed stream: prompts with room for an answer of `canvas` tokens after them.
+
+    A window has up to `length` tokens. Prompts take from half to all of the room beside the answer, so that answers
+    begin at any position of a model's blocks.
 
     Raises:
-        ValueError: a stream that is too short.
+        ValueError: the stream is too short.
     """
     if len(stream) < length:
         raise ValueError(f"corpus: got {len(stream)} tokens, takes {length} or more")
@@ -80,7 +83,7 @@ def beginnings(stream: np.ndarray, count: int, length: int, canvas: int, seed: i
 
 @dataclass(frozen=True)
 class Chosen:
-    """Rows of a fixed set, any tree of arrays: each epoch visits all of them once, in another order."""
+    """Batches of the rows of a fixed set (a tree of arrays): each epoch visits every row once, in another order."""
 
     rows: Any
     batch: int

@@ -1,9 +1,9 @@
-"""Learn2PD's filter (Bao et al. 2025): a small network that says of each candidate of a block whether it is final.
+"""Training of Learn2PD's filter (Bao et al., 2025), which predicts whether the candidates of a block are final.
 
-It sees nothing but the block's confidences, the model's probability of its best candidate at each position, and is
-taught by *extremely greedy parallel* decoding: knowing what the model writes in the end, commit at each step all
-candidates that are equal to it. Two layers, hidden width as the block, as in the authors' code; confidences of
-positions that are already filled are the model's at those positions, and the loss counts them too, as there.
+The filter sees the block's confidences: the model's probability of its best candidate at each position. It is trained
+on *extremely greedy parallel* decoding, which knows the model's final text and unmasks in each step every candidate
+that equals it. As in the authors' code it has two layers of the width of the block, and filled positions count in the
+loss, with the model's confidences there.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from diffusion_training import Batch, predict
 from jax import Array
 from safetensors.numpy import save_file
 
 from decodax.common.struct import Struct, struct
 from decodax.models import Diffusion, Transformer
+from decodax.train.masked_diffusion import Batch, predict
 
 Tree = Any
 
 
 @struct
 class Examples(Struct):
-    """Steps of greedy rollouts: confidences `f32[N, n]` of a block of `n`, and which candidates are final `bool[N, n]`.
-    """
+    """Steps of greedy rollouts: confidences `f32[N, n]` of a block of `n`, and whether candidates are final
+    `bool[N, n]`."""
 
     confidence: Array
     final: Array
 
 
 def init_filter(key: Array, span: int) -> Tree:
-    """Fresh weights: uniform within `span ** -0.5`, as torch initialises linear layers."""
+    """Returns fresh weights, uniform within `span ** -0.5`, as torch initialises linear layers."""
     draw = lambda key, *shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * span ** -0.5
     first, second, third, fourth = jax.random.split(key, 4)
     return {"hidden": {"kernel": draw(first, span, span), "bias": draw(second, span)},
@@ -44,7 +44,7 @@ def init_filter(key: Array, span: int) -> Tree:
 
 
 def apply_filter(params: Tree, confidence: Array) -> Array:
-    """Logits `f32[..., n]` that the candidates are final, from confidences `f32[..., n]`."""
+    """Returns logits `f32[..., n]` that candidates are final, from confidences `f32[..., n]`."""
     hidden = jax.nn.relu(confidence @ params["hidden"]["kernel"] + params["hidden"]["bias"])
     return hidden @ params["out"]["kernel"] + params["out"]["bias"]
 
@@ -60,7 +60,7 @@ class FilterLoss:
 
 
 def figures(params: Tree, examples: Examples, threshold: float = 0.9) -> dict[str, float]:
-    """Loss, and at a threshold of the filter's probability: share passed, and of those the share that is not final."""
+    """Returns the loss, the share of candidates that pass a threshold, and the share of these that are not final."""
     logits = apply_filter(params, examples.confidence)
     passed = jax.nn.sigmoid(logits) > threshold
     loss, _ = FilterLoss()(params, examples, jax.random.key(0))
@@ -71,15 +71,16 @@ def figures(params: Tree, examples: Examples, threshold: float = 0.9) -> dict[st
 @partial(jax.jit, static_argnames=("network", "kind", "span", "longest"))
 def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, span: int,
             longest: int | None = None) -> tuple[Array, Array, Array]:
-    """Extremely greedy parallel decoding towards `batch.tokens`, block by block.
+    """Decodes towards `batch.tokens` block by block, by extremely greedy parallel decoding.
 
     Args:
-        longest: tokens of the longest answer, each of which takes two steps at most; None: those of a row.
+        span: number of tokens of a block.
+        longest: number of tokens of the longest answer; each takes two steps at most. None: the length of a row.
 
     Returns:
-        Of `S` steps: confidences `f32[B, S, span]`, final `bool[B, S, span]`, and whether the row took the step
-        `bool[B, S]`. A block ends when it is full, or filled at once where no candidate has changed (as in the
-        authors' code).
+        For `S` steps: confidences `f32[B, S, span]`, final `bool[B, S, span]`, and whether the row took the step
+        `bool[B, S]`. A block ends when it is full; it is filled at once if no candidate has changed, as in the
+        authors' code.
     """
     place = jnp.cumsum(batch.answer, 1) - 1
     first = batch.answer.argmax(1)
@@ -108,7 +109,7 @@ def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
 
 
 def collect(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, span: int, size: int = 256) -> Examples:
-    """The examples of all rows of a batch, `size` rows at a time."""
+    """Returns the examples of all rows of a batch, `size` rows at a time."""
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     size, longest = min(size, len(batch.tokens)), int(batch.answer.sum(1).max())
     for at in range(0, len(batch.tokens), size):
@@ -120,6 +121,6 @@ def collect(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
 
 
 def save_filter(path: Path, params: Tree) -> None:
-    """Writes the weights, kernels `[in, out]`."""
+    """Writes the weights as safetensors; kernels are `[in, out]`."""
     flat = {f"{layer}.{name}": np.asarray(x) for layer, part in params.items() for name, x in part.items()}
     save_file(flat, path)

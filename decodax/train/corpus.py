@@ -1,19 +1,20 @@
-"""The training text of the shipped models: the Python standard library's source, its tokenizer, and its batches.
+"""The training text of the shipped models of Python: the standard library's source, its tokenizer, and its batches.
 
-The corpus is the `.py` files under the running interpreter's standard library directory (PSF licence), in a fixed
-order. A file is held out when the SHA-256 of its path inside that directory is 0 modulo 50, so the split needs no list,
-is the same on every machine, and does not move when files come or go. The tokenizer is a byte-level BPE (Sennrich et
-al., 2016; byte alphabet as in GPT-2): any text round-trips, because every byte is a token.
+The corpus is the `.py` files in the running interpreter's standard library directory (PSF licence), in a fixed order.
+A file is held out if the SHA-256 of its path inside that directory is 0 modulo 50, so the split needs no list, is the
+same on every machine, and does not change when files are added. The tokenizer is a byte-level BPE (Sennrich et al.,
+2016; byte alphabet as in GPT-2): any text round-trips, because every byte is a token.
 
-A batch is a pure function of (seed, step): a resumed run needs the step number and nothing else to see the same data.
+A batch is a pure function of (seed, step), so a resumed run sees the same data.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import platform
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,18 +25,15 @@ END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_MODULUS = 50
 MAX_FILE_BYTES = 400_000
 
-# Not source a person wrote or would want continued: generated tables, bundled wheels, deliberately broken files.
+# generated tables, bundled wheels and deliberately broken files, which nobody wants continued
 EXCLUDED_DIRECTORIES = frozenset(
-    {
-        "site-packages", "dist-packages", "__pycache__", "ensurepip", "encodings", "pydoc_data", "lib2to3",
-        "__phello__", "data", "tokenizedata", "cjkencodings", "badsyntax", "lib-dynload",
-    }
-)  # fmt: skip
+    {"site-packages", "dist-packages", "__pycache__", "ensurepip", "encodings", "pydoc_data", "lib2to3", "__phello__",
+     "data", "tokenizedata", "cjkencodings", "badsyntax", "lib-dynload"})
 EXCLUDED_PREFIXES = ("_sysconfigdata", "test/encoded_modules", "test/bad", "test/mp_", "test/pickletester_data")
 
-# Pre-tokenization for code. A run of blank lines and the indentation after it is one piece, so that "\n        " can be
-# one token; an identifier (with underscores) takes the space or dot before it. Newlines never merge with punctuation
-# before them: a prompt that ends in "):" must be followed by a newline token the model has seen in that place.
+# Pre-tokenization for code. Blank lines and the indentation after them are one piece, so that "\n        " can be one
+# token; an identifier (with underscores) takes the space or dot before it. Newlines never merge with punctuation before
+# them: a prompt that ends in "):" must be followed by a newline token that the model has seen in that place.
 PIECES = r"\s*\n[ \t]*|[ .]?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
 
@@ -48,7 +46,7 @@ class Document:
 
 
 def held_out(path: str) -> bool:
-    """Whether the file at `path` (relative to the standard library directory, "/" separators) is kept from training.
+    """Returns whether the file at `path` (inside the standard library directory, with "/") is held out of training.
 
     >>> held_out("argparse.py"), sum(held_out(f"{i}.py") for i in range(5000))
     (False, 92)
@@ -57,7 +55,7 @@ def held_out(path: str) -> bool:
 
 
 def wanted(path: str) -> bool:
-    """Whether the file at `path` belongs to the corpus at all."""
+    """Returns whether the file at `path` belongs to the corpus at all."""
     return not EXCLUDED_DIRECTORIES.intersection(path.split("/")[:-1]) and not path.startswith(EXCLUDED_PREFIXES)
 
 
@@ -68,8 +66,8 @@ def load_corpus(root: Path | None = None) -> tuple[list[Document], list[Document
         root: the directory to read; None takes the running interpreter's standard library.
 
     Returns:
-        (training, held-out) documents, each ordered by the SHA-256 of the path (a fixed shuffle). Files that are not
-        UTF-8, are empty or over 400 kB, or repeat another file's text are left out.
+        (training, held-out) documents, each ordered by the SHA-256 of the path (a fixed shuffle). Files that are
+        empty, over 400 kB, not UTF-8, or copies of another file are left out.
 
     Raises:
         FileNotFoundError: `root` holds no usable `.py` file.
@@ -77,7 +75,7 @@ def load_corpus(root: Path | None = None) -> tuple[list[Document], list[Document
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     found: list[Document] = []
     seen: set[str] = set()
-    for file in sorted(root.rglob("*.py")):
+    for file in sorted(_source_files(root)):
         path = file.relative_to(root).as_posix()
         if not wanted(path) or not 0 < file.stat().st_size <= MAX_FILE_BYTES:
             continue
@@ -95,51 +93,33 @@ def load_corpus(root: Path | None = None) -> tuple[list[Document], list[Document
     return [d for d in found if not held_out(d.path)], [d for d in found if held_out(d.path)]
 
 
+def _source_files(root: Path) -> Iterator[Path]:
+    """Yields the .py files below a directory without entering excluded ones, which may be large."""
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in EXCLUDED_DIRECTORIES]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
 def corpus_name() -> str:
-    """The corpus in words, with its version and licence, for the model card."""
+    """Returns the name of the corpus with its version and licence, for a model card."""
     return f"{platform.python_implementation()} {platform.python_version()} standard library source (PSF-2.0 licence)"
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
-    """Trains the byte-level BPE. Token 0 is `<|endoftext|>`, tokens 1 to 256 are the bytes."""
+    """Trains a byte-level BPE. Token 0 is `<|endoftext|>`, tokens 1 to 256 are the bytes."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PIECES), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
+                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     tokenizer.train_from_iterator((d.text for d in documents), trainer)
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, context: int) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and generation_config.json in Hugging Face layout."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "pad_token": END_OF_TEXT,
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "do_sample": False}
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-
-
 def pack(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
-    """All documents as one int32[N] stream, each one led by `<|endoftext|>`, which also ends the stream."""
+    """Returns all documents as one stream `i32[N]`; `<|endoftext|>` precedes each document and ends the stream."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     encoded = tokenizer.encode_batch([d.text for d in documents], add_special_tokens=False)
     pieces = [np.asarray([end, *e.ids], np.int32) for e in encoded]
@@ -148,9 +128,9 @@ def pack(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Batches:
-    """Windows of a packed stream: `Batches(stream, ...)[step]` is int32[batch, length + 1], the same on every call.
+    """Windows of a packed stream: `Batches(stream, ...)[step]` is `i32[batch, length + 1]`, the same at every call.
 
-    Each epoch cuts the stream at another random offset and visits all its windows once, in another random order.
+    Each epoch cuts the stream at another random offset and visits every window once, in another random order.
     """
 
     stream: np.ndarray
@@ -160,7 +140,7 @@ class Batches:
 
     @property
     def per_epoch(self) -> int:
-        """Windows in one epoch."""
+        """Number of windows in one epoch."""
         return (len(self.stream) - 1) // self.length - 1
 
     def __post_init__(self) -> None:

@@ -1,70 +1,55 @@
 """Trains the shipped `sums` further by group-relative policy gradients: generation inside a training loop.
 
-    python scripts/train_grpo.py                     # all weights; about 8 minutes on 2 cores
-    python scripts/train_grpo.py --lora 8            # an adapter alone
-    python scripts/train_grpo.py --mesh 2x4          # on 8 devices, sampled and trained where the weights lie
+    python scripts/train.py grpo                     # all weights; about 8 minutes on 2 cores
+    python scripts/train.py grpo --lora 8            # an adapter alone
+    python scripts/train.py grpo --mesh 2x4          # on 8 devices, sampled and trained where the weights lie
 
-In each step the model being trained works out `--problems` sums `--group` times, and texts are rewarded for the share
-of lines that are right, one after the other. The rule is GRPO's (Shao et al., 2024, "DeepSeekMath"): a text's advantage
-is its reward less its group's mean, over the group's standard deviation, and each token's likelihood ratio is clipped;
-without its penalty for leaving the first model, unless `--kl` weighs one.
+In each step the model works out `--problems` sums `--group` times, and the reward of a text is the share of its lines
+that are right, one after the other. The rule is GRPO's (Shao et al., 2024, "DeepSeekMath"): the advantage of a text is
+its reward minus the mean of its group, over the group's standard deviation, and the likelihood ratio of each token is
+clipped. There is no penalty for leaving the first model unless `--kl` gives it a weight.
 
-`decodax.generate` decodes with the trainer's own arrays (`LM.with_params`): nothing is copied, nothing is compiled anew
-from the second step on, the samples of a problem share its prefill, and the log-probabilities that it returns are those
-of the distribution that it drew from. "off by" in the table is how far the trainer's forward is from them: the largest
-|ratio - 1| before the first update of a step.
+`decodax.generate` decodes with the trainer's own arrays (`LM.with_params`): nothing is copied, nothing is compiled
+again after the first step, the samples of a problem share its prefill, and the log-probabilities that it returns are
+those of the distribution that it drew from. "off by" in the table is the largest |ratio - 1| before the first update of
+a step: the difference of the trainer's forward from them.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import dataclasses
 import random
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import sums
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
-from rich.table import Table
+from rich.progress import track
 
 import decodax as dx
+from decodax.bench.figures import show_table
+from recipes import sums
+from recipes.options import GrpoOptions
 
 Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """One run; `--help` says what each means."""
-
-    steps: int = 80
-    problems: int = 64
-    group: int = 16
-    updates: int = 2
-    numbers: int = 3
-    rate: float = 1e-4
-    clip: float = 0.2
-    kl: float = 0.0
-    lora: int | None = None
-    mesh: str | None = None
-    seed: int = 0
-    held_out: int = 400
-    export: Path | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Batch:
-    """Texts to learn from. `tokens`: `i32[R, T]`, prompt and answer. `answers`: `f32[R, T - 1]`, 1 where the next token
-    is an answer's. `old`: `f32[R, T - 1]`, its log-probability when it was drawn. `advantages`: `f32[R]`."""
+    """Texts to learn from.
+
+    Attributes:
+        tokens: `i32[R, T]`, prompt and answer. answers: `f32[R, T - 1]`, 1 if the next token belongs to the answer.
+        old: `f32[R, T - 1]`, log-probability of the next token when it was drawn. advantages: `f32[R]`.
+    """
 
     tokens: Array
     answers: Array
@@ -77,7 +62,7 @@ jax.tree_util.register_dataclass(Batch, ["tokens", "answers", "old", "advantages
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a step came to. `off`: the largest |ratio - 1| before its first update."""
+    """Figures of a step. `off`: the largest |ratio - 1| before its first update; `sampling`, `training`: seconds."""
 
     reward: float
     right: float
@@ -88,7 +73,7 @@ class Step:
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """`f32[P, G]`: rewards relative to their groups; 0 in a group whose rewards are the same.
+    """Returns rewards relative to their groups, `f32[P, G]`; 0 in a group whose rewards are equal.
 
     >>> advantages(np.array([[1.0, 0.0], [0.5, 0.5]])).tolist()
     [[1.0, -1.0], [0.0, 0.0]]
@@ -98,14 +83,14 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def logprobs(network: Any, weights: Tree, tokens: Array) -> Array:
-    """`f32[R, T - 1]`: of each token after the first, by the trainer's own forward."""
+    """Returns the log-probability of each token after the first, `f32[R, T - 1]`, by the trainer's own forward."""
     log_p = jax.nn.log_softmax(network.forward(weights, tokens[:, :-1]), -1)
     return jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
 
 
 def loss(trained: Tree, frozen: Tree, network: Any, lora: bool, batch: Batch, clip: float, kl: float
          ) -> tuple[Array, Array]:
-    """The loss, and how far the ratios are from 1 at most."""
+    """Returns the loss and the largest distance of a ratio from 1."""
     weights = dx.adapters.apply(frozen, trained) if lora else trained
     new = logprobs(network, weights, batch.tokens)
     ratio = jnp.exp(new - batch.old)
@@ -122,16 +107,16 @@ def loss(trained: Tree, frozen: Tree, network: Any, lora: bool, batch: Batch, cl
 @partial(jax.jit, static_argnums=(0, 1, 2, 7, 8), donate_argnums=(4,))
 def update(tx: Any, network: Any, lora: bool, trained: Tree, opt: Tree, frozen: Tree, batch: Batch, clip: float,
            kl: float) -> tuple[Tree, Tree, Array]:
-    """One step of the optimizer."""
+    """Does one step of the optimizer and returns (weights, state, largest distance of a ratio from 1)."""
     (_, off), grads = jax.value_and_grad(loss, has_aux=True)(trained, frozen, network, lora, batch, clip, kl)
     change, opt = tx.update(grads, opt, trained)
     return optax.apply_updates(trained, change), opt, off
 
 
 class Trainer:
-    """The weights in training, and what samples from them. `trained` is the adapter, or all weights."""
+    """The weights in training and the model that samples from them. `trained` is the adapter, or all weights."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: GrpoOptions):
         self.options = options
         mesh = None
         if options.mesh is not None:
@@ -148,12 +133,12 @@ class Trainer:
 
     @property
     def now(self) -> dx.LM:
-        """The model as it is."""
+        """The model with the present weights."""
         return self.lm.with_params(self.trained) if not self.lora else \
             dataclasses.replace(self.lm, params=dx.adapters.apply(self.frozen, self.trained))
 
     def step(self, number: int) -> Step:
-        """Samples, rewards, and learns."""
+        """Samples, rewards and updates."""
         o, begun = self.options, time.perf_counter()
         rng = random.Random(f"grpo {o.seed} {number}")
         asked = []
@@ -173,7 +158,7 @@ class Trainer:
         batch = self.batch(asked, out, advantages(np.array(shares).reshape(o.problems, o.group)).reshape(-1))
         sampled = time.perf_counter()
         offs = []
-        with jax.set_mesh(self.lm.mesh) if self.lm.mesh is not None else _nothing():
+        with jax.set_mesh(self.lm.mesh) if self.lm.mesh is not None else contextlib.nullcontext():
             for _ in range(o.updates):
                 self.trained, self.opt, off = update(self.tx, self.lm.model, self.lora, self.trained, self.opt,
                                                      self.frozen if self.lora or o.kl else None, batch, o.clip, o.kl)
@@ -182,7 +167,7 @@ class Trainer:
                     time.perf_counter() - sampled, int(out.lengths.sum()))
 
     def batch(self, asked: list[sums.Sum], out: dx.Result, advantage: np.ndarray) -> Batch:
-        """Prompts and answers side by side, `[R, T]`; `T` is the same in every step."""
+        """Returns rows of prompt and answer, `[R, T]`; `T` is the same in every step."""
         o = self.options
         rows, prompt = len(out), len(asked[0].prompt)
         tokens = np.zeros((rows, prompt + 9 * o.numbers), np.int32)
@@ -200,7 +185,7 @@ class Trainer:
         return Batch(put(tokens), put(answers), put(old), put(advantage))
 
     def accuracy(self, temperature: float) -> float:
-        """The share of held-out sums that come out right."""
+        """Returns the share of held-out sums that come out right."""
         asked = sums.problems(self.options.held_out, self.options.numbers, seed=2)
         out = dx.generate(self.now, [p.prompt for p in asked], temperature=temperature, seed=self.options.seed,
                           max_new_tokens=9 * self.options.numbers)
@@ -208,33 +193,26 @@ class Trainer:
         return float(np.mean([text == p.answer for text, p in zip(out.text, asked, strict=True)]))
 
     def report(self) -> str:
-        """How many held-out sums are right."""
+        """Returns the accuracy on held-out sums in words."""
         return f"{self.accuracy(1.0):.1%} of {self.options.held_out} held-out sums drawn right, " \
             f"{self.accuracy(0.0):.1%} by greedy decoding"
 
 
-class _nothing:
-    """A context that does nothing."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def train(options: Options, console: Console | None = None) -> Trainer:
-    """Trains to the end, and prints how it goes."""
+def train(options: GrpoOptions, console: Console | None = None) -> Trainer:
+    """Trains to the end and prints a table of the steps."""
     console = console or Console()
     trainer = Trainer(options)
     console.print(f"before: {trainer.report()}", highlight=False)
-    table = Table("step", "reward", "right", "off by", "sampling s", "training s", "tokens/s", title="GRPO on sums")
-    for number in range(options.steps):
+    columns, rows = ("step", "reward", "right", "off by", "sampling s", "training s", "tokens/s"), []
+    for number in track(range(options.steps), "GRPO", console=console, transient=True):
         done = trainer.step(number)
         if number % max(options.steps // 12, 1) == 0 or number == options.steps - 1:
             line = (str(number), f"{done.reward:.3f}", f"{done.right:.1%}", f"{done.off:.1e}", f"{done.sampling:.2f}",
                     f"{done.training:.2f}", f"{done.tokens / done.sampling:,.0f}")
-            table.add_row(*line)
+            rows.append(line)
             console.print("step {}: reward {}, right {}, off by {}".format(*line), highlight=False)
-    console.print(table)
+    if not console.quiet:
+        show_table(columns, rows, "GRPO on sums")
     console.print(f"after: {trainer.report()}", highlight=False)
     if options.export is not None:
         if trainer.lora:
@@ -245,33 +223,6 @@ def train(options: Options, console: Console | None = None) -> Trainer:
     return trainer
 
 
-def parse(argv: list[str] | None = None) -> Options:
-    """Options from a command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    plain = Options()
-    for name, kind, text in (
-            ("steps", int, "steps"), ("problems", int, "sums a step"), ("group", int, "texts a sum"),
-            ("updates", int, "updates a step"), ("numbers", int, "numbers a sum has"),
-            ("rate", float, "learning rate of Adam; an adapter's is ten times as high"),
-            ("clip", float, "how far a ratio counts from 1"),
-            ("kl", float, "weight of the distance to the model it began as"),
-            ("seed", int, "of problems and draws"), ("held-out", int, "held-out sums to measure with")):
-        default = getattr(plain, name.replace("-", "_"))
-        p.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default})")
-    p.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of this rank")
-    p.add_argument("--mesh", metavar="DATAxMODEL", help="devices along the axes, as 2x4")
-    p.add_argument("--export", type=Path, help="where the model or the adapter goes")
-    return Options(**vars(p.parse_args(argv)))
-
-
-def main(argv: list[str] | None = None) -> int:
-    try:
-        train(parse(argv))
-    except ValueError as error:
-        print(f"train_grpo: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def main(options: GrpoOptions) -> None:
+    """Trains with the options of the command line."""
+    train(options)
