@@ -1,9 +1,9 @@
 """Trains the shipped models, and trains some of them further.
 
-    python scripts/train.py lm --preset pycode                  # a language model of Python, about 75 minutes on 2 cores
+    python scripts/train.py lm --preset pycode          # a language model of Python, 75 minutes
     python scripts/train.py lm --preset pycode-draft --teacher models/zoo/pycode
     python scripts/train.py diffusion --preset tasks-diffusion
-    python scripts/train.py recall                              # also sums, numerals
+    python scripts/train.py recall                      # also sums, numerals
     python scripts/train.py grpo --lora 8
 
 A killed run continues where it stopped when the same command is given again. A finished one leaves a directory for

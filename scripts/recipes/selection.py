@@ -33,8 +33,8 @@ def main(args: argparse.Namespace) -> None:
     with args.out.open("w") as file:
         for start in track(range(0, len(prompts), args.batch), "selecting", console=Console(stderr=True)):
             part = prompts[start:start + args.batch]
-            out = dx.choose(lm, part, args.rule, n=args.n, options=options, temperature=args.temperature, seed=args.seed,
-                            epsilon_cutoff=args.epsilon, max_new_tokens=args.max_new_tokens,
+            out = dx.choose(lm, part, args.rule, n=args.n, options=options, temperature=args.temperature,
+                            epsilon_cutoff=args.epsilon, max_new_tokens=args.max_new_tokens, seed=args.seed,
                             request_ids=list(range(start, start + len(part))))
             for prompt, text, choice in zip(part, out.text, out.choices, strict=True):
                 score = float(choice.scores[choice.index])

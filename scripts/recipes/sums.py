@@ -175,10 +175,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         facts |= {"numbers": NUMBERS, "problems": options.problems, "step": step, "whole": whole}
         told = f"{step:.1%} of steps are right, and {whole:.0%} of sums"
         card = model_card("sums", model, facts, introduction=INTRODUCTION, tags=["reasoning"], rows={
-            "training": f"AdamW, cross-entropy, tokens of prompts at {WeightedAnswers.outside:g} of an answer's weight, "
-                        "float32 master weights"},
-            figures=f"On {options.problems} held-out sums of {NUMBERS} numbers, with the shipped weights in float32 and "
-                    f"the steps before given:\n{told}.")
+            "training": f"AdamW, cross-entropy, tokens of prompts at {WeightedAnswers.outside:g} of an answer's "
+                        "weight, float32 master weights"},
+            figures=f"On {options.problems} held-out sums of {NUMBERS} numbers, with the shipped weights in float32 "
+                    f"and the steps before given:\n{told}.")
         export_model(target, model, shipped, tokenizer(), special={"eos_token": END, "pad_token": PAD}, card=card,
                      facts=facts, config=CONFIG)
         return told

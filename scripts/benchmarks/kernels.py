@@ -1,22 +1,16 @@
-#!/usr/bin/env python3
-"""Times the forms of window attention: a Mosaic kernel, the XLA reference, and one einsum over the whole capacity; and
-draws of tokens with top-p: the kernel, the reference, and a sort of the vocabulary.
+"""Times the forms of window attention (kernel, XLA reference, one einsum over the whole capacity) and of top-p draws
+(kernel, reference, a sort of the vocabulary).
 
-    python scripts/benchmark_kernels.py                                      # on what JAX finds: a TPU, a GPU, a CPU
-    python scripts/benchmark_kernels.py --form int8 pages --batch 64 --capacity 8192 --live 8192
-
-The kernel is timed on TPUs alone. What is timed is a loop of `--inner` calls in one program, each of which needs the
-result of the one before it, so that the start of a program does not count. What is compared takes turns. The columns
-are the median time of a call, the bytes of live cache entries (of logits) over that time, how many times faster it is
-than the einsum (the sort), and the largest difference from its result.
+Kernels are timed where they run: Mosaic on TPUs, Triton on GPUs. A program is a loop of `--inner` calls, each of which
+needs the result of the call before, so that the start of a program does not count. Implementations run in turn. The
+columns are the median time of a call, the bytes of live cache entries (of logits) over that time, the speed relative to
+the einsum (the sort), and the largest difference from its result.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,37 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.bench.figures import show_table
+from decodax.bench.timing import in_turn, median, seconds
 from decodax.pallas_kernels import vocabulary
 from decodax.pallas_kernels.vocabulary.noise import exponentials
 from decodax.pallas_kernels.window_attention import prefix_attention, quantized, slot_weights, window_attention_lse
 
-FORMS = "dense", "int8", "pages", "prefix", "weights", "draw"
 SCALE = 0.1
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--form", nargs="+", choices=FORMS, default=FORMS,
-                   help="dense: a cache of --dtype; int8: of integers; pages: a shuffled pool; prefix: one cache for "
-                        "all rows; weights: the attention that slots receive; draw: tokens by temperature and top-p "
-                        "(default: all)")
-    p.add_argument("--batch", type=int, default=8, help="rows (default %(default)s)")
-    p.add_argument("--window", type=int, default=1, help="queries of a row (default %(default)s)")
-    p.add_argument("--heads", type=int, default=32, help="of queries (default %(default)s)")
-    p.add_argument("--kv-heads", type=int, default=8, help="of keys and values (default %(default)s)")
-    p.add_argument("--width", type=int, default=128, help="of a head (default %(default)s)")
-    p.add_argument("--capacity", type=int, default=2048, help="slots of a row (default %(default)s)")
-    p.add_argument("--live", type=int, help="entries that each row holds (default: half the capacity)")
-    p.add_argument("--page", type=int, default=256, help="slots of a page (default %(default)s)")
-    p.add_argument("--vocabulary", type=int, default=128_256, help="of draws (default %(default)s)")
-    p.add_argument("--dtype", default="bfloat16", help="of queries and cache (default %(default)s)")
-    p.add_argument("--inner", type=int, default=20, help="calls in a program (default %(default)s)")
-    p.add_argument("--repeats", type=int, default=7, help="times that each program is run (default %(default)s)")
-    return p
-
-
 def sides(form: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[Array, Any], Array]], Array, Any, int]:
-    """What to compare: functions of queries and of everything else; both, and the bytes of what is live."""
+    """Returns what is compared: functions of queries and the other arguments, these two, and the bytes of live entries."""
     if form == "draw":
         return draws(args)
     B, W, G, S, d = args.batch, args.window, args.kv_heads, args.capacity, args.width
@@ -113,7 +87,7 @@ def sides(form: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[Arra
 
 
 def draws(args: argparse.Namespace) -> tuple[dict[str, Callable[[Array, Any], Array]], Array, Any, int]:
-    """As `sides`, of logits in place of queries."""
+    """Returns the same as `sides` for draws, with logits in place of queries."""
     keys = jax.random.split(jax.random.key(0), 2)
     logits = 4 * jax.random.normal(keys[0], (args.batch, args.window, args.vocabulary))
     address = jax.random.bits(keys[1], (*logits.shape[:2], 2))
@@ -137,7 +111,7 @@ def draws(args: argparse.Namespace) -> tuple[dict[str, Callable[[Array, Any], Ar
 
 
 def loop(fn: Callable[[Array, Any], Array], calls: int) -> Callable[[Array, Any], Array]:
-    """A program of so many calls."""
+    """Returns a program of `calls` calls."""
 
     def body(_: Array, q: Array, rest: Any) -> Array:
         q, rest = lax.optimization_barrier((q, rest))       # nothing may be done once for all calls
@@ -147,37 +121,32 @@ def loop(fn: Callable[[Array, Any], Array], calls: int) -> Callable[[Array, Any]
     return jax.jit(lambda q, rest: lax.fori_loop(0, calls, lambda i, q: body(i, q, rest), q))
 
 
-def main() -> None:
-    args = parser().parse_args()
+def main(args: argparse.Namespace) -> None:
+    """Times the forms and prints a table.
+
+    Raises:
+        ValueError: a live length or capacity that the kernels do not take.
+    """
     args.live = args.capacity // 2 if args.live is None else args.live
     if not 0 < args.live <= args.capacity:
-        raise SystemExit(f"--live: got {args.live}, takes 1 to the capacity of {args.capacity}")
+        raise ValueError(f"--live: got {args.live}, takes 1 to the capacity of {args.capacity}")
     for size in (128, *([args.page] if "pages" in args.form else [])):
         if args.capacity % size:
-            raise SystemExit(f"--capacity: got {args.capacity}, takes a multiple of {size}")
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; batch {args.batch}, window {args.window}, "
-          f"{args.heads}/{args.kv_heads} heads of {args.width}, {args.live} of {args.capacity} slots live, "
-          f"{args.dtype}; median of {args.repeats}\n")
-    print("| form | implementation | ms | GB/s | times the first | difference |\n|---|---|---|---|---|---|")
+            raise ValueError(f"--capacity: got {args.capacity}, takes a multiple of {size}")
+    rows = []
     for form in args.form:
         fns, q, rest, live = sides(form, args)
         results = {name: jax.jit(fn)(q, rest).astype(jnp.float32) for name, fn in fns.items()}
         programs = {name: loop(fn, args.inner) for name, fn in fns.items()}
-        for run in programs.values():
-            jax.block_until_ready(run(q, rest))
-        seconds: dict[str, list[float]] = {name: [] for name in fns}
-        for _ in range(args.repeats):
-            for name, run in programs.items():
-                clock = time.perf_counter()
-                jax.block_until_ready(run(q, rest))
-                seconds[name].append((time.perf_counter() - clock) / args.inner)
-        times = {name: statistics.median(x) for name, x in seconds.items()}
-        for name, t in times.items():
-            first = next(iter(fns))
+        times = in_turn({name: seconds(lambda run=run: jax.block_until_ready(run(q, rest)))
+                         for name, run in programs.items()}, args.repeats, form)
+        first = next(iter(fns))
+        for name, spent in times.items():
+            each = median(spent) / args.inner
             off = float(jnp.abs(results[name] - results[first]).max())
-            print(f"| {form} | {name} | {1e3 * t:.3f} | {live / t / 1e9:.1f} | {times[first] / t:.2f} | {off:.1e} |",
-                  flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            rows.append((form, name, f"{1e3 * each:.3f}", f"{live / each / 1e9:.1f}",
+                         f"{median(times[first]) / median(spent):.2f}", f"{off:.1e}"))
+    show_table(("form", "implementation", "ms", "GB/s", "times the first", "difference"), rows,
+               f"{jax.devices()[0].device_kind}, jax {jax.__version__}; batch {args.batch}, window {args.window}, "
+               f"{args.heads}/{args.kv_heads} heads of {args.width}, {args.live} of {args.capacity} slots live, "
+               f"{args.dtype}; median of {args.repeats}", markdown=True)

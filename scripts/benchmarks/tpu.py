@@ -1,14 +1,9 @@
-#!/usr/bin/env python3
-"""Compiles the decoding loop for TPU slices that are not there, and reports what one round of it costs.
+"""Compiles the decoding loop for TPU slices without a TPU, and reports what one round of it costs.
 
 The compile-only client of `libtpu` runs XLA's real TPU compiler on any Linux machine; no array is allocated. The
-program is `decodax.core.drivers.advance`, the one that `generate` runs. Models are Llama 3 shapes in bfloat16: "8b" (32
+program is `decodax.core.drivers.advance`, which `generate` runs. Models are Llama 3 shapes in bfloat16: "8b" (32
 layers, width 4096, 32/8 heads of 128, MLP 14336) and "1b" (16 layers, width 2048, 32/8 heads of 64, MLP 8192, tied),
-both with a vocabulary of 128256. See docs/tpu.md for what the figures mean.
-
-Options that take several values are combined; each combination is a line of the table:
-
-    python scripts/tpu_report.py --shape 8b 1b --mesh 1x8 2x4 --policy greedy top-p
+both with a vocabulary of 128256. See docs/tpu.md for the meaning of the figures.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -36,35 +30,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 VOCABULARY = 128_256
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--topology", default="v5e:2x4", help="such as v5e:2x4, v5p:2x2x1, v6e:2x4 (default %(default)s)")
-    p.add_argument("--shape", nargs="+", default=["8b"], choices=SHAPES, help="of the model (default 8b)")
-    p.add_argument("--mesh", nargs="+", default=["1x8"], metavar="DATAxMODEL",
-                   help="devices along the data axis and along the model axis; fewer than the topology has leave the "
-                        "rest out (default 1x8)")
-    p.add_argument("--policy", nargs="+", default=["temperature"], choices=["greedy", "temperature", "top-p"],
-                   help="top-p is a temperature and top-p 0.95 (default temperature)")
-    p.add_argument("--weights", nargs="+", default=["bfloat16"], choices=["bfloat16", "int8", "int4", "fp8"],
-                   help="arrays of bfloat16 (default), or kernels packed in a format of decodax.models.formats")
-    p.add_argument("--window", nargs="*", type=int, default=[1],
-                   help="tokens scored in a round: 1 is plain decoding, more is prompt lookup with window - 1 drafts")
-    p.add_argument("--tree", nargs="+", type=int, default=[], metavar="NODES",
-                   help="also rounds of token recycling with trees of so many nodes")
-    p.add_argument("--batch", type=int, default=16, help="rows (default %(default)s)")
-    p.add_argument("--capacity", type=int, default=2048, help="slots of the cache (default %(default)s)")
-    p.add_argument("--live", type=int, help="entries that each row holds (default: the capacity)")
-    p.add_argument("--layers", type=int, help="fewer than the shape has compile faster")
-    p.add_argument("--json", action="store_true", help="print a JSON object a line")
-    p.add_argument("--dumped", action="store_true",
-                   help="read the text that the compiler itself writes (gigabytes, to a temporary directory): for "
-                        "programs that XLA cannot print afterwards. It has no estimates of cycles")
-    p.add_argument("--text", type=Path, metavar="FILE", help="write the optimised program of the last one there")
-    return p
-
-
 def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The compiled loop, and what is known of one device: the bytes that no program can avoid moving, the cache's."""
+    """Returns the compiled loop, and facts of one device: the bytes that every program has to move, and those of the cache.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -152,7 +120,7 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 
 def dumped(dumps: Path) -> str:
-    """The optimised program among what the compiler wrote to a directory, which is emptied."""
+    """Returns the optimised program that the compiler wrote to a directory, which is emptied."""
     texts = [path.read_text() for path in sorted(dumps.glob("*-TLP-hlo.txt"), key=lambda path: path.stat().st_mtime)]
     for path in dumps.iterdir():
         path.unlink()
@@ -164,7 +132,7 @@ def dumped(dumps: Path) -> str:
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one combination, as a dict; bytes are those of one device, in a call that runs one round."""
+    """Returns the figures of one combination; bytes are those of one device, in a call that runs one round."""
     import jax
 
     from decodax.bench.report import Instruction, callbacks, collectives, copies, cycles, parse, rounds, total, traffic
@@ -204,7 +172,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "versions": {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
         "options": {k: v for k, v in vars(args).items()
-                    if k not in ("json", "text", "dumped", "dumps")} | {"layers": facts["layers"]},
+                    if k not in ("command", "json", "text", "dumped", "dumps")} | {"layers": facts["layers"]},
         "compile_seconds": round(facts["compile_seconds"], 1),
         "needed_bytes": {**facts["needs"], "total": needed},
         "moved_bytes": moved, "moved_over_needed": moved / needed,
@@ -224,7 +192,7 @@ COLUMNS = ("shape", "mesh", "policy", "weights", "round", "needed GB", "moved", 
 
 
 def line(r: dict[str, Any]) -> tuple[str, ...]:
-    """The figures for people, by `COLUMNS`."""
+    """Returns the cells of a row, by `COLUMNS`."""
     o = r["options"]
     what = f"tree of {o['tree']}" if o["tree"] else f"window of {o['window']}" if o["window"] > 1 else "plain"
     return (f"{o['shape']}, {o['layers']} layers", o["mesh"], o["policy"], o["weights"], what,
@@ -235,18 +203,22 @@ def line(r: dict[str, Any]) -> tuple[str, ...]:
             str(r["collectives_in_sampling_loops"]))
 
 
-def main() -> int:
-    args = parser().parse_args()
+def main(args: argparse.Namespace) -> None:
+    """Compiles every combination and prints a line for each.
+
+    Raises:
+        ValueError: a live length beyond the capacity.
+        FileNotFoundError: libtpu is not installed.
+    """
     args.live = args.capacity if args.live is None else args.live
     if not 0 < args.live <= args.capacity:
-        raise SystemExit(f"--live: got {args.live}, takes 1 to the capacity of {args.capacity}")
+        raise ValueError(f"--live: got {args.live}, takes 1 to the capacity of {args.capacity}")
     for name, value in {"JAX_PLATFORMS": "cpu", **environment(args.topology)}.items():
         os.environ.setdefault(name, value)
     try:
         importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
-        print("libtpu is not installed; pip install 'decodax[tpu-aot]'", file=sys.stderr)
-        return 2
+        raise FileNotFoundError("libtpu is not installed; pip install 'decodax[tpu-aot]'") from None
     dumps = tempfile.TemporaryDirectory() if args.dumped else None      # deleted with this name
     if dumps is not None:
         own = f"--xla_jf_dump_to={dumps.name} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false"
@@ -262,8 +234,3 @@ def main() -> int:
         r = report(argparse.Namespace(**vars(args) | dict(shape=shape, mesh=mesh, policy=policy, weights=weights,
                                                           window=window, tree=tree)))
         print(json.dumps(r) if args.json else f"| {' | '.join(line(r))} |", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,17 +1,15 @@
-"""What constraints cost: making their automata for a vocabulary of 150,000 tokens, and a round of decoding.
-
-    python scripts/benchmark_constraints.py
-"""
+"""Cost of constraints: making their automata for a vocabulary of 150,000 tokens, and a round of decoding."""
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from typing import Any
 
 import decodax as dx
+from decodax.bench.figures import show_table
+from decodax.bench.timing import in_turn, median
 from decodax.constraints import TokenDfa, json_schema
 from decodax.constraints.tokens import Trie
 
@@ -31,7 +29,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 def vocabulary(size: int) -> list[bytes]:
-    """All bytes, and words of lengths as a tokenizer has them."""
+    """Returns all bytes, and random words as long as those of tokenizers."""
     rng, letters = random.Random(0), b"etaoinshrdlucmfwypvbgkjqxzETAOIN0123456789_-\"{}:,."
     words: set[bytes] = set()
     while len(words) < size - 256:
@@ -40,41 +38,32 @@ def vocabulary(size: int) -> list[bytes]:
     return [bytes([i]) for i in range(256)] + sorted(words)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=150_000, help="of the vocabulary (default: 150,000)")
-    parser.add_argument("--batch", type=int, default=8, help="rows of the rounds (default: 8)")
-    parser.add_argument("--repeats", type=int, default=7, help="of each time (default: 7)")
-    args = parser.parse_args()
-
+def main(args: argparse.Namespace) -> None:
+    """Times both and prints tables."""
     clock = time.perf_counter()
     trie = Trie.build(vocabulary(args.size))
-    print(f"vocabulary of {args.size:,} tokens, once: {time.perf_counter() - clock:.2f} s")
+    rows = [(f"vocabulary of {args.size:,} tokens, once", "", "", "", f"{time.perf_counter() - clock:.2f}")]
     for name, schema in SCHEMAS.items():
         clock = time.perf_counter()
         language = json_schema(schema)
         middle = time.perf_counter()
         found = TokenDfa.build([language], trie, [0])
-        print(f"{name}: {len(language)} states, {found.next.shape[1]} classes; "
-              f"{middle - clock:.2f} s over bytes, {time.perf_counter() - middle:.2f} s over tokens")
+        rows.append((name, f"{len(language)}", f"{found.next.shape[1]}", f"{middle - clock:.2f}",
+                     f"{time.perf_counter() - middle:.2f}"))
+    show_table(("", "states", "classes", "s over bytes", "s over tokens"), rows)
 
     lm = dx.load("pycode")
-    # the grammar lets the same texts through and needs a stack, so a matcher on the host is asked in each round
+    # the grammar accepts the same texts but needs a stack, so a matcher on the host is called in each round
     ways: dict[str, dict[str, Any]] = {
         "free": {}, "constrained": dict(regex=r"(?s).*"),
         "by a matcher on the host": dict(grammar='start: text\ntext: | /(?s:.)/ text')}
     options: dict[str, Any] = dict(max_new_tokens=128, min_new_tokens=128, temperature=1.0)
     prompts = ["def area(", "import ", "class A", "x = ["] * (args.batch // 4 or 1)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(args.repeats + 1):       # the first compiles
-        for name, way in ways.items():
-            stats = dx.generate(lm, prompts, **options, **way).stats
-            seconds[name].append(stats.seconds / stats.forwards)
-    times = {name: statistics.median(found[1:]) * 1e3 for name, found in seconds.items()}
-    print(f"a round of pycode, {len(prompts)} rows:")
-    for name, each in times.items():
-        print(f"  {name}: {each:.2f} ms ({each / times['free']:.3f})")
 
+    def round_time(way: dict[str, Any]) -> float:
+        stats = dx.generate(lm, prompts, **options, **way).stats
+        return stats.seconds / stats.forwards * 1e3
 
-if __name__ == "__main__":
-    main()
+    times = in_turn({name: lambda way=way: round_time(way) for name, way in ways.items()}, args.repeats)
+    show_table((f"a round of pycode, {len(prompts)} rows", "ms", "over free"),
+               [(name, f"{median(x):.2f}", f"{median(x) / median(times['free']):.3f}") for name, x in times.items()])
