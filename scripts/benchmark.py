@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=f"Measures {text}.")
 
         def option(flag: str, default: Any = None, help: str = "", **more: Any) -> None:
-            more = {"type": type(default)} | more if isinstance(default, int) and not isinstance(default, bool) else more
+            if isinstance(default, int) and not isinstance(default, bool):
+                more = {"type": int} | more
             shown = "" if default is None or isinstance(default, (bool, tuple, list)) else f" (default: {default})"
             made.add_argument(flag, default=default, help=help + shown, **more)
 
@@ -104,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
     one("--seed", 0, "seed of the requests")
 
     one = command("kernels")
-    one("--form", FORMS, "dense: a cache of --dtype; int8: of integers; pages: a shuffled pool; prefix: one cache for all "
-        "rows; weights: the attention that slots receive; draw: tokens by temperature and top-p (default: all)",
+    one("--form", FORMS, "dense: a cache of --dtype; int8: of integers; pages: a shuffled pool; prefix: one cache for "
+        "all rows; weights: the attention that slots receive; draw: tokens by temperature and top-p (default: all)",
         nargs="+", choices=FORMS)
     one("--batch", 8, "rows")
     one("--window", 1, "queries of a row")

@@ -1,13 +1,15 @@
-"""Output of the programs in scripts/: tables for the terminal or in Markdown, and plots of curves."""
+"""Output of the programs in scripts/: tables for the terminal or in Markdown, plots of curves, progress bars."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 Points = Sequence[tuple[float, float]]
@@ -71,3 +73,31 @@ def plot_lines(path: Path, panels: Mapping[str, Mapping[str, Points]], x: str, y
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     figure.suptitle(title, fontsize="small", color="0.4")
     figure.savefig(path, dpi=130)
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[Callable[[int, int, str], None]]:
+    """Yields `report(done, total, what)`, which moves a progress bar on standard error, or prints a line there if it is
+    not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=None)
+
+        def report(done: int, total: int, what: str) -> None:
+            progress.update(bar, completed=done, total=total, description=what)
+            if not console.is_terminal:
+                print(f"{done}/{total} {what}", file=sys.stderr, flush=True)
+
+        yield report
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Checks before long work that files can be written.
+
+    Raises:
+        ValueError: a path whose directory does not exist.
+    """
+    for path in filter(None, paths):
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no such directory")

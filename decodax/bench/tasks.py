@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import hashlib
 import re
+import sysconfig
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -66,6 +66,6 @@ def main(args: argparse.Namespace) -> None:
     show_table(("", "s", "range", "tokens/s", "batches over it", "goodput"), [
         (name, f"{median(x):.2f}", f"{min(x):.2f} to {max(x):.2f}", f"{sum(new) / median(x):.0f}",
          f"{median(times['batches']) / median(x):.2f}", goodput[name]) for name, x in times.items()],
-        f"{lm.name}, {args.requests} requests{header}, {sum(map(len, prompts))} prompt tokens, {sum(new)} new ones (mean "
-        f"{np.mean(new):.0f}, most {max(new)}), {args.batch_size} at once; {jax.devices()[0].device_kind}; medians of "
-        f"{args.repeats}")
+        f"{lm.name}, {args.requests} requests{header}, {sum(map(len, prompts))} prompt tokens, {sum(new)} new ones "
+        f"(mean {np.mean(new):.0f}, most {max(new)}), {args.batch_size} at once; {jax.devices()[0].device_kind}; "
+        f"medians of {args.repeats}")

@@ -28,7 +28,7 @@ SCALE = 0.1
 
 
 def sides(form: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[Array, Any], Array]], Array, Any, int]:
-    """Returns what is compared: functions of queries and the other arguments, these two, and the bytes of live entries."""
+    """Returns the functions to compare, their queries and other arguments, and the bytes of live entries."""
     if form == "draw":
         return draws(args)
     B, W, G, S, d = args.batch, args.window, args.kv_heads, args.capacity, args.width
@@ -138,8 +138,9 @@ def main(args: argparse.Namespace) -> None:
         fns, q, rest, live = sides(form, args)
         results = {name: jax.jit(fn)(q, rest).astype(jnp.float32) for name, fn in fns.items()}
         programs = {name: loop(fn, args.inner) for name, fn in fns.items()}
-        times = in_turn({name: seconds(lambda run=run: jax.block_until_ready(run(q, rest)))
-                         for name, run in programs.items()}, args.repeats, form)
+        wait = lambda run, *given: jax.block_until_ready(run(*given))
+        times = in_turn({name: seconds(functools.partial(wait, run, q, rest)) for name, run in programs.items()},
+                        args.repeats, form)
         first = next(iter(fns))
         for name, spent in times.items():
             each = median(spent) / args.inner

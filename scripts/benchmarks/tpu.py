@@ -31,8 +31,7 @@ VOCABULARY = 128_256
 
 
 def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """Returns the compiled loop, and facts of one device: the bytes that every program has to move, and those of the cache.
-    """
+    """Returns the compiled loop, and facts of one device, such as the bytes that every program has to move."""
     import jax
     import jax.numpy as jnp
     import numpy as np

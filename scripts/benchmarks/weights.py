@@ -120,7 +120,7 @@ def peer(path: Path, new: int, threads: int, prompt: list[int], found: dict[str,
 
 
 def packed(weights: Any, name: str) -> Any:
-    """Returns the weights in a format; one that is fitted to data sees random ids, on which its speed does not depend."""
+    """Returns the weights in a format; random ids stand for data, because the speed does not depend on it."""
     lm = LM(model=MODEL, params=weights, vocab_size=MODEL.config.vocab)
     return quantize(lm, name, None if FORMATS[name].statistic is None else PROMPTS.tolist(), length=PROMPT).params
 

@@ -31,6 +31,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import decodax as dx
 from decodax.algorithms.parallel.cascade import Cascade
+from decodax.bench.figures import markdown_table
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from decodax.train.export import export_model, model_card
@@ -201,13 +202,14 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         judged, asked = loaded(exact), problems(options.problems or 1, seed=1)
         orders = {str(order): accuracy(judged, asked, order) for order in range(BLOCK)}
         facts |= {"problems": options.problems, "orders": orders, "greedy": accuracy(judged, asked, None)}
-        rows = [f"| {order} | {share:.1%} |" for order, share in {**orders, "greedy": facts["greedy"]}.items()]
+        shares = {**orders, "greedy": facts["greedy"]}
+        table = markdown_table(("order", "right"), [(order, f"{share:.1%}") for order, share in shares.items()])
         card = model_card("numerals", model, facts, introduction=INTRODUCTION, rows={
             "training": f"AdamW, cross-entropy of answers under random barriers, blocks of {BLOCK}, float32 master "
-                        "weights"}, tags=["markov-transformer", "cascaded-decoding"], figures="\n".join([
-                            f"Right answers to {options.problems} held-out numbers, with the shipped weights in float32, "
-                            f"by cascades of {KEEP} survivors a\nplace up to a Markov order, and by greedy decoding "
-                            "after one barrier:\n\n| order | right |\n|---|---|", *rows]))
+                        "weights"}, tags=["markov-transformer", "cascaded-decoding"],
+            figures=f"Right answers to {options.problems} held-out numbers, with the shipped weights in float32, by "
+                    f"cascades of {KEEP} survivors a position\nup to a Markov order, and by greedy decoding after one "
+                    f"barrier:\n\n{table}")
         export_model(target, model, shipped, tokenizer(), special={"eos_token": END, "pad_token": PAD}, card=card,
                      facts=facts, config=CONFIG)
         return ", ".join([*(f"order {order}: {share:.1%}" for order, share in orders.items()),

@@ -98,8 +98,8 @@ class Options:
 
     recipe: str
     preset: str = _option("shape, data and settings of the model (default: the first)", "", only="lm diffusion")
-    stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own answers, "
-                                "or Learn2PD's filter, which predicts whether a candidate is final",
+    stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "
+                                "answers, or Learn2PD's filter, which predicts whether a candidate is final",
                                 only="diffusion", choices=list(STAGES))
     steps: int | None = _option("number of steps, instead of a time budget", type=int)
     decay_from: int | None = _option("step at which the cosine decay begins (default with --steps: the warm-up)",
@@ -123,8 +123,8 @@ class Options:
                                only="diffusion")
     block: int | None = _option("positions of a block of block diffusion; 0: masked diffusion over the whole sequence",
                                 only="diffusion", type=int)
-    attention: str | None = _option("attention mask; causal-prefix is for set block decoding: causal text, followed by a "
-                                    "block of masks (default: block-causal with blocks, full without)",
+    attention: str | None = _option("attention mask; causal-prefix is for set block decoding: causal text, followed by "
+                                    "a block of masks (default: block-causal with blocks, full without)",
                                     only="diffusion", choices=["full", "block-causal", "causal-prefix"])
     shift: bool = _option("logits predict the next position, as in autoregressive models", False, only="diffusion",
                           action="store_true")
@@ -132,8 +132,8 @@ class Options:
                                               metavar="TASK=SHARE")
     apart: float = _option("share of rows whose prompt does not see the answer, for models that read prompts from a "
                            "cache (default: 0)", 0.0, only="diffusion", type=float)
-    span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text the "
-                               "block of the model, or half of --length)", only="diffusion", type=int)
+    span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
+                               "the block of the model, or half of --length)", only="diffusion", type=int)
     answers: int | None = _option("number of the model's own answers for a stage (default: 8192 to problems; of text "
                                   "1024, with 64 tokens each)", only="diffusion", type=int)
     longest: int | None = _option("tokens of the longest texts", only="recall", type=int)
@@ -148,7 +148,8 @@ class Options:
                                  only="lm diffusion", type=float)
     model_parallel: int = _option("devices that matrices are split over; the rest split the batch (default: 1)", 1,
                                   decides=False, only="lm", type=int)
-    devices: int | None = _option("number of devices (default: all; on a CPU one for each core)", decides=False, type=int)
+    devices: int | None = _option("number of devices (default: all; on a CPU one for each core)", decides=False,
+                                  type=int)
     log_every: int = _option("steps between lines of metrics.jsonl (default: 20)", 20, decides=False, type=int)
     eval_every: int = _option("steps between held-out evaluations (default: 250)", 250, decides=False, type=int)
     save_every: int = _option("steps between checkpoints (default: 250)", 250, decides=False, type=int)
@@ -223,7 +224,8 @@ class Options:
         timed = "minutes" in {f.name for f in options_of(self.recipe)}
         always = {"preset": self.preset, "steps": steps, "decay_from": decay_from or 0} if timed else {}
         plain = Options(recipe=self.recipe, preset=self.preset, stage=self.stage).identity()
-        changed = {k: v for k, v in self.identity().items() if k not in always and (v != plain[k] or (k == "stage" and v))}
+        changed = {k: v for k, v in self.identity().items() if k not in always and v != plain[k]}
+        changed = {**({"stage": self.stage} if self.stage else {}), **changed}
         # a run that continues another one's weights cannot lie in its directory
         default = Options(recipe=self.recipe, preset=self.preset, stage=self.stage).output
         if timed and self.init and self.output != default and not self.output.is_absolute():

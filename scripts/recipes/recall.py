@@ -296,8 +296,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             "lengths of training texts": f"{lengths_trained} tokens",
             "training": f"AdamW, cross-entropy, context tokens at {WeightedAnswers.outside:g} of an answer's weight, "
                         "float32 master weights"},
-            figures=f"Right answers on {options.problems} held-out problems a task, greedy, with the shipped weights in "
-                    f"float32:\n\n{table}")
+            figures=f"Right answers on {options.problems} held-out problems a task, greedy, with the shipped weights "
+                    f"in float32:\n\n{table}")
         export_model(target, model, shipped, tokenizer(), special={"eos_token": END, "pad_token": PAD}, card=card,
                      facts=facts, config=CONFIG)
         return f"right answers\n{table}"

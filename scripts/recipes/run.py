@@ -61,7 +61,8 @@ class Recipe:
     rounded: bool = True
 
 
-def train(options: Options, on_step: Callable[[int], None] | None = None, console: Console | None = None) -> TrainingRun:
+def train(options: Options, on_step: Callable[[int], None] | None = None,
+          console: Console | None = None) -> TrainingRun:
     """Trains to the end of the schedule and exports.
 
     Args:

@@ -1,11 +1,5 @@
-"""JSON Schema's own test suite against the automata of `json_schema`: what is taken, what is refused, and whether an
-instance that is not valid is ever accepted.
-
-    git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
-    python scripts/schema_suite.py JSON-Schema-Test-Suite/tests/draft2020-12
-
-The program exits with 1 if an invalid instance is accepted.
-"""
+"""JSON Schema's own test suite against the automata of `json_schema`: schemas that are compiled or refused, and
+instances that are accepted. The exit status is 1 if an invalid instance is accepted."""
 
 from __future__ import annotations
 
@@ -14,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +19,12 @@ from decodax.constraints.keywords import BY_TYPE, HONOURED, OTHERS
 
 @dataclasses.dataclass
 class Found:
-    """What became of a suite.
+    """Results of a suite.
 
     Attributes:
-        taken: the cases whose schemas are taken, by place, as they stand in the suite. instances: of those. refused:
-            the other schemas, by what they were refused for. valid: valid instances. missed: the valid instances that
-            are not accepted, however they are written. wrong: the invalid ones that are accepted.
+        taken: cases whose schemas are compiled, by their place in the suite. instances: number of their instances.
+        refused: number of other schemas by the reason. valid: number of valid instances.
+        missed: valid instances that are not accepted in any notation. wrong: invalid instances that are accepted.
     """
 
     taken: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -43,8 +36,12 @@ class Found:
 
 
 def read(directory: Path, deeper: bool = False, typed: bool = False) -> Found:
-    """Tries every case of a directory, and of those below it if `deeper`. If `typed`, schemas with keywords of one type
-    alone are given that type, of which the instances must be then; without it values of all others are valid, too."""
+    """Tries every case of a directory.
+
+    Args:
+        deeper: whether to read the directories below it, too. typed: whether schemas with keywords of one type alone
+            get that type, so that values of other types become invalid.
+    """
     found = Found()
     for path in sorted(directory.rglob("*.json") if deeper else directory.glob("*.json")):
         for case in json.loads(path.read_text()):
@@ -75,7 +72,7 @@ KINDS: dict[str, tuple[type, ...]] = {"string": (str,), "number": (int, float), 
 
 
 def with_type(case: Any) -> Any:
-    """A case whose schema says which type its keywords are of, and whose valid instances are of that type."""
+    """Returns the case with the type of its keywords in the schema; only instances of that type stay valid."""
     schema = case["schema"]
     said = schema.keys() & {*HONOURED, *OTHERS} if isinstance(schema, dict) else set()
     kinds = [kind for kind in KINDS if said and said <= BY_TYPE[kind]]
@@ -87,7 +84,7 @@ def with_type(case: Any) -> Any:
 
 
 def reason(message: str) -> str:
-    """The keyword that a schema was refused for, or the text where it is no keyword.
+    """Returns the keyword that a schema was refused for, or the text if it is no keyword.
 
     >>> reason("json_schema: #/properties/a/not: this keyword is not honoured")
     'not'
@@ -99,7 +96,7 @@ def reason(message: str) -> str:
 
 
 def texts(value: Any, orders: int = 120) -> Iterator[bytes]:
-    """Ways to write a value: close and with spaces, characters escaped or not, members in up to `orders` orders."""
+    """Yields notations of a value: with and without spaces and escapes, members in up to `orders` orders."""
     for ordered in itertools.islice(_orders(value), orders):
         for separators, escaped in itertools.product(((",", ":"), (", ", ": ")), (False, True)):
             try:
@@ -119,13 +116,9 @@ def _orders(value: Any) -> Iterator[Any]:
         yield value
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="tests of a draft, such as tests/draft2020-12")
-    parser.add_argument("--optional", action="store_true", help="also the directories below it")
-    parser.add_argument("--typed", action="store_true", help="give schemas with keywords of one type that type")
-    given = parser.parse_args(arguments)
-    found = read(given.directory, given.optional, given.typed)
+def main(args: argparse.Namespace) -> int:
+    """Reads a suite and prints the counts; returns 1 if an invalid instance is accepted."""
+    found = read(args.directory, args.optional, args.typed)
     invalid = found.instances - found.valid
     print(f"{len(found.taken)} schemas taken, {sum(found.refused.values())} refused; of the instances of those taken\n"
           f"  {invalid} are invalid: {len(found.wrong)} accepted\n"
@@ -134,7 +127,3 @@ def main(arguments: list[str] | None = None) -> int:
                          ("refused for", [f"{n:4} {why}" for why, n in found.refused.most_common()])):
         print(f"\n{title}:" if lines else "", *lines, sep="\n    ")
     return int(bool(found.wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

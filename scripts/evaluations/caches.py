@@ -1,16 +1,11 @@
-"""What cache policies lose: right answers on long texts against the bytes that are kept.
+"""Accuracy of cache policies: right answers on long texts against the bytes that are kept.
 
-    python scripts/evaluate.py --caches                     # every policy that needs no training or other model
-    python scripts/evaluate.py --caches snapkv knorm:skip=() --length 2048 --plot caches.png
-
-    python scripts/evaluate.py --caches --drafts                            # drafts on smaller caches: what is accepted
-
-The questions are those of `scripts/recall.py`, which the shipped `recall` answers. A policy sees the question when it
-chooses (aware), or chooses from the text alone, as where several questions are asked of one text (agnostic: `context=`
-of `decodax.generate`). Its budget is a share of the text, or what of it each query reads; codecs have a size of their
-own. Evictions choose once, behind the text. What policies need to know of heads, layers, channels or keys is measured
-on other texts, but for what takes long training. Bytes are those of what is held behind the question, codes, steps and
-positions included, over a dense cache's.
+The questions are those of `recipes/recall.py`, which the shipped `recall` answers. A policy sees the question when it
+chooses (aware), or chooses from the text alone (agnostic: `context=` of `decodax.generate`), as when several questions
+are asked about one text. Its budget is a share of the text, or of what each query reads; codecs have a size of their
+own. Evictions choose once, after the text. What policies need to know of heads, layers, channels or keys is measured on
+other texts, unless it takes long training. Bytes are those that are held after the question, with codes, steps and
+positions, over those of a dense cache.
 """
 
 from __future__ import annotations
@@ -19,12 +14,43 @@ import argparse
 import dataclasses
 import json
 import os
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
+
+import decodax as dx
+from decodax.bench.figures import check_writable, plot_lines, reporting, show_table
+from decodax.cache import Wrapper
+from decodax.caches import POLICIES
+from decodax.caches.bounded.sublinear import Sublinear
+from decodax.caches.evict.evicting import Evicting
+from decodax.caches.prefill.grouped import Grouped
+from decodax.caches.quantize.bounded import BoundedCodes
+from decodax.caches.quantize.coded import Coded
+from decodax.caches.quantize.graded import Graded
+from decodax.caches.quantize.merging import MergedLayers
+from decodax.caches.sparse.landmarks import Shadowed
+from decodax.caches.table import find, kv
+from decodax.common.registry import options
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
+from decodax.train import (
+    Probe,
+    fit_channels,
+    fit_codebooks,
+    fit_features,
+    fit_heads,
+    fit_key_books,
+    fit_layers,
+    fit_order,
+    fit_predictors,
+)
+from recipes import recall
 
 MODES = ("aware", "agnostic")
 REMOVED = (0.25, 0.5, 0.8)
@@ -39,9 +65,9 @@ class Measured:
     """A policy at one size on one task.
 
     Attributes:
-        policy: as it was asked for. removed: share of the text that goes, or None for a size of its own.
-        mode: "aware" or "agnostic". task: of the questions. seed: of the problems.
-        right: share of right answers. kept: bytes over a dense cache's.
+        policy: name with options. removed: share of the text that is removed, or None for a size of its own.
+        mode: "aware" or "agnostic". task: kind of question. seed: seed of the problems.
+        right: share of right answers. kept: bytes held over those of a dense cache.
     """
 
     policy: str
@@ -54,18 +80,15 @@ class Measured:
 
 
 def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
-    """A policy that removes a share of texts of so many tokens; None: its size is its own.
+    """Returns a policy that removes a share of texts of `length` tokens; None if it has a size of its own.
 
     Args:
-        measured: what was measured for it, by option (`fitted`). Of `layers` a function, which gives what each layer
-            keeps where all keep a share together.
+        measured: options that were measured (`fitted`). `layers` is a function that returns what each layer keeps if
+            all keep a share together.
 
     Raises:
         ValueError: as `decodax.kv`.
     """
-    from decodax.caches.table import find, kv
-    from decodax.common.registry import options
-
     entry = find(policy.partition(":")[0])
     given = {**measured, **options(policy, entry.options)}
     if "every" in entry.options and entry.name not in BETWEEN:
@@ -85,21 +108,8 @@ def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
 
 
 def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequence[Any]) -> dict[str, Any]:
-    """What a policy takes that is measured, by option, from texts that are not asked about later and answers that stand
-    in them (`needles`). What takes long training is not."""
-    from decodax.caches.table import find
-    from decodax.common.registry import options
-    from decodax.train import (
-        fit_channels,
-        fit_codebooks,
-        fit_features,
-        fit_heads,
-        fit_key_books,
-        fit_layers,
-        fit_order,
-        fit_predictors,
-    )
-
+    """Returns the options of a policy that are measured on texts and the answers in them (`needles`), except those that
+    take long training."""
     entry = find(policy.partition(":")[0])
     given = {**entry.options, **options(policy, entry.options)}
     fits: dict[str, Callable[[], Any]] = {
@@ -116,11 +126,7 @@ def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequenc
 
 
 def needles(length: int, count: int = 16) -> list[Any]:
-    """Texts with a question each, and where its answer stands in them."""
-    import recall
-
-    from decodax.train import Probe
-
+    """Returns texts with a question each and the position of its answer."""
     probes = []
     for problem in recall.problems("needle", count, length, seed=1000):
         words = problem.context.split()
@@ -131,10 +137,7 @@ def needles(length: int, count: int = 16) -> list[Any]:
 
 def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
           left_out: list[str] | None) -> list[tuple[str, float | None, Any]]:
-    """Each policy at each size, as a kind of cache; a dense one first. Arguments as in `run`."""
-    from decodax.caches.table import find, kv
-    from decodax.common.registry import options
-
+    """Returns each policy at each size as a cache config, a dense one first. Arguments as in `run`."""
     probes = needles(length)
     texts = [probe.tokens for probe in probes[:8]]
     cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
@@ -163,21 +166,15 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
     """Asks every policy every question, and a dense cache too.
 
     Args:
-        lm: what `dx.load` gave, with the vocabulary of `recall.py`.
-        removed: shares of the text that go. problems: of each task and seed. length: words of the texts.
-        report: told before each run: runs done, runs in all, what runs now.
-        known: what was measured before, which is not measured again. save: given all there is after each run.
-        left_out: a list that is given why a policy or one of its sizes cannot be had here; None: that is an error.
+        lm: a model with the vocabulary of `recipes/recall.py`.
+        removed: shares of the text that are removed. problems: number for each task and seed. length: words of a text.
+        report: called before each run with the runs done, the runs in all, and the name of this one.
+        known: earlier rows, which are not measured again. save: called with all rows after each run.
+        left_out: list for the reasons why a policy or a size is not possible here; None: that is an error.
 
     Raises:
         ValueError: an unknown policy or task.
     """
-    import recall
-    from cache_bytes import held
-
-    from decodax.engine.batch import Job
-    from decodax.engine.request import Request
-
     tasks = list(recall.ANSWERED if tasks is None else tasks)
     cases = sizes(lm, policies, removed, length, left_out)
     out: list[Measured] = []
@@ -219,8 +216,8 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
 
 
 def means(rows: Sequence[Measured]) -> dict[tuple[str, float | None, str], tuple[float, float, float]]:
-    """Of each policy, size and mode: the mean of right answers over tasks, its standard deviation over seeds, and the
-    bytes."""
+    """Returns for each policy, size and mode the mean of right answers over tasks, its standard deviation over seeds,
+    and the bytes."""
     groups: dict[tuple[str, float | None, str], list[Measured]] = {}
     for row in rows:
         groups.setdefault((row.policy, row.removed, row.mode), []).append(row)
@@ -233,15 +230,15 @@ def means(rows: Sequence[Measured]) -> dict[tuple[str, float | None, str], tuple
 
 
 def best(rows: Sequence[Measured], mode: str, removed: float, count: int = 3) -> list[str]:
-    """The policies with most right answers at a size, of those that hold no more than that and 5 percent of a dense
-    cache: some keep whole layers, or everything and read a part."""
+    """Returns the policies with most right answers at a size, of those that hold at most that and 5 percent of a dense
+    cache more: some keep whole layers, or everything and read a part."""
     found = {policy: mean for (policy, share, how), (mean, _, kept) in means(rows).items()
              if how == mode and share == removed and kept <= 1.05 - removed}
     return sorted(found, key=lambda policy: -found[policy])[:count]
 
 
 def tables(rows: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """What is printed: title, head and lines of each table."""
+    """Returns title, columns and rows of each table."""
     found, out = means(rows), []
     for mode in dict.fromkeys(row.mode for row in rows):
         shares = sorted({share for _, share, _ in found if share is not None})
@@ -258,104 +255,31 @@ def tables(rows: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str
     return out
 
 
-def plot(rows: Sequence[Measured], path: Path, title: str = "") -> None:
-    """Draws right answers against bytes kept, a panel for each mode, a line for each policy."""
-    from matplotlib.figure import Figure
+def main(args: argparse.Namespace) -> None:
+    """Measures, or reads earlier figures, and prints, writes and draws them.
 
-    found, modes = means(rows), list(dict.fromkeys(row.mode for row in rows))
-    names = list(dict.fromkeys(row.policy for row in rows))
-    figure = Figure(figsize=(5.4 * len(modes), 5.4), layout="constrained")
-    panels: list[Any] = list(figure.subplots(1, len(modes), squeeze=False, sharey=True).flat)
-    for panel, mode in zip(panels, modes, strict=True):
-        for i, name in enumerate(names):
-            points = sorted((kept, mean) for (policy, _, how), (mean, _, kept) in found.items()
-                            if policy == name and how == mode)
-            style = dict(color=f"C{i % 10}", marker="osv^D"[i // 10 % 5], markersize=4)
-            panel.plot([100 * x for x, _ in points], [100 * y for _, y in points], label=name,
-                       linestyle="-" if len(points) > 1 else "", **style)
-        panel.set(title=f"question seen by the policy: {'yes' if mode == 'aware' else 'no'}", xlabel="bytes kept, %")
-        panel.grid(color="0.92")
-        panel.set_axisbelow(True)
-    panels[0].set_ylabel("right answers, %")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize="small")
-    figure.suptitle(title, fontsize="small", color="0.4")
-    figure.savefig(path, dpi=130)
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    import recall
-
-    p = argparse.ArgumentParser(prog="evaluate.py --caches", description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("policies", nargs="*", metavar="NAME[:OPTION=VALUE,...]",
-                   help="of `decodax caches` (default: all that are not exact)")
-    p.add_argument("-m", "--model", default="recall", metavar="NAME_OR_DIR", help="default: recall")
-    p.add_argument("--removed", nargs="+", type=float, default=REMOVED, metavar="X", help="shares (default: .25 .5 .8)")
-    p.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="default: both")
-    p.add_argument("--task", nargs="+", choices=recall.TASKS, default=recall.ANSWERED, metavar="TASK",
-                   help=f"of {', '.join(recall.TASKS)} (default: all but values, which `recall` has not learned)")
-    p.add_argument("--problems", type=int, default=20, metavar="N", help="of each task and seed (default: 20)")
-    p.add_argument("--length", type=int, default=1024, metavar="N", help="words of the texts (default: 1024)")
-    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="of the texts (default: 0 1 2)")
-    p.add_argument("--plot", type=Path, metavar="FILE", help="draw right answers against bytes, as PNG, SVG or PDF")
-    p.add_argument("--json", type=Path, metavar="FILE",
-                   help="write every figure, run by run; what such a file holds is not measured again")
-    p.add_argument("--figures", type=Path, nargs="+", metavar="FILE",
-                   help="print and draw what --json wrote before, instead of measuring")
-    p.add_argument("--drafts", action="store_true", help="measure drafts on smaller caches instead of answers")
-    p.add_argument("--markdown", action="store_true", help="print the tables in Markdown, with the command")
-    return p
-
-
-def main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
-    import cache_drafts
-    import jax
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    import decodax as dx
-    from decodax.caches import POLICIES
-
+    Raises:
+        ValueError: an unknown policy, or a file that cannot be written or has other figures.
+    """
+    check_writable(args.plot, args.json)
+    if args.figures:
+        facts = [json.loads(path.read_text()) for path in args.figures]
+        rows = [Measured(**row) for fact in facts for row in fact["rows"]]
+        return _show(args, rows, facts[0]["setting"], "; ".join(fact["command"] for fact in facts))
     policies = args.policies or [name for name, entry in POLICIES.items() if entry.effect != "exact"]
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
-        for path in filter(None, (args.plot, args.json)):
-            if not path.absolute().parent.is_dir():
-                raise ValueError(f"{path}: there is no such directory")
-        if args.figures:
-            facts = [json.loads(path.read_text()) for path in args.figures]
-            return _show(args, [Measured(**row) for fact in facts for row in fact["rows"]],
-                         facts[0]["setting"], "; ".join(fact["command"] for fact in facts))
-        lm = dx.load(args.model)
-        if args.drafts:
-            return cache_drafts.show(lm, problems=args.problems, length=args.length, seed=args.seeds[0])
-        setting = (f"{lm.name}, texts of {args.length} words, {args.problems} problems each of {', '.join(args.task)}, "
-                   f"seeds {', '.join(map(str, args.seeds))}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} "
-                   f"cores; JAX {jax.__version__}")
-        command = shlex.join(["python", "scripts/evaluate.py", "--caches", *argv])
-        known = _known(args.json, setting)
-        left_out: list[str] | None = None if args.policies else []      # what was asked for by name is not left out
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("", total=None)
-
-            def report(done: int, total: int, what: str) -> None:
-                progress.update(bar, completed=done, total=total, description=what)
-                if not console.is_terminal:
-                    print(f"{done}/{total} {what}", file=sys.stderr, flush=True)
-
-            rows = run(lm, policies, removed=args.removed, modes=args.mode, tasks=args.task, problems=args.problems,
-                       length=args.length, seeds=args.seeds, report=report, known=known, left_out=left_out,
-                       save=lambda rows: _write(args.json, rows, setting, command))
-    except (ValueError, FileNotFoundError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return 2
+    tasks, lm = args.task or list(recall.ANSWERED), dx.load(args.model)
+    setting = (f"{lm.name}, texts of {args.length} words, {args.problems} problems each of {', '.join(tasks)}, seeds "
+               f"{', '.join(map(str, args.seeds))}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} cores; "
+               f"JAX {jax.__version__}")
+    known = _known(args.json, setting)
+    left_out: list[str] | None = None if args.policies else []      # a policy that was given by name is not left out
+    with reporting() as report:
+        rows = run(lm, policies, removed=args.removed, modes=args.mode, tasks=tasks, problems=args.problems,
+                   length=args.length, seeds=args.seeds, report=report, known=known, left_out=left_out,
+                   save=lambda rows: _write(args.json, rows, setting, args.line))
     for line in dict.fromkeys(left_out or []):
         print(f"left out: {line}", file=sys.stderr)
-    return _show(args, rows, setting, command)
+    _show(args, rows, setting, args.line)
 
 
 def _known(path: Path | None, setting: str) -> list[Measured]:
@@ -385,26 +309,54 @@ def _write(path: Path | None, rows: Sequence[Measured], setting: str, command: s
     whole.replace(path)
 
 
-def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, command: str) -> int:
+def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, command: str) -> None:
     """Prints the tables, and writes and draws what is asked for."""
-    from rich.console import Console
-    from rich.table import Table
-
-    if args.markdown:
-        line = lambda cells: "| " + " | ".join(cells) + " |"
-        print(f"    {command}\n\n{setting}.")
-        for title, head, lines in tables(rows):
-            print("\n".join(["", f"{title[0].upper()}{title[1:]}:", "", line(head), "|" + "---|" * len(head),
-                             *map(line, lines)]))
-    else:
-        out = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
-        for title, head, lines in tables(rows):
-            table = Table(*head, box=None, pad_edge=False, title=title)
-            for cells in lines:
-                table.add_row(*cells)
-            out.print(table)
-        out.print(setting)
+    print(f"    {command}\n\n{setting}.\n" if args.markdown else setting)
+    for title, head, lines in tables(rows):
+        show_table(head, lines, title, args.markdown)
     _write(args.json, rows, setting, command)
     if args.plot:
-        plot(rows, args.plot, setting)
-    return 0
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for (policy, _, mode), (mean, _, kept) in sorted(means(rows).items(), key=lambda item: item[1][2]):
+            title = f"question seen by the policy: {'yes' if mode == 'aware' else 'no'}"
+            panels.setdefault(title, {}).setdefault(policy, []).append((100 * kept, 100 * mean))
+        plot_lines(args.plot, panels, "bytes kept, %", "right answers, %", setting)
+
+
+def held(cache: Any) -> float:
+    """Returns the bytes of what a cache holds, without the free room in its arrays."""
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    if isinstance(cache, Evicting):         # a key, a value and a position for each token of each head
+        return sum(float(np.sum(count)) * (kv.shape[-1] * kv.dtype.itemsize + 4)
+                   for kv, count in zip(cache.kv, cache.count, strict=True))
+    if isinstance(cache, Coded):
+        rows = cache.length.shape[0]
+        each = size(cache.codes) / rows / cache.slots, size(cache.rest) / rows / cache.rest[0].shape[2]
+        whole = np.asarray(cache.whole, float)
+        return float((each[0] * (np.asarray(cache.held) - whole) + each[1] * whole).sum())
+    if isinstance(cache, Graded):
+        rows, coded = cache.length.shape[0], np.asarray(cache.coded, float)
+        room = sum(grade.keys.shape[2] for grade in cache.grades[0])
+        each = size(cache.grades) / rows / room, size(cache.rest) / rows / cache.rest[0].shape[2]
+        return float((each[0] * coded + each[1] * (np.asarray(cache.length) - coded)).sum())
+    if isinstance(cache, Wrapper):
+        return held(cache.base)
+    if isinstance(cache, Shadowed):
+        rows, before, kept = cache.length.shape[0], np.asarray(cache.began, float), np.asarray(cache.kept, float)
+        after = kept + np.asarray(cache.length, float) - before
+        return float(size(cache.shadows) * before.sum() / cache.size
+                     + sum(kv.nbytes / kv.shape[2] for kv in cache.kv) * after.sum()) / rows
+    if isinstance(cache, BoundedCodes):
+        rows, before = cache.length.shape[0], np.asarray(cache.began, float).sum()
+        after = np.asarray(cache.length, float).sum() - before
+        return (size(cache.pools) * before / cache.size + size(cache.rest) * after / cache.rest[0].shape[2]) / rows
+    if isinstance(cache, MergedLayers):
+        before, rows = np.asarray(cache.prompt_length, float).sum(), cache.length.shape[0]
+        after = np.asarray(cache.length, float).sum() - before
+        return (size((cache.prompt, cache.pairs)) * before / cache.size
+                + size(cache.kv) * after / cache.kv[0].shape[2]) / rows
+    slots, tokens = cache.kv[0].shape[2], np.asarray(cache.count if isinstance(cache, Grouped) else cache.length, float)
+    used = np.minimum(tokens, slots).mean() / slots
+    # other arrays grow with the text as keys and values do, except sketches, which have a fixed size
+    beside = size((cache.sketches,)) if isinstance(cache, Sublinear) else (size(cache) - size(cache.kv)) * used
+    return size(cache.kv) * used + beside

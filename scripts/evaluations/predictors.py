@@ -1,12 +1,10 @@
-"""What trained predictors of attention find: the share of attention that goes to the tokens that are read.
+"""Quality of trained predictors of attention: the share of attention that goes to the tokens that are read.
 
-    python scripts/measure_predictors.py
-
-Trains the predictor of `token-butler` and the network of `attention-predictor` on texts of the shipped `recall`, and
-measures on other texts, at the tokens of answers, how much of full attention of all layers but the first goes to the
-tokens that a policy reads of a text: each head's own by these two and by the largest weights (as much as any choice
-can find), by Quest's bounds the same for a group of heads, and by a window. Then it asks the model 4 kinds of questions
-with each policy. Takes `decodax[train]`.
+The predictor of `token-butler` and the network of `attention-predictor` are trained on texts of the shipped `recall`.
+On other texts, at the tokens of answers, the table gives the share of full attention (of all layers but the first) that
+goes to the tokens that a policy reads: tokens chosen for each head by these two and by the largest weights (the upper
+bound), for a group of heads by Quest's bounds, and by a window. Then the model answers 4 kinds of questions with each
+policy.
 """
 
 from __future__ import annotations
@@ -14,29 +12,31 @@ from __future__ import annotations
 import argparse
 import functools
 import random
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from recall import problems, training_text
+from rich.console import Console
+from rich.progress import track
 
 import decodax as dx
+from decodax.bench.figures import show_table
 from decodax.caches import AttentionNet, Butler, kv
 from decodax.caches.sparse.retrieval import KeyBounds
 from decodax.core.window import causal
 from decodax.train import fit_attention_predictor, fit_token_butler
 from decodax.train.attention_predictor import attention_maps, scores_before
 from decodax.train.token_butler import Scored, estimated
+from recipes.recall import problems, training_text
 
 TASKS = ("recall", "needle", "values", "copy")
 BLOCK, HISTORY = 16, 64
 
 
 def best(worth: Array, count: int) -> Array:
-    """`bool[..., n]`: the `count` largest that are no less than finite."""
+    """Returns True for the `count` largest finite values, `bool[..., n]`."""
     found, at = jax.lax.top_k(worth, count)
     return jax.nn.one_hot(jnp.where(found > -jnp.inf, at, -1), worth.shape[-1], dtype=bool).any(-2)
 
@@ -44,8 +44,8 @@ def best(worth: Array, count: int) -> Array:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def shares(model: Any, budget: int, near: int, params: Any, net: Any, butler: Butler, tokens: Array,
            at: Array) -> dict[str, Array]:
-    """The share of attention `f32[L - 1, H]` of the token at `at` (`i32[]`) that goes to what is read of `budget`
-    tokens, by each way to choose them."""
+    """Returns the share of attention `f32[L - 1, H]` of the token at `at` (`i32[]`) that goes to the tokens read with a
+    budget, by the way to choose them."""
     maps, images = attention_maps(model, BLOCK, params, tokens)
     maps, images = maps[1:], images[1:]
     (L, H, T, _), n = maps.shape, images.shape[3]
@@ -75,54 +75,40 @@ def shares(model: Any, budget: int, near: int, params: Any, net: Any, butler: Bu
     return {name: jnp.where(some & (token <= at), row, 0).sum(-1) for name, some in reads.items()}
 
 
-def main() -> None:
-    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in dict(size=1024, texts=48, budget=128, near=16, steps=300, butler_steps=600,
-                              problems=4).items():
-        parse.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    given = parse.parse_args()
+def main(args: argparse.Namespace) -> None:
+    """Trains both predictors and prints the table."""
     lm, drawn = dx.load("recall"), random.Random(1)
-    texts = [np.asarray(training_text(given.size, drawn)[0]).tolist()[:given.size] for _ in range(given.texts)]
-    start = time.perf_counter()
-    net: AttentionNet = fit_attention_predictor(lm, texts, steps=given.steps, batch=2, sinks=given.near,
-                                                recent=given.near, skip=(0,))
-    print(f"attention-predictor: {given.steps} steps, {time.perf_counter() - start:.0f} s", flush=True)
-    start = time.perf_counter()
-    butler = fit_token_butler(lm, texts, steps=given.butler_steps, reduce=4)
-    print(f"token-butler: {given.butler_steps} steps, {time.perf_counter() - start:.0f} s", flush=True)
-    asked = [problem for task in TASKS for problem in problems(task, given.problems, given.size - 100, seed=7)]
+    texts = [np.asarray(training_text(args.size, drawn)[0]).tolist()[:args.size] for _ in range(args.texts)]
+    near = dict(sinks=args.near, recent=args.near, skip=(0,))
+    net: AttentionNet = fit_attention_predictor(lm, texts, steps=args.steps, batch=2, **near)
+    butler = fit_token_butler(lm, texts, steps=args.butler_steps, reduce=4)
+    asked = [problem for task in TASKS for problem in problems(task, args.problems, args.size - 100, seed=7)]
     share: dict[str, list[Any]] = {}
-    for problem in asked:
+    for problem in track(asked, "measuring", console=Console(stderr=True)):
         ids = [lm.tokenizer.encode(text) for text in (problem.context, problem.question, problem.answer)]
         before = len(ids[0]) + len(ids[1])
         text = np.zeros(-(-sum(map(len, ids)) // 64) * 64, np.int32)
         text[:sum(map(len, ids))] = np.concatenate(ids)
         for at in range(before - 1, sum(map(len, ids)) - 1)[:4]:
-            got = shares(lm.model, given.budget, given.near, lm.params, net.arrays, butler, jnp.asarray(text),
+            got = shares(lm.model, args.budget, args.near, lm.params, net.arrays, butler, jnp.asarray(text),
                          jnp.int32(at))
             for name, x in got.items():
                 share.setdefault(name, []).append(np.asarray(x).mean(-1))
-    kinds = {"token-butler": kv("token-butler", butler=butler, budget=given.budget - 4),
-             "attention-predictor": kv("attention-predictor", net=net, budget=given.budget, sinks=given.near,
-                                       recent=given.near, skip=(0,)),
-             "the same, full=1": kv("attention-predictor", net=net, budget=given.budget, sinks=given.near,
-                                    recent=given.near, skip=(0,), full=1),
-             "quest": kv("quest", budget=given.budget - given.near - BLOCK, recent=given.near, skip=(0,)),
+    kinds = {"token-butler": kv("token-butler", butler=butler, budget=args.budget - 4),
+             "attention-predictor": kv("attention-predictor", net=net, budget=args.budget, **near),
+             "the same, full=1": kv("attention-predictor", net=net, budget=args.budget, full=1, **near),
+             "quest": kv("quest", budget=args.budget - args.near - BLOCK, recent=args.near, skip=(0,)),
              "dense": None}
-    prompts = [f"{problem.context} {problem.question}" for problem in asked]
+    prompts, rows = [f"{problem.context} {problem.question}" for problem in asked], []
     for name in dict.fromkeys([*share, *kinds]):
-        found = np.mean(share[name], 0).round(3).tolist() if name in share else ""
+        layers = np.mean(share[name], 0).round(3).tolist() if name in share else []
         spread = np.std(np.mean(share[name], -1)) / len(share[name]) ** 0.5 if name in share else 0.0
-        line = name
-        if found:
-            line += f": layers 1 to {lm.model.depth - 1} {found}, mean {np.mean(found):.3f} ± {spread:.3f}"
+        right = ""
         if name in kinds:
             out = dx.generate(lm, prompts, cache=kinds[name], temperature=0.0, max_new_tokens=24)
-            right = [text.split("<|end|>")[0].split() == problem.answer.split()
-                     for text, problem in zip(out.text, asked, strict=True)]
-            line += f"; {sum(right)} of {len(right)} right"
-        print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            good = [text.split("<|end|>")[0].split() == problem.answer.split()
+                    for text, problem in zip(out.text, asked, strict=True)]
+            right = f"{sum(good)} of {len(good)}"
+        mean = f"{np.mean(layers):.3f} ± {spread:.3f}" if layers else ""
+        rows.append((name, " ".join(map(str, layers)), mean, right))
+    show_table(("", f"layers 1 to {lm.model.depth - 1}", "mean", "right"), rows, "share of attention to tokens read")

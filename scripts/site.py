@@ -166,7 +166,7 @@ def example(e: Any) -> str:
     if e.name in TRAINED:
         name, how = TRAINED[e.name]
         model = f"runs/{name}/model"
-        lines.append(f"# python scripts/train_diffusion.py --preset pycode-diffusion {how} --output runs/{name}")
+        lines.append(f"# python scripts/train.py diffusion --preset pycode-diffusion {how} --output runs/{name}")
     elif e.name == "cascade":
         model, prompt = "numerals", '"1207="'
     lines.append(f'lm = dx.load("{model}")')

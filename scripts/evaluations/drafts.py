@@ -1,11 +1,18 @@
-"""What of the drafts is accepted that a model makes on a smaller cache of its own: `evaluate.py --caches --drafts`."""
+"""Share of drafts that are accepted when a model drafts on a smaller cache of its own, on the questions of `recall`."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import decodax as dx
+from decodax.algorithms.speculative.drafts import OwnCache
+from decodax.bench.figures import reporting, show_table
+from decodax.cache import dense
+from decodax.common.registry import SYSTEMS, options
+from recipes import recall
 
 DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget=512",
           "magicdec:budget=256,keep=sink-window", "quantspec:group=64,weights=None", "quantspec:group=64")
@@ -16,9 +23,9 @@ class Drafted:
     """Drafts of a model on another cache of its own.
 
     Attributes:
-        system: as it was asked for; "full" drafts on the whole cache.
+        system: name with options; "full" drafts on the whole cache.
         accepted: share of the drafts. per_forward: new tokens for each forward of the whole model. same: share of
-            answers that are token for token those of plain decoding on the target's cache.
+            answers that equal those of plain decoding on the target's cache token for token.
     """
 
     system: str
@@ -32,20 +39,13 @@ def run(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length:
     """Answers the questions with drafts on smaller caches.
 
     Args:
-        lm: what `dx.load` gave, with the vocabulary of `recall.py`.
-        problems: of each task. length: words of the texts. seed: of the problems.
-        report: told before each system: systems done, systems in all, what runs now.
+        lm: a model with the vocabulary of `recipes/recall.py`.
+        problems: number of each task. length: words of the texts. seed: seed of the problems.
+        report: called before each system with the systems done, the systems in all, and the name of this one.
 
     Raises:
         ValueError: an unknown system or option.
     """
-    import recall
-
-    import decodax as dx
-    from decodax.algorithms.speculative.drafts import OwnCache
-    from decodax.cache import dense
-    from decodax.common.registry import SYSTEMS, options
-
     prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
     out = []
     for done, text in enumerate(systems):
@@ -65,21 +65,9 @@ def run(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length:
     return out
 
 
-def show(lm: Any, **options: Any) -> int:
-    """Measures, with progress on stderr, and prints the table; the exit status."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(stderr=True)
-    table = Table("drafts on", "accepted", "tokens/forward", "same answers", box=None)
-    with console.status("") as status:
-
-        def report(done: int, total: int, what: str) -> None:
-            status.update(f"{done}/{total} {what}")
-            if not console.is_terminal:
-                print(f"{done}/{total} {what}", file=sys.stderr, flush=True)
-
-        for row in run(lm, report=report, **options):
-            table.add_row(row.system, f"{row.accepted:.3f}", f"{row.per_forward:.2f}", f"{row.same:.1%}")
-    Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(table)
-    return 0
+def main(args: argparse.Namespace) -> None:
+    """Measures and prints a table."""
+    with reporting() as report:
+        rows = run(dx.load(args.model), problems=args.problems, length=args.length, seed=args.seed, report=report)
+    show_table(("drafts on", "accepted", "tokens/forward", "same answers"), [
+        (row.system, f"{row.accepted:.3f}", f"{row.per_forward:.2f}", f"{row.same:.1%}") for row in rows])
