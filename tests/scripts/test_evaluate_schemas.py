@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import evaluate
 import pytest
-import schema_suite
-from schema_suite import main, read, texts
+
+from evaluations import schemas
+from evaluations.schemas import read, texts
 
 pytestmark = pytest.mark.wide
 
@@ -24,7 +26,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def test_the_reasons_are_doctests() -> None:
-    assert doctest.testmod(schema_suite).failed == 0
+    assert doctest.testmod(schemas).failed == 0
 
 
 def test_a_suite_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,9 +37,9 @@ def test_a_suite_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found.refused == {"not": 1, "without a type any value of the others is valid": 1}
     typed = read(tmp_path, typed=True)
     assert (len(typed.taken), typed.instances, typed.wrong) == (2, 4, [])
-    assert main([str(tmp_path)]) == 0 and "1 schemas taken, 2 refused" in capsys.readouterr().out
+    assert evaluate.main(["schemas", str(tmp_path)]) == 0 and "1 schemas taken, 2 refused" in capsys.readouterr().out
     (tmp_path / "own.json").write_text(json.dumps(CASES).replace("true", "false"))
-    assert main([str(tmp_path)]) == 1
+    assert evaluate.main(["schemas", str(tmp_path)]) == 1
 
 
 def test_values_are_written_in_many_ways() -> None:

@@ -11,13 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import diffusion_options
 import pytest
-import site_pages
+import train
 
 import decodax as dx
 from decodax.algorithms.entries import SYSTEMS
 from decodax.models import Diffusion
+from recipes.options import from_arguments
+from scripts import site
 from tests.matrix import often
 
 ROOT = Path(__file__).parents[2]
@@ -39,22 +40,22 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 def test_pages_say_what_the_registry_does():
     for name, entry in SYSTEMS.items():
-        page = site_pages.system_page(entry)
+        page = site.system_page(entry)
         assert page.startswith(f"# {name}\n") and entry.title in page and f"**Guarantee:** {entry.guarantee}" in page
         assert all(f"`{option}`" in page for option in entry.options)
         # the rule of each stands on its page, by the parts that it is made of or its maker
-        assert entry.alias_of or site_pages.parts(entry.make), name
+        assert entry.alias_of or site.parts(entry.make), name
 
 
-SEARCHES = [(front, entry) for front, table, _ in site_pages._searches().values() for entry in table.values()]
+SEARCHES = [(front, entry) for front, table, _ in site._searches().values() for entry in table.values()]
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("front", "entry"), often(SEARCHES[:1], SEARCHES), ids=lambda x: getattr(x, "name", x))
 def test_examples_of_searches_run(front, entry, capsys):
-    page = site_pages.search_page(front, entry, "explore.md")
+    page = site.search_page(front, entry, "explore.md")
     assert page.startswith(f"# {entry.name}\n") and all(f"`{option}`" in page for option in entry.options)
-    exec(compile(site_pages.search_example(front, entry), entry.name, "exec", dont_inherit=True), {})
+    exec(compile(site.search_example(front, entry), entry.name, "exec", dont_inherit=True), {})
     assert capsys.readouterr().out
 
 
@@ -82,15 +83,15 @@ def test_every_example_makes_its_system(monkeypatch):
     names = [name for name in SYSTEMS if name not in MEASURED]
     for name in names:
         with pytest.raises(StopIteration):
-            exec(compile(site_pages.example(SYSTEMS[name]), name, "exec", dont_inherit=True), {})
+            exec(compile(site.example(SYSTEMS[name]), name, "exec", dont_inherit=True), {})
     assert len(made) == len(names)
 
 
-@pytest.mark.parametrize("name", list(site_pages.TRAINED))
+@pytest.mark.parametrize("name", list(site.TRAINED))
 def test_the_command_that_an_example_names_is_the_trainers(name):
-    line = next(line for line in site_pages.example(SYSTEMS[name]).splitlines() if line.startswith("# python"))
-    options = diffusion_options.parse(line.split()[3:])
-    assert options.output.as_posix() == f"runs/{site_pages.TRAINED[name][0]}"
+    line = next(line for line in site.example(SYSTEMS[name]).splitlines() if line.startswith("# python"))
+    options = from_arguments(train.parser().parse_args(line.split()[3:]))
+    assert options.output.as_posix() == f"runs/{site.TRAINED[name][0]}"
     assert (options.attention, options.block) == {"apd": (None, None), "sbd": ("causal-prefix", 16)}[name]
     said = inspect.getdoc(SYSTEMS[name].make) or ""
     assert line.removeprefix("# ") in " ".join(said.replace("\\\n", " ").split())
@@ -100,9 +101,9 @@ SOME = ["autoregressive", "prompt-lookup", "llada"]
 
 
 @pytest.mark.wide(but=("autoregressive",))
-@pytest.mark.parametrize("name", often(SOME, [n for n in SYSTEMS if n not in site_pages.TRAINED]))
+@pytest.mark.parametrize("name", often(SOME, [n for n in SYSTEMS if n not in site.TRAINED]))
 def test_examples_run(name, capsys):
-    exec(compile(site_pages.example(SYSTEMS[name]), name, "exec", dont_inherit=True), {})
+    exec(compile(site.example(SYSTEMS[name]), name, "exec", dont_inherit=True), {})
     assert re.search(r"\d+\.\d+\n$", capsys.readouterr().out)
 
 

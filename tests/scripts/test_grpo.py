@@ -8,11 +8,12 @@ import json
 import jax
 import numpy as np
 import pytest
-import train_grpo
 from rich.console import Console
-from train_grpo import Options, Trainer
 
 import decodax as dx
+from recipes import grpo
+from recipes.grpo import Trainer
+from recipes.options import GrpoOptions as Options
 
 SMALL = Options(problems=4, group=4, numbers=3, updates=2, held_out=4, rate=1e-4)
 
@@ -36,19 +37,19 @@ def test_ratios_are_one_and_later_steps_compile_nothing(lora):
 @pytest.mark.matrix
 def test_rewards_rise_on_problems_seen_again(monkeypatch):
     """The gradient's sign: the same four sums eight times over."""
-    monkeypatch.setattr(train_grpo.random, "Random", lambda seed: random_of("the same"))
+    monkeypatch.setattr(grpo.random, "Random", lambda seed: random_of("the same"))
     trainer = Trainer(Options(problems=4, group=16, numbers=4, updates=4, rate=1e-4))
     rewards = [trainer.step(i).reward for i in range(10)]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.05, rewards
 
 
-random_of = train_grpo.random.Random
+random_of = grpo.random.Random
 
 
 @pytest.mark.wide
 def test_what_is_exported_decodes_the_same(tmp_path):
     for lora in (None, 2):
-        trainer = train_grpo.train(Options(**{**vars(SMALL), "steps": 1, "lora": lora, "export": tmp_path / str(lora)}),
+        trainer = grpo.train(Options(**{**vars(SMALL), "steps": 1, "lora": lora, "export": tmp_path / str(lora)}),
                                    Console(quiet=True))
         asked = ["34+51-07=\n"]
         want = dx.generate(trainer.now, asked, max_new_tokens=27).text
