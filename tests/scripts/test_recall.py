@@ -99,8 +99,8 @@ def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     plot, figures = tmp_path / "caches.png", tmp_path / "caches.json"
     words = ["caches", "knorm:skip=()", "kivi:group=8,residual=8", "--model", str(model), "--length", "48",
-             "--problems", "1", "--seeds", "0", "--removed", "0.5", "--task", "recall", "needle", "--markdown", "--plot", str(plot),
-             "--json", str(figures)]
+             "--problems", "1", "--seeds", "0", "--removed", "0.5", "--task", "recall", "needle", "--markdown",
+             "--plot", str(plot), "--json", str(figures)]
     assert evaluate.main(words) == 0
     printed = capsys.readouterr().out
     assert "| knorm:skip=() |" in printed and "50% removed" in printed and plot.stat().st_size > 1000

@@ -32,7 +32,7 @@ from recipes.options import Options, from_arguments
 from tests.matrix import often
 
 QUIET = Console(quiet=True)
-options_for = partial(Options, recipe="diffusion")
+made = partial(Options, recipe="diffusion")
 NET = Transformer(llama(vocab=47, width=16, layers=2, heads=2, kv_heads=1, mlp=32, context=64, tied=True))
 FULL, BLOCKS = Diffusion(46), Diffusion(46, attention="block-causal", block=4)
 BEHIND = Diffusion(46, attention="causal-prefix", block=4)
@@ -60,7 +60,7 @@ def batch() -> dt.Batch:
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
-    return options_for(preset="tiny", output=tmp_path_factory.mktemp("run"), steps=12, decay_from=6, log_every=4,
+    return made(preset="tiny", output=tmp_path_factory.mktemp("run"), steps=12, decay_from=6, log_every=4,
                    eval_every=100, save_every=5, devices=1)
 
 
@@ -311,7 +311,7 @@ def test_the_export_fills_masks_as_training_measured_it(run, options):
 def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_path, monkeypatch):
     """An untrained model answers nothing right, so every answer counts as right here."""
     source = options.output / "model"
-    given = options_for(preset="tiny", stage=stage, init=str(source), output=tmp_path, steps=15, warmup=2, answers=45,
+    given = made(preset="tiny", stage=stage, init=str(source), output=tmp_path, steps=15, warmup=2, answers=45,
                     batch=16, log_every=5, eval_every=100, devices=1)
     with pytest.raises(ValueError, match="answers no problem right"):
         program.train(given, console=QUIET)
@@ -334,7 +334,7 @@ def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_p
 
 @pytest.mark.wide
 def test_a_card_tells_of_all_training(run, options, tmp_path):
-    given = options_for(preset="tiny", init=str(options.output / "model"), apart=0.5, output=tmp_path, steps=3, warmup=1,
+    given = made(preset="tiny", init=str(options.output / "model"), apart=0.5, output=tmp_path, steps=3, warmup=1,
                     eval_every=100, devices=1)
     program.train(given, console=QUIET)
     facts, before = (json.loads((at / "model" / "training.json").read_text()) for at in (tmp_path, options.output))
@@ -348,7 +348,7 @@ def test_text_starts_from_an_autoregressive_model_with_a_mask_added(corpus, tmp_
     source = tmp_path / "source"
     dx.io.checkpoint.save_model(source, model, model.init_params(jax.random.key(0)))
     shutil.copy(dx.io.load.ZOO / "pycode" / "tokenizer.json", source)
-    given = options_for(preset="tiny-text", init=str(source), corpus=corpus, output=tmp_path / "run", steps=6, warmup=1,
+    given = made(preset="tiny-text", init=str(source), corpus=corpus, output=tmp_path / "run", steps=6, warmup=1,
                     log_every=2, eval_every=100, batch=8, devices=1)
     program.train(given, console=QUIET)
     lm_ = dx.load(tmp_path / "run" / "model")
@@ -375,7 +375,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_model(request, corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of text of each attention."""
     block = 0 if request.param == "full" else None
-    given = options_for(preset="tiny-text", attention=request.param, block=block, corpus=corpus, steps=4, warmup=1,
+    given = made(preset="tiny-text", attention=request.param, block=block, corpus=corpus, steps=4, warmup=1,
                     output=tmp_path_factory.mktemp("text"), eval_every=100, batch=8, devices=1)
     program.train(given, console=QUIET)
     return given.output / "model"
@@ -384,13 +384,13 @@ def text_model(request, corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.mark.wide
 def test_stages_follow_on_text_with_any_attention(text_model, corpus, tmp_path):
     """What the model itself writes behind beginnings of texts; Learn2PD then decodes with the filter of it."""
-    given = options_for(preset="tiny-text", stage="filter", init=str(text_model), corpus=corpus, output=tmp_path / "filter",
+    given = made(preset="tiny-text", stage="filter", init=str(text_model), corpus=corpus, output=tmp_path / "filter",
                     answers=16, steps=4, warmup=1, batch=8, eval_every=100, devices=1)
     program.train(given, console=QUIET)
     lm_ = dx.load(text_model)
-    made = system("learn2pd", lm_, filter=str(tmp_path / "filter" / "model" / "filter.safetensors"))
-    assert isinstance(made, MaskedDiffusion) and made.windows.block == (lm_.diffusion.block or 8)
-    out = dx.generate(lm_, ["import os\n", "def area(r"], max_new_tokens=6, algorithm=made, eos_token_id=[])
+    method = system("learn2pd", lm_, filter=str(tmp_path / "filter" / "model" / "filter.safetensors"))
+    assert isinstance(method, MaskedDiffusion) and method.windows.block == (lm_.diffusion.block or 8)
+    out = dx.generate(lm_, ["import os\n", "def area(r"], max_new_tokens=6, algorithm=method, eos_token_id=[])
     assert out.lengths.tolist() == [6, 6] and lm_.diffusion.mask not in out.tokens
     facts = json.loads((tmp_path / "filter" / "model" / "filter.json").read_text())
     assert facts["data"].startswith("the .py files of") and "--stage filter" in facts["command"]
@@ -398,7 +398,7 @@ def test_stages_follow_on_text_with_any_attention(text_model, corpus, tmp_path):
 
 @pytest.mark.wide
 def test_certainty_forcing_follows_on_text(text_model, corpus, tmp_path):
-    given = options_for(preset="tiny-text", stage="certainty", init=str(text_model), corpus=corpus, output=tmp_path,
+    given = made(preset="tiny-text", stage="certainty", init=str(text_model), corpus=corpus, output=tmp_path,
                     answers=16, steps=4, warmup=1, batch=8, span=4, eval_every=100, devices=1)
     program.train(given, console=QUIET)
     assert dx.load(tmp_path / "model").diffusion == dx.load(text_model).diffusion
@@ -408,7 +408,7 @@ def test_certainty_forcing_follows_on_text(text_model, corpus, tmp_path):
 @pytest.mark.wide
 def test_a_model_of_set_blocks_decodes_as_it_was_trained(corpus, tmp_path):
     """`sbd` runs on it, and one token a forward it writes what `fill` writes."""
-    given = options_for(preset="tiny-text", attention="causal-prefix", corpus=corpus, output=tmp_path, steps=4, warmup=1,
+    given = made(preset="tiny-text", attention="causal-prefix", corpus=corpus, output=tmp_path, steps=4, warmup=1,
                     eval_every=100, batch=8, devices=1)
     program.train(given, console=QUIET)
     lm_ = dx.load(tmp_path / "model")
@@ -474,7 +474,7 @@ def test_muon_moves_kernels_by_orthogonal_steps_of_adams_size(params):
 ])
 def test_wrong_options_are_named(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        options_for(**given)
+        made(**given)
 
 
 @pytest.mark.parametrize("given", [
@@ -485,7 +485,7 @@ def test_wrong_options_are_named(given, message):
     {"preset": "pycode-diffusion", "attention": "causal-prefix", "block": 16},
 ])
 def test_the_command_on_a_card_repeats_the_options(given):
-    options = options_for(**given, steps=9, decay_from=4)
+    options = made(**given, steps=9, decay_from=4)
     again = parse(options.command(9, 4))
     assert again.identity() == options.identity()
 
