@@ -12,7 +12,7 @@ numbers of each channel, and the norm is over a head. The transition is a matrix
 windows and prompts walk their nodes one after the other; each node of a draft window has a state. Channel mixing is
 `V relu(K shift(x))^2`.
 
-Loaded is what `scripts/convert_rwkv.py` writes of a published `.pth` file: its tensors under their own names.
+Loaded is what `scripts/convert.py rwkv` writes of a published `.pth` file: its tensors under their own names.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ When the store of a block holds more than `limit` tokens, the newest token's que
 `recent` ones stay, and of those before them each head keeps those that its query attends to most, in that order; chunks
 are counted anew in what stays. That is once in `limit - keep` tokens, in a forward of its own for that token.
 
-Loaded is what `scripts/convert_rwkv.py` writes of a published `.pth` file: its tensors under their own names.
+Loaded is what `scripts/convert.py rwkv` writes of a published `.pth` file: its tensors under their own names.
 """
 
 from __future__ import annotations

@@ -1,342 +1,174 @@
-"""Accuracy against parallelism: decoding systems on problems with checkable answers.
+"""Measures quality: right answers, or nats a token, against what a method saves.
 
-    python scripts/evaluate.py "llada:steps=[16,8,4,2,1]" --task copy shuffle sudoku --plot curves.png
+    python scripts/evaluate.py systems "llada:steps=[16,8,4,2,1]" --task copy shuffle sudoku --plot curves.png
+    python scripts/evaluate.py caches                                   # all cache policies that need no training
+    python scripts/evaluate.py caches snapkv knorm:skip=() --length 2048 --plot caches.png
+    python scripts/evaluate.py drafts                                   # drafts on smaller caches
+    python scripts/evaluate.py search --plot docs/search.png            # samples, votes and searches
+    python scripts/evaluate.py kv-prediction --steps 0 4000 --together 4000
+    python scripts/evaluate.py less
+    python scripts/evaluate.py predictors
+    python scripts/evaluate.py echo-att
+    python scripts/evaluate.py arc
+    python scripts/evaluate.py reading
+    python scripts/evaluate.py schemas JSON-Schema-Test-Suite/tests/draft2020-12
 
-With `--caches` it measures what cache policies lose on long texts instead: see `scripts/evaluate_caches.py`, or
-`--caches --help`.
-
-A system is NAME[:OPTION=VALUE,...] of `decodax list`; a list of values is a grid, and its points make one curve. For
-each point and task: the share of right answers, the share of outputs that are token for token those of the first point,
-new tokens a forward (of a row, its end token included), forwards a row, tokens a second of the decode loop (median of
-the repeats, without compiling); and for each curve the accuracy under parallelism (AUP) of d3LLM (Qian et al. 2025),
-see `aup`. The figures of the problems are counts and repeat exactly; tokens a second are this machine's.
+`kv-prediction` to `arc` train something first and need the extra `train`. `schemas` reads a clone of
+https://github.com/json-schema-org/JSON-Schema-Test-Suite. `evaluate.py NAME --help` lists the options.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
-import functools
-import itertools
-import json
-import math
-import os
+import importlib
 import shlex
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("system", "task", "right", "same", "tokens/forward", "forwards", "tokens/s")
-ALPHA, SLACK = 3.0, 0.05
-"""Of `aup`: the penalty, and how far a point may fall below the curve's first."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A system with fixed options: the curve it belongs to, its own name, and what builds its algorithm."""
-
-    curve: str
-    name: str
-    build: Callable[[], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A point on a task.
-
-    Attributes:
-        curve, system, task: what was run. problems: how many.
-        accuracy: share of right answers, 0 to 1. same: share of outputs whose tokens are the first point's; NaN if that
-            failed.
-        tokens_per_forward: new tokens over forwards in which their row was running, pooled over rows.
-        forwards: of the decode loop, the mean over rows.
-        tokens_per_second: of the decode loop of whole batches. seconds: of it.
-        error: why it failed, if it did.
-    """
-
-    curve: str
-    system: str
-    task: str
-    problems: int
-    accuracy: float = math.nan
-    same: float = math.nan
-    tokens_per_forward: float = math.nan
-    forwards: float = math.nan
-    tokens_per_second: float = math.nan
-    seconds: float = math.nan
-    error: str | None = None
-
-    def cells(self) -> tuple[str, ...]:
-        """The row in words, one entry for each of `COLUMNS`."""
-        if self.error is not None:
-            return self.system, self.task, "failed", "", "", "", ""
-        return (self.system, self.task, f"{self.accuracy:.1%}", "" if math.isnan(self.same) else f"{self.same:.1%}",
-                f"{self.tokens_per_forward:.2f}", f"{self.forwards:.1f}", f"{self.tokens_per_second:,.0f}")
-
-
-def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
-    """What the command line asks for.
-
-    Raises:
-        ValueError: an unknown system or option, or a text of another form.
-    """
-    from decodax.common.registry import ALGORITHMS
-
-    out = []
-    for text in given:
-        name, _, rest = text.partition(":")
-        try:
-            call: Any = ast.parse(f"dict({rest})", mode="eval").body
-            options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-            if call.args or None in options:
-                raise ValueError("a value without a name")
-        except (SyntaxError, ValueError, AttributeError) as error:
-            raise ValueError(f"{text}: takes NAME:OPTION=VALUE,... or lists of values") from error
-        grid = {k: v if isinstance(v, list) else [v] for k, v in options.items()}
-        for values in itertools.product(*grid.values()):
-            own = dict(zip(grid, values, strict=True))
-            shown = name + (":" if own else "") + ",".join(f"{k}={v!r}" for k, v in own.items())
-            needs_draft = name in ALGORITHMS and ALGORITHMS[name].takes_draft
-            build = lambda name=name, own=own, d=needs_draft: ALGORITHMS.make(name, lm, draft if d else None, **own)
-            build()                                              # an error should come before the first run
-            out.append(Point(text, shown, build))
-    return out
-
-
-def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int = 100, batch: int = 50, seed: int = 0,
-        repeats: int = 3, report: Callable[[int, int, str], None] | None = None, **sampling: Any) -> list[Row]:
-    """Runs each point on each task. A point that fails has the error in its row, and the others go on.
-
-    Args:
-        lm: what `dx.load` gave, with the vocabulary of `problems.py`.
-        problems: held-out problems of a task, the same for all points. batch: taken at a time.
-        repeats: timed runs of each point and task, after one that compiles.
-        report: told before each run: runs done, runs in all, what runs now.
-        sampling: of `dx.generate`; greedy without any.
-
-    Raises:
-        ValueError: fewer repeats than 1.
-    """
-    import problems as source
-
-    import decodax as dx
-
-    if repeats < 1:
-        raise ValueError(f"repeats: got {repeats}, takes at least 1")
-    rows: list[Row] = []
-    first: dict[str, list[list[int]]] = {}                           # of the first point, by task
-    for (i, point), task in itertools.product(enumerate(grid), tasks):
-        if report is not None:
-            report(len(rows), len(grid) * len(tasks), f"{point.name} {task}")
-        asked = source.problems(task, problems, seed)
-        row = Row(point.curve, point.name, task, len(asked))
-        try:
-            answer = functools.partial(
-                dx.generate, lm, [p.prompt for p in asked], max_new_tokens=source.CANVAS, algorithm=point.build(),
-                batch_size=min(batch, len(asked)), seed=seed, **sampling)
-            out = answer()
-            timed = [answer().stats for _ in range(repeats)]
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            rows.append(dataclasses.replace(row, error=f"{type(error).__name__}: {error}"))
-            continue
-        assert out.text is not None
-        right = [p.correct(text) for p, text in zip(asked, out.text, strict=True)]
-        tokens = [row[:n].tolist() for row, n in zip(out.tokens, out.lengths, strict=True)]
-        if i == 0:
-            first[task] = tokens
-        same = [a == b for a, b in zip(tokens, first[task], strict=True)] if task in first else [math.nan]
-        rows.append(dataclasses.replace(
-            row, accuracy=sum(right) / len(right), same=sum(same) / len(same),
-            tokens_per_forward=out.stats.tokens_per_forward, forwards=float(out.stats.rounds.mean()),
-            tokens_per_second=statistics.median(s.tokens_per_second for s in timed),
-            seconds=statistics.median(s.seconds for s in timed)))
-    return rows
-
-
-def aup(curve: Sequence[tuple[float, float]], best: float, alpha: float = ALPHA, slack: float = SLACK) -> float:
-    """Accuracy under parallelism (d3LLM, Qian et al. 2025): the area under a curve, weighted.
-
-    With points `(r_i, y_i)` of tokens a forward and accuracy in percent, by rising `r`, of which those below
-    `y_1 - 100 slack` are left out: `r_1 y_1 + sum_i (r_i - r_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})) / 2` with
-    `W(y) = min(exp(-alpha (1 - y / y_max)), 1)`. What is gained in speed counts less the more accuracy it costs.
-
-    Args:
-        curve: pairs of tokens a forward and accuracy (0 to 1).
-        best: the highest accuracy that any system reached on the task (0 to 1).
-
-    >>> round(aup([(1.0, 0.9), (2.0, 0.9), (4.0, 0.5)], best=0.9), 6)
-    180.0
-    """
-    pairs = sorted(curve)
-    if not pairs or best <= 0:
-        return 0.0
-    kept = [(r, 100 * y) for r, y in pairs if y >= pairs[0][1] - slack]
-    worth = lambda y: y * min(math.exp(-alpha * (1 - y / (100 * best))), 1.0)
-    area = kept[0][0] * kept[0][1]
-    for (r0, y0), (r1, y1) in itertools.pairwise(kept):
-        area += (r1 - r0) * (worth(y0) + worth(y1)) / 2
-    return area
-
-
-def curves(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """The rows that did not fail, by task and curve, in the order of tokens a forward."""
-    out: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        if row.error is None:
-            out.setdefault(row.task, {}).setdefault(row.curve, []).append(row)
-    return {task: {curve: sorted(found, key=lambda r: r.tokens_per_forward) for curve, found in each.items()}
-            for task, each in out.items()}
-
-
-def scores(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """The AUP of each curve on each task."""
-    out: dict[str, dict[str, float]] = {}
-    for task, each in curves(rows).items():
-        best = max(row.accuracy for found in each.values() for row in found)
-        for curve, found in each.items():
-            out.setdefault(curve, {})[task] = aup([(r.tokens_per_forward, r.accuracy) for r in found], best)
-    return out
-
-
-def plot(rows: Sequence[Row], path: Path, title: str = "") -> None:
-    """Draws accuracy against tokens a forward, a panel a task, a line a curve."""
-    from matplotlib.figure import Figure
-
-    found = curves(rows)
-    wide = min(len(found), 3) or 1
-    tall = -(-len(found) // wide) or 1
-    figure = Figure(figsize=(3.6 * wide, 2.9 * tall + 0.9), layout="constrained")
-    panels: list[Any] = list(figure.subplots(tall, wide, squeeze=False, sharey=True).flat)
-    names = list(dict.fromkeys(row.curve for row in rows))
-    score = scores(rows)
-    for panel in panels[len(found):]:
-        panel.set_axis_off()
-    for panel, (task, each) in zip(panels, found.items(), strict=False):
-        for curve, at in each.items():
-            panel.plot([r.tokens_per_forward for r in at], [100 * r.accuracy for r in at], marker="o", markersize=4,
-                       color=f"C{names.index(curve) % 10}", linestyle="-" if len(at) > 1 else "",
-                       label=f"AUP {score[curve][task]:.0f}")
-        panel.set(title=task, xlabel="tokens a forward", ylim=(-4, 104))
-        panel.set_xlim(left=0)
-        panel.grid(color="0.92")
-        panel.set_axisbelow(True)
-        panel.legend(fontsize="x-small", frameon=False)
-    for panel in panels[::wide]:
-        panel.set_ylabel("right, %")
-    handles = [panels[0].plot([], [], marker="o", color=f"C{i % 10}")[0] for i in range(len(names))]
-    figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 2), frameon=False, fontsize="small")
-    figure.supxlabel(title, fontsize="small", color="0.4")
-    figure.savefig(path, dpi=150)
-
-
-def markdown(rows: Sequence[Row], setting: str) -> str:
-    """Tables to paste into a page."""
-    table = lambda head, body: "\n".join(
-        ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(x) + " |" for x in body)])
-    score = scores(rows)
-    tasks = list(curves(rows))
-    body = [(curve, *(f"{each[t]:.0f}" if t in each else "" for t in tasks), f"{sum(each.values()) / len(each):.0f}")
-            for curve, each in score.items()]
-    parts = [f"{setting}.", table(COLUMNS, [row.cells() for row in rows]), "Accuracy under parallelism (AUP):",
-             table(("system", *tasks, "mean"), body)]
-    return "\n\n".join(parts) + "\n"
-
-
-def show(rows: Sequence[Row], setting: str) -> None:
-    """Prints the tables."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
-    table = Table(box=None, pad_edge=False)
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if i > 1 else "left", no_wrap=i == 0)
-    for row in rows:
-        table.add_row(*row.cells())
-    console.print(table)
-    under, tasks = Table(box=None, pad_edge=False, title="accuracy under parallelism (AUP)"), list(curves(rows))
-    for i, column in enumerate(("system", *tasks, "mean")):
-        under.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
-    for curve, each in scores(rows).items():
-        under.add_row(curve, *(f"{each[t]:.0f}" if t in each else "" for t in tasks),
-                      f"{sum(each.values()) / len(each):.0f}")
-    console.print(under)
-    console.print(setting)
+EVALUATIONS = {
+    "systems": "accuracy against parallelism of decoding systems, on problems with checkable answers",
+    "caches": "accuracy of cache policies against the bytes that they keep, on long texts",
+    "drafts": "acceptance of drafts that a model makes on a smaller cache of its own",
+    "search": "right answers of samples, votes and searches against tokens",
+    "kv-prediction": "loss and time to the first token of KV Prediction",
+    "less": "loss of `less` on held-out text",
+    "predictors": "share of attention that trained predictors find",
+    "echo-att": "loss of layers that share attention",
+    "arc": "loss of a context as the vectors of an ARC-Encoder",
+    "reading": "loss of caches that read a part of the text",
+    "schemas": "`json_schema` on JSON Schema's own test suite",
+}
+SPEC = "NAME[:OPTION=VALUE,...]"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("systems", nargs="+", metavar="NAME[:OPTION=VALUE,...]", help="systems; a list of values is a grid")
-    p.add_argument("-m", "--model", default="tasks-diffusion", metavar="NAME_OR_DIR", help="default: tasks-diffusion")
-    p.add_argument("--draft", metavar="NAME_OR_DIR", help="the smaller model, for systems that need one")
-    p.add_argument("--task", nargs="+", default=["all"], metavar="TASK", help="tasks, or all (default)")
-    p.add_argument("--problems", type=int, default=100, metavar="N", help="of each task (default: 100)")
-    p.add_argument("--batch", type=int, default=50, metavar="N", help="problems at a time (default: 50)")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="of problems and sampling (default: 0)")
-    p.add_argument("--repeats", type=int, default=3, metavar="N",
-                   help="timed runs of each, of which the median is shown (default: 3)")
-    p.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
-    p.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, as PNG, SVG or PDF")
-    p.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    p.add_argument("--markdown", action="store_true", help="print the tables in Markdown, with the command")
+    commands = p.add_subparsers(dest="command", required=True, metavar="NAME")
+
+    def command(name: str, model: str = "") -> Callable[..., Any]:
+        text = EVALUATIONS[name]
+        made = commands.add_parser(name, help=text, description=f"Measures the {text}." if text[0] != "`" else
+                                   f"Measures {text}.")
+
+        def option(flag: str, default: Any = None, help: str = "", **more: Any) -> None:
+            if isinstance(default, (int, float)) and not isinstance(default, bool):
+                more = {"type": type(default)} | more
+            said = "" if default is None or default is False else \
+                f" (default: {' '.join(map(str, default)) if isinstance(default, (list, tuple)) else default})"
+            made.add_argument(flag, help=help + said, **more, **({"default": default} if flag[0] == "-" else {}))
+
+        if model:
+            option("--model", model, "name or directory")
+        return option
+
+    def files(one: Callable[..., Any]) -> None:
+        one("--plot", None, "draw the figures, as PNG, SVG or PDF", type=Path, metavar="FILE")
+        one("--json", None, "write every figure", type=Path, metavar="FILE")
+
+    one = command("systems", "tasks-diffusion")
+    one("systems", None, "systems; a list of values is a grid", nargs="+", metavar=SPEC)
+    one("--draft", None, "name or directory of the smaller model, for systems that need one")
+    one("--task", ["all"], "tasks", nargs="+")
+    one("--problems", 100, "problems of each task")
+    one("--batch", 50, "problems at a time")
+    one("--seed", 0, "seed of problems and samples")
+    one("--repeats", 3, "timed runs, of which the median is shown")
+    one("--temperature", 0.0, "0 is greedy")
+    one("--markdown", False, "print Markdown, with the command", action="store_true")
+    files(one)
+
+    one = command("caches", "recall")
+    one("policies", None, "of `decodax list caches` (default: all that are not exact)", nargs="*", metavar=SPEC)
+    one("--removed", [0.25, 0.5, 0.8], "shares of the text that are removed", nargs="+", type=float)
+    one("--mode", ["aware", "agnostic"], "whether a policy sees the question", nargs="+", choices=["aware", "agnostic"])
+    one("--task", None, "tasks (default: all that `recall` has learned)", nargs="+",
+        choices=["recall", "needle", "values", "track", "copy"])
+    one("--problems", 20, "problems of each task and seed")
+    one("--length", 1024, "words of the texts")
+    one("--seeds", [0, 1, 2], "seeds of the texts", nargs="+", type=int)
+    one("--figures", None, "print and draw what --json wrote before, instead of measuring", nargs="+", type=Path)
+    one("--markdown", False, "print Markdown, with the command", action="store_true")
+    files(one)
+
+    one = command("drafts", "recall")
+    one("--problems", 20, "problems of each task")
+    one("--length", 1024, "words of the texts")
+    one("--seed", 0, "seed of the texts")
+
+    one = command("search", "sums")
+    one("--methods", None, "methods (default: all)", nargs="+")
+    one("--rows", [1, 2, 4, 8, 16, 32], "rows of a problem", nargs="+", type=int)
+    one("--problems", 200, "held-out sums")
+    one("--numbers", 6, "count of numbers of a sum")
+    one("--temperature", 0.8, "of the samples")
+    one("--errors", 0.1, "share of texts that the verifier is wrong about")
+    one("--seed", 0, "seed of problems and samples")
+    files(one)
+
+    one = command("kv-prediction")
+    one("--fit", 128, "texts to fit on")
+    one("--steps", [0, 300], "training steps of each kind of maps", nargs="+", type=int)
+    one("--together", [300], "training steps of the auxiliary model with its maps", nargs="*", type=int)
+    one("--rate", 2e-3, "learning rate")
+    one("--texts", 64, "held-out texts")
+    one("--prompt", 384, "tokens of their prompts")
+    one("--after", 128, "tokens after the prompts")
+    one("--timed", 512, "tokens of the timed prompt")
+    one("--repeats", 31, "timings")
+
+    def numbers(name: str, model: str = "", **defaults: Any) -> Callable[..., Any]:
+        one = command(name, model)
+        for option, default in defaults.items():
+            one(f"--{option.replace('_', '-')}", default, MEANING.get(option, option))
+        return one
+
+    one = numbers("less", "pycode", size=512, sinks=4, recent=64, far=128, each=2, rank=8, hidden=128, epochs=12,
+                  rate=5e-3, dropout=0.0)
+    one("--save", None, "file for the kernels")
+    numbers("predictors", size=1024, texts=48, budget=128, near=16, steps=300, butler_steps=600, problems=4)
+    numbers("echo-att", size=256, each=8, steps=200, more=100, batch=4, rate=3e-4)
+    one = numbers("arc", "pycode", size=128, pool=4, hidden=512, layers=4, steps=600, batch=8, texts=96, seed=0,
+                  rate=1e-3, bridge_rate=2e-3, continuation=0.8)
+    one("--save", None, "directory for the encoder")
+    numbers("reading", "pycode", size=512, prompt=384, each=1, tested=4, count=256, loops=20, taken=8, recent=32,
+            sinks=4, distance=128)
+
+    one = command("schemas")
+    one("directory", None, "tests of a draft, such as tests/draft2020-12", type=Path)
+    one("--optional", False, "also read the directories below it", action="store_true")
+    one("--typed", False, "give schemas with keywords of one type that type", action="store_true")
     return p
 
 
+MEANING = {
+    "size": "tokens of a text", "sinks": "first tokens that are kept", "recent": "latest tokens that are kept",
+    "far": "first token that is scored", "each": "texts of each training module", "rank": "rank of the state",
+    "hidden": "width of the hidden layer", "epochs": "passes over the texts", "rate": "learning rate",
+    "dropout": "dropout of the kernels", "texts": "number of texts", "steps": "training steps",
+    "butler_steps": "training steps of `token-butler`", "problems": "problems of each task",
+    "budget": "tokens that are read", "near": "first and latest tokens that are always read",
+    "more": "further steps of distillation", "batch": "texts of a step", "pool": "tokens for each vector",
+    "layers": "layers of the encoder", "seed": "seed of the order of texts",
+    "bridge_rate": "learning rate of the bridge",
+    "continuation": "share of texts that are continued instead of repeated", "prompt": "tokens of the prompt",
+    "tested": "texts of each scored module", "count": "centroids of a codebook", "loops": "iterations of k-means",
+    "taken": "tokens that are read for each head", "distance": "distance at which keys are rotated"}
+"""Help of the numeric options."""
+
+
 def main(argv: list[str] | None = None) -> int:
+    """Runs a command line and returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
-    if "--caches" in words:
-        import evaluate_caches
-
-        return evaluate_caches.main([word for word in words if word != "--caches"])
-    args = parser().parse_args(argv)
-    import jax
-    from problems import TASKS
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    import decodax as dx
-
-    tasks = list(TASKS) if "all" in args.task else list(dict.fromkeys(args.task))
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    args = parser().parse_args(words)
+    args.line = shlex.join(["python", "scripts/evaluate.py", *words])
     try:
-        if unknown := [task for task in tasks if task not in TASKS]:
-            raise ValueError(f"--task: got {unknown[0]}, takes all, {', '.join(TASKS)}")
-        for path in filter(None, (args.plot, args.json)):
-            if not path.absolute().parent.is_dir():
-                raise ValueError(f"{path}: there is no such directory")
-        lm = dx.load(args.model)
-        grid = points(args.systems, lm, dx.load(args.draft) if args.draft else None)
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("", total=None)
-            rows = run(lm, grid, tasks, problems=args.problems, batch=args.batch, seed=args.seed, repeats=args.repeats,
-                       temperature=args.temperature,
-                       report=lambda done, total, what: progress.update(bar, completed=done, total=total,
-                                                                        description=what))
-    except ValueError as error:
-        print(f"evaluate: {error}", file=sys.stderr)
+        return importlib.import_module(f"evaluations.{args.command.replace('-', '_')}").main(args) or 0
+    except (ValueError, FileNotFoundError) as error:
+        print(f"evaluate.py {args.command}: {error}", file=sys.stderr)
         return 2
-    setting = (f"{lm.name}, {args.problems} problems a task, batch {args.batch}, seed {args.seed}, temperature "
-               f"{args.temperature:g}; {jax.devices()[0].device_kind}, {os.cpu_count()} cores; JAX {jax.__version__}")
-    command = shlex.join(["python", "scripts/evaluate.py", *(sys.argv[1:] if argv is None else argv)])
-    if args.markdown:
-        print(f"    {command}\n\n{markdown(rows, setting)}", end="")
-    else:
-        show(rows, setting)
-    if args.json:
-        facts: Mapping[str, Any] = {"command": command, "setting": setting, "aup": scores(rows),
-                                    "rows": [dataclasses.asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(facts, indent=1) + "\n")
-    if args.plot:
-        plot(rows, args.plot, setting)
-    for row in rows:
-        if row.error:
-            print(f"evaluate: {row.system} failed on {row.task}: {row.error}", file=sys.stderr)
-    return int(any(row.error for row in rows))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_every_public_function_that_names_a_paper_is_listed() -> None:
 
 
 def test_functions_stand_on_the_pages_that_the_site_makes() -> None:
-    from scripts import site_pages
+    from scripts import site
 
-    page = site_pages.pages()["searches/index.md"]
+    page = site.pages()["searches/index.md"]
     assert all(f"`decodax.{name}`" in page and e.title in page for name, e in FUNCTIONS.items())

@@ -1,7 +1,7 @@
 """Prompts to compare decoding methods on: code that the shipped models were not trained on, copied code, and sampled
 code.
 
-The text is the running interpreter's own standard library: functions from the files that `scripts/pycode_data.py` holds
+The text is the running interpreter's own standard library: functions from the files that `decodax.train.corpus` holds
 out from the training of `pycode` and its tokenizer. So nothing is downloaded, and the prompts depend only on the Python
 version and a seed.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
-import os
 import re
 import sysconfig
 import textwrap
@@ -22,19 +21,13 @@ from typing import Any
 
 from decodax.front.generate import generate
 from decodax.io.load import LM
+from decodax.train.corpus import load_corpus
 
 SHORTEST, LONGEST = 24, 96
 """Tokens of a prompt's head. Prompts of a task are then of similar length, and few programs serve all of them."""
 
 RUN = 8
 """Tokens in a row that count as a copy."""
-
-# as in scripts/pycode_data.py: what was not in the corpus at all cannot have been held out of it
-_OTHER_DIRECTORIES = frozenset(
-    {"site-packages", "dist-packages", "__pycache__", "ensurepip", "encodings", "pydoc_data", "lib2to3", "__phello__",
-     "data", "tokenizedata", "cjkencodings", "badsyntax", "lib-dynload"})
-_OTHER_PREFIXES = ("_sysconfigdata", "test/encoded_modules", "test/bad", "test/mp_", "test/pickletester_data")
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -54,27 +47,9 @@ class Task:
 
 
 def held_out_files(root: Path | None = None) -> list[tuple[str, str]]:
-    """Path inside the standard library (with "/") and text of the files that `pycode` was not trained on, in a fixed
-    order."""
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    paths = []
-    for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in _OTHER_DIRECTORIES]
-        paths += [(Path(folder) / name).relative_to(root) for name in names if name.endswith(".py")]
-    out, seen = [], set()
-    for path in sorted(paths):         # all of them: of equal texts the first counts, on whichever side it is
-        name = path.as_posix()
-        if name.startswith(_OTHER_PREFIXES) or not 0 < (root / path).stat().st_size <= 400_000:
-            continue
-        try:
-            text = (root / path).read_bytes().decode("utf-8").replace("\r\n", "\n")
-        except UnicodeDecodeError:
-            continue
-        digest = hashlib.sha256(name.encode()).digest()
-        if text not in seen and int.from_bytes(digest, "big") % 50 == 0:
-            out.append((digest, name, text))
-        seen.add(text)
-    return [(name, text) for _, name, text in sorted(out)]
+    """Returns the files that `pycode` was not trained on, as pairs of path (inside the standard library, with "/") and
+    text, in a fixed order."""
+    return [(document.path, document.text) for document in load_corpus(root)[1]]
 
 
 def functions(files: Sequence[tuple[str, str]], seed: int) -> list[str]:

@@ -15,7 +15,7 @@ from decodax.cli import commands as cli
 from decodax.common.registry import ALGORITHMS, Entry
 from decodax.core.state import Status
 from decodax.engine.result import Result, Statistics
-from scripts.pycode_data import load_corpus
+from decodax.train.corpus import load_corpus
 
 
 @pytest.fixture(scope="module")

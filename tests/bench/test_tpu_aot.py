@@ -19,7 +19,7 @@ import pytest
 
 from tests.matrix import often
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "tpu_report.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 
 pytestmark = [
     pytest.mark.xdist_group("tpu"),     # one worker, so that each program is compiled once
@@ -37,7 +37,7 @@ def report(topology: str, *options: str) -> list[dict[str, Any]]:
     """A report for each combination of the options."""
     # the compiler sets its own platform, and the eight CPU devices of the other tests would only slow it down
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "TPU_"))}
-    done = subprocess.run([sys.executable, SCRIPT, "--json", "--topology", topology, *options], env=inherited,
+    done = subprocess.run([sys.executable, SCRIPT, "tpu", "--json", "--topology", topology, *options], env=inherited,
                           capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

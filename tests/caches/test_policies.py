@@ -480,16 +480,6 @@ def test_the_guide_to_caches_runs_and_names_every_policy() -> None:
     assert listed == CACHES.keys()
 
 
-@pytest.mark.matrix
-def test_the_benchmark_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from scripts import benchmark_caches
-
-    monkeypatch.setattr("sys.argv", ["benchmark_caches.py", "--layers", "1", "--prompt", "64", "--held", "48", "--new",
-                                     "8", "--batch", "2", "--repeats", "1", "--policies", "snapkv:budget=40"])
-    benchmark_caches.main()
-    assert "snapkv:budget=40" in capsys.readouterr().out
-
-
 def test_a_method_that_needs_more_of_a_cache_is_refused() -> None:
     model = dx.load("tasks-diffusion")
     with pytest.raises(ValueError, match=r"needs one that supports .*subsets.*, which Evicting does not"):

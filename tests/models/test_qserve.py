@@ -355,7 +355,8 @@ def test_networks_that_cannot_be_rotated_are_refused() -> None:
 @pytest.mark.matrix
 def test_a_checkpoint_of_theirs_becomes_a_model(tmp_path: Path) -> None:
     import torch
-    from convert_packed import convert
+
+    from scripts.convert import packed as convert
 
     model = Transformer(llama(vocab=96, width=128, layers=1, heads=4, kv_heads=2, mlp=256))
     params = model.init_params(jax.random.key(0))

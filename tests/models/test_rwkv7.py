@@ -98,7 +98,7 @@ def test_drafts_leave_the_tokens_as_they_are() -> None:
 @pytest.mark.wide
 def test_a_published_file_is_converted(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from scripts.convert_rwkv import convert
+    from scripts.convert import rwkv as convert
 
     torch.save({name: torch.tensor(value) for name, value in tensors().items()}, tmp_path / "tiny.pth")
     convert(tmp_path / "tiny.pth", tmp_path / "made")

@@ -336,8 +336,7 @@ def test_a_checkpoint_of_the_authors_is_converted(tmp_path: Path, monkeypatch: p
     import torch
 
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    from convert_packed import convert
-
+    from scripts.convert import packed as convert
     from tests.models.tiny import build as tiny
 
     r, state = np.random.RandomState(0), {}

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from scripts.tpu_report import environment
+from decodax.bench.tpu import environment
 
 B, W, H, G, S = 16, 4, 32, 8, 2048
 

@@ -1,4 +1,4 @@
-"""Tests of the programs in scripts/, which import one another as a program's directory does."""
+"""Tests of the programs in scripts/. They import as the programs do, from the directory of scripts."""
 
 import sys
 from pathlib import Path

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import jax.numpy as jnp
-import lm_training
-import numerals
 import numpy as np
 import pytest
-import train_numerals
 from rich.console import Console
-from train_numerals import NumeralsOptions
 
 import decodax as dx
+from decodax.train.language_model import cross_entropy
+from recipes import numerals
+from recipes.options import Options
+from recipes.run import train
 from tests.matrix import often
 
 
@@ -50,20 +50,20 @@ def test_training_reads_what_a_cascade_reads() -> None:
     """The loss of a row with barriers is that of its blocks, each read behind the prompt by itself."""
     lm = dx.load("numerals")
     batch = numerals.training_batch(4, 5, 0, 2)
-    loss = float(train_numerals.MarkovObjective(lm.model)(lm.params, None, batch)[0])      # type: ignore[arg-type]
+    loss = float(numerals.MarkovObjective(lm.model)(lm.params, batch, None)[0])      # type: ignore[arg-type]
     total = count = 0.0
     for tokens, blocks, targets, counts in zip(*batch, strict=True):
         for block in range(1, blocks[counts].max() + 1):
             places = np.flatnonzero((blocks == 0) | (blocks == block))
             logits = lm.model.forward(lm.params, jnp.array([tokens[places]]), jnp.array([places]))      # type: ignore[attr-defined]
-            losses = lm_training.cross_entropy(logits, jnp.array([targets[places]]))[0]
+            losses = cross_entropy(logits, jnp.array([targets[places]]))[0]
             total, count = total + float(losses[blocks[places] == block].sum()), count + (blocks == block).sum()
     np.testing.assert_allclose(loss, total / count, rtol=1e-4)
 
 
 @pytest.mark.matrix
 def test_a_run_leaves_a_model_that_cascades_run_on(tmp_path: Path) -> None:
-    train_numerals.train(NumeralsOptions(steps=2, output=tmp_path, problems=2), console=Console(quiet=True))
+    train(Options(recipe="numerals", steps=2, output=tmp_path, problems=2), console=Console(quiet=True))
     facts = json.loads((tmp_path / "model" / "training.json").read_text())
     assert facts["steps"] == 2 and "--steps 2" in (tmp_path / "model" / "README.md").read_text()
     out = dx.generate(dx.load(str(tmp_path / "model")), "12=", algorithm="cascade:orders=1,keep=4,longest=5",
@@ -75,7 +75,7 @@ def test_a_run_leaves_a_model_that_cascades_run_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", often([2], [0, 1, 2, 4]))
 def test_the_shipped_model_is_as_right_as_the_card_says(order: int) -> None:
     """24 numbers: three standard deviations, and one number."""
-    told = train_numerals.accuracy(dx.load("numerals"), numerals.problems(24, seed=3), order)
-    share = json.loads((Path(train_numerals.__file__).parents[1] / "models" / "zoo" / "numerals" / "training.json")
+    told = numerals.accuracy(dx.load("numerals"), numerals.problems(24, seed=3), order)
+    share = json.loads((Path(numerals.__file__).parents[2] / "models" / "zoo" / "numerals" / "training.json")
                        .read_text())["orders"][str(order)]
     assert abs(told - share) <= 3 * (share * (1 - share) / 24) ** 0.5 + 1 / 24

@@ -5,9 +5,10 @@ from __future__ import annotations
 import doctest
 import re
 
-import problems
 import pytest
-from problems import TASKS, Problem
+
+from recipes import problems
+from recipes.problems import TASKS, Problem
 
 EACH = sorted(TASKS)
 

@@ -6,18 +6,17 @@ import doctest
 import json
 from pathlib import Path
 
-import cache_drafts
 import evaluate
-import evaluate_caches
 import numpy as np
 import pytest
-import recall
-import train_recall
-from evaluate_caches import Measured
 from rich.console import Console
-from train_recall import RecallOptions
 
 import decodax as dx
+from evaluations import caches, drafts
+from evaluations.caches import Measured
+from recipes import recall
+from recipes.options import Options
+from recipes.run import train
 
 
 def test_examples_of_the_module_run() -> None:
@@ -63,7 +62,7 @@ def test_problems_and_batches_repeat_and_differ_by_seed() -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model after two steps, as the program exports it."""
     path = tmp_path_factory.mktemp("recall")
-    train_recall.train(RecallOptions(steps=2, longest=64, output=path, problems=1), console=Console(quiet=True))
+    train(Options(recipe="recall", steps=2, longest=64, output=path, problems=1), console=Console(quiet=True))
     return path / "model"
 
 
@@ -84,8 +83,8 @@ def test_a_first_layer_looks_back() -> None:
     from decodax.models import Transformer
     from decodax.models.families import read_config
 
-    model = Transformer(read_config(train_recall.CONFIG))
-    own = train_recall.looking_back(model, {"layers": {"0": {"attn": {"q": {}, "k": {}}}}})["layers"]["0"]["attn"]
+    model = Transformer(read_config(recall.CONFIG))
+    own = recall.looking_back(model, {"layers": {"0": {"attn": {"q": {}, "k": {}}}}})["layers"]["0"]["attn"]
     d, turn = 32, 10_000.0 ** (-np.arange(16) * 2 / 32)
     rotate = lambda x, at: np.concatenate([x[:16] * np.cos(at * turn) - x[16:] * np.sin(at * turn),
                                            x[16:] * np.cos(at * turn) + x[:16] * np.sin(at * turn)])
@@ -99,15 +98,15 @@ def test_a_first_layer_looks_back() -> None:
 def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     plot, figures = tmp_path / "caches.png", tmp_path / "caches.json"
-    words = ["--caches", "knorm:skip=()", "kivi:group=8,residual=8", "-m", str(model), "--length", "48", "--problems",
-             "1", "--seeds", "0", "--removed", "0.5", "--task", "recall", "needle", "--markdown", "--plot", str(plot),
-             "--json", str(figures)]
+    words = ["caches", "knorm:skip=()", "kivi:group=8,residual=8", "--model", str(model), "--length", "48",
+             "--problems", "1", "--seeds", "0", "--removed", "0.5", "--task", "recall", "needle", "--markdown",
+             "--plot", str(plot), "--json", str(figures)]
     assert evaluate.main(words) == 0
     printed = capsys.readouterr().out
     assert "| knorm:skip=() |" in printed and "50% removed" in printed and plot.stat().st_size > 1000
     rows = [Measured(**row) for row in json.loads(figures.read_text())["rows"]]
     assert {(row.policy, row.removed, row.mode) for row in rows} == {
-        (*case, mode) for mode in evaluate_caches.MODES
+        (*case, mode) for mode in caches.MODES
         for case in (("dense", None), ("knorm:skip=()", 0.5), ("kivi:group=8,residual=8", None))}
     kept = {(row.policy, row.mode): row.kept for row in rows}
     assert kept["dense", "aware"] == 1 and 0.45 < kept["knorm:skip=()", "aware"] < 0.6
@@ -117,14 +116,14 @@ def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
     assert "cur 50% removed aware" in measured and "dense" in measured and "knorm" not in measured
     assert evaluate.main([*words, "--problems", "2"]) == 2
     assert "holds figures of another setting" in capsys.readouterr().err
-    assert evaluate.main(["--caches", "snapvk", "-m", str(model)]) == 2
-    assert evaluate.main(["--caches", "--figures", str(figures), "--markdown"]) == 0
+    assert evaluate.main(["caches", "snapvk", "--model", str(model)]) == 2
+    assert evaluate.main(["caches", "--figures", str(figures), "--markdown"]) == 0
     assert capsys.readouterr().out.endswith(printed[printed.index("| policy |"):])
 
 
 @pytest.mark.matrix
 def test_drafts_on_smaller_caches_are_counted(model: Path) -> None:
-    full, some = cache_drafts.run(dx.load(str(model)), ("full", "magicdec:budget=16"), problems=1, length=48)
+    full, some = drafts.run(dx.load(str(model)), ("full", "magicdec:budget=16"), problems=1, length=48)
     assert full.same == some.same == 1 and some.accepted <= full.accepted
     assert full.per_forward > 1
 
@@ -132,18 +131,18 @@ def test_drafts_on_smaller_caches_are_counted(model: Path) -> None:
 def test_the_best_have_most_right_answers() -> None:
     rows = [Measured(name, 0.5, "aware", "recall", seed, right, 0.5) for name, right in
             (("a", 0.2), ("b", 0.9), ("c", 0.4), ("d", 0.6)) for seed in (0, 1)]
-    assert evaluate_caches.best(rows, "aware", 0.5) == ["b", "d", "c"]
-    assert evaluate_caches.means(rows)["b", 0.5, "aware"] == (0.9, 0.0, 0.5)
+    assert caches.best(rows, "aware", 0.5) == ["b", "d", "c"]
+    assert caches.means(rows)["b", 0.5, "aware"] == (0.9, 0.0, 0.5)
 
 
 def test_what_cannot_be_had_at_a_size_is_left_out_or_an_error() -> None:
     lm = dx.load("recall")
     left_out: list[str] = []
-    found = evaluate_caches.sizes(lm, ["knorm", "token-butler", "clusterkv", "kvcrush"], (0.25, 0.8), 1024, left_out)
+    found = caches.sizes(lm, ["knorm", "token-butler", "clusterkv", "kvcrush"], (0.25, 0.8), 1024, left_out)
     assert [case[:2] for case in found] == [("dense", None), ("knorm", 0.25), ("knorm", 0.8), ("clusterkv", 0.25),
                                             ("clusterkv", 0.8), ("kvcrush", 0.25)]
     assert [line.partition(": ")[0] for line in left_out] == ["token-butler with 25% removed",
                                                               "token-butler with 80% removed",
                                                               "kvcrush with 80% removed"]
     with pytest.raises(ValueError, match=r"^butler: got none"):
-        evaluate_caches.sizes(lm, ["token-butler"], (0.5,), 1024, None)
+        caches.sizes(lm, ["token-butler"], (0.5,), 1024, None)

@@ -10,8 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import benchmark
+import evaluate
+import pytest
+import train
+
+from recipes.options import from_arguments
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(path.name for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())
+COMMANDS = [(name, command) for name, table in (("train", train.RECIPES), ("benchmark", benchmark.BENCHMARKS),
+                                                ("evaluate", evaluate.EVALUATIONS),
+                                                ("convert", {"packed": "", "rwkv": ""})) for command in table]
 
 START = '''
 import argparse, json, runpy, sys, traceback
@@ -60,13 +70,41 @@ def written(text: str) -> list[list[str]]:
     return [shlex.split(command, comments=True) for command in found]
 
 
-def test_every_program_starts_and_says_what_it_takes():
-    assert len(PROGRAMS) > 25
-    assert start([[f"scripts/{name}", "--help"] for name in PROGRAMS]) == {}
+def test_every_program_and_subcommand_says_what_it_takes():
+    assert PROGRAMS == ["benchmark.py", "conformance_report.py", "convert.py", "evaluate.py", "train.py"]
+    commands = [[f"scripts/{name}.py", command, "--help"] for name, command in COMMANDS]
+    assert start([*([f"scripts/{name}", "--help"] for name in PROGRAMS), *commands]) == {}
+
+
+@pytest.mark.parametrize("name", ["benchmark", "evaluate", "train", "convert"])
+def test_help_does_not_import_jax(name):
+    program = f"import sys; sys.path.insert(0, 'scripts'); import {name}; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["train.py", "lm", "--decay-from", "3"], "train.py lm: decay_from: got 3"),
+    (["evaluate.py", "systems", "llada", "--task", "nope"], "evaluate.py systems: --task: got nope"),
+    (["benchmark.py", "kernels", "--capacity", "200"], "benchmark.py kernels: --capacity: got 200"),
+])
+def test_bad_input_gives_one_line(words, message):
+    done = subprocess.run([sys.executable, *words], cwd=ROOT / "scripts", capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(message) and "Traceback" not in done.stderr
+
+
+FIGURES = [*(ROOT / "models" / "zoo").glob("*/training.json"), *(ROOT / "models" / "zoo").glob("*/filter.json")]
+
+
+@pytest.mark.parametrize("figures", sorted(FIGURES), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_command_of_a_shipped_model_is_one_that_repeats_itself(figures):
+    facts = json.loads(figures.read_text())
+    for line in facts["command"].splitlines():
+        options = from_arguments(train.parser().parse_args(shlex.split(line)[2:]))
+        assert options.command(options.steps, options.decay_from) == line
 
 
 def test_every_written_command_is_one_that_its_program_takes():
-    pages = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    pages = [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     commands = [command for page in pages for command in written(page.read_text())]
     assert {Path(command[0]).name for command in commands} == {*PROGRAMS}
     assert start(commands) == {}

@@ -6,14 +6,15 @@ import json
 import random
 from pathlib import Path
 
+import evaluate
 import pytest
-import sums
-import train_sums
-from evaluate_search import METHODS, Verifier, last, main
 from rich.console import Console
-from train_sums import SumsOptions
 
 import decodax as dx
+from evaluations.search import METHODS, Verifier, last
+from recipes import sums
+from recipes.options import Options
+from recipes.run import train
 
 
 def test_problems_are_right_different_and_held_out() -> None:
@@ -47,15 +48,15 @@ def test_a_verifier_errs_as_often_as_it_says() -> None:
 
 @pytest.mark.matrix
 def test_a_run_leaves_a_model_that_searches_run_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train_sums.train(SumsOptions(steps=2, output=tmp_path, problems=2), console=Console(quiet=True))
+    train(Options(recipe="sums", steps=2, output=tmp_path, problems=2), console=Console(quiet=True))
     lm = dx.load(str(tmp_path / "model"))
     problem = sums.problems(1, 3)[0]
     assert lm.tokenizer is not None and lm.tokenizer.decode(lm.tokenizer.encode(problem.answer)) == problem.answer
     facts = json.loads((tmp_path / "model" / "training.json").read_text())
     assert facts["steps"] == 2 and "--steps 2" in (tmp_path / "model" / "README.md").read_text()
     picture, figures = tmp_path / "search.png", tmp_path / "search.json"
-    assert main(["--model", str(tmp_path / "model"), "--rows", "1", "4", "--problems", "3", "--numbers", "3", "--plot",
-                 str(picture), "--json", str(figures)]) == 0
+    assert evaluate.main(["search", "--model", str(tmp_path / "model"), "--rows", "1", "4", "--problems", "3",
+                          "--numbers", "3", "--plot", str(picture), "--json", str(figures)]) == 0
     table = capsys.readouterr().out
     assert all(f"| {name} |" in table for name in METHODS)
     assert picture.stat().st_size > 1000 and len(json.loads(figures.read_text())) == 2 * len(METHODS) - 2

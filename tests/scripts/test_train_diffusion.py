@@ -8,31 +8,40 @@ import re
 import shutil
 import sysconfig
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import diffusion_data as data
-import diffusion_filter as filters
-import diffusion_training as dt
 import jax
 import jax.numpy as jnp
-import lm_training as lm
 import numpy as np
-import problems
 import pytest
-import train_diffusion
-from diffusion_options import Options, parse
+import train
 from rich.console import Console
 
 import decodax as dx
-from decodax import algorithms
 from decodax.algorithms.diffusion import MaskedDiffusion
+from decodax.common.registry import ALGORITHMS
 from decodax.models import Diffusion, Transformer, llama
+from decodax.train import loop
+from decodax.train import masked_diffusion as dt
+from decodax.train import unmask_filter as filters
+from recipes import diffusion, problems
+from recipes import diffusion_data as data
+from recipes import run as program
+from recipes.options import Options, from_arguments
 from tests.matrix import often
 
 QUIET = Console(quiet=True)
+made = partial(Options, recipe="diffusion")
 NET = Transformer(llama(vocab=47, width=16, layers=2, heads=2, kv_heads=1, mlp=32, context=64, tied=True))
 FULL, BLOCKS = Diffusion(46), Diffusion(46, attention="block-causal", block=4)
 BEHIND = Diffusion(46, attention="causal-prefix", block=4)
+
+
+def parse(command: str) -> Options:
+    """The options of a command line."""
+    words = command.split()
+    return from_arguments(train.parser().parse_args(words[words.index("diffusion"):]))
 
 
 class Killed(Exception):
@@ -51,22 +60,22 @@ def batch() -> dt.Batch:
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
-    return Options(preset="tiny", output=tmp_path_factory.mktemp("run"), steps=12, decay_from=6, log_every=4,
+    return made(preset="tiny", output=tmp_path_factory.mktemp("run"), steps=12, decay_from=6, log_every=4,
                    eval_every=100, save_every=5, devices=1)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_held_out():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_diffusion, "HELD_OUT_EACH", 4)
-        patch.setattr(train_diffusion, "HELD_OUT_SHIPPED", 4)
-        patch.setattr(train_diffusion, "SHIPPED_WINDOWS", 16)
+        patch.setattr(diffusion, "HELD_OUT_EACH", 4)
+        patch.setattr(diffusion, "HELD_OUT_SHIPPED", 4)
+        patch.setattr(diffusion, "SHIPPED_WINDOWS", 16)
         yield
 
 
 @pytest.fixture(scope="module")
-def run(options: Options) -> train_diffusion.Run:
-    return train_diffusion.train(options, console=QUIET)
+def run(options: Options) -> loop.TrainingRun:
+    return program.train(options, console=QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +238,7 @@ def test_a_bound_per_byte_of_equal_chances_is_known():
 @pytest.mark.parametrize("span", [16, 4])
 def test_extremely_greedy_rollouts_follow_their_loop(params, span):
     found = [p for task in ("copy", "add", "sudoku") for p in problems.problems(task, 2, held=False)]
-    batch = jax.tree.map(jnp.asarray, data.rows(found))
+    batch = jax.tree.map(jnp.asarray, data.rows_of(found))
     goal = np.asarray(dt.fill(NET, params, batch, FULL))
     own = batch.replace(tokens=jnp.asarray(goal))
     got = jax.tree.map(np.asarray, filters.rollout(NET, params, own, FULL, span))
@@ -264,8 +273,8 @@ def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
             raise Killed
 
     with pytest.raises(Killed):
-        train_diffusion.train(second, on_step=die, console=QUIET)
-    resumed = train_diffusion.train(second, on_step=steps.append, console=QUIET)
+        program.train(second, on_step=die, console=QUIET)
+    resumed = program.train(second, on_step=steps.append, console=QUIET)
     assert steps == list(range(6, 13))
     for a, b in zip(jax.tree.leaves((run.params, run.opt)), jax.tree.leaves((resumed.params, resumed.opt)),
                     strict=True):
@@ -275,7 +284,7 @@ def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
     assert [e["step"] for e in again] == [e["step"] for e in whole]
     assert again[-1]["loss"] == whole[-1]["loss"] < whole[0]["loss"]
     with pytest.raises(ValueError, match=r"peak: 0\.01 then, 0\.02 now"):
-        train_diffusion.train(replace(second, peak=0.02), console=QUIET)
+        program.train(replace(second, peak=0.02), console=QUIET)
 
 
 @pytest.mark.matrix
@@ -285,11 +294,11 @@ def test_the_export_fills_masks_as_training_measured_it(run, options):
     lm_ = dx.load(path)
     assert lm_.diffusion == FULL and lm_.eos == [0] and lm_.vocab_size == 47
     found = [p for task in ("copy", "sudoku") for p in problems.problems(task, 3)]
-    batch = jax.tree.map(jnp.asarray, data.rows(found))
+    batch = jax.tree.map(jnp.asarray, data.rows_of(found))
     filled = np.asarray(dt.fill(lm_.model, lm_.params, batch, FULL))  # type: ignore[arg-type]
     answers = np.asarray(batch.answer)
-    expected = [train_diffusion.reply(row[answer]) for row, answer in zip(filled, answers, strict=True)]
-    algorithm = algorithms.make("llada", lm_, block=problems.CANVAS)
+    expected = [diffusion.reply(row[answer]) for row, answer in zip(filled, answers, strict=True)]
+    algorithm = ALGORITHMS.make("llada", lm_, block=problems.CANVAS)
     assert isinstance(algorithm, MaskedDiffusion)
     out = dx.generate(lm_, [p.prompt for p in found], max_new_tokens=problems.CANVAS, algorithm=algorithm)
     assert out.text == expected
@@ -302,12 +311,12 @@ def test_the_export_fills_masks_as_training_measured_it(run, options):
 def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_path, monkeypatch):
     """An untrained model answers nothing right, so every answer counts as right here."""
     source = options.output / "model"
-    given = Options(preset="tiny", stage=stage, init=str(source), output=tmp_path, steps=15, warmup=2, answers=45,
+    given = made(preset="tiny", stage=stage, init=str(source), output=tmp_path, steps=15, warmup=2, answers=45,
                     batch=16, log_every=5, eval_every=100, devices=1)
     with pytest.raises(ValueError, match="answers no problem right"):
-        train_diffusion.train(given, console=QUIET)
+        program.train(given, console=QUIET)
     monkeypatch.setattr(problems.Problem, "correct", lambda self, text: True)
-    train_diffusion.train(given, console=QUIET)
+    program.train(given, console=QUIET)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
               if "loss" in json.loads(line)]
     assert losses[-1] < losses[0]
@@ -316,7 +325,7 @@ def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_p
         assert "certainty forcing" in (tmp_path / "model" / "README.md").read_text()
     else:
         lm_ = dx.load(source)
-        algorithm = algorithms.make("learn2pd", lm_, filter=str(tmp_path / "model" / "filter.safetensors"))
+        algorithm = ALGORITHMS.make("learn2pd", lm_, filter=str(tmp_path / "model" / "filter.safetensors"))
         out = dx.generate(lm_, ["copy ABC="], max_new_tokens=problems.CANVAS, algorithm=algorithm)
         assert len(out) == 1
     facts = tmp_path / "model" / ("training.json" if stage == "certainty" else "filter.json")
@@ -325,9 +334,9 @@ def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_p
 
 @pytest.mark.wide
 def test_a_card_tells_of_all_training(run, options, tmp_path):
-    given = Options(preset="tiny", init=str(options.output / "model"), apart=0.5, output=tmp_path, steps=3, warmup=1,
+    given = made(preset="tiny", init=str(options.output / "model"), apart=0.5, output=tmp_path, steps=3, warmup=1,
                     eval_every=100, devices=1)
-    train_diffusion.train(given, console=QUIET)
+    program.train(given, console=QUIET)
     facts, before = (json.loads((at / "model" / "training.json").read_text()) for at in (tmp_path, options.output))
     assert facts["steps"] == 3 + options.steps and facts["tokens"] > before["tokens"] and facts["init"] is None
     assert facts["command"].splitlines()[0] == before["command"] and "--apart 0.5" in facts["command"].splitlines()[1]
@@ -339,9 +348,9 @@ def test_text_starts_from_an_autoregressive_model_with_a_mask_added(corpus, tmp_
     source = tmp_path / "source"
     dx.io.checkpoint.save_model(source, model, model.init_params(jax.random.key(0)))
     shutil.copy(dx.io.load.ZOO / "pycode" / "tokenizer.json", source)
-    given = Options(preset="tiny-text", init=str(source), corpus=corpus, output=tmp_path / "run", steps=6, warmup=1,
+    given = made(preset="tiny-text", init=str(source), corpus=corpus, output=tmp_path / "run", steps=6, warmup=1,
                     log_every=2, eval_every=100, batch=8, devices=1)
-    train_diffusion.train(given, console=QUIET)
+    program.train(given, console=QUIET)
     lm_ = dx.load(tmp_path / "run" / "model")
     assert lm_.vocab_size == 4097 and lm_.diffusion == Diffusion(4096, attention="block-causal", block=4)
     held = json.loads((tmp_path / "run" / "model" / "training.json").read_text())["held_out"]
@@ -350,7 +359,7 @@ def test_text_starts_from_an_autoregressive_model_with_a_mask_added(corpus, tmp_
     wrong = Transformer(llama(vocab=100, width=16, layers=1, heads=2, mlp=16, context=32, tied=True))
     dx.io.checkpoint.save_model(source, wrong, wrong.init_params(jax.random.key(0)))
     with pytest.raises(ValueError, match=r"init: .* has a vocabulary of 100"):
-        train_diffusion.train(replace(given, output=tmp_path / "other"), console=QUIET)
+        program.train(replace(given, output=tmp_path / "other"), console=QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -366,22 +375,22 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_model(request, corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of text of each attention."""
     block = 0 if request.param == "full" else None
-    given = Options(preset="tiny-text", attention=request.param, block=block, corpus=corpus, steps=4, warmup=1,
+    given = made(preset="tiny-text", attention=request.param, block=block, corpus=corpus, steps=4, warmup=1,
                     output=tmp_path_factory.mktemp("text"), eval_every=100, batch=8, devices=1)
-    train_diffusion.train(given, console=QUIET)
+    program.train(given, console=QUIET)
     return given.output / "model"
 
 
 @pytest.mark.wide
 def test_stages_follow_on_text_with_any_attention(text_model, corpus, tmp_path):
     """What the model itself writes behind beginnings of texts; Learn2PD then decodes with the filter of it."""
-    given = Options(preset="tiny-text", stage="filter", init=str(text_model), corpus=corpus, output=tmp_path / "filter",
+    given = made(preset="tiny-text", stage="filter", init=str(text_model), corpus=corpus, output=tmp_path / "filter",
                     answers=16, steps=4, warmup=1, batch=8, eval_every=100, devices=1)
-    train_diffusion.train(given, console=QUIET)
+    program.train(given, console=QUIET)
     lm_ = dx.load(text_model)
-    made = algorithms.make("learn2pd", lm_, filter=str(tmp_path / "filter" / "model" / "filter.safetensors"))
-    assert isinstance(made, MaskedDiffusion) and made.windows.block == (lm_.diffusion.block or 8)
-    out = dx.generate(lm_, ["import os\n", "def area(r"], max_new_tokens=6, algorithm=made, eos_token_id=[])
+    method = ALGORITHMS.make("learn2pd", lm_, filter=str(tmp_path / "filter" / "model" / "filter.safetensors"))
+    assert isinstance(method, MaskedDiffusion) and method.windows.block == (lm_.diffusion.block or 8)
+    out = dx.generate(lm_, ["import os\n", "def area(r"], max_new_tokens=6, algorithm=method, eos_token_id=[])
     assert out.lengths.tolist() == [6, 6] and lm_.diffusion.mask not in out.tokens
     facts = json.loads((tmp_path / "filter" / "model" / "filter.json").read_text())
     assert facts["data"].startswith("the .py files of") and "--stage filter" in facts["command"]
@@ -389,9 +398,9 @@ def test_stages_follow_on_text_with_any_attention(text_model, corpus, tmp_path):
 
 @pytest.mark.wide
 def test_certainty_forcing_follows_on_text(text_model, corpus, tmp_path):
-    given = Options(preset="tiny-text", stage="certainty", init=str(text_model), corpus=corpus, output=tmp_path,
+    given = made(preset="tiny-text", stage="certainty", init=str(text_model), corpus=corpus, output=tmp_path,
                     answers=16, steps=4, warmup=1, batch=8, span=4, eval_every=100, devices=1)
-    train_diffusion.train(given, console=QUIET)
+    program.train(given, console=QUIET)
     assert dx.load(tmp_path / "model").diffusion == dx.load(text_model).diffusion
     assert "bits_per_byte" in json.loads((tmp_path / "model" / "training.json").read_text())["held_out"]
 
@@ -399,9 +408,9 @@ def test_certainty_forcing_follows_on_text(text_model, corpus, tmp_path):
 @pytest.mark.wide
 def test_a_model_of_set_blocks_decodes_as_it_was_trained(corpus, tmp_path):
     """`sbd` runs on it, and one token a forward it writes what `fill` writes."""
-    given = Options(preset="tiny-text", attention="causal-prefix", corpus=corpus, output=tmp_path, steps=4, warmup=1,
+    given = made(preset="tiny-text", attention="causal-prefix", corpus=corpus, output=tmp_path, steps=4, warmup=1,
                     eval_every=100, batch=8, devices=1)
-    train_diffusion.train(given, console=QUIET)
+    program.train(given, console=QUIET)
     lm_ = dx.load(tmp_path / "model")
     assert lm_.diffusion == Diffusion(512, attention="causal-prefix", block=4)
     assert "causal; a block of 4 masks" in (tmp_path / "model" / "README.md").read_text()
@@ -411,9 +420,9 @@ def test_a_model_of_set_blocks_decodes_as_it_was_trained(corpus, tmp_path):
     batch = dt.Batch(jnp.asarray(tokens), jnp.asarray(answer), jnp.ones((1, 14), bool))
     filled = np.asarray(dt.fill(lm_.model, lm_.params, batch, lm_.diffusion))  # type: ignore[arg-type]
     # the surest one is the one of lowest entropy in a step a token
-    slow = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=algorithms.make("llada", lm_, block=4), eos_token_id=[])
+    slow = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=ALGORITHMS.make("llada", lm_, block=4), eos_token_id=[])
     assert slow.row(0).tolist() == filled[0, 6:].tolist()
-    fast = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=algorithms.make("sbd", lm_, bound=9.0), eos_token_id=[])
+    fast = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=ALGORITHMS.make("sbd", lm_, bound=9.0), eos_token_id=[])
     assert fast.lengths.tolist() == [8] and fast.stats.forwards < slow.stats.forwards
 
 
@@ -440,7 +449,7 @@ def test_every_row_of_a_fixed_set_comes_once_an_epoch():
 @pytest.mark.wide
 def test_muon_moves_kernels_by_orthogonal_steps_of_adams_size(params):
     grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape) * 1e-3, params)
-    tx = dt.muon(0.0)
+    tx = loop.muon(0.0)
     moves, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     kernel = np.asarray(moves["layers"]["0"]["mlp"]["up"]["kernel"])
     sizes = np.linalg.svd(kernel / (0.2 * max(kernel.shape) ** 0.5), compute_uv=False)
@@ -465,7 +474,7 @@ def test_muon_moves_kernels_by_orthogonal_steps_of_adams_size(params):
 ])
 def test_wrong_options_are_named(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Options(**given)
+        made(**given)
 
 
 @pytest.mark.parametrize("given", [
@@ -476,19 +485,12 @@ def test_wrong_options_are_named(given, message):
     {"preset": "pycode-diffusion", "attention": "causal-prefix", "block": 16},
 ])
 def test_the_command_on_a_card_repeats_the_options(given):
-    options = Options(**given, steps=9, decay_from=4)
-    again = parse(options.command(9, 4).split()[2:])
+    options = made(**given, steps=9, decay_from=4)
+    again = parse(options.command(9, 4))
     assert again.identity() == options.identity()
 
 
 def test_the_command_of_a_run_that_goes_on_keeps_its_own_directory():
-    options = parse("--preset pycode-diffusion --init runs/pycode-diffusion/model --output runs/two".split())
-    assert parse(options.command(9, 4).split()[2:]).output == options.output
-    assert "--output" not in parse(["--preset", "pycode-diffusion"]).command(9, 4)
-
-
-def test_the_schedule_of_a_time_budget_ends_in_a_decay(tmp_path):
-    run = train_diffusion.Run(tmp_path, {}, None, None, lm.Plan(1.0, 2), minutes=1.0, decay_share=0.5)
-    run.pace, run.step, run.seconds = [(10, 10.0), (20, 20.0), (30, 31.0)], 30, 31.0
-    run.settle()
-    assert run.plan.decay_from == 30 and run.plan.steps == 30 + int(29 / 1.05)
+    options = parse("train.py diffusion --preset pycode-diffusion --init runs/pycode-diffusion/model --output runs/two")
+    assert parse(options.command(9, 4)).output == options.output
+    assert "--output" not in parse("train.py diffusion --preset pycode-diffusion").command(9, 4)

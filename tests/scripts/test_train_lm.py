@@ -13,18 +13,19 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import lm_export
-import lm_options
-import lm_training as lm
 import numpy as np
 import orbax.checkpoint as ocp
-import pycode_data as data
 import pytest
-import train_lm
-from lm_options import Options
+import train
 from rich.console import Console
+from tokenizers import Tokenizer
 
 from decodax.io.checkpoint import load_model
+from decodax.train import corpus as data
+from decodax.train import language_model as lm
+from decodax.train.loop import Schedule, TrainingRun
+from recipes import run as program
+from recipes.options import Options, from_arguments
 
 QUIET = Console(quiet=True)
 
@@ -61,13 +62,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Options:
-    return Options(preset="tiny", corpus=corpus, output=tmp_path_factory.mktemp("run"), steps=24, decay_from=15,
-                   log_every=4, eval_every=12, save_every=5, devices=1)
+    return Options(recipe="lm", preset="tiny", corpus=corpus, output=tmp_path_factory.mktemp("run"), steps=24,
+                   decay_from=15, log_every=4, eval_every=12, save_every=5, devices=1)
 
 
 @pytest.fixture(scope="module")
-def run(options: Options) -> train_lm.Run:
-    return train_lm.train(options, console=QUIET)
+def run(options: Options) -> TrainingRun:
+    return program.train(options, console=QUIET)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(run: TrainingRun, options: Options) -> Tokenizer:
+    return Tokenizer.from_file(str(options.output / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +100,22 @@ def test_a_directory_without_source_is_an_error_that_names_it(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "def f(x):\n\n\n\treturn x\r\n", "  é\u0301 漢字 🎉🏽\x00\ufeff", "a\n \n  b   ",
                                   "\u2028_x1_000 .y\u00a0"])
-def test_any_text_survives_the_tokenizer(run, text):
-    ids = run.tokenizer.encode(text, add_special_tokens=False).ids
-    assert run.tokenizer.decode(ids, skip_special_tokens=False) == text
+def test_any_text_survives_the_tokenizer(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_random_unicode_survives_the_tokenizer(run):
+def test_random_unicode_survives_the_tokenizer(tokenizer):
     rng = np.random.default_rng(0)
     for _ in range(50):
         points = rng.integers(0, 0x110000, 40)
         text = "".join(chr(p) for p in points if not 0xD800 <= p < 0xE000)
-        assert run.tokenizer.decode(run.tokenizer.encode(text).ids, skip_special_tokens=False) == text
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_token_bytes_add_up_to_the_text(run):
+def test_token_bytes_add_up_to_the_text(tokenizer):
     text = "def f(é):\n        return 'ü'\n"
-    assert lm.token_bytes(run.tokenizer)[run.tokenizer.encode(text).ids].sum() == len(text.encode())
+    assert lm.token_bytes(tokenizer)[tokenizer.encode(text).ids].sum() == len(text.encode())
 
 
 def test_an_epoch_visits_every_window_once():
@@ -145,9 +151,9 @@ def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
     """Killed at step 18, its last checkpoint is of step 15; what it logged after that is dropped."""
     second = replace(options, output=tmp_path)
     with pytest.raises(Killed):
-        train_lm.train(second, on_step=kill_at(18), console=QUIET)
+        program.train(second, on_step=kill_at(18), console=QUIET)
     steps: list[int] = []
-    resumed = train_lm.train(second, on_step=steps.append, console=QUIET)
+    resumed = program.train(second, on_step=steps.append, console=QUIET)
     assert steps == list(range(16, 25))
     assert same(resumed.params, run.params) and same(resumed.opt, run.opt)
     again, whole = metrics(tmp_path), metrics(options.output)
@@ -157,24 +163,24 @@ def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
 
 def test_a_finished_run_is_only_exported_again(run, options):
     steps: list[int] = []
-    again = train_lm.train(options, on_step=steps.append, console=QUIET)
+    again = program.train(options, on_step=steps.append, console=QUIET)
     assert steps == [] and same(again.params, run.params)
 
 
 def test_a_run_is_not_resumed_with_other_options(run, options):
     with pytest.raises(ValueError, match=r"peak: 0.01 then, 0.02 now"):
-        train_lm.train(replace(options, peak=0.02), console=QUIET)
+        program.train(replace(options, peak=0.02), console=QUIET)
 
 
 @pytest.mark.matrix
 def test_the_command_in_the_card_repeats_a_run_with_a_time_budget(options, tmp_path):
     timed = replace(options, steps=None, decay_from=None, minutes=0.02, log_every=2, output=tmp_path / "timed")
-    first = train_lm.train(timed, console=QUIET)
+    first = program.train(timed, console=QUIET)
     facts = json.loads((tmp_path / "timed" / "model" / "training.json").read_text())
-    assert facts["steps"] == first.step == first.plan.steps
+    assert facts["steps"] == first.step == first.schedule.steps
     words = shlex.split(facts["command"])[2:]
-    again = lm_options.parse([*words, "--output", str(tmp_path / "again"), "--devices", "1"])
-    assert same(train_lm.train(again, console=QUIET).params, first.params)
+    again = from_arguments(train.parser().parse_args([*words, "--output", str(tmp_path / "again"), "--devices", "1"]))
+    assert same(program.train(again, console=QUIET).params, first.params)
 
 
 @pytest.mark.wide
@@ -184,7 +190,7 @@ def test_a_mesh_trains_as_one_device_does(run, options, tmp_path):
         pytest.skip("needs 4 devices")
     one = replace(options, output=tmp_path / "one", steps=4, decay_from=3, warmup=2)
     mesh = replace(one, output=tmp_path / "mesh", devices=4, model_parallel=2)
-    a, b = (train_lm.train(o, console=QUIET) for o in (one, mesh))
+    a, b = (program.train(o, console=QUIET) for o in (one, mesh))
     assert any("model" in x.sharding.spec for x in jax.tree.leaves(b.params))
     assert metrics(mesh.output)[0]["loss"] == pytest.approx(metrics(one.output)[0]["loss"], abs=1e-4)
     for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
@@ -192,16 +198,16 @@ def test_a_mesh_trains_as_one_device_does(run, options, tmp_path):
 
 
 @pytest.mark.matrix
-def test_distillation_brings_the_student_nearer_to_the_teacher(run, options, tmp_path):
+def test_distillation_brings_the_student_nearer_to_the_teacher(run, tokenizer, options, tmp_path):
     teacher = options.output / "model"
-    model, weights = lm_export.load(teacher)
-    student = train_lm.train(replace(options, output=tmp_path, teacher=teacher, mix=1.0, seed=1), console=QUIET)
-    assert student.tokenizer.to_str() == run.tokenizer.to_str()
+    model, weights = load_model(teacher, dtype="float32")
+    student = program.train(replace(options, output=tmp_path, teacher=str(teacher), mix=1.0, seed=1), console=QUIET)
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).to_str() == tokenizer.to_str()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 512, (4, 32)), jnp.int32)
-    assert student.model == model
+    assert load_model(tmp_path / "model")[0] == model
     forward = jax.jit(model.forward)
     guide = forward(weights, tokens)
-    fresh = student.model.init_params(jax.random.key(1))
+    fresh = model.init_params(jax.random.key(1))
     trained = jax.device_get(student.params)
     near, far = (lm.divergence(guide, forward(p, tokens)).mean() for p in (trained, fresh))
     assert near < 0.5 * far
@@ -212,22 +218,22 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(run, options, tmp
 
 @pytest.mark.matrix
 def test_bfloat16_trains_too(options, tmp_path):
-    half = train_lm.train(replace(options, output=tmp_path, dtype="bfloat16"), console=QUIET)
+    half = program.train(replace(options, output=tmp_path, dtype="bfloat16"), console=QUIET)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(half.params))
     losses = [e["loss"] for e in metrics(tmp_path) if "loss" in e]
     assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.wide
-def test_the_export_gives_the_same_logits_in_decodax_and_transformers(run, options):
+def test_the_export_gives_the_same_logits_in_decodax_and_transformers(run, tokenizer, options):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     path = options.output / "model"
     oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
     text = "def f(self):\n    return self.x\n"
-    ids = tokenizer(text)["input_ids"]
-    assert ids == run.tokenizer.encode(text).ids and tokenizer.decode(ids) == text
+    ids = theirs(text)["input_ids"]
+    assert ids == tokenizer.encode(text).ids and theirs.decode(ids) == text
     model, weights = load_model(path, dtype="float32")
     with torch.no_grad():
         expected = oracle(torch.tensor([ids])).logits.numpy()
@@ -246,16 +252,23 @@ def test_the_export_gives_the_same_logits_in_decodax_and_transformers(run, optio
 ])
 def test_wrong_options_are_named(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Options(**given)
+        Options(recipe="lm", **given)
 
 
 def test_a_batch_that_does_not_divide_is_named(options, tmp_path):
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
     with pytest.raises(ValueError, match="batch: got 3"):
-        train_lm.train(replace(options, batch=3, devices=2, output=tmp_path), console=QUIET)
+        program.train(replace(options, batch=3, devices=2, output=tmp_path), console=QUIET)
 
 
 def test_checkpoints_are_kept_to_the_latest_two(run, options):
     with ocp.CheckpointManager((options.output / "checkpoints").absolute()) as manager:
         assert sorted(manager.all_steps()) == [20, 24]
+
+
+def test_the_schedule_of_a_time_budget_ends_in_a_decay(tmp_path):
+    run = TrainingRun(tmp_path, {}, None, None, Schedule(1.0, 2), minutes=1.0, decay_share=0.5)
+    run.pace, run.step, run.seconds = [(10, 10.0), (20, 20.0), (30, 31.0)], 30, 31.0
+    run.settle()
+    assert run.schedule.decay_from == 30 and run.schedule.steps == 30 + int(29 / 1.05)

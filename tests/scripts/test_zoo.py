@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import diffusion_training as dt
 import jax
 import jax.numpy as jnp
-import lm_training as lm
 import numpy as np
-import pycode_data as data
 import pytest
-import train_diffusion
-import train_recall
-from problems import TASKS
 from tokenizers import Tokenizer
 
 import decodax as dx
 import decodax.models
 from decodax.io.checkpoint import load_diffusion, load_model
+from decodax.train import corpus as data
+from decodax.train import language_model as lm
+from decodax.train import masked_diffusion as dt
+from recipes import diffusion, recall
+from recipes.problems import TASKS
 
 ZOO = Path(next(iter(decodax.models.__path__))) / "zoo"
 NAMES = sorted(p.name for p in ZOO.iterdir() if p.is_dir())
@@ -118,7 +117,7 @@ def test_right_answers_are_near_the_card(name):
     """Twelve problems a task, one token a forward: three standard deviations, and one problem."""
     lm_ = dx.load(ZOO / name)
     assert lm_.diffusion is not None
-    found = train_diffusion.accuracy(lm_.model, lm_.diffusion, lm_.params, 12)  # type: ignore[arg-type]
+    found = diffusion.accuracy(lm_.model, lm_.diffusion, lm_.params, 12)  # type: ignore[arg-type]
     for task, share in json.loads((ZOO / name / "training.json").read_text())["held_out"].items():
         assert abs(found[task] - share) <= 3 * (share * (1 - share) / 12) ** 0.5 + 1 / 12, task
 
@@ -128,7 +127,7 @@ def test_answers_on_long_texts_are_near_the_card(task):
     """Eight problems with texts of 512 words: three standard deviations, and one problem."""
     model, weights = load_model(ZOO / "recall", dtype="float32")
     share = json.loads((ZOO / "recall" / "training.json").read_text())["accuracy"][task]["512"]
-    found = train_recall.accuracy(model, weights, task, 8, 512, seed=2)
+    found = recall.accuracy(model, weights, task, 8, 512, seed=2)
     assert abs(found - share) <= 3 * (share * (1 - share) / 8) ** 0.5 + 1 / 8
 
 

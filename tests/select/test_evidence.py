@@ -138,7 +138,7 @@ def test_rationales_are_cut_short(tiny_model: Path) -> None:
 def test_choices_become_training_data(tiny_model: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("a b\nc\n")
-    subprocess.run([sys.executable, "scripts/distill_choice.py", str(tiny_model), str(prompts), str(out), "--rule",
+    subprocess.run([sys.executable, "scripts/train.py", "selection", str(tiny_model), str(prompts), str(out), "--rule",
                     "mbr", "--n", "3", "--max-new-tokens", "4"], check=True, cwd=Path(__file__).parents[2])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["a b", "c"]

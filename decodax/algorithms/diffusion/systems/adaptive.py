@@ -50,14 +50,14 @@ def prophet(lm: Any, block: int = 32, steps: int | None = None, answer: tuple[in
 
 @ALGORITHMS.register("learn2pd", "Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive "
                      "Parallel Decoding", "Bao et al. 2025", "a filter on a block's confidences, and the canvas cut "
-                     "at the predicted end of text; filters come with the shipped models, `scripts/train_diffusion.py "
+                     "at the predicted end of text; filters come with the shipped models, `scripts/train.py diffusion "
                      "--stage filter` trains others", family=MASKED, needs=FILLING, guarantee="approximate")
 def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: float = 0.96, steps: int | None = None,
              end_of_text: bool = True, size: int | None = None) -> MaskedDiffusion:
     """`filter`: its weights, or their file; None: the `filter.safetensors` in the model's directory, which the shipped
     models have. For another model of text, of any attention,
 
-        python scripts/train_diffusion.py --preset pycode-diffusion --stage filter --init DIR --output runs/filter
+        python scripts/train.py diffusion --preset pycode-diffusion --stage filter --init DIR --output runs/filter
 
     writes `runs/filter/model/filter.safetensors`. Its width is the block. `steps`: of a block.
 
@@ -77,7 +77,7 @@ def _beside(lm: Any) -> Path:
     if directory is None or not (directory / "filter.safetensors").is_file():
         where = directory or "a directory of the model"
         raise ValueError(f"filter: got None, and no filter.safetensors lies in {where}; train one with "
-                         "scripts/train_diffusion.py --stage filter --init DIR, or give a Filter or its file's path")
+                         "scripts/train.py diffusion --stage filter --init DIR, or give a Filter or its file's path")
     return Path(directory) / "filter.safetensors"
 
 

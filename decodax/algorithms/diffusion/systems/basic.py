@@ -135,7 +135,7 @@ def entropy_bounded(lm: Any, bound: float = 0.1, block: int | None = None,
 
 @ALGORITHMS.register("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
                      "blocks of masks after a causal prefix, as many positions as an entropy budget allows, exact "
-                     "cache; for models trained so, such as by `python scripts/train_diffusion.py --attention "
+                     "cache; for models trained so, such as by `python scripts/train.py diffusion --attention "
                      "causal-prefix`", family=MASKED, needs=FILLING, guarantee="approximate")
 def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusion:
     """`bound`: the paper's gamma, in nats; the paper has 0.1 and 0.35 for reasoning, 0.35 and 0.6 for chat. `block`:
@@ -144,13 +144,13 @@ def sbd(lm: Any, bound: float = 0.35, block: int | None = None) -> MaskedDiffusi
     whose masks attend to one another and predict their own positions. No shipped model is one. This trains one from
     `pycode` and writes it to `runs/pycode-sbd/model`:
 
-        python scripts/train_diffusion.py --preset pycode-diffusion --attention causal-prefix --block 16 \\
+        python scripts/train.py diffusion --preset pycode-diffusion --attention causal-prefix --block 16 \\
             --output runs/pycode-sbd
     """
     a = Adapter.of(lm)
     if not a.attention.causal or a.shift:
         raise ValueError(f"lm: got {a.attention}{' with shift' * a.shift}, takes causal-prefix attention without "
-                         "shift, as scripts/train_diffusion.py --attention causal-prefix trains it")
+                         "shift, as scripts/train.py diffusion --attention causal-prefix trains it")
     windows, _ = blocks(a, block, lm.diffusion.block or 16)
     return MaskedDiffusion(a, windows, NegEntropy(), EntropyBound(bound), caching=FusedCache())
 

@@ -132,7 +132,7 @@ def apd(lm: Any, draft: Any, weight: float = 0.7, lookahead: int = 32, window: i
     vocabulary. No shipped model sees the whole text and has such a draft; this makes one of `pycode` and
     writes it to `runs/pycode-full/model`:
 
-        python scripts/train_diffusion.py --preset pycode-diffusion --block 0 --output runs/pycode-full
+        python scripts/train.py diffusion --preset pycode-diffusion --block 0 --output runs/pycode-full
     """
     a = Adapter.of(lm)
     if a.attention.causal or isinstance(a.attention, BlockCausal):

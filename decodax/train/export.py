@@ -1,0 +1,93 @@
+"""Export of a trained model: weights, configuration, tokenizer, model card and figures in Hugging Face layout."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from tokenizers import Tokenizer
+
+from decodax.io.checkpoint import save_model
+from decodax.models import Transformer
+
+CARD = """---
+license: apache-2.0
+{language}tags: [{tags}]
+---
+# {name}
+
+{introduction}
+
+| | |
+|---|---|
+{rows}
+
+{figures}
+
+**Reproduce** with CPython {python}, from the root of the repository:
+
+```
+{command}
+```
+
+The figures on this page are also in `training.json`.
+"""
+
+
+def hardware(count: int) -> str:
+    """Returns `count` devices of this process in words."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return f"{count} x {device.device_kind}"
+    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if info.is_file():
+        named = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = named[0].split(":", 1)[1].strip() if named else name
+    return f"{count} CPU cores ({name})"
+
+
+def model_card(name: str, model: Transformer, facts: Mapping[str, Any], *, introduction: str, rows: Mapping[str, str],
+               figures: str, tags: Sequence[str], language: str | None = None) -> str:
+    """Returns the text of a model card.
+
+    Args:
+        facts: figures of the run: parameters, steps, tokens, hardware, hours and command.
+        introduction: paragraph after the heading. rows: further lines of the table, by title; "training" says how.
+        figures: what was measured on held-out data, as Markdown.
+    """
+    c = model.config
+    table = {"parameters": f"{facts['parameters']:,}",
+             "shape": f"width {c.width}, {len(c.layers)} layers, {c.heads} query and {c.kv_heads} key/value heads, "
+                      f"MLP {c.mlp}, tied embedding",
+             "vocabulary": f"{c.vocab}", "context": f"{c.context} tokens", "weights": "bfloat16", **rows,
+             "training tokens": f"{facts['tokens']:,} in {facts['steps']:,} steps", "hardware": facts["hardware"],
+             "training time": f"{60 * facts['hours']:.0f} minutes"}
+    return CARD.format(name=name, introduction=introduction, figures=figures, tags=", ".join([*tags, "jax", "decodax"]),
+                       language=f"language: [{language}]\n" if language else "", python=platform.python_version(),
+                       rows="\n".join(f"| {title} | {text} |" for title, text in table.items()),
+                       command=facts["command"])
+
+
+def export_model(directory: Path, model: Transformer, params: Any, tokenizer: Tokenizer, *, special: Mapping[str, str],
+                 card: str, facts: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
+    """Writes the directory that `decodax.load` and transformers read, with README.md and training.json.
+
+    Args:
+        directory: made if it does not exist; files of an earlier export are replaced.
+        params: weights of any floating dtype; they are stored in bfloat16.
+        special: texts of the special tokens by name, such as `{"eos_token": "<|end|>"}`.
+        card: see `model_card`. facts: figures of the run. config: further entries of config.json.
+    """
+    ids = {f"{name}_id": tokenizer.token_to_id(text) for name, text in special.items()}
+    save_model(directory, model, params, config={**(config or {}), **ids}, dtype="bfloat16")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write = lambda name, entries: (directory / name).write_text(json.dumps(entries, indent=2) + "\n")
+    write("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special,
+                                    "model_max_length": model.config.context, "clean_up_tokenization_spaces": False})
+    write("generation_config.json", {**{k: v for k, v in ids.items() if k != "mask_token_id"}, "do_sample": False})
+    write("training.json", dict(facts))
+    (directory / "README.md").write_text(card)

@@ -1,0 +1,144 @@
+"""Losses and held-out figures of language models: next tokens, distillation, weighted answers, bits per byte.
+
+Every function is pure. A network is any hashable object with `forward(params, tokens) -> logits`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.train.loop import cast
+
+Tree = Any
+
+
+class Network(Protocol):
+    """The part of a model that training uses; hashable, because it is static under `jax.jit`."""
+
+    def forward(self, params: Tree, tokens: Array) -> Array:
+        """tokens `i32[B, T]` -> logits `[B, T, V]`."""
+        ...
+
+
+def cross_entropy(logits: Array, targets: Array) -> Array:
+    """Returns -log p(target) in nats. logits `[..., V]`, targets `i32[...]` -> `f32[...]`."""
+    logits = logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def divergence(teacher: Array, student: Array) -> Array:
+    """Returns KL(teacher || student) in nats (Hinton et al., 2015). logits `[..., V]` twice -> `f32[...]`.
+
+    The temperature is 1, because speculative acceptance depends on the two distributions as they are sampled from.
+    """
+    log_p = jax.nn.log_softmax(teacher.astype(jnp.float32))
+    log_q = jax.nn.log_softmax(student.astype(jnp.float32))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """Cross-entropy of every next token; with a teacher `mix * KL + (1 - mix) * cross-entropy`."""
+
+    network: Network
+    dtype: str = "float32"
+    teacher: Network | None = None
+    mix: float = 0.0
+
+    def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
+        """batch `i32[B, T + 1]`; `extra` are the teacher's weights. Returns the loss and scalars, in nats."""
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        logits = self.network.forward(cast(params, self.dtype), inputs)
+        loss = truth = cross_entropy(logits, targets).mean()
+        if self.teacher is not None:
+            guide = jax.lax.stop_gradient(self.teacher.forward(cast(extra, self.dtype), inputs))
+            loss = self.mix * divergence(guide, logits).mean() + (1 - self.mix) * truth
+        return loss, {"loss": loss, "cross_entropy": truth}
+
+
+@dataclass(frozen=True)
+class WeightedAnswers:
+    """Cross-entropy of next tokens, in which a token outside of answers has the weight `outside`."""
+
+    network: Network
+    outside: float = 0.02
+
+    def __call__(self, params: Tree, batch: tuple[Array, Array], extra: None) -> tuple[Array, dict[str, Array]]:
+        """batch: tokens `i32[B, T + 1]`, and `bool[B, T + 1]`, True for tokens of answers."""
+        tokens, answers = batch
+        losses = cross_entropy(self.network.forward(params, tokens[:, :-1]), tokens[:, 1:])
+        weights = jnp.where(answers[:, 1:], 1.0, self.outside)
+        loss = (losses * weights).sum() / weights.sum()
+        return loss, {"loss": loss, "answers": (losses * answers[:, 1:]).sum() / answers[:, 1:].sum()}
+
+
+@partial(jax.jit, static_argnames=("network",))
+def token_losses(network: Network, params: Tree, batch: Array) -> Array:
+    """Returns -log p of every next token in nats: batch `i32[B, T + 1]` -> `f32[B, T]`."""
+    return cross_entropy(network.forward(params, batch[:, :-1]), batch[:, 1:])
+
+
+@partial(jax.jit, static_argnames=("network",))
+def likeliest(network: Network, params: Tree, tokens: Array) -> Array:
+    """Returns the most probable next token at each position: `i32[B, T]` -> `i32[B, T]`."""
+    return network.forward(params, tokens).argmax(-1)
+
+
+@partial(jax.jit, static_argnames=("teacher", "student"))
+def overlap(teacher: Network, student: Network, teacher_params: Tree, params: Tree, batch: Array) -> Array:
+    """Returns the sum over x of min(p(x), q(x)) at every position: batch `i32[B, T + 1]` -> `f32[B, T]`.
+
+    It is the probability that speculative sampling accepts a token that the student drafts for the teacher
+    (Leviathan et al., 2023), both at temperature 1.
+    """
+    p, q = (jax.nn.softmax(n.forward(w, batch[:, :-1])) for n, w in ((teacher, teacher_params), (student, params)))
+    return jnp.minimum(p, q).sum(-1)
+
+
+def token_bytes(tokenizer: Any) -> np.ndarray:
+    """Returns `i32[V]`, the bytes of text that each token of a byte-level tokenizer has; 0 for special tokens."""
+    special = tokenizer.get_added_tokens_decoder()
+    size = tokenizer.get_vocab_size()
+    # In the byte-level alphabet each character of a token's name is one byte.
+    return np.asarray([0 if i in special else len(tokenizer.id_to_token(i)) for i in range(size)], np.int32)
+
+
+def bits_per_byte(losses: Callable[[np.ndarray], np.ndarray], stream: np.ndarray, byte_lengths: np.ndarray, length: int,
+                  batch: int, limit: int | None = None) -> float:
+    """Returns the summed -log2 p of the tokens of a packed stream over the bytes of their text.
+
+    Windows of `length` tokens overlap by half and only the second half counts (in the first window all of it), so
+    every token but the first few is predicted from at least `length / 2` tokens before it.
+
+    Args:
+        losses: `i32[batch, length + 1]` -> `f32[batch, length]`, nats; always called with this one shape.
+        stream: `i32[N]`, as from `corpus.pack`.
+        byte_lengths: `i32[V]`, as from `token_bytes`.
+        limit: number of windows at most, spread evenly over the stream; None takes all.
+    """
+    half = length // 2
+    starts = np.arange(0, max(len(stream) - length - 1, 0) + half, half)
+    if limit is not None and limit < len(starts):
+        starts = starts[np.linspace(0, len(starts) - 1, limit).round().astype(int)]
+    nats = total = 0.0
+    for at in range(0, len(starts), batch):
+        rows = starts[at:at + batch]
+        index = rows[:, None] + np.arange(length + 1)
+        index = np.concatenate([index, np.zeros((batch - len(rows), length + 1), np.int64)])
+        counted = index[:, 1:] < len(stream)
+        counted[:, :length - half] &= index[:, :1] == 0
+        counted[len(rows):] = False
+        window = stream[np.minimum(index, len(stream) - 1)]
+        nats += float((np.asarray(losses(window), np.float64) * counted).sum())
+        total += float((byte_lengths[window[:, 1:]] * counted).sum())
+    return nats / math.log(2) / total

@@ -1,0 +1,340 @@
+"""Losses of masked diffusion models, the noise they are trained with, and greedy filling of masks.
+
+There are three losses; the first two are upper bounds on the negative log-likelihood:
+
+- *masked diffusion* (LLaDA, Nie et al., 2025): every token sees every token. Each row has a noise level `t ~ U(0, 1)`,
+  each answer token is masked with probability `t`, and the cross-entropy at masked tokens is weighted by `1 / t`;
+- *block diffusion* (BD3-LM, Arriola et al., 2025; SDAR, Cheng et al., 2025): each block has a noise level, and a noisy
+  block sees itself and the clean blocks before it. One forward serves all blocks: it reads the noisy text followed by
+  the clean text, with a mask by which each noisy block sees the right clean ones;
+- *set block decoding* (Gat et al., 2025): block diffusion with a causal clean text that also learns to predict its next
+  tokens. Blocks are counted from the beginning of the answer, as the sampler counts them.
+
+Noise levels are stratified over the batch (the low-discrepancy sampler of MDLM, Sahoo et al., 2024): row `i` of `B`
+draws from `[i/B, (i+1)/B)`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.common.struct import Struct, struct
+from decodax.models import Diffusion, Transformer
+from decodax.train.language_model import cross_entropy
+from decodax.train.loop import cast
+
+Tree = Any
+
+LEAST = 1e-3
+"""Lowest noise level, as in the code of LLaDA and MDLM; it bounds the weight `1 / t`."""
+
+
+@struct
+class Batch(Struct):
+    """Clean sequences.
+
+    Attributes:
+        tokens: `i32[B, T]`. answer: `bool[B, T]`, True where tokens are masked and learned; the prompt stays clean.
+        live: `bool[B, T]`, True where the sequence has a token; it begins at position 0 and has no gaps.
+    """
+
+    tokens: Array
+    answer: Array
+    live: Array
+
+
+def widened(params: Tree, spread: float) -> Tree:
+    """Returns fresh weights whose kernels are multiplied by `spread`."""
+    by = lambda path, x: x * spread if getattr(path[-1], "key", None) == "kernel" else x
+    return jax.tree_util.tree_map_with_path(by, params)
+
+
+def check(kind: Diffusion) -> None:
+    """Checks that models of this kind can be trained.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if kind.attention == "causal":
+        raise ValueError("attention: got causal, takes full, block-causal or causal-prefix")
+    if kind.attention != "full" and kind.shift:
+        raise ValueError("shift: got True with blocks, takes False: the token before a block does not see it")
+
+
+def blocks(kind: Diffusion, answer: Array) -> Array:
+    """Returns the block number of each position, `i32[B, T]`; 0 everywhere without blocks.
+
+    Blocks are counted from the first token, or after a causal prefix from the first token of the answer
+    (`bool[B, T]`), before which numbers are negative.
+
+    >>> blocks(Diffusion(9, attention="causal-prefix", block=2), jnp.arange(6)[None] > 2).tolist()
+    [[-2, -1, -1, 0, 0, 1]]
+    """
+    place = jnp.broadcast_to(jnp.arange(answer.shape[1]), answer.shape)
+    if kind.block is None:
+        return jnp.zeros_like(place)
+    start = answer.argmax(1)[:, None] if kind.attention == "causal-prefix" else 0
+    return (place - start) // kind.block
+
+
+def visible(live: Array, at: Array, front: Array | None = None) -> Array:
+    """Returns the attention mask at decoding time, `bool[B, T, T]`: live tokens that are not in a later block.
+
+    Args:
+        live: `bool[B, T]`. at: `i32[B, T]`, block numbers.
+        front: `i32[B]`, number of first tokens that see causally; None: none.
+
+    >>> visible(jnp.ones((1, 4), bool), jnp.array([[0, 0, 1, 1]]))[0].astype(int).tolist()
+    [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    >>> visible(jnp.ones((1, 4), bool), jnp.array([[0, 0, 1, 1]]), jnp.array([2]))[0].astype(int).tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    """
+    T = live.shape[1]
+    seen = live[:, None, :] | jnp.eye(T, dtype=bool)
+    before = at[:, None, :] <= at[:, :, None]
+    if front is not None:
+        before &= (jnp.arange(T) >= front[:, None])[:, :, None] | jnp.tri(T, dtype=bool)
+    return seen & before
+
+
+def visible_twice(live: Array, at: Array, causal: bool = False) -> Array:
+    """Returns the attention mask `bool[B, 2T, 2T]` of the noisy text followed by the clean text.
+
+    A noisy block sees itself and earlier clean blocks. A clean block sees itself and earlier clean blocks, or with
+    `causal` each clean token sees those before it. No clean token sees a noisy one. `at`: as in `visible`.
+    """
+    T = live.shape[1]
+    same, before = at[:, None, :] == at[:, :, None], at[:, None, :] < at[:, :, None]
+    clean = jnp.broadcast_to(jnp.tri(T, dtype=bool), same.shape) if causal else same | before
+    mask = jnp.concatenate([jnp.concatenate([same, before], 2),
+                            jnp.concatenate([jnp.zeros_like(same), clean], 2)], 1)
+    return (mask & jnp.tile(live, (1, 2))[:, None, :]) | jnp.eye(2 * T, dtype=bool)
+
+
+def noise_levels(key: Array, rows: int, blocks: int = 1) -> Array:
+    """Returns noise levels `f32[B, blocks]` in `(LEAST, 1]`, stratified over the rows with an offset for each block."""
+    start = jax.random.uniform(key, (1, blocks))
+    strata = (jnp.arange(rows)[:, None] / rows + start) % 1.0
+    return LEAST + (1 - LEAST) * strata
+
+
+def corrupt(key: Array, batch: Batch, kind: Diffusion) -> tuple[Array, Array, Array]:
+    """Draws noise for a batch.
+
+    Returns:
+        Noisy tokens `i32[B, T]`, True where they are masked `bool[B, T]`, and the noise level of each `f32[B, T]`.
+    """
+    B, T = batch.tokens.shape
+    size = T if kind.block is None else kind.block
+    keys = jax.random.split(key)
+    count = -(-T // size)
+    levels = jnp.take_along_axis(noise_levels(keys[0], B, count), blocks(kind, batch.answer) % count, 1)
+    masked = (jax.random.uniform(keys[1], (B, T)) < levels) & batch.answer
+    return jnp.where(masked, kind.mask, batch.tokens), masked, levels
+
+
+def apart(mask: Array, answer: Array, rows: Array) -> Array:
+    """Returns the mask `bool[B, T, T]` with the answer (`bool[B, T]`) hidden from the prompt in `rows` (`bool[B]`)."""
+    return mask & ~(rows[:, None, None] & ~answer[:, :, None] & answer[:, None, :])
+
+
+def predict(network: Transformer, params: Tree, tokens: Array, live: Array, kind: Diffusion,
+            clean: Array | None = None, blind: tuple[Array, Array] | None = None,
+            answer: Array | None = None) -> Array:
+    """Returns logits `f32[B, T, V]` aligned with the tokens they predict; the mask token has none.
+
+    Args:
+        tokens: `i32[B, T]`, noisy. clean: the tokens without noise, for a training step with blocks; None: blocks see
+            `tokens`, as at decoding time. blind: answers and rows for `apart`, only without blocks.
+        answer: `bool[B, T]`, where blocks begin after a causal prefix; None: the whole text.
+    """
+    if clean is not None and kind.block is not None:
+        return predict_twice(network, params, tokens, live, kind, clean, answer)[0]
+    at = blocks(kind, jnp.ones_like(live) if answer is None else answer)
+    mask = visible(live, at, front(tokens, at, kind) if kind.attention == "causal-prefix" else None)
+    logits = network.forward(params, tokens, mask=mask if blind is None else apart(mask, *blind))
+    if kind.shift:
+        logits = jnp.concatenate([logits[:, :1], logits[:, :-1]], 1)
+    return logits.at[..., kind.mask].set(-jnp.inf)
+
+
+def front(tokens: Array, at: Array, kind: Diffusion) -> Array:
+    """Returns the start of the first block with a mask, `i32[B]`; the end of the text if there is none."""
+    last = at.max() + 1
+    current = jnp.where(tokens == kind.mask, at, last).min(1, keepdims=True)
+    return jnp.where(current == last, at.shape[1], (at >= current).argmax(1, keepdims=True))[:, 0]
+
+
+def predict_twice(network: Transformer, params: Tree, tokens: Array, live: Array, kind: Diffusion, clean: Array,
+                  answer: Array | None = None) -> tuple[Array, Array]:
+    """Returns the logits of `predict` for a training step with blocks, and those of the clean text `f32[B, T, V]`."""
+    T = tokens.shape[1]
+    where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
+    at = blocks(kind, jnp.ones_like(live) if answer is None else answer)
+    hidden, head = network.features(params, jnp.concatenate([tokens, clean], 1), jnp.concatenate([where, where], 1),
+                                    visible_twice(live, at, kind.attention == "causal-prefix"))
+    noisy, plain = (head(x).at[..., kind.mask].set(-jnp.inf) for x in (hidden[:, :T], hidden[:, T:]))
+    return noisy, plain
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The loss of masked or block diffusion: cross-entropies over `t`, per answer token, averaged over rows.
+
+    This is the loss of LLaDA's fine-tuning, and with blocks that of BD3-LM. After a causal prefix the cross-entropy
+    of the clean text's next tokens is added with equal weight, as in set block decoding.
+
+    Attributes:
+        apart: share of rows whose prompt does not see the answer. A small model that uses the prompt's positions as
+            memory breaks when the prompt comes from a cache, unless it was trained with such rows.
+    """
+
+    network: Transformer
+    kind: Diffusion
+    dtype: str = "float32"
+    apart: float = 0.0
+
+    def __call__(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
+        """Returns the loss in nats, an upper bound, and scalars: cross-entropy and accuracy at masked tokens."""
+        nats, masked, levels, right, following = self.parts(params, batch, key)
+        each = lambda x: (x.sum(1) / jnp.maximum(batch.answer.sum(1), 1)).mean()
+        loss = each(nats / levels)
+        if self.kind.attention == "causal-prefix":
+            loss += each(following)
+        count = jnp.maximum(masked.sum(), 1)
+        return loss, {"loss": loss, "cross_entropy": nats.sum() / count, "accuracy": right.sum() / count}
+
+    def parts(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, Array, Array, Array, Array]:
+        """Returns for each position `[B, T]`: nats (0 unless masked), masked, noise level, masked and predicted right,
+        and nats of the clean text's prediction of the answer's token (0 without a causal prefix)."""
+        noisy, masked, levels = corrupt(key, batch, self.kind)
+        blind = None
+        if self.apart:
+            rows = jax.random.uniform(jax.random.fold_in(key, 2), noisy.shape[:1]) < self.apart
+            blind = batch.answer, rows
+        params, following = cast(params, self.dtype), jnp.zeros(noisy.shape)
+        if self.kind.attention == "causal-prefix":
+            logits, plain = predict_twice(self.network, params, noisy, batch.live, self.kind, batch.tokens,
+                                          batch.answer)
+            own = cross_entropy(plain[:, :-1], batch.tokens[:, 1:])
+            following = following.at[:, 1:].set(jnp.where(batch.answer[:, 1:], own, 0.0))
+        else:
+            logits = predict(self.network, params, noisy, batch.live, self.kind, batch.tokens, blind)
+        nats = jnp.where(masked, cross_entropy(logits, jnp.where(masked, batch.tokens, 0)), 0.0)
+        return nats, masked, levels, masked & (logits.argmax(-1) == batch.tokens), following
+
+
+@dataclass(frozen=True)
+class CertaintyForcing:
+    """dParallel's distillation (Chen et al., 2025): the model learns to be certain of its own answers in parallel.
+
+    One block of each row's answer is drawn. Tokens before it are clean, tokens after it masked, and each token in
+    it is masked with probability `ratio`. The loss is the cross-entropy at its masked tokens plus `weight` times
+    the entropy, at `temperature`, of those that are predicted right. The complement of the masked tokens is learned in
+    the same step, as in the authors' code.
+
+    Attributes:
+        span: number of tokens of a block, counted from the beginning of the answer.
+    """
+
+    network: Transformer
+    kind: Diffusion
+    dtype: str = "float32"
+    span: int = 16
+    ratio: float = 0.5
+    temperature: float = 0.5
+    weight: float = 2.0
+
+    def __call__(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
+        first, second = self.noise(key, batch)
+        loss, figures = jnp.float32(0), []
+        for masked, noisy in (first, second):
+            logits = predict(self.network, cast(params, self.dtype), noisy, batch.live, self.kind,
+                             answer=batch.answer)
+            figures.append(self.terms(logits, batch.tokens, masked))
+            loss += figures[-1]["cross_entropy"] + self.weight * figures[-1]["entropy"]
+        return loss, {"loss": loss, **{k: (a + figures[1][k]) / 2 for k, a in figures[0].items()}}
+
+    def noise(self, key: Array, batch: Batch) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Returns the masked tokens of the block and the noisy text, for the draw and for its complement."""
+        keys = jax.random.split(key)
+        block = jnp.where(batch.answer, (jnp.cumsum(batch.answer, 1) - 1) // self.span, -1)
+        count = block.max(1) + 1
+        active = (jax.random.uniform(keys[0], count.shape) * count).astype(jnp.int32)[:, None]
+        here, later = batch.answer & (block == active), batch.answer & (block > active)
+        drawn = jax.random.uniform(keys[1], batch.tokens.shape) < self.ratio
+        each = lambda masked: (masked, jnp.where(masked | later, self.kind.mask, batch.tokens))
+        return each(here & drawn), each(here & ~drawn)
+
+    def terms(self, logits: Array, tokens: Array, masked: Array) -> dict[str, Array]:
+        """Returns the mean cross-entropy of masked tokens, the mean entropy of the right ones, and their share."""
+        nats = jnp.where(masked, cross_entropy(logits, jnp.where(masked, tokens, 0)), 0.0)
+        log_p = jax.nn.log_softmax(logits.astype(jnp.float32) / self.temperature)
+        entropy = -jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * jnp.where(jnp.isfinite(log_p), log_p, 0.0), 0.0)
+        right = masked & (logits.argmax(-1) == tokens)
+        count, sure = jnp.maximum(masked.sum(), 1), jnp.maximum(right.sum(), 1)
+        return {"cross_entropy": nats.sum() / count, "entropy": jnp.where(right, entropy.sum(-1), 0.0).sum() / sure,
+                "accuracy": right.sum() / count}
+
+
+@partial(jax.jit, static_argnames=("network", "kind", "at_once"))
+def fill(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, at_once: bool = False) -> Array:
+    """Returns rows with answers filled greedily, `i32[B, T]`, block by block: the most confident token of a forward,
+    or all of them."""
+    at = blocks(kind, batch.answer)
+    last = at.max() + 1
+
+    def body(_: Array, tokens: Array) -> Array:
+        masked = (tokens == kind.mask) & batch.answer
+        now = masked & (at == jnp.where(masked, at, last).min(1, keepdims=True))
+        logits = predict(network, params, tokens, batch.live, kind, answer=batch.answer)
+        sure = jnp.where(now, logits.max(-1) - jax.nn.logsumexp(logits, -1), -jnp.inf)
+        best = at_once | (sure.argmax(1)[:, None] == jnp.arange(tokens.shape[1]))
+        return jnp.where(best & now, logits.argmax(-1), tokens)
+
+    start = jnp.where(batch.answer, kind.mask, batch.tokens)
+    rounds = last if at_once else batch.answer.sum(1).max()
+    return jax.lax.fori_loop(0, rounds, body, start)
+
+
+@partial(jax.jit, static_argnames=("objective",))
+def _row_bounds(objective: Bound, params: Tree, batch: Batch, key: Array) -> Array:
+    nats, _, levels, *_ = objective.parts(params, batch, key)
+    return (nats / levels).sum(1)
+
+
+def bound_per_byte(objective: Bound, params: Tree, stream: np.ndarray, byte_lengths: np.ndarray, length: int,
+                   batch: int, limit: int | None = None, draws: int = 4) -> float:
+    """Estimates the bound on bits per byte of a packed stream, with `draws` noises for each window.
+
+    Windows of `length` tokens overlap by half; the second half is scored, given the clean first half. The first half
+    window of the stream and the rest after the last whole window do not count.
+
+    Args:
+        stream: `i32[N]`. byte_lengths: `i32[V]`, as from `language_model.token_bytes`.
+        limit: number of windows at most, spread evenly; None: all.
+    """
+    half = length // 2
+    starts = np.arange(0, len(stream) - length + 1, half)
+    if limit is not None and limit < len(starts):
+        starts = starts[np.linspace(0, len(starts) - 1, limit).round().astype(int)]
+    nats = total = 0.0
+    answer = np.broadcast_to(np.arange(length) >= length - half, (batch, length))
+    for at in range(0, len(starts), batch):
+        rows = starts[at:at + batch]
+        counted = np.arange(batch) < len(rows)
+        window = stream[np.resize(rows, batch)[:, None] + np.arange(length)]
+        given = Batch(window, answer, np.ones_like(answer))
+        for draw in range(draws):
+            key = jax.random.fold_in(jax.random.key(draw), at)
+            nats += float((np.asarray(_row_bounds(objective, params, given, key), np.float64) * counted).sum())
+        total += float((byte_lengths[window] * (answer & counted[:, None])).sum())
+    return nats / draws / math.log(2) / total

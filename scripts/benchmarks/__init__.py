@@ -1,0 +1,1 @@
+"""Benchmarks: one module for each subcommand of `scripts/benchmark.py`."""

@@ -1,0 +1,309 @@
+"""Speed of the round against transformers and against itself, side by side in one run.
+
+A 125M Llama shape (width 768, 12 layers, 12/4 heads, MLP 2,048, vocabulary 32,000) has one set of random weights for
+both sides, in float32. The sides of a comparison run in turn; the table gives medians, and medians of the ratios of
+neighbouring runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, measure, trees
+from decodax.algorithms.speculative.drafts import PromptLookup
+from decodax.bench.figures import show_table
+from decodax.bench.timing import Times, in_turn, median, ratio, seconds
+from decodax.core import drivers
+from decodax.core.types import Params
+from decodax.core.window import causal
+from decodax.io.load import load
+from decodax.models.config import llama
+from decodax.models.transformer import Transformer
+from decodax.sampling import build
+from decodax.sampling.draw import first_argmax
+
+SHAPE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
+             intermediate_size=2048, vocab_size=32000, max_position_embeddings=8192, tie_word_embeddings=False)
+PROMPT = 32
+Timed = Callable[[], float]
+
+
+def read_speed(megabytes: int = 512) -> float:
+    """Returns the GB/s at which all cores of this machine read memory."""
+    parts = np.array_split(_ones(megabytes), os.cpu_count() or 1)
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(len, parts))      # starts the threads
+        clock = time.perf_counter()
+        list(pool.map(lambda part: np.dot(part, part), parts))
+        return megabytes * 2**20 / (time.perf_counter() - clock) / 1e9
+
+
+@functools.cache
+def _ones(megabytes: int) -> np.ndarray:
+    return np.ones(megabytes << 18, np.float32)
+
+
+def must_read(weights: Any, cache: Any, live: float) -> int:
+    """Returns the bytes that a round of decoding has to read: the weights, an embedding table only if it is also the
+    head, and the live share of a cache's slots."""
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    table = size(weights["embed"]) if "lm_head" in weights else 0
+    return int(size(weights) - table + live * size(cache))
+
+
+def of_machine(spent: Times, side: str, read: int) -> tuple[float, str]:
+    """Returns the share of the machine's read bandwidth that a side reaches, and both bandwidths as text.
+
+    Args:
+        spent: milliseconds a round of the side, and "read": results of `read_speed` taken in turn with it.
+        read: see `must_read`.
+    """
+    own, machine = read / min(spent[side]) / 1e6, max(spent["read"])
+    return own / machine, f"{own:.1f} of {machine:.1f} GB/s"
+
+
+class Rounds:
+    """Decoding of a model, timed without its prefill.
+
+    Attributes:
+        new: number of new tokens. lowest: lowest token id of the prompts. tokens: of the last run, `i32[B, new]`.
+    """
+
+    def __init__(self, model: Transformer, params: Params, new: int, lowest: int = 0):
+        self.model, self.params, self.new, self.lowest = model, params, new, lowest
+        self.vocab = model.config.vocab
+        self.tokens = np.zeros((0, new), np.int32)
+
+    def prompts(self, batch: int) -> np.ndarray:
+        """Returns random prompts `i32[batch, PROMPT]`."""
+        return np.random.default_rng(0).integers(self.lowest, self.vocab, (batch, PROMPT)).astype(np.int32)
+
+    def begin(self, alg: Any, batch: int, size: int, new: int, prompts: np.ndarray | None = None, **policy: Any) -> Any:
+        """Returns the sampling chain and the state after the prefill."""
+        tokens = np.zeros((batch, size), np.int32)
+        given = self.prompts(batch) if prompts is None else prompts
+        tokens[:, :given.shape[1]] = given
+        chain = build(batch, vocab_size=self.vocab, **policy)
+        s = drivers.begin(alg, self.model, self.params, chain, tokens, np.full(batch, given.shape[1], np.int32),
+                          size=size, max_new=np.int32(new), seed=np.uint32(0))
+        return chain, drivers.prefill(alg, self.model, self.params, s, width=32)
+
+    def decode(self, batch: int, size: int = 256, alg: Any = None, by: str = "round", **policy: Any) -> Timed:
+        """Returns a timer of the decode loop: milliseconds a "round", or a "token" of a row."""
+        alg = alg or Autoregressive()
+
+        def timed() -> float:
+            chain, s = jax.block_until_ready(self.begin(alg, batch, size, self.new, **policy))
+            clock = time.perf_counter()
+            s = jax.block_until_ready(drivers.advance(alg, self.model, self.params, chain, s, jnp.int32(10**6)))
+            spent = time.perf_counter() - clock
+            self.tokens = np.asarray(s.tokens)[:, PROMPT:PROMPT + self.new]
+            return 1e3 * spent / (int(s.stats.rounds.max()) if by == "round" else self.new)
+
+        return timed
+
+    def bare(self, batch: int, width: int = 1, size: int = 256) -> Timed:
+        """Returns a timer of a loop that only scores a window, takes an argmax and commits one entry, in milliseconds.
+        """
+        def timed() -> float:
+            _, s = self.begin(Autoregressive(), batch, size, self.new)
+            args = (self.params.target, s.newest, s.length - 1, s.cache, jnp.int32(self.new))
+            jax.block_until_ready(args)
+            clock = time.perf_counter()
+            jax.block_until_ready(_bare(self.model, width, *args))
+            return (time.perf_counter() - clock) / self.new * 1e3
+
+        return timed
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _bare(model: Transformer, width: int, params: Any, token: Array, length: Array, cache: Any, rounds: Array) -> Any:
+    def body(carry: Any) -> Any:
+        i, token, length, cache = carry
+        out = model.apply(params, causal(jnp.repeat(token[:, None], width, 1), length), cache)
+        token = first_argmax(out.logits()[:, 0])
+        slots = jnp.where((token >= 0)[:, None] & (jnp.arange(width) == 0), length[:, None], -1)
+        return i + 1, token, length + 1, cache.commit(out.entries, slots)
+
+    return lax.while_loop(lambda c: c[0] < rounds, body, (jnp.int32(0), token, length, cache))
+
+
+class Bench(Rounds):
+    """The model in both libraries, with the same weights; each method is a comparison and returns rows of the table."""
+
+    def __init__(self, repeats: int, new: int):
+        import torch
+        import transformers
+        self.repeats, self.torch = repeats, torch
+        torch.set_num_threads(2)
+        torch.manual_seed(0)
+        self.reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
+        self.reference.generation_config.eos_token_id = None
+        with tempfile.TemporaryDirectory() as folder:
+            self.reference.save_pretrained(folder)
+            lm = load(folder)
+        super().__init__(lm.model, Params(lm.params), new)
+
+    def times(self, **sides: Timed) -> Times:
+        """Times sides in turn."""
+        return in_turn({name.replace("_", " "): side for name, side in sides.items()}, self.repeats)
+
+    def generate(self, batch: int) -> Timed:
+        """Returns a timer of the whole call, prefill included, in milliseconds a new token."""
+        def timed() -> float:
+            clock = time.perf_counter()
+            chain, s = self.begin(Autoregressive(), batch, 256, self.new)
+            s = drivers.advance(Autoregressive(), self.model, self.params, chain, s, jnp.int32(10**6))
+            self.tokens = np.asarray(s.tokens)[:, PROMPT:PROMPT + self.new]
+            return (time.perf_counter() - clock) / self.new * 1e3
+
+        return timed
+
+    def transformers(self, batch: int) -> Timed:
+        """Returns a timer of `generate` of transformers, in milliseconds a new token."""
+        ids = self.torch.tensor(self.prompts(batch).astype(np.int64))
+
+        def timed() -> float:
+            clock = time.perf_counter()
+            with self.torch.inference_mode():
+                out = self.reference.generate(ids, attention_mask=self.torch.ones_like(ids), do_sample=False,
+                                              max_new_tokens=self.new, min_new_tokens=self.new)
+            self.expected = out[:, PROMPT:].numpy()
+            return (time.perf_counter() - clock) / self.new * 1e3
+
+        return timed
+
+    def batch(self) -> list[dict[str, Any]]:
+        rows = []
+        for batch in (1, 8):
+            times = self.times(decodax=self.generate(batch), transformers=self.transformers(batch))
+            same = float((self.tokens == self.expected).mean())
+            rows.append(row(f"greedy, batch {batch}: decodax against transformers `generate` ({same:.1%} of tokens "
+                            "equal)", times, "transformers", "decodax", "at least 1.00", "ms a step"))
+            times = self.times(decode=self.decode(batch), read=read_speed)
+            cache = self.begin(Autoregressive(), batch, 256, self.new)[1].cache
+            share, figure = of_machine(times, "decode", must_read(self.params.target, cache,
+                                                                  (PROMPT + self.new / 2) / 256))
+            rows.append(dict(what=f"decode, batch {batch}: what it reads against what the machine reads at best",
+                             figure=figure, ratio=share, bar="none", times=times))
+        return rows
+
+    def capacity(self) -> list[dict[str, Any]]:
+        return [row(f"capacity 4,096 against 256 at one live length, batch {batch}",
+                    self.times(large=self.decode(batch, 4096), small=self.decode(batch, 256)), "large", "small",
+                    "at most 1.10", "ms a step") for batch in (1, 8)]
+
+    def window(self) -> list[dict[str, Any]]:
+        return [row("a window of 8 tokens against 1, batch 1", self.times(eight=self.bare(1, 8), one=self.bare(1, 1)),
+                    "eight", "one", "at most 1.70")]
+
+    def overhead(self) -> list[dict[str, Any]]:
+        rows = []
+        for batch in (1, 8):
+            times = self.times(greedy=self.decode(batch), bare=self.bare(batch),
+                               sampled=self.decode(batch, temperature=0.8))
+            rows += [row(f"a {side} round against the bare forward + commit, batch {batch}", times, side, "bare",
+                         "at most 1.03") for side in ("greedy", "sampled")]
+        return rows
+
+    def lookup(self) -> list[dict[str, Any]]:
+        """Sources that draft from text and tables: a round against the bare forward of a window as wide."""
+        sources = {"prompt-lookup": PromptLookup(length=7), "sam-decoding": drafts.SuffixAutomaton(length=7),
+                   "ngram": drafts.NGram(length=7),
+                   "token-recycling": drafts.TokenRecycling(tree=trees.Fixed.balanced(3, 1, 1)),
+                   "jacobi": drafts.Jacobi(length=7)}
+        widths = {name: 10 if name == "token-recycling" else 8 for name in sources}
+        sides = {name: self.decode(1, alg=Speculative(source)) for name, source in sources.items()}
+        times = in_turn({**sides, **{f"bare {w}": self.bare(1, w) for w in sorted(set(widths.values()))}}, self.repeats)
+        return [row(f"a {name} round against the bare window of {width} + commit, batch 1", times, name,
+                    f"bare {width}", "at most 1.05") for name, width in widths.items()]
+
+    def draft(self) -> list[dict[str, Any]]:
+        """A draft model's round against its forwards and the verifying forward, each bare."""
+        small = Transformer(llama(vocab=self.vocab, width=256, layers=4, heads=4, kv_heads=2, mlp=688, context=8192))
+        weights, K, rows = small.init_params(jax.random.key(0)), 4, []
+        both = Rounds(self.model, self.params.replace(draft=weights), self.new)
+        alg = Speculative(drafts.DraftModel(small), shape=trees.Chain(K))
+        for batch in (1, 8):
+            times = self.times(round=both.decode(batch, alg=alg), verify=self.bare(batch, K + 1),
+                               draft=Rounds(small, Params(weights), self.new).bare(batch))
+            times["parts"] = (np.array(times["verify"]) + K * np.array(times["draft"])).tolist()
+            rows.append(row(f"a round of {K} drafts by a small model against its {K} forwards and the verifying one, "
+                            f"batch {batch}", times, "round", "parts", "at most 1.10"))
+        return rows
+
+    def automatic(self) -> list[dict[str, Any]]:
+        """The automatic draft length on text in which nothing can be looked up."""
+        rows = []
+        for batch in (1, 8, 32):
+            arms = (NOTHING, *(Speculative(PromptLookup(length=7), shape=trees.Chain(k)) for k in (2, 4, 7)))
+            costs = measure(self.model, self.params.target, arms, batch=batch, vocab_size=self.vocab)
+            times = self.times(**{name: self.decode(batch, alg=alg, by="token", temperature=1.0) for name, alg in
+                                  (("plain", Autoregressive()), ("automatic", Adaptive(arms, Automatic(costs))))})
+            rows.append(row(f"automatic draft length against plain, sampled text, batch {batch}", times, "plain",
+                            "automatic", "at least 1.00", "ms a token"))
+        return rows
+
+    def retraces(self) -> list[dict[str, Any]]:
+        alg = Autoregressive()
+        self.decode(1, temperature=0.5)()
+        programs: Any = (drivers.begin, drivers.commit_prompts, drivers.advance)
+        before = sum(p._cache_size() for p in programs)
+        for seed, temperature in enumerate((0.0, 0.7, 1.3)):
+            prompts = np.random.default_rng(seed).integers(0, 32000, (1, 9 + seed)).astype(np.int32)
+            chain, s = self.begin(alg, 1, 256, 5 + seed, prompts, temperature=temperature, eos=[seed])
+            drivers.advance(alg, self.model, self.params, chain, s, jnp.int32(100))
+        count = sum(p._cache_size() for p in programs) - before
+        return [dict(what="programs traced again by other prompts, temperatures, EOS ids, budgets", figure=str(count),
+                     ratio=float(count), bar="0", times={})]
+
+
+def row(what: str, times: Mapping[str, list[float]], of: str, to: str, bar: str, unit: str = "ms") -> dict[str, Any]:
+    """Returns a row of the table for the ratio `of / to`."""
+    return dict(what=what, figure=f"{median(times[of]):.2f} against {median(times[to]):.2f} {unit}",
+                ratio=ratio(dict(times), of, to), bar=bar, times=times)
+
+
+def cold_start(repeats: int) -> list[dict[str, Any]]:
+    """Seconds from the start of Python to the first piece of text of the shipped model, nothing cached."""
+    program = ("import decodax as dx; lm = dx.load('pycode'); "
+               "s = dx.stream(lm, 'def fib(n):', max_new_tokens=8); next(s)")
+    start = seconds(lambda: subprocess.run([sys.executable, "-c", program], check=True,
+                                           env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}))
+    times = [start() for _ in range(repeats)]
+    return [dict(what="cold start of `pycode` to its first text, no compilation cache", figure=f"{median(times):.1f} s",
+                 ratio=median(times), bar="under 10 s", times={"cold": times})]
+
+
+def main(args: argparse.Namespace) -> None:
+    """Runs the comparisons and prints a table after each."""
+    bench = Bench(args.repeats, args.new) if set(args.only) - {"cold"} else None
+    rows: list[dict[str, Any]] = []
+    for part in args.only:
+        found = cold_start(args.repeats) if part == "cold" else getattr(bench, part)()
+        rows += found
+        for one in found:
+            print(f"{one['what']}: {one['figure']}, {one['ratio']:.2f}", file=sys.stderr, flush=True)
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; JAX {jax.__version__}; "
+          f"{args.repeats} repeats, prompt {PROMPT}, {args.new} new tokens, float32\n")
+    show_table(("comparison", "median", "ratio", "bar"),
+               [(r["what"], r["figure"], f"{r['ratio']:.2f}", r["bar"]) for r in rows], markdown=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))

@@ -1,0 +1,163 @@
+"""Speed of decoding by the format of the weights on CPU, against arrays of float32 and llama.cpp, in one run.
+
+The 125M Llama shape of `rounds` has the same random weights on both sides, greedy, prompt 32. llama.cpp reads them as
+f32, f16, q8_0 and q4_0; without the packages `xllamacpp` and `gguf` its columns are left out. The sides run in turn;
+the table gives medians, and medians of the ratios of neighbouring runs. "Read" is the bytes of weights and cache over
+the best time, and the best speed at which all cores read memory.
+
+The bars, on JAX 0.12: int8 1.6 times arrays at batch 1, int4 1.3; 0.8 at batch 8 and for a window of 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.rounds import PROMPT, Rounds, must_read, of_machine, read_speed
+from decodax.algorithms.autoregressive import Autoregressive
+from decodax.bench.figures import show_table
+from decodax.bench.timing import in_turn, median, ratio
+from decodax.core.types import Params
+from decodax.io.huge_pages import moved
+from decodax.io.load import LM
+from decodax.io.quantize import quantize
+from decodax.models.config import llama
+from decodax.models.formats import FORMATS
+from decodax.models.transformer import Transformer
+
+MODEL = Transformer(llama(vocab=32000, width=768, layers=12, heads=12, kv_heads=4, mlp=2048, context=8192))
+PEERS = {"arrays": "F32", "float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
+"""The format of llama.cpp with as many bits."""
+
+TENSORS = {"attn_in.scale": "attn_norm", "mlp_in.scale": "ffn_norm", "attn.q.kernel": "attn_q",
+           "attn.k.kernel": "attn_k", "attn.v.kernel": "attn_v", "attn.o.kernel": "attn_output",
+           "mlp.gate.kernel": "ffn_gate", "mlp.up.kernel": "ffn_up", "mlp.down.kernel": "ffn_down"}
+
+
+PROMPTS = np.random.default_rng(0).integers(300, MODEL.config.vocab, (4, PROMPT)).astype(np.int32)
+
+
+def write(path: Path, weights: Any, kind: str) -> None:
+    """Writes the weights as a file for llama.cpp, with a vocabulary of made-up words."""
+    import gguf
+
+    c = MODEL.config
+    file = gguf.GGUFWriter(str(path), "llama")
+    file.add_context_length(512)
+    file.add_embedding_length(c.width)
+    file.add_block_count(len(c.layers))
+    file.add_feed_forward_length(c.mlp)
+    file.add_head_count(c.heads)
+    file.add_head_count_kv(c.kv_heads)
+    file.add_layer_norm_rms_eps(c.norm.eps)
+    file.add_rope_dimension_count(c.head_dim)
+    file.add_rope_freq_base(10000.0)
+    file.add_vocab_size(c.vocab)
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    words += [f"\u2581t{i}" for i in range(c.vocab - len(words))]
+    file.add_tokenizer_model("llama")
+    file.add_token_list([word.encode() for word in words])
+    file.add_token_scores([0.0] * c.vocab)
+    file.add_token_types([2, 3, 3] + [6] * 256 + [1] * (c.vocab - 259))
+    file.add_bos_token_id(1)
+    file.add_eos_token_id(2)
+    own = gguf.GGMLQuantizationType[kind]
+
+    def add(name: str, value: Any, heads: int = 0) -> None:
+        array = np.ascontiguousarray(np.asarray(value, np.float32))
+        if heads:       # its rotations pair neighbours, ours halves
+            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        if array.ndim == 1 or kind == "F32":
+            file.add_tensor(f"{name}.weight", array)
+        elif kind == "F16":
+            file.add_tensor(f"{name}.weight", array.astype(np.float16))
+        else:
+            file.add_tensor(f"{name}.weight", gguf.quants.quantize(array, own), raw_dtype=own)
+
+    add("token_embd", weights["embed"])
+    add("output", weights["lm_head"]["kernel"].T)
+    add("output_norm", weights["norm"]["scale"])
+    for i in range(len(c.layers)):
+        for place, tensor in TENSORS.items():
+            value = weights["layers"][str(i)]
+            for name in place.split("."):
+                value = value[name]
+            heads = {"attn_q": c.heads, "attn_k": c.kv_heads}.get(tensor, 0)
+            add(f"blk.{i}.{tensor}", value.T if place.endswith("kernel") else value, heads)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def peer(path: Path, new: int, threads: int, prompt: list[int], found: dict[str, Any]) -> Callable[[], float]:
+    """Returns a timer of llama.cpp in milliseconds a token by its own count, prompt excluded; keeps the tokens."""
+    import xllamacpp
+
+    p = xllamacpp.CommonParams()
+    p.model.path = str(path)
+    p.n_ctx, p.n_parallel, p.warmup = 512, 1, True
+    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(p)
+    request = {"prompt": prompt, "n_predict": new, "temperature": 0, "ignore_eos": True,
+               "cache_prompt": False}
+
+    def timed() -> float:
+        done = server.handle_completions(request)
+        found["llama.cpp"] = [259 + int(word) for word in re.findall(r"t(\d+)", done["choices"][0]["text"])]
+        return float(done["timings"]["predicted_per_token_ms"])
+
+    return timed
+
+
+def packed(weights: Any, name: str) -> Any:
+    """Returns the weights in a format; random ids stand for data, because the speed does not depend on it."""
+    lm = LM(model=MODEL, params=weights, vocab_size=MODEL.config.vocab)
+    return quantize(lm, name, None if FORMATS[name].statistic is None else PROMPTS.tolist(), length=PROMPT).params
+
+
+def main(args: argparse.Namespace) -> None:
+    """Times the formats and prints a line for each."""
+    weights = moved(MODEL.init_params(jax.random.key(0)))       # as `decodax.load` does
+    formats = args.formats or [name for name, one in FORMATS.items() if one.statistic is None]
+    params = {"arrays": Params(weights), **{name: Params(packed(weights, name)) for name in formats}}
+    has_peer = all(importlib.util.find_spec(name) for name in ("xllamacpp", "gguf"))
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [line(name, params, args, weights, Path(folder) if has_peer else None) for name in params]
+    show_table(("format", "MB", "batch 1", "over arrays", "read", "share of the machine's", "llama.cpp",
+                "over llama.cpp", "batch 8", "over arrays", "window of 8", "over arrays"), rows,
+               f"JAX {jax.__version__}; ratios above 1 mean that the format is faster", markdown=True)
+
+
+def line(name: str, params: dict[str, Params], args: argparse.Namespace, weights: Any,
+         folder: Path | None) -> list[str]:
+    """Returns the cells of a format; `folder`: for llama.cpp's files, None without it."""
+    make = lambda key, new: Rounds(MODEL, params[key], new, lowest=300)
+    own, found = make(name, args.new), dict[str, Any]()
+    sides = {"arrays": make("arrays", args.new).decode(1), name: own.decode(1)}
+    if folder is not None and name in PEERS:
+        write(folder / f"{name}.gguf", weights, PEERS[name])
+        sides["llama.cpp"] = peer(folder / f"{name}.gguf", args.new, args.threads or os.cpu_count() or 1,
+                                  own.prompts(1)[0].tolist(), found)
+    one = in_turn({**sides, "read": read_speed}, args.repeats, name)
+    if "llama.cpp" in one and PEERS[name] == "F32":
+        same = float(np.mean(own.tokens[0] == np.array(found["llama.cpp"])))
+        print(f"{name}: {same:.0%} of the tokens equal llama.cpp's", flush=True)
+    cache = own.begin(Autoregressive(), 1, 256, args.new)[1].cache
+    share, read = of_machine(one, name, must_read(params[name].target, cache, (PROMPT + args.new / 2) / 256))
+    many = in_turn({key: make(key, args.new // 2).decode(8) for key in ("arrays", name)}, args.repeats, name)
+    wide = in_turn({key: make(key, args.new // 2).bare(1, 8) for key in ("arrays", name)}, args.repeats, name)
+    cells = lambda times: [f"{median(times[name]):.1f} ms", f"{ratio(times, 'arrays', name):.2f}"]
+    theirs = [f"{median(one['llama.cpp']):.1f} ms ({PEERS[name].lower()})", f"{ratio(one, 'llama.cpp', name):.2f}"] \
+        if "llama.cpp" in one else ["", ""]
+    size = sum(x.nbytes for x in jax.tree.leaves(params[name].target)) / 1e6
+    return [name, f"{size:.0f}", *cells(one), read, f"{share:.2f}", *theirs, *cells(many), *cells(wide)]

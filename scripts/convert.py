@@ -1,0 +1,152 @@
+"""Writes published PyTorch checkpoints as directories for `decodax.load`.
+
+    python scripts/convert.py packed Llama-3-8B-QServe-g128 Llama-3-8B-QServe-g128/pytorch_model.bin llama-3-8b-qserve
+    python scripts/convert.py packed vicuna-7b sq-vicuna-7b-w4-s45.pt vicuna-7b-squeezellm
+    python scripts/convert.py rwkv RWKV-x070-World-0.1B-v2.8-20241210-ctx4096.pth rwkv7-0.1b
+
+`packed` reads QServe and SqueezeLLM. MODEL is a directory with config.json, whose tokenizer is taken, too. Weights that
+the checkpoint lacks, such as embeddings, norms and head in SqueezeLLM's oldest, come from the safetensors files there.
+Codes, tables and scales stay as they are; scales of a quantised cache are left out, since the cache is not quantised
+here. `rwkv` reads RWKV-7 and RWKV-X. Tensors keep their names, numbers and dtype; the model's tokenizer is a file of
+words that is not read here, so the model takes ids. Only these conversions need PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+IGNORED = re.compile(r"^sparse_threshold\.|rotary_emb\.inv_freq$|kv_scale_quant_orig$|_kv_scale$")
+
+
+def packed(directory: Path, checkpoint: Path) -> Any:
+    """Returns the model of a directory with the weights of a QServe or SqueezeLLM checkpoint.
+
+    Raises:
+        ValueError: a weight is missing, has another shape than config.json says, or is left over.
+    """
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    from decodax.io.files import Files, read_json
+    from decodax.io.load import LM
+    from decodax.io.text import Tokenizer
+    from decodax.models.families import read_config, text_part
+    from decodax.models.names import flatten, sources
+    from decodax.models.transformer import Transformer
+
+    config = read_json(directory / "config.json")
+    decoder, family = read_config(config), text_part(config)["model_type"]
+    model = Transformer(decoder)
+    state = {key: value for key, value in torch.load(checkpoint, map_location="cpu", weights_only=True).items()
+             if not IGNORED.search(key)}
+    kernels: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for key in [key for key in state if f"{key.rpartition('.')[0]}.qweight" in state and not key.endswith(".bias")]:
+        kernels[key.rpartition(".")[0]][key.rpartition(".")[2]] = state.pop(key).numpy()
+    present = [*state, *(f"{module}.weight" for module in kernels)]
+    files = Files(directory) if list(directory.glob("*.safetensors*")) else None
+    shapes, made = model.abstract_params(), {}
+    for path, source in sources(family, decoder, shapes, present).items():
+        name, *others = source.tensors
+        if others or source.part is not None:
+            raise ValueError(f"checkpoint: {path} is a part of {name} or made of several tensors; takes a model whose "
+                             "kernels have one tensor each, such as a Llama or Mistral")
+        module = name.removesuffix(".weight")
+        if module in kernels:
+            made[path] = _kernel(module, kernels.pop(module))
+            continue
+        if name in state:
+            value = state.pop(name)
+            found = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+        elif files is not None and name in files.home:
+            found = files.slice(name)[...]
+        else:
+            raise ValueError(f"checkpoint: lacks {name}, and so does {directory}")
+        made[path] = jnp.asarray(found.T if source.transpose else found)
+    left = [name for name in [*state, *kernels] if not decoder.tied or name != "lm_head.weight"]
+    if left:
+        raise ValueError(f"checkpoint: holds {', '.join(left[:5])}, which {directory / 'config.json'} has no place for")
+    for path, wanted in flatten(shapes).items():
+        own: Any = made[path]
+        shape = wanted.shape if isinstance(own, jax.Array) else (*wanted.shape[:-2], *wanted.shape[:-3:-1])
+        if own.shape != shape:
+            raise ValueError(f"checkpoint: {path} has shape {own.shape}, {directory / 'config.json'} asks for {shape}")
+    params = jax.tree.unflatten(jax.tree.structure(shapes), [made[path] for path in flatten(shapes)])
+    tokenizer = Tokenizer.from_dir(directory) if (directory / "tokenizer.json").is_file() else None
+    defaults = directory / "generation_config.json"
+    return LM(model=model, params=params, vocab_size=decoder.vocab, directory=directory, name=directory.name,
+              tokenizer=tokenizer, generation_config=read_json(defaults) if defaults.is_file() else {})
+
+
+def _kernel(module: str, tensors: Mapping[str, Any]) -> Any:
+    """Reads the tensors of a kernel; the name of one tells the format."""
+    from decodax.models.formats import qserve, squeezellm
+
+    readers = {"s1_scales": qserve.read_tensors, "lookup_table": squeezellm.read_tensors}
+    reader = next((reader for name, reader in readers.items() if name in tensors), None)
+    if reader is None:
+        raise ValueError(f"checkpoint: {module} has tensors {', '.join(sorted(tensors))}; takes one of "
+                         f"{', '.join(readers)} beside qweight")
+    try:
+        return reader(tensors)
+    except (KeyError, ValueError) as e:
+        raise ValueError(f"checkpoint: {module}: {e}") from None
+
+
+def rwkv(checkpoint: Path, directory: Path) -> None:
+    """Writes config.json and model.safetensors of an RWKV-7 or RWKV-X.
+
+    Raises:
+        ValueError: the file is neither, or the directory exists.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from decodax.models.rwkv7 import IGNORED as UNUSED
+    from decodax.models.rwkv7 import describe_rwkv7
+    from decodax.models.rwkv_x import describe_rwkv_x
+
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    describe = describe_rwkv_x if any(name.startswith("moba.") for name in state) else describe_rwkv7
+    config = describe({name: tuple(value.shape) for name, value in state.items()})
+    if directory.exists():
+        raise ValueError(f"directory: {directory} exists")
+    directory.mkdir(parents=True)
+    save_file({name: value.contiguous() for name, value in state.items() if not UNUSED.search(name)},
+              directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command line and returns the exit status."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = p.add_subparsers(dest="command", required=True, metavar="NAME")
+    for name, text in (("packed", "QServe or SqueezeLLM"), ("rwkv", "RWKV-7 or RWKV-X")):
+        one = commands.add_parser(name, help=text, description=f"Converts a published {text}.")
+        if name == "packed":
+            one.add_argument("model", type=Path, metavar="MODEL", help="directory with config.json and tokenizer")
+        one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file such as pytorch_model.bin")
+        one.add_argument("out", type=Path, metavar="OUT", help="directory to write; for rwkv it must not exist")
+    args = p.parse_args(argv)
+    try:
+        if args.command == "rwkv":
+            rwkv(args.checkpoint, args.out)
+        else:
+            import decodax as dx
+
+            dx.save(packed(args.model, args.checkpoint), args.out)
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        print(f"convert.py {args.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

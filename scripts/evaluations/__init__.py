@@ -1,0 +1,1 @@
+"""Evaluations: one module for each subcommand of `scripts/evaluate.py`."""

@@ -1,0 +1,361 @@
+"""Accuracy of cache policies: right answers on long texts against the bytes that are kept.
+
+The questions are those of `recipes/recall.py`, which the shipped `recall` answers. A policy sees the question when it
+chooses (aware), or chooses from the text alone (agnostic: `context=` of `decodax.generate`), as when several questions
+are asked about one text. Its budget is a share of the text, or of what each query reads; codecs have a size of their
+own. Evictions choose once, after the text. What policies need to know of heads, layers, channels or keys is measured on
+other texts, unless it takes long training. Bytes are those that are held after the question, with codes, steps and
+positions, over those of a dense cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import decodax as dx
+from decodax.bench.figures import check_writable, plot_lines, reporting, show_table
+from decodax.cache import Wrapper
+from decodax.caches import find, make
+from decodax.caches.bounded.sublinear import Sublinear
+from decodax.caches.evict.evicting import Evicting
+from decodax.caches.prefill.grouped import Grouped
+from decodax.caches.quantize.bounded import BoundedCodes
+from decodax.caches.quantize.coded import Coded
+from decodax.caches.quantize.graded import Graded
+from decodax.caches.quantize.merging import MergedLayers
+from decodax.caches.sparse.landmarks import Shadowed
+from decodax.common.registry import CACHES, parse_options
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
+from decodax.train import (
+    Probe,
+    fit_channels,
+    fit_codebooks,
+    fit_features,
+    fit_heads,
+    fit_key_books,
+    fit_layers,
+    fit_order,
+    fit_predictors,
+)
+from recipes import recall
+
+MODES = ("aware", "agnostic")
+REMOVED = (0.25, 0.5, 0.8)
+BETWEEN = ("clusterkv", "attention-predictor", "subgen", "tim", "leank")
+"""Policies whose `every` is not the tokens between two evictions."""
+SIZED_BY = {"streaming-llm": "recent", "less": "recent", "freqkv": "size", "quick-prefill": "keep"}
+"""The option that says how much of a text is kept, where it is not `budget`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A policy at one size on one task.
+
+    Attributes:
+        policy: name with options. removed: share of the text that is removed, or None for a size of its own.
+        mode: "aware" or "agnostic". task: kind of question. seed: seed of the problems.
+        right: share of right answers. kept: bytes held over those of a dense cache.
+    """
+
+    policy: str
+    removed: float | None
+    mode: str
+    task: str
+    seed: int
+    right: float
+    kept: float
+
+
+def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
+    """Returns a policy that removes a share of texts of `length` tokens; None if it has a size of its own.
+
+    Args:
+        measured: options that were measured (`fitted`). `layers` is a function that returns what each layer keeps if
+            all keep a share together.
+
+    Raises:
+        ValueError: as `decodax.kv`.
+    """
+    entry = find(policy.partition(":")[0])
+    given = {**measured, **parse_options(policy, entry.options)}
+    if "every" in entry.options and entry.name not in BETWEEN:
+        given.setdefault("every", None)
+    left = 1 - removed
+    if entry.name in SIZED_BY:
+        sinks = given.get("sinks", 4) if SIZED_BY[entry.name] == "recent" else 0
+        own = left if SIZED_BY[entry.name] == "keep" else int(left * length) - sinks
+        return make(entry.name, **{SIZED_BY[entry.name]: own, **given})
+    if callable(given.get("layers")):
+        return make(entry.name, **{**given, "layers": given["layers"](left)})
+    if "budget" not in entry.options:
+        return None
+    if "ask" in entry.options:      # the model has no words for it, but repeats what it is shown
+        given = {"ask": (), "go_on": (), "answer": (), **given}
+    return make(entry.name, **{"budget": int(left * length), **given})
+
+
+def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequence[Any]) -> dict[str, Any]:
+    """Returns the options of a policy that are measured on texts and the answers in them (`needles`), except those that
+    take long training."""
+    entry = find(policy.partition(":")[0])
+    given = {**{k: v.default for k, v in entry.options.items()}, **parse_options(policy, entry.options)}
+    fits: dict[str, Callable[[], Any]] = {
+        "codebooks": lambda: fit_codebooks(lm, texts), "features": lambda: fit_features(lm, texts),
+        "order": lambda: fit_order(lm, texts, given["heads"]), "predictors": lambda: fit_predictors(lm, texts),
+        "books": lambda: fit_key_books(lm, texts, count=1024), "heads": lambda: fit_heads(lm, probes),
+        "layers": lambda: lambda left: fit_layers(lm, texts, left), "draft": lambda: lm,     # no draft is better
+        "channels": lambda: fit_channels(lm, probes, align=8, steps=(400, 40), sinks=given["sinks"],
+                                         recent=given["recent"])}
+    if "budget" not in entry.options:       # these are other heads than those of HeadKV
+        del fits["heads"]
+    left_open = (name for name in fits if name in entry.options and given[name] in (None, ()))
+    return {name: fits[name]() for name in left_open}
+
+
+def needles(length: int, count: int = 16) -> list[Any]:
+    """Returns texts with a question each and the position of its answer."""
+    probes = []
+    for problem in recall.problems("needle", count, length, seed=1000):
+        words = problem.context.split()
+        start = words.index(problem.question.split()[1]) + 1
+        probes.append(Probe([recall.ID[word] for word in problem.prompt.split()], start, start + 4))
+    return probes
+
+
+def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
+          left_out: list[str] | None) -> list[tuple[str, float | None, Any]]:
+    """Returns each policy at each size as a cache config, a dense one first. Arguments as in `run`."""
+    probes = needles(length)
+    texts = [probe.tokens for probe in probes[:8]]
+    cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
+    for policy in policies:
+        entry = find(policy.partition(":")[0])
+        found: dict[str, Any] | None = None
+        for share in removed:
+            try:
+                found = fitted(policy, lm, texts, probes) if found is None else found
+                kind = sized(policy, share, length, **found)
+                if kind is None:
+                    cases.append((policy, None, make(entry.name, **{**found, **parse_options(policy, entry.options)})))
+                    break
+                cases.append((policy, share, kind))
+            except ValueError as error:
+                if left_out is None:
+                    raise
+                left_out.append(f"{policy} with {share:.0%} removed: {error}")
+    return cases
+
+
+def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED, modes: Sequence[str] = MODES,
+        tasks: Sequence[str] | None = None, problems: int = 20, length: int = 1024, seeds: Sequence[int] = (0, 1, 2),
+        report: Callable[[int, int, str], None] | None = None, known: Sequence[Measured] = (),
+        save: Callable[[list[Measured]], None] | None = None, left_out: list[str] | None = None) -> list[Measured]:
+    """Asks every policy every question, and a dense cache too.
+
+    Args:
+        lm: a model with the vocabulary of `recipes/recall.py`.
+        removed: shares of the text that are removed. problems: number for each task and seed. length: words of a text.
+        report: called before each run with the runs done, the runs in all, and the name of this one.
+        known: earlier rows, which are not measured again. save: called with all rows after each run.
+        left_out: list for the reasons why a policy or a size is not possible here; None: that is an error.
+
+    Raises:
+        ValueError: an unknown policy or task.
+    """
+    tasks = list(recall.ANSWERED if tasks is None else tasks)
+    cases = sizes(lm, policies, removed, length, left_out)
+    out: list[Measured] = []
+    before = {(row.policy, row.removed, row.mode, row.seed, row.task): row for row in known}
+    done, total = 0, len(cases) * len(modes) * len(seeds)
+    for mode in modes:
+        for seed in seeds:
+            asked = [problem for task in tasks for problem in recall.problems(task, problems, length, seed)]
+            if mode == "aware":
+                texts: dict[str, Any] = dict(prompts=[problem.prompt for problem in asked])
+            else:
+                texts = dict(prompts=[problem.question for problem in asked],
+                             context=[problem.context for problem in asked])
+            dense = None
+            found = [[before.get((policy, share, mode, seed, task)) for task in tasks] for policy, share, _ in cases]
+            for (policy, share, kind), rows in zip(cases, found, strict=True):
+                # the others' bytes are relative to the dense cache's
+                if all(rows) and (policy != "dense" or all(map(all, found))):
+                    out += filter(None, rows)
+                    done += 1
+                    continue
+                if report is not None:
+                    report(done, total, f"{policy} {'' if share is None else f'{share:.0%} removed '}{mode}")
+                prompts = texts["prompts"]
+                job = Job.begin(Request.read(lm, prompts, cache=kind, context=texts.get("context"), max_new_tokens=24))
+                bytes_held = held(job.state.cache)
+                dense = dense or bytes_held
+                job.advance(None)
+                answers = job.result().text
+                assert answers is not None
+                right = [problem.correct(text) for problem, text in zip(asked, answers, strict=True)]
+                for i, task in enumerate(tasks):
+                    own = right[i * problems:(i + 1) * problems]
+                    out.append(Measured(policy, share, mode, task, seed, sum(own) / len(own), bytes_held / dense))
+                done += 1
+                if save is not None:
+                    save(out)
+    return out
+
+
+def means(rows: Sequence[Measured]) -> dict[tuple[str, float | None, str], tuple[float, float, float]]:
+    """Returns for each policy, size and mode the mean of right answers over tasks, its standard deviation over seeds,
+    and the bytes."""
+    groups: dict[tuple[str, float | None, str], list[Measured]] = {}
+    for row in rows:
+        groups.setdefault((row.policy, row.removed, row.mode), []).append(row)
+    out = {}
+    for key, own in groups.items():
+        by_seed = [statistics.mean(r.right for r in own if r.seed == seed) for seed in sorted({r.seed for r in own})]
+        spread = statistics.stdev(by_seed) if len(by_seed) > 1 else 0.0
+        out[key] = statistics.mean(by_seed), spread, statistics.mean(r.kept for r in own)
+    return out
+
+
+def best(rows: Sequence[Measured], mode: str, removed: float, count: int = 3) -> list[str]:
+    """Returns the policies with most right answers at a size, of those that hold at most that and 5 percent of a dense
+    cache more: some keep whole layers, or everything and read a part."""
+    found = {policy: mean for (policy, share, how), (mean, _, kept) in means(rows).items()
+             if how == mode and share == removed and kept <= 1.05 - removed}
+    return sorted(found, key=lambda policy: -found[policy])[:count]
+
+
+def tables(rows: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Returns title, columns and rows of each table."""
+    found, out = means(rows), []
+    for mode in dict.fromkeys(row.mode for row in rows):
+        shares = sorted({share for _, share, _ in found if share is not None})
+        cell = lambda key: (f"{100 * found[key][0]:.1f} ± {100 * found[key][1]:.1f} ({found[key][2]:.2f})"
+                            if key in found else "")
+        lines = [[policy, cell((policy, None, mode)), *(cell((policy, share, mode)) for share in shares)]
+                 for policy in dict.fromkeys(row.policy for row in rows)]
+        for share in shares:
+            title = f"best at {share:.0%} removed"
+            lines.append([title, *[""] * (1 + shares.index(share)), ", ".join(best(rows, mode, share)),
+                          *[""] * (len(shares) - 1 - shares.index(share))])
+        out.append((f"{mode}: right answers in percent (bytes kept)",
+                    ["policy", "its own size", *(f"{share:.0%} removed" for share in shares)], lines))
+    return out
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measures, or reads earlier figures, and prints, writes and draws them.
+
+    Raises:
+        ValueError: an unknown policy, or a file that cannot be written or has other figures.
+    """
+    check_writable(args.plot, args.json)
+    if args.figures:
+        facts = [json.loads(path.read_text()) for path in args.figures]
+        rows = [Measured(**row) for fact in facts for row in fact["rows"]]
+        return _show(args, rows, facts[0]["setting"], "; ".join(fact["command"] for fact in facts))
+    policies = args.policies or [name for name, entry in CACHES.items() if entry.guarantee != "exact"]
+    tasks, lm = args.task or list(recall.ANSWERED), dx.load(args.model)
+    setting = (f"{lm.name}, texts of {args.length} words, {args.problems} problems each of {', '.join(tasks)}, seeds "
+               f"{', '.join(map(str, args.seeds))}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} cores; "
+               f"JAX {jax.__version__}")
+    known = _known(args.json, setting)
+    left_out: list[str] | None = None if args.policies else []      # a policy that was given by name is not left out
+    with reporting() as report:
+        rows = run(lm, policies, removed=args.removed, modes=args.mode, tasks=tasks, problems=args.problems,
+                   length=args.length, seeds=args.seeds, report=report, known=known, left_out=left_out,
+                   save=lambda rows: _write(args.json, rows, setting, args.line))
+    for line in dict.fromkeys(left_out or []):
+        print(f"left out: {line}", file=sys.stderr)
+    _show(args, rows, setting, args.line)
+
+
+def _known(path: Path | None, setting: str) -> list[Measured]:
+    """What a file holds of measurements before.
+
+    Raises:
+        ValueError: the file is of another setting, or no such file at all.
+    """
+    if path is None or not path.exists():
+        return []
+    try:
+        facts = json.loads(path.read_text())
+        rows, before = [Measured(**row) for row in facts["rows"]], facts["setting"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: is there, and was not written by --json; takes another name") from error
+    if before != setting:
+        raise ValueError(f"{path}: holds figures of another setting ({before}); takes another name")
+    return rows
+
+
+def _write(path: Path | None, rows: Sequence[Measured], setting: str, command: str) -> None:
+    if path is None:
+        return
+    whole = path.with_name(path.name + ".part")
+    whole.write_text(json.dumps({"command": command, "setting": setting,
+                                 "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
+    whole.replace(path)
+
+
+def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, command: str) -> None:
+    """Prints the tables, and writes and draws what is asked for."""
+    print(f"    {command}\n\n{setting}.\n" if args.markdown else setting)
+    for title, head, lines in tables(rows):
+        show_table(head, lines, title, args.markdown)
+    _write(args.json, rows, setting, command)
+    if args.plot:
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for (policy, _, mode), (mean, _, kept) in sorted(means(rows).items(), key=lambda item: item[1][2]):
+            title = f"question seen by the policy: {'yes' if mode == 'aware' else 'no'}"
+            panels.setdefault(title, {}).setdefault(policy, []).append((100 * kept, 100 * mean))
+        plot_lines(args.plot, panels, "bytes kept, %", "right answers, %", setting)
+
+
+def held(cache: Any) -> float:
+    """Returns the bytes of what a cache holds, without the free room in its arrays."""
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    if isinstance(cache, Evicting):         # a key, a value and a position for each token of each head
+        return sum(float(np.sum(count)) * (kv.shape[-1] * kv.dtype.itemsize + 4)
+                   for kv, count in zip(cache.kv, cache.count, strict=True))
+    if isinstance(cache, Coded):
+        rows = cache.length.shape[0]
+        each = size(cache.codes) / rows / cache.slots, size(cache.rest) / rows / cache.rest[0].shape[2]
+        whole = np.asarray(cache.whole, float)
+        return float((each[0] * (np.asarray(cache.held) - whole) + each[1] * whole).sum())
+    if isinstance(cache, Graded):
+        rows, coded = cache.length.shape[0], np.asarray(cache.coded, float)
+        room = sum(grade.keys.shape[2] for grade in cache.grades[0])
+        each = size(cache.grades) / rows / room, size(cache.rest) / rows / cache.rest[0].shape[2]
+        return float((each[0] * coded + each[1] * (np.asarray(cache.length) - coded)).sum())
+    if isinstance(cache, Wrapper):
+        return held(cache.base)
+    if isinstance(cache, Shadowed):
+        rows, before, kept = cache.length.shape[0], np.asarray(cache.began, float), np.asarray(cache.kept, float)
+        after = kept + np.asarray(cache.length, float) - before
+        return float(size(cache.shadows) * before.sum() / cache.size
+                     + sum(kv.nbytes / kv.shape[2] for kv in cache.kv) * after.sum()) / rows
+    if isinstance(cache, BoundedCodes):
+        rows, before = cache.length.shape[0], np.asarray(cache.began, float).sum()
+        after = np.asarray(cache.length, float).sum() - before
+        return (size(cache.pools) * before / cache.size + size(cache.rest) * after / cache.rest[0].shape[2]) / rows
+    if isinstance(cache, MergedLayers):
+        before, rows = np.asarray(cache.prompt_length, float).sum(), cache.length.shape[0]
+        after = np.asarray(cache.length, float).sum() - before
+        return (size((cache.prompt, cache.pairs)) * before / cache.size
+                + size(cache.kv) * after / cache.kv[0].shape[2]) / rows
+    slots, tokens = cache.kv[0].shape[2], np.asarray(cache.count if isinstance(cache, Grouped) else cache.length, float)
+    used = np.minimum(tokens, slots).mean() / slots
+    # other arrays grow with the text as keys and values do, except sketches, which have a fixed size
+    beside = size((cache.sketches,)) if isinstance(cache, Sublinear) else (size(cache) - size(cache.kv)) * used
+    return size(cache.kv) * used + beside

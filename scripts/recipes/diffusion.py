@@ -1,0 +1,319 @@
+"""Masked diffusion models: `tasks-diffusion` on problems, `pycode-diffusion` on text, and two stages after training.
+
+A model may start from an autoregressive one (`--init`), which gets a mask token, as Dream and SDAR did. The stages use
+a model's own answers, to problems or as continuations of texts: certainty forcing, which makes it surer, and a filter
+for Learn2PD's decoding. `--attention causal-prefix` trains for set block decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from decodax.io.checkpoint import load_diffusion, load_model
+from decodax.io.load import ZOO, find
+from decodax.models import Diffusion, Transformer, llama
+from decodax.train import corpus
+from decodax.train import masked_diffusion as md
+from decodax.train import unmask_filter as filters
+from decodax.train.export import export_model, model_card
+from decodax.train.language_model import token_bytes
+from recipes import problems
+from recipes.diffusion_data import Chosen, Problems, Text, beginnings, rows_of
+from recipes.options import Options
+from recipes.run import Recipe
+
+HELD_OUT_EACH, HELD_OUT_SHIPPED = 32, 500
+"""Held-out problems of each task in an evaluation on the way, and for the finished model."""
+
+EVAL_WINDOWS, SHIPPED_WINDOWS = 48, 512
+"""Held-out windows of text, likewise."""
+
+PROBLEMS = f"""A small masked diffusion model for problems with checkable answers. It is made to show what decoding
+several tokens at once costs, on any CPU and in seconds: with one token a forward it is right on most problems, with
+more it errs where answer tokens depend on one another. A prompt is a text such as `sort DACB=`; the answer has room in
+a canvas of {problems.CANVAS} tokens and is followed by `{problems.END}`."""
+
+TEXT = """A diffusion language model for Python source, {made}. It is made for
+demonstrations, tests and comparisons of decoding methods; it writes plausible Python, not correct programs."""
+
+LAYOUT = """
+
+The layout is that of a Llama, and `transformers` loads it as one, with the causal attention that this model was not
+trained with. What decoding has to know is in config.json: `mask_token_id` and the entry `diffusion`."""
+
+SEES = {
+    "full": ("the bound on the likelihood of masked diffusion (LLaDA's loss)", "every token sees every token"),
+    "block-causal": ("the bound on the likelihood of block diffusion", "by blocks of {block}, counted from the first "
+                     "token: a token sees its block and those before it"),
+    "causal-prefix": ("the bound on the likelihood of block diffusion and cross-entropy of next tokens (set block "
+                      "decoding)", "causal; a block of {block} masks after the text sees it and itself"),
+}
+"""By attention: the loss, and who sees whom."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model to train, its data, and how the run measures it. `kept` are held-out documents; None: problems."""
+
+    options: Options
+    model: Transformer
+    kind: Diffusion
+    params: Any
+    tokenizer: Tokenizer
+    documents: list[corpus.Document]
+    kept: list[corpus.Document] | None
+
+    def measure(self, params: Any, published: bool, at_once: bool = False) -> dict[str, float]:
+        """Returns accuracy on held-out problems, or bits per byte of held-out text."""
+        if self.kept is None:
+            count = HELD_OUT_SHIPPED if published else HELD_OUT_EACH
+            found = accuracy(self.model, self.kind, params, count)
+            more = accuracy(self.model, self.kind, params, count, at_once=True) if at_once else {}
+            return {**found, **{f"{name}, all at once": x for name, x in more.items()}}
+        o, usual = self.options, self.options.settings.options["length"]
+        held = corpus.pack(self.tokenizer, self.kept)
+        objective = md.Bound(self.model, self.kind, o.dtype, o.apart)
+        return {"bits_per_byte": md.bound_per_byte(objective, params, held, token_bytes(self.tokenizer),
+                                                   usual if o.stage else o.length or usual, o.batch or 1,
+                                                   SHIPPED_WINDOWS if published else EVAL_WINDOWS)}
+
+    def own_answers(self, held: bool) -> md.Batch:
+        """Returns what the model itself answers, one token a forward, where that is right, or its own texts.
+
+        Raises:
+            ValueError: no answer is right, or the tokenizer has no token between documents.
+        """
+        o, share = self.options, 8 if held else 1
+        if self.kept is None:
+            each = max(1, (o.answers or 1) // len(problems.TASKS) // share)
+            found = [p for task in problems.TASKS for p in problems.problems(task, each, o.seed + 1, held)]
+            batch = rows_of(found)
+            filled = fill(self.model, self.kind, self.params, batch)
+            right = np.asarray([p.correct(reply(row[answer]))
+                                for p, row, answer in zip(found, filled, batch.answer, strict=True)])
+            if not right.any():
+                raise ValueError("init: the model answers no problem right; it takes a trained one")
+            return md.Batch(filled[right], batch.answer[right], batch.live[right])
+        if self.tokenizer.token_to_id(corpus.END_OF_TEXT) is None:
+            raise ValueError(f"init: {o.init} has a tokenizer without {corpus.END_OF_TEXT}, which separates documents")
+        count = max(1, (o.answers or 1) // share)
+        stream = corpus.pack(self.tokenizer, self.kept if held else self.documents)
+        batch = beginnings(stream, count, o.length or 2, o.canvas, o.seed + 1)
+        return batch.replace(tokens=fill(self.model, self.kind, self.params, batch, min(count, 64)))
+
+
+def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
+    """Returns the recipe for `recipes.run.train`."""
+    source = (fresh if options.stage is None else finished)(options)
+    md.check(source.kind)
+    extra = partial(jax.random.fold_in, jax.random.key(options.seed))
+    finish = partial(write, source)
+    if options.stage is None:
+        batches: Any = Problems(options.batch or 1, options.seed, dict(shares(options)))
+        if options.settings.text:
+            stream = corpus.pack(source.tokenizer, source.documents)
+            batches = Text(stream, options.batch or 1, options.length or 1, options.seed)
+        objective: Any = md.Bound(source.model, source.kind, options.dtype, options.apart)
+        return Recipe(source.params, objective, lambda run: batches[run.step], lambda batch: int(batch.live.sum()),
+                      lambda params, run: source.measure(params, False), finish, extra)
+    span = options.span or min(source.kind.block or options.canvas, options.canvas)
+    if options.canvas % span:
+        raise ValueError(f"span: got None and a model with blocks of {span}; it takes a divisor of the "
+                         f"{options.canvas} tokens of an answer")
+    answers = source.own_answers(False)
+    console.print(f"{options.init}: {len(answers.tokens):,} of {options.answers:,} answers of its own are used",
+                  soft_wrap=True)
+    if options.stage == "certainty":
+        chosen = Chosen(answers, options.batch or 1, options.seed)
+        return Recipe(source.params, md.CertaintyForcing(source.model, source.kind, options.dtype, span),
+                      lambda run: chosen[run.step], lambda batch: int(batch.live.sum()),
+                      lambda params, run: source.measure(params, False, at_once=True), finish, extra)
+    collect = lambda batch: filters.collect(source.model, source.params, batch, source.kind, span)
+    examples, checked = Chosen(collect(answers), options.batch or 1, options.seed), collect(source.own_answers(True))
+
+    def write_filter(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
+        facts |= facts_of(options, filters.figures(exact, checked))
+        filters.save_filter(target / "filter.safetensors", shipped)
+        (target / "filter.json").write_text(json.dumps(facts, indent=2) + "\n")
+        return shown(facts["held_out"])
+
+    return Recipe(filters.init_filter(jax.random.key(options.seed), span), filters.FilterLoss(),
+                  lambda run: examples[run.step], lambda batch: batch.final.size,
+                  lambda params, run: filters.figures(params, checked), write_filter, extra, rounded=False)
+
+
+def shares(options: Options) -> list[tuple[str, float]]:
+    """Returns the tasks' shares of a batch where they are not 1."""
+    return [(task, float(share)) for task, _, share in (item.partition("=") for item in options.weights or ())]
+
+
+def fresh(options: Options) -> Source:
+    """Returns a model with fresh weights or those of `init`; a mask that is added gets the mean embedding.
+
+    Raises:
+        ValueError: `init` has another vocabulary.
+    """
+    text = options.settings.text
+    documents, kept = corpus.load_corpus(options.corpus) if text else ([], None)
+    tokenizer = text_tokenizer(options, documents) if text else problems.tokenizer()
+    vocab = tokenizer.get_vocab_size()
+    attention: Any = options.attention or ("full" if options.block is None else "block-causal")
+    kind = Diffusion(vocab - 1, options.shift, attention, options.block)
+    if options.init is None:
+        model = Transformer(llama(vocab=vocab, tied=True, **options.settings.shape))
+        params = md.widened(model.init_params(jax.random.key(options.seed)), options.settings.spread)
+        return Source(options, model, kind, params, tokenizer, documents, kept)
+    model, params = load_model(find(options.init), dtype="float32")
+    if model.config.vocab == vocab - 1 and model.config.tied:
+        embed = params["embed"]
+        params = {**params, "embed": jnp.concatenate([embed, embed.mean(0, keepdims=True)])}
+        model = Transformer(dataclasses.replace(model.config, vocab=vocab))
+    if model.config.vocab != vocab:
+        raise ValueError(f"init: {options.init} has a vocabulary of {model.config.vocab}, it takes {vocab} entries, or "
+                         f"{vocab - 1} and a tied embedding")
+    return Source(options, model, kind, params, tokenizer, documents, kept)
+
+
+def finished(options: Options) -> Source:
+    """Returns a trained diffusion model, for the stages.
+
+    Raises:
+        ValueError: `init` is autoregressive.
+    """
+    home = find(options.init or options.preset)
+    model, params = load_model(home, dtype="float32")
+    kind = load_diffusion(home)
+    if kind is None:
+        raise ValueError(f"init: {home} is autoregressive, it takes a diffusion model")
+    text = options.settings.text
+    documents, kept = corpus.load_corpus(options.corpus) if text else ([], None)
+    tokenizer = Tokenizer.from_file(str(home / "tokenizer.json")) if text else problems.tokenizer()
+    return Source(options, model, kind, params, tokenizer, documents, kept)
+
+
+def text_tokenizer(options: Options, documents: list[corpus.Document]) -> Tokenizer:
+    """Returns the tokenizer of `init`, or a new one, with the mask as its last token."""
+    if options.init is not None:
+        tokenizer = Tokenizer.from_file(str(find(options.init) / "tokenizer.json"))
+    else:
+        tokenizer = corpus.train_tokenizer(documents, options.settings.vocab)
+    if tokenizer.token_to_id(problems.MASK) is None:
+        tokenizer.add_special_tokens([problems.MASK])
+    return tokenizer
+
+
+def fill(model: Transformer, kind: Diffusion, params: Any, batch: md.Batch, size: int = 512,
+         at_once: bool = False) -> np.ndarray:
+    """Returns the rows with their answers filled greedily, `size` rows at a time."""
+    out = []
+    for at in range(0, len(batch.tokens), size):
+        count = min(size, len(batch.tokens) - at)
+        rows = jax.tree.map(lambda x, at=at: jnp.asarray(np.resize(x[at:at + size], (size, x.shape[1]))), batch)
+        out.append(np.asarray(md.fill(model, params, rows, kind, at_once))[:count])
+    return np.concatenate(out)
+
+
+def accuracy(model: Transformer, kind: Diffusion, params: Any, count: int, seed: int = 0,
+             at_once: bool = False) -> dict[str, float]:
+    """Returns the share of `count` held-out problems of each task that is right when one token is unmasked a forward,
+    or all tokens of a block at once."""
+    found = [p for task in problems.TASKS for p in problems.problems(task, count, seed)]
+    batch = rows_of(found)
+    filled = fill(model, kind, params, batch, len(found) if len(found) < 512 else 512, at_once)
+    right = [p.correct(reply(row[answer])) for p, row, answer in zip(found, filled, batch.answer, strict=True)]
+    return dict(zip(problems.TASKS, map(float, np.reshape(right, (-1, count)).mean(1)), strict=True))
+
+
+def reply(canvas: np.ndarray) -> str:
+    """Returns the text of a canvas `i32[n]` up to its first end token."""
+    words = [problems.vocabulary()[i] for i in canvas]
+    return "".join(words[:words.index(problems.END)] if problems.END in words else words)
+
+
+def shown(held_out: Mapping[str, float]) -> str:
+    """Returns figures in a line."""
+    return ", ".join(f"{k} {v:.3f}" for k, v in held_out.items())
+
+
+def facts_of(options: Options, held_out: Mapping[str, float]) -> dict[str, Any]:
+    """Returns what training.json and filter.json say beside the facts of every run."""
+    text = options.settings.text
+    data = corpus.corpus_name() if options.corpus is None else f"the .py files of {options.corpus.name}"
+    return {"stage": options.stage, "init": options.init and Path(options.init).name,
+            "data": data if text else "problems made by scripts/recipes/problems.py",
+            "held_out": {k: round(v, 4) for k, v in held_out.items()},
+            "held_out_each": SHIPPED_WINDOWS if text else HELD_OUT_SHIPPED,
+            "optimizer": {"muon": "Muon", "adamw": "AdamW"}[options.optimizer or "adamw"]}
+
+
+def earlier_training(options: Options, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the facts that change if a run continues from a diffusion model that is not shipped: both runs count."""
+    source = find(options.init) if options.init else None
+    if source is None or source.parent == ZOO or not (source / "training.json").is_file():
+        return {}
+    earlier = json.loads((source / "training.json").read_text())
+    if "init" not in earlier:                       # an autoregressive one
+        return {}
+    both = {name: facts[name] + earlier[name] for name in ("steps", "tokens")}
+    return {**both, "init": earlier["init"], "hours": round(facts["hours"] + earlier["hours"], 3),
+            "command": f"{earlier['command']}\n{facts['command']}"}
+
+
+def write(source: Source, target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
+    """Measures the finished model on more held-out data and writes its directory."""
+    options, kind, text = source.options, source.kind, source.options.settings.text
+    facts |= facts_of(options, source.measure(exact, True, at_once=options.stage == "certainty"))
+    facts |= earlier_training(options, facts)
+    loss, attention = SEES[kind.attention]
+    if options.stage == "certainty":
+        loss = "certainty forcing on its own answers (dParallel)"
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT if text else problems.END)
+    special["mask_token"] = source.tokenizer.id_to_token(kind.mask)
+    start = f"made from the autoregressive `{facts['init']}`" if facts["init"] else "trained from scratch"
+    rows = {"attention": attention.format(block=kind.block), "training data": facts["data"],
+            "mask token": f"`{special['mask_token']}`, id {kind.mask}; logits at a position predict "
+                          f"{'the next one' if kind.shift else 'that position'}",
+            "starts from": f"`{facts['init']}`" if facts["init"] else "fresh weights",
+            "training": f"{facts['optimizer']}, {loss}, float32 master weights"}
+    card = model_card("-".join(filter(None, (options.preset, options.stage))), source.model, facts,
+                      introduction=TEXT.format(made=start) if text else PROBLEMS, rows=rows,
+                      tags=["diffusion"], language="code" if text else "en",
+                      figures=(text_figures if text else problem_figures)(facts) + LAYOUT)
+    own = {k: v for k, v in dataclasses.asdict(kind).items() if k != "mask"}
+    export_model(target, source.model, shipped, source.tokenizer, special=special, card=card, facts=facts,
+                 config={"diffusion": own})
+    return shown(facts["held_out"])
+
+
+def problem_figures(facts: Mapping[str, Any]) -> str:
+    """Returns the accuracy on problems as Markdown."""
+    lines = ["| task | | right, one token a forward | held-out problems |", "|---|---|---|---|"]
+    lines += [f"| {task.name} | {task.summary} | {facts['held_out'][task.name]:.1%} | {facts['held_out_each']} |"
+              for task in problems.TASKS.values()]
+    return "\n".join(lines) + f"""
+
+Right means the whole answer, greedily, the most confident token of the canvas a forward, by the shipped bfloat16
+weights computed in float32. A problem is kept from training when the CRC-32 of its prompt is divisible by
+{problems.HELD_OUT}; sudoku grids themselves, of which there are 288, are all seen in training, with other blanks."""
+
+
+def text_figures(facts: Mapping[str, Any]) -> str:
+    """Returns the bound on bits per byte as Markdown."""
+    return f"""| | |
+|---|---|
+| held-out bits per byte, upper bound | {facts['held_out']['bits_per_byte']:.4f} |
+
+The bound is that of the training loss, estimated with 4 noises a window on {facts['held_out_each']} windows, spread
+evenly over the held-out files of `pycode`: their second halves, given the first."""

@@ -1,0 +1,126 @@
+"""Language models of Python: `pycode`, and `pycode-draft`, which is distilled from it.
+
+A Llama-shaped decoder on the source of the standard library. The plateau uses short windows and the decay the whole
+context; a teacher gives a draft model the distribution that speculative decoding compares it with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from decodax.bench.figures import plot_lines
+from decodax.io.checkpoint import load_model
+from decodax.models import Transformer, llama
+from decodax.train import corpus
+from decodax.train.export import export_model, model_card
+from decodax.train.language_model import NextTokens, bits_per_byte, overlap, token_bytes, token_losses
+from decodax.train.loop import TrainingRun, place_batch
+from recipes.options import Options
+from recipes.run import Recipe
+
+EVAL_WINDOWS = 96
+"""Held-out windows of an evaluation on the way."""
+
+INTRODUCTION = """A Llama-shaped language model for Python source, small enough to ship with decodax and to run on any
+CPU. It is made for demonstrations, tests and comparisons of decoding methods; it writes plausible Python, not correct
+programs."""
+
+FIGURES = """**Held-out files.** A source file is kept from the training of the weights and of the tokenizer when the
+SHA-256 of its path inside the standard library directory (with `/` separators), read as a number, is divisible by
+{modulus}. The bits per byte are those of the shipped bfloat16 weights, computed in float32 over all held-out files: the
+summed negative log2-probability of the tokens, end-of-text included, over the UTF-8 bytes of text, in half-overlapping
+windows of the whole context. Generated tables, bundled packages and deliberately broken test files are not part of the
+data (`decodax/train/corpus.py`).
+
+**Tokenizer.** Byte-level BPE of {vocab} tokens trained on the training files. Any text round-trips. `<|endoftext|>`
+separates files and serves as BOS, EOS and padding; it is not added to a prompt. A line break and the indentation after
+it are one token, so a prompt should end before the line break (`def f(n):`) or after the indentation, not between them.
+"""
+
+
+def batch_shape(options: Options, context: int, decaying: bool) -> tuple[int, int]:
+    """Returns (windows, tokens of a window) of a step: the decay uses the whole context, with as many tokens."""
+    batch, length = options.batch or 1, min(options.length or context, context)
+    return (max(1, batch * length // context), context) if decaying else (batch, length)
+
+
+def tokenizer_of(options: Options, documents: list[corpus.Document]) -> Tokenizer:
+    """Returns the teacher's tokenizer, that of the run to resume, or a new one, and saves it with the run."""
+    kept = options.output / "tokenizer.json"
+    if options.teacher is not None:
+        tokenizer = Tokenizer.from_file(str(Path(options.teacher) / "tokenizer.json"))
+    elif options.resume and kept.is_file():
+        return Tokenizer.from_file(str(kept))
+    else:
+        tokenizer = corpus.train_tokenizer(documents, options.settings.vocab)
+    tokenizer.save(str(kept))
+    return tokenizer
+
+
+def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
+    """Returns the recipe for `recipes.run.train`."""
+    documents, kept = corpus.load_corpus(options.corpus)
+    tokenizer = tokenizer_of(options, documents)
+    stream, held = corpus.pack(tokenizer, documents), corpus.pack(tokenizer, kept)
+    model = Transformer(llama(vocab=tokenizer.get_vocab_size(), tied=True, **options.settings.shape))
+    context, ways, shardings = model.config.context, mesh.shape["data"], model.shardings(mesh)
+    if any(batch_shape(options, context, decaying)[0] % ways for decaying in (False, True)):
+        raise ValueError(f"batch: got {options.batch}, which gives steps that do not divide among the {ways} devices")
+    teacher, guide = None, None
+    if options.teacher is not None:
+        teacher, guide = load_model(options.teacher, dtype="float32")
+        guide = jax.device_put(guide, teacher.shardings(mesh))
+
+    def batch(run: TrainingRun) -> np.ndarray:
+        # the decay reads the data from the start again, in another order
+        seed, since = (options.seed + 1, run.schedule.decay_from or 0) if run.decaying else (options.seed, 0)
+        return corpus.Batches(stream, *batch_shape(options, context, run.decaying), seed)[run.step - since]
+
+    def measure(params: Any, length: int, limit: int | None) -> float:
+        losses = lambda window: np.asarray(token_losses(model, params, place_batch(window, mesh)))
+        return bits_per_byte(losses, held, token_bytes(tokenizer), length, 8 * ways, limit)
+
+    def evaluate(params: Any, run: TrainingRun) -> dict[str, float]:
+        # positions beyond the plateau's windows are untrained until the decay
+        return {"bits_per_byte": measure(params, batch_shape(options, context, run.decaying)[1], EVAL_WINDOWS)}
+
+    def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
+        plot_losses(options.output)
+        bits = measure(exact, context, None)
+        data = corpus.corpus_name() if options.corpus is None else f"the .py files of {options.corpus.name}"
+        name = Path(options.teacher).name if options.teacher else None
+        facts |= {"data": data, "held_out_bits_per_byte": round(bits, 4), "teacher": name}
+        rows = {"training data": data, "training": "AdamW, cross-entropy, float32 master weights",
+                "held-out bits per byte": f"{bits:.4f}"}
+        if teacher is not None:
+            window = place_batch(corpus.Batches(held, 8 * ways, context)[0], mesh)
+            facts["acceptance"] = round(float(overlap(teacher, model, guide, exact, window).mean()), 4)
+            rows["training"] = f"AdamW, distilled from `{name}` (KL and cross-entropy), float32 master weights"
+            rows[f"drafts that `{name}` accepts"] = f"{facts['acceptance']:.1%}, held-out, temperature 1"
+        card = model_card(options.preset, model, facts, introduction=INTRODUCTION, rows=rows, tags=["python"],
+                          language="code", figures=FIGURES.format(modulus=corpus.HELD_OUT_MODULUS,
+                                                                  vocab=model.config.vocab))
+        special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT)
+        export_model(target, model, shipped, tokenizer, special=special, card=card, facts=facts)
+        return f"{bits:.4f} held-out bits per byte"
+
+    return Recipe(
+        model.init_params(jax.random.key(options.seed)), NextTokens(model, options.dtype, teacher, options.mix), batch,
+        lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda step: guide,
+        # windows of the whole context take about a fifth longer for the same number of tokens
+        shardings=shardings, decay_pace=1.2)
+
+
+def plot_losses(output: Path) -> None:
+    """Draws the cross-entropy and the held-out bits per byte of a run against the tokens seen, as loss.png."""
+    entries = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    names = {"cross_entropy": "training cross-entropy, nats a token", "bits_per_byte": "held-out bits per byte"}
+    panels = {name: {"": [(e["tokens"], e[key]) for e in entries if key in e]} for key, name in names.items()}
+    plot_lines(output / "loss.png", panels, "training tokens", ["", ""], marker=False)
