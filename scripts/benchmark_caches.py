@@ -28,7 +28,7 @@ from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Transformer, llama
 
-CACHES = ("snapkv:budget=512", "knorm:budget=512,skip=()", "h2o:budget=512", "adakv:budget=512")
+CACHES = ("snapkv:budget=512", "knorm:budget=512,skip_layers=()", "h2o:budget=512", "adakv:budget=512")
 
 
 def size(cache: Any) -> int:

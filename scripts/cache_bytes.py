@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from decodax.cache import Wrapper
-from decodax.caches.bounded.sublinear import Sublinear
+from decodax.caches.bounded.subgen import SubGenCache
 from decodax.caches.evict.evicting import Evicting
 from decodax.caches.prefill.grouped import Grouped
 from decodax.caches.quantize.bounded import BoundedCodes
@@ -53,5 +53,5 @@ def held(cache: Any) -> float:
     slots, tokens = cache.kv[0].shape[2], np.asarray(cache.count if isinstance(cache, Grouped) else cache.length, float)
     used = np.minimum(tokens, slots).mean() / slots
     # what lies beside keys and values grows with the text as they do, but for sketches of a size of their own
-    beside = size((cache.sketches,)) if isinstance(cache, Sublinear) else (size(cache) - size(cache.kv)) * used
+    beside = size((cache.sketches,)) if isinstance(cache, SubGenCache) else (size(cache) - size(cache.kv)) * used
     return size(cache.kv) * used + beside

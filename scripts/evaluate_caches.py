@@ -1,7 +1,7 @@
 """What cache policies lose: right answers on long texts against the bytes that are kept.
 
     python scripts/evaluate.py --caches                     # every policy that needs no training or other model
-    python scripts/evaluate.py --caches snapkv knorm:skip=() --length 2048 --plot caches.png
+    python scripts/evaluate.py --caches snapkv knorm:skip_layers=() --length 2048 --plot caches.png
 
     python scripts/evaluate.py --caches --drafts                            # drafts on smaller caches: what is accepted
 

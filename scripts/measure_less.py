@@ -48,7 +48,7 @@ def texts(lm: Any, names: tuple[str, ...], size: int, each: int) -> list[list[in
 def held(kind: Any, lm: Any, size: int) -> int:
     """Bytes of keys, values and states that a row keeps of a text of `size` tokens."""
     cache = lm.model.with_cache(kind).init_cache(1, size) if kind else lm.model.init_cache(1, size)
-    used = size if kind is None else kind.sinks + kind.recent
+    used = size if kind is None else kind.start_size + kind.recent_size
     states = () if kind is None or not any(layer.any() for layer in kind.kernels.scale.value) else cache.states
     return sum(x[:, :, :used].nbytes for x in cache.kv) + sum(x.nbytes for x in states)
 
@@ -63,7 +63,7 @@ def main() -> None:
     parse.add_argument("--save")
     given = parse.parse_args()
     lm = dx.load(given.model)
-    window = dict(sinks=given.sinks, recent=given.recent)
+    window = dict(start_size=given.sinks, recent_size=given.recent)
     seen, new = texts(lm, TRAIN, given.size, given.each), texts(lm, TEST, given.size, 4)
     start = time.perf_counter()
     kernels = fit_less(lm, seen, rank=given.rank, hidden=given.hidden, epochs=given.epochs, rate=given.rate,
@@ -74,7 +74,7 @@ def main() -> None:
     without = LessKernels.of([kernels.layer(i).replace(scale=jnp.zeros_like(kernels.layer(i).scale))
                               for i in range(lm.model.depth)])
     # a state of rank r takes the bytes of r / 2 tokens, so the authors compare with a window that has as many more
-    wider = make("less", kernels=without, sinks=given.sinks, recent=given.recent + given.rank // 2)
+    wider = make("less", kernels=without, start_size=given.sinks, recent_size=given.recent + given.rank // 2)
     kinds = {"dense": None, "window": make("less", kernels=without, **window), "wider": wider,
              "less": make("less", kernels=kernels, **window)}
     dense: np.ndarray | None = None

@@ -65,7 +65,7 @@ def main() -> None:
     some = given.sinks + given.recent + given.taken * group
     blocks = dict(sinks=given.sinks, recent=given.recent, block=4, window=given.recent, samples=32, least=1, room=1,
                   budget=some)
-    kinds = {"dense": None, f"sink-window:budget={some}": make("sink-window", budget=some, sinks=given.sinks),
+    kinds = {"dense": None, f"sink-window:budget={some}": make("sink-window", budget=some, n_sink=given.sinks),
              "a2ats": make("a2ats", books=books, **own), "act-qkv": make("act-qkv", **blocks)}
     pages = dict(budget=some - given.recent, page=4, recent=given.recent, skip=())
     kinds |= {"quest": make("quest", **pages)} | {

@@ -190,7 +190,7 @@ def test_a_chat_goes_through_the_template(generate: Run) -> None:
     (["x", "--cache", "snapvk"], "cache: unknown name 'snapvk'; near ones: snapkv"),
     (["x", "--cache", "snapkv:budget=8"], "budget: got 8, takes more than the 32 tokens"),
     (["x", "--cache", "snapkv:budget=abc"], "budget: got 'abc', takes a number of tokens from 1, a share of the text"),
-    (["x", "--cache", "snapkv:window=abc"], "window: got 'abc', takes a whole number"),
+    (["x", "--cache", "snapkv:window_size=abc"], "window_size: got 'abc', takes a whole number"),
     (["x", "--algorithm", "prompt-lookup:length=abc"], "length: got 'abc', takes a whole number"),
     (["x", "--algorithm", "prompt-lokup"], "unknown name 'prompt-lokup'; near ones: prompt-lookup"),
     (["x", "--set", "top_k"], "takes NAME=VALUE"),

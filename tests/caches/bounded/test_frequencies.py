@@ -12,7 +12,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
-from decodax.caches.bounded.frequencies import LowFrequencies, Spectral, low_frequencies
+from decodax.caches.bounded.freqkv import FreqKVCache, FreqKVConfig, low_frequencies
 from decodax.core.window import causal
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
@@ -31,8 +31,8 @@ def test_attention_is_the_authors(width: int) -> None:
     r, T = np.random.RandomState(0), 45
     q, k, v = (r.standard_normal((T, n, 8)).astype(np.float32).round(3) for n in (4, 2, 2))
     rope = Rope(8)
-    cache = LowFrequencies(20, 3, 0.48)([KVLayer(2, 8, queries=4, rope=rope)], 1, 64, jnp.float32)
-    assert isinstance(cache, Spectral) and cache.kind.kept == 8
+    cache = FreqKVConfig(20, 3, 0.48)([KVLayer(2, 8, queries=4, rope=rope)], 1, 64, jnp.float32)
+    assert isinstance(cache, FreqKVCache) and cache.kind.kept == 8
     cos, sin = rope.table(jnp.arange(T)[None], None)
     q, k = (np.asarray(rotate(jnp.asarray(x)[None], cos, sin, rope.interleaved))[0] for x in (q, k))
     at, sums = 0, np.zeros(T)

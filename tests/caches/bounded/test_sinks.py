@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches.bounded.sinks import Sinks
+from decodax.caches.bounded.streaming_llm import StreamingLLMConfig
 from decodax.models import Transformer, llama
 from tests.dense import follows
 
@@ -26,7 +26,8 @@ def shortened(text: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("algorithm", ["autoregressive", "prompt-lookup:length=3"])
 def test_tokens_are_those_of_the_shortened_text(algorithm: str) -> None:
-    out = dx.generate(SMALL, PROMPTS, algorithm=algorithm, cache=Sinks(SINKS, RECENT), max_new_tokens=20, logprobs=0)
+    cache = StreamingLLMConfig(SINKS, RECENT)
+    out = dx.generate(SMALL, PROMPTS, algorithm=algorithm, cache=cache, max_new_tokens=20, logprobs=0)
     for i, prompt in enumerate(PROMPTS):
         text = list(prompt)
         for token, logprob in zip(out.row(i).tolist(), out.logprobs.raw[i], strict=False):

@@ -9,7 +9,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
-from decodax.caches.bounded.sublinear import Sketch, Sublinear, Sublinearly, estimated, sketched
+from decodax.caches.bounded.subgen import Sketch, SubGenCache, SubGenConfig, estimated, sketched
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
 
@@ -67,7 +67,7 @@ def test_clusters_are_as_wide_as_they_may_be() -> None:
 
 @pytest.mark.wide
 def test_a_prompt_and_tokens_one_by_one_come_to_the_same() -> None:
-    kind = Sublinearly(1.0, 8, 2, 6, recent=5, every=3)
+    kind = SubGenConfig(1.0, 8, 2, 6, recent=5, every=3)
     shape = KVLayer(2, 4, 5, queries=4)
     entry = [(jnp.asarray(KEYS).swapaxes(0, 1)[None], jnp.asarray(VALUES).swapaxes(0, 1)[None])]
     whole = kind([shape], 1, 64, jnp.float32).for_prompt().commit(entry, jnp.arange(N)[None]).settled(
@@ -75,7 +75,7 @@ def test_a_prompt_and_tokens_one_by_one_come_to_the_same() -> None:
     slow = kind([shape], 1, 64, jnp.float32)
     for i in range(N):
         slow = slow.commit([tuple(x[:, i:i + 1] for x in entry[0])], jnp.array([[i]]))
-    assert isinstance(whole, Sublinear) and isinstance(slow, Sublinear)
+    assert isinstance(whole, SubGenCache) and isinstance(slow, SubGenCache)
     assert whole.done.tolist() == slow.done.tolist() == [33]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole.sketches, slow.sketches)
     q, own = jnp.asarray(Q).reshape(1, 1, 4, 4), jnp.ones((1, 1, 2, 5))

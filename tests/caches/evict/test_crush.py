@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from decodax import caches
-from decodax.caches.evict.crush import Representatives
-from decodax.caches.evict.query_scores import Accumulated
+from decodax.caches.evict.h2o import Accumulated
+from decodax.caches.evict.kvcrush import BlockRepresentatives
 
 pytestmark = pytest.mark.wide
 
@@ -27,7 +27,7 @@ def test_the_representatives_are_those_of_the_authors(case: str) -> None:
     top = set(np.argsort(worth.sum(1))[-given["kept"]:].tolist())
     within = jnp.arange(shape[0] + 3) < shape[0]
     for anchor, wanted in given["found"].items():
-        rule = Representatives(Accumulated(4, sinks=2, over="heads"), given["block"], given["crush"], anchor)
+        rule = BlockRepresentatives(Accumulated(4, sinks=2, over="heads"), given["block"], given["crush"], anchor)
         found = rule.blocks(jnp.pad(jnp.asarray(worth), ((0, 3), (0, 0)), constant_values=9), within,
                             jnp.int32(given["kept"]))
         assert set(np.flatnonzero(found).tolist()) == top | set(wanted)
@@ -38,5 +38,5 @@ def test_what_cannot_be_had_is_refused() -> None:
         caches.make("kvcrush", budget=446)
     with pytest.raises(ValueError, match=r"^budget: got 0.5, takes a number of tokens"):
         caches.make("kvcrush", budget=0.5)
-    with pytest.raises(ValueError, match=r"^anchor: got 'one', takes one of random, zeros, ones"):
-        caches.make("kvcrush", anchor="one")
+    with pytest.raises(ValueError, match=r"^anchor_point_mode: got 'one', takes 'random' or 'zeros' or 'ones'"):
+        caches.make("kvcrush", anchor_point_mode="one")

@@ -10,9 +10,8 @@ import pytest
 
 import decodax as dx
 from decodax.caches import make
-from decodax.caches.evict.held import HeldLayer
-from decodax.caches.evict.scores import Gathered
-from decodax.caches.evict.vision import ImageAttention, ImageShares
+from decodax.caches.evict.scores import Gathered, HeldLayer
+from decodax.caches.evict.text.plphp import ImageAttention, ImageShares
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from tests.caches.test_policies import DEEP, PROMPTS

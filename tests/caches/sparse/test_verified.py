@@ -113,7 +113,7 @@ def test_drafts_change_nothing_behind_a_context(algorithm: Any) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("answers", "drafts"), [(FEW, dx.caches.make("snapkv", budget=14, window=4)), (None, FEW)],
+@pytest.mark.parametrize(("answers", "drafts"), [(FEW, dx.caches.make("snapkv", budget=14, window_size=4)), (None, FEW)],
                          ids=["answers", "drafts"])
 def test_a_model_drafts_for_itself_on_another_cache_or_on_this_one(answers: Any, drafts: Any) -> None:
     """And gives the tokens of plain decoding on the cache that answers."""

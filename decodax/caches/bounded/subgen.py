@@ -1,15 +1,15 @@
-"""A sketch of attention in place of older tokens ("SubGen: Token Generation in Sublinear Time and Memory", Zandieh et
-al., 2024).
+"""SubGen: a sketch of attention in place of older tokens ("SubGen: Token Generation in Sublinear Time and Memory",
+Zandieh et al., 2024).
 
 Attention is a sum of values over a sum of weights, and both are estimated from samples. Keys are clustered as they
-come: a key joins the nearest cluster if that is near enough, else it begins one. Of each cluster a few keys are drawn,
-each of its keys as likely as any other, and stand for all of them in the sum of weights. Of all tokens some are drawn
-by the squares of their values' norms, and stand for all values, each divided by how likely it was. Both sums are right
-in the mean over what is drawn. The latest tokens are kept as they are.
+come: a key joins the nearest cluster if that is near enough, else it begins one. A few keys of each cluster are drawn,
+each of its keys with the same probability, and stand for all of them in the sum of weights. Some of all tokens are
+drawn by the squared norms of their values, and stand for all values, each divided by its probability. Both sums are
+unbiased. The latest tokens are kept as they are.
 
-What is drawn depends on a token's position and on `seed` alone, so that it does not matter how tokens come. `every`
-tokens leave the latest ones together, and a round commits no token beyond that point. Where there are as many clusters
-as there is room for, a key joins the nearest one, however far.
+The draws depend on a token's position and on `seed` alone, so that drafts and chunks change nothing. The latest tokens
+are sketched `every` at a time, and a round commits no token beyond that point. When there is no room for another
+cluster, a key joins the nearest one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from jax import Array, lax
 from decodax.cache.dense import Dense, dense, write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.cache.wrapper import Wrapper
+from decodax.common.options import Count, Range, Whole, check_options
+from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.core.window import each_node
@@ -34,13 +36,13 @@ from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attentio
 
 @struct
 class Sketch(Struct):
-    """What stands for the older tokens of a layer, of one row or of several.
+    """The sketch of the older tokens of a layer, of one row or of several.
 
     Attributes:
-        centres: `f32[..., G, C, d]`, the first key of each cluster. counts: `i32[..., G, C]`, how many keys each has;
-            0: there is none. keys: `f32[..., G, C, t, d]`, those that were drawn of it.
+        centres: `f32[..., G, C, d]`, the first key of each cluster. counts: `i32[..., G, C]`, the number of keys of
+            each cluster; 0 if there is none. keys: `f32[..., G, C, t, d]`, the keys that were drawn of it.
         tokens: `f32[..., G, s, d + e]`, keys and values that were drawn of all tokens.
-        mass: `f32[..., G]`, the sum of the squares of all values' norms.
+        mass: `f32[..., G]`, the sum of the squared norms of all values.
     """
 
     centres: Array
@@ -51,8 +53,13 @@ class Sketch(Struct):
 
 
 def taken_in(sketch: Sketch, kv: Array, valid: Array, draws: Array, radius: float) -> Sketch:
-    """With one more token `f32[G, d + e]` of a row, if it is `valid` (`bool[]`), by numbers `f32[G, t + s]` that were
-    drawn between 0 and 1."""
+    """Adds one token to the sketch of a row.
+
+    Args:
+        kv: `f32[G, d + e]`, key and value. valid: `bool[]`, False to leave the sketch as it is.
+        draws: `f32[G, t + s]`, random numbers from 0 to 1. radius: largest distance of a key to the first of its
+            cluster.
+    """
     (C, d), t = sketch.centres.shape[1:], sketch.keys.shape[2]
     key, value = kv[:, :d], kv[:, d:]
     distance = jnp.where(sketch.counts > 0, jnp.square(sketch.centres - key[:, None]).sum(-1), jnp.inf)
@@ -74,10 +81,11 @@ def taken_in(sketch: Sketch, kv: Array, valid: Array, draws: Array, radius: floa
 
 
 def sketched(sketch: Sketch, kv: Array, start: Array, stop: Array, seed: Any, radius: float) -> Sketch:
-    """With the tokens `f32[G, n, d + e]` of a row, which stand at positions `start` (`i32[]`) and behind, up to `stop`.
+    """Adds tokens to the sketch of a row.
 
     Args:
-        seed: a key of `jax.random`; a token's numbers are drawn by it and its position.
+        kv: `f32[G, n, d + e]`, tokens at the positions from `start` (`i32[]`). stop: `i32[]`, where to stop.
+        seed: a key of `jax.random`; the draws of a token depend on it and on the position. radius: as in `taken_in`.
     """
     G, n, _ = kv.shape
     more = sketch.keys.shape[2] + sketch.tokens.shape[1]
@@ -92,8 +100,15 @@ def sketched(sketch: Sketch, kv: Array, start: Array, stop: Array, seed: Any, ra
 
 
 def estimated(sketch: Sketch, q: Array, d: int) -> tuple[Array, Array, Array]:
-    """What a sketch says of queries `f32[G, r, d]`: the sum of values, `f32[G, r, e]`, and that of weights, `f32[G,
-    r]`, both divided by the exponential of a third, `f32[G, r]`, the largest exponent in them."""
+    """Estimates the attention of queries on the tokens of a sketch.
+
+    Args:
+        q: `f32[G, r, d]`. d: width of keys.
+
+    Returns:
+        The sum of values `f32[G, r, e]` and the sum of weights `f32[G, r]`, both divided by the exponential of the
+        third, `f32[G, r]`, which is the largest exponent.
+    """
     t = sketch.keys.shape[2]
     own = jnp.einsum("grd,gctd->grct", q, sketch.keys)
     there = (sketch.counts > 0)[:, None, :, None]
@@ -103,20 +118,20 @@ def estimated(sketch: Sketch, q: Array, d: int) -> tuple[Array, Array, Array]:
     share = jnp.where(squares > 0, sketch.mass[:, None] / jnp.maximum(squares, 1e-30), 0) / values.shape[1]
     top = jnp.maximum(jnp.where(there, own, -1e30).max((2, 3)),
                       jnp.where(share[:, None] > 0, exponents, -1e30).max(-1))
-    safe = lambda x: jnp.exp(jnp.minimum(x, 0))     # what does not count may be larger
+    safe = lambda x: jnp.exp(jnp.minimum(x, 0))     # exponents that do not count may be larger
     total = (jnp.where(there, safe(own - top[..., None, None]), 0) * sketch.counts[:, None, :, None]).sum((2, 3)) / t
     values = jnp.einsum("grs,gs,gse->gre", safe(exponents - top[..., None]), share, values)
     return values, total, top
 
 
 @struct
-class Sublinear(KeyValues):
-    """The latest tokens, and a sketch of the others.
+class SubGenCache(KeyValues):
+    """The latest tokens, and a sketch of the older ones.
 
     Attributes:
-        kv, given, widths: see `KeyValues`; the token at position `p` in slot `p` modulo the number of them.
-        sketches: a tuple of one a layer. done: `i32[B]`, how many tokens those are of.
-        length: `i32[B]`. size, shapes, kind: static; the most tokens of a text.
+        kv, given, widths: see `KeyValues`; the token at position `p` is in slot `p` modulo the number of slots.
+        sketches: a tuple of one a layer. done: `i32[B]`, the number of tokens in the sketches.
+        length: `i32[B]`. size, shapes, kind: static; the longest text, the shapes of layers, and the configuration.
     """
 
     kv: tuple[Array, ...]
@@ -127,7 +142,7 @@ class Sublinear(KeyValues):
     widths: tuple[int, ...] = static()
     size: int = static()
     shapes: tuple[KVLayer, ...] = static()
-    kind: Sublinearly = static()
+    kind: SubGenConfig = static()
 
     supports = frozenset({"trees"})
 
@@ -170,7 +185,7 @@ class Sublinear(KeyValues):
         own = k.shape[1] - q.shape[1]
         return out.astype(near.dtype), (k[:, own:], v[:, own:])
 
-    def commit(self, entries: Entries, slots: Array) -> Sublinear:
+    def commit(self, entries: Entries, slots: Array) -> SubGenCache:
         if not self.kv:
             return self
         to = jnp.where(slots >= 0, slots % self.kind.slots, -1)
@@ -181,8 +196,8 @@ class Sublinear(KeyValues):
         once = lambda c: (jnp.zeros((), bool), c[1]._sketched(full))
         return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
 
-    def _sketched(self, rows: Array) -> Sublinear:
-        """With the oldest of the latest tokens of those rows (`bool[B]`) in sketches."""
+    def _sketched(self, rows: Array) -> SubGenCache:
+        """Returns the cache with the oldest of the latest tokens of `rows` (`bool[B]`) sketched."""
         kind, n = self.kind, self.kind.every
         stop = jnp.where(rows, self.done + n, self.done)
 
@@ -198,11 +213,11 @@ class Sublinear(KeyValues):
 
 @struct
 class PromptToSketch(Wrapper):
-    """A prompt of which there will be a sketch."""
+    """A whole prompt, which is sketched when it has been read."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()
-    kind: Sublinearly = static()
+    kind: SubGenConfig = static()
 
     def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base, kind = self.base, self.kind
@@ -218,44 +233,49 @@ class PromptToSketch(Wrapper):
         return into.replace(kv=latest, sketches=tuple(made), done=done, length=base.length)
 
 
+@CACHES.register("subgen", "SubGen: Token Generation in Sublinear Time and Memory", "Zandieh et al. 2024",
+                 family="bounded")
 @dataclasses.dataclass(frozen=True)
-class Sublinearly(CacheConfig):
-    """A `Sublinear` cache.
+class SubGenConfig(CacheConfig):
+    """Keeps the latest tokens, and of the others samples of clustered keys and of values by their norms.
+
+    Decodes texts of any length in constant memory; a prompt is read whole. Choose `radius` for a model, by the lengths
+    of its keys.
 
     Attributes:
-        radius: how far a key may lie from the first one of its cluster.
-        clusters: there are at most, in each head. keys: that are drawn of each. values: tokens that are drawn of all.
-        recent: the latest tokens, which stay as they are, and up to `every` more: so many are sketched together.
-        seed: of what is drawn. name: what errors call it.
+        radius: largest distance of a key to the first one of its cluster.
+        clusters: largest number of clusters of each head.
+        keys: number of keys that are drawn of each cluster.
+        values: number of tokens that are drawn of all.
+        recent: number of latest tokens, which stay as they are.
+        every: up to so many more stay until they are sketched together.
+        seed: seed of the draws.
     """
 
-    radius: float
-    clusters: int = 256
-    keys: int = 4
-    values: int = 256
-    recent: int = 128
-    every: int = 32
+    radius: Annotated[float, Range(0)]
+    clusters: Count = 256
+    keys: Count = 4
+    values: Count = 256
+    recent: Whole = 128
+    every: Count = 32
     seed: int = 0
-    name: str = "subgen"
+
+    name = "subgen"
 
     def __post_init__(self) -> None:
-        for name in ("clusters", "keys", "values", "every"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes a number from 1")
-        if self.radius < 0 or self.recent < 0:
-            raise ValueError(f"radius, recent: got {self.radius} and {self.recent}, takes 0 or more")
+        check_options(type(self), vars(self))
 
     @property
     def slots(self) -> int:
-        """How many of the latest tokens there are at most."""
+        """Largest number of latest tokens."""
         return self.recent + self.every
 
     def key(self, layer: int) -> Array:
-        """What a layer draws by."""
+        """Returns the random key of a layer."""
         return jax.random.fold_in(jax.random.key(self.seed), layer)
 
-    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Sublinear:
-        """An empty cache."""
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> SubGenCache:
+        """Returns an empty cache."""
         if any(shape.sliding is not None for shape in shapes):
             raise ValueError(f"cache: {self.name} takes a model without sliding windows")
         slots = self.slots if self.slots <= BLOCK else -(-self.slots // BLOCK) * BLOCK
@@ -265,7 +285,7 @@ class Sublinearly(CacheConfig):
             keys=zeros(s.heads, C, self.keys, s.width), tokens=zeros(s.heads, self.values, s.both),
             mass=zeros(s.heads)) for s in shapes)
         none = zeros(of=jnp.int32)
-        return Sublinear(kv=empty_kv(shapes, batch, slots, dtype), sketches=sketches, done=none, length=none,
+        return SubGenCache(kv=empty_kv(shapes, batch, slots, dtype), sketches=sketches, done=none, length=none,
                          given=inputs, widths=key_widths(shapes), size=size, shapes=shapes, kind=self)
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,

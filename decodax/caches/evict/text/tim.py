@@ -1,15 +1,14 @@
-"""Finished subtasks are dropped from the cache, and what stands behind them is computed anew (TIM and TIMRUN: "Beyond
-Context Limits: Subconscious Threads for Long-Horizon Reasoning", Luo et al., 2025).
+"""TIM and TIMRUN: drops finished subtasks from the cache and computes the tokens after them anew ("Beyond Context
+Limits: Subconscious Threads for Long-Horizon Reasoning", Luo et al., 2025).
 
-A text is a tree of tasks: what stands between an opening and its closing mark is a list of subtasks, which may have
-such lists of their own. A list that is finished goes onto a stack; when there are more than `depth`, those that were
-finished first are dropped, from behind their opening mark to before their closing one. What stands behind a hole closes
-up to it: it is computed anew at the positions that were freed, by the model, from what is left. What is held is then
-what the model would hold of the text without its holes, and the distances from a new token to it are those of that
-text.
+A text is a tree of tasks: the tokens between an opening and its closing mark are a list of subtasks, which may contain
+such lists. A finished list goes onto a stack; when there are more than `depth`, the oldest are dropped, from after
+their opening mark to before their closing one. The tokens after a hole move up to it: the model computes them anew at
+the positions that were freed, from what is left. The cache is then that of the text without its holes, and so are the
+distances from a new token.
 
-TIMRUN drops a list when it is finished. Here that happens when the prompt is in and each `every` tokens behind it, so
-that what a text holds depends on its committed tokens alone, and drafts are cut there and nowhere else.
+TIMRUN drops a list when it is finished. Here that happens after the prompt and every `every` tokens, so that the cache
+depends on the committed tokens alone, and drafts are cut there and nowhere else.
 """
 
 from __future__ import annotations
@@ -24,29 +23,32 @@ from jax import Array, lax
 
 from decodax.cache.dense import Dense, write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
-from decodax.caches.evict.marks import Marks, marked
-from decodax.caches.evict.query_scores import moved, rope_of
+from decodax.caches.evict.text.marks import Marks, marked, read_marks
+from decodax.caches.rotation import moved, rope_of
+from decodax.common.options import Count, Whole
+from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 NESTED = 32
-"""Lists of subtasks may stand in one another so deep; what is deeper stays."""
+"""Largest depth of nested lists of subtasks; deeper ones stay."""
 
 CHUNK = 64
-"""Tokens that are computed anew at once."""
+"""Number of tokens that are computed anew at once."""
 
 
 def finished(opens: Array, closes: Array) -> tuple[Array, Array]:
-    """The lists that a text finishes.
+    """Finds the finished lists of a text.
 
     Args:
-        opens: `bool[N]`, the last tokens of opening marks. closes: `i32[N]`, how many tokens a closing mark has, at its
-            last one; else 0.
+        opens: `bool[N]`, True at the last token of an opening mark. closes: `i32[N]`, the number of tokens of a closing
+            mark, at its last token; else 0.
 
     Returns:
-        For each token the first one of the list that it finishes, `i32[N]`, -1: none; and the one behind that list.
+        For each token the first token of the list that it finishes, `i32[N]`, -1 if none; and the token after that
+        list.
     """
     def read(stack: tuple[Array, Array], token: tuple[Array, ...]) -> tuple[Any, Array]:
         (begun, number), (at, opened, closed) = stack, token
@@ -62,8 +64,11 @@ def finished(opens: Array, closes: Array) -> tuple[Array, Array]:
 
 
 def holes(tokens: Array, length: Array, opens: Marks, closes: Marks, depth: int) -> Array:
-    """`bool[B, N]`: which of the first `length` (`i32[B]`) tokens of `tokens` (`i32[B, N]`) are in lists that are
-    finished, but for the `depth` that were finished last."""
+    """Returns a mask of the tokens in finished lists, `bool[B, N]`, without the `depth` lists that were finished last.
+
+    Args:
+        tokens, length: `i32[B, N]`, of which the first `i32[B]` count. opens, closes: marks around a list.
+    """
     N = tokens.shape[1]
     begin, end = jax.vmap(finished)(marked(tokens, opens) > 0, marked(tokens, closes))
     done = (begin >= 0) & (jnp.arange(N) < length[:, None])
@@ -73,12 +78,13 @@ def holes(tokens: Array, length: Array, opens: Marks, closes: Marks, depth: int)
 
 
 @struct
-class Subtasks(KeyValues):
-    """The tokens that were not dropped, without gaps, keys at their places among them.
+class TIMCache(KeyValues):
+    """The tokens that were not dropped, without gaps. Positions are counted among them.
 
     Attributes:
         kv, given, widths: see `KeyValues`. dropped: `bool[B, S]`, by positions in the text.
-        due: `i32[B]`, the length at which lists are dropped next. length: `i32[B]`, of the text. kind: static.
+        due: `i32[B]`, the length at which lists are dropped next. length: `i32[B]`, of the text.
+        kind: static; the configuration.
     """
 
     kv: tuple[Array, ...]
@@ -88,13 +94,13 @@ class Subtasks(KeyValues):
     given: PyTree
     widths: tuple[int, ...] = static()
     shapes: tuple[KVLayer, ...] = static()
-    kind: SubtaskPruning = static()
+    kind: TIMConfig = static()
 
     supports = frozenset({"trees"})
 
     @property
     def removed(self) -> Array:
-        """`i32[B]`: how many tokens were dropped."""
+        """Number of dropped tokens, `i32[B]`."""
         return self.dropped.sum(1, dtype=jnp.int32)
 
     def horizon(self) -> Array | None:
@@ -109,14 +115,14 @@ class Subtasks(KeyValues):
         if bias is not None:
             raise ValueError("cache: tim takes rotary positions, not a bias of the scores")
         own, back = k.shape[1] - q.shape[1], -self.removed[:, None]
-        # queries and keys of a window go back together: only the distances to what is held change
+        # queries and keys of a window move together: only the distances to the cached tokens change
         turn = lambda x: moved(self.shapes[layer], x, jnp.broadcast_to(back, x.shape[:2]))
         out = window_attention(turn(q), turn(k), v, window.visible(), window.positions + back, self.kv[layer],
                                self.length - self.removed, scale=scale, sliding=sliding, softcap=softcap,
                                key_positions=window.key_positions + back)
         return out, (k[:, own:], v[:, own:])
 
-    def commit(self, entries: Entries, slots: Array) -> Subtasks:
+    def commit(self, entries: Entries, slots: Array) -> TIMCache:
         if not self.kv:
             return self
         back = self.removed[:, None]
@@ -126,10 +132,10 @@ class Subtasks(KeyValues):
                    for held, entry, shape in zip(self.kv, entries, self.shapes, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def settled(self, prompt: ReadPrompt) -> Subtasks:
+    def settled(self, prompt: ReadPrompt) -> TIMCache:
         return self.replace(due=self.length + 0)        # `+ 0`: the state is donated, and no array may be in it twice
 
-    def renewed(self, text: ReadPrompt, rows: Array) -> Subtasks:
+    def renewed(self, text: ReadPrompt, rows: Array) -> TIMCache:
         S, kind = self.capacity, self.kind
         tokens = jnp.pad(text.tokens, ((0, 0), (0, max(S - text.tokens.shape[1], 0))))[:, :S]
         gone = holes(tokens, self.length, kind.opens, kind.closes, kind.depth)
@@ -137,7 +143,7 @@ class Subtasks(KeyValues):
         stays = ~gone & (jnp.arange(S) < self.length[:, None])
         number = stays.sum(1, dtype=jnp.int32)
         changed = gone & ~self.dropped
-        # what stands before the first hole that is new lies where it lies
+        # the tokens before the first new hole do not move
         before = stays & (jnp.cumsum(changed, 1) == 0)
         first = jnp.where(changed.any(1), before.sum(1, dtype=jnp.int32), number)
         order = jnp.argsort(~stays, 1, stable=True)
@@ -157,26 +163,19 @@ class Subtasks(KeyValues):
 
 
 @dataclasses.dataclass(frozen=True)
-class SubtaskPruning(CacheConfig):
-    """A `Subtasks` cache.
+class TIMConfig(CacheConfig):
+    """Configuration of a `TIMCache`.
 
     Attributes:
-        opens, closes: marks before and behind a list of subtasks.
-        depth: how many finished lists stay. every: tokens from one time that lists are dropped to the next.
+        opens, closes: marks before and after a list of subtasks.
+        depth: number of finished lists that stay. every: number of tokens from one time that lists are dropped to the
+            next.
     """
 
     opens: Marks
     closes: Marks
-    depth: int = 2
-    every: int = 16
-
-    def __post_init__(self) -> None:
-        for name, least in (("depth", 0), ("every", 1)):
-            if not isinstance(value := getattr(self, name), int) or value < least:
-                raise ValueError(f"{name}: got {value!r}, takes a number from {least}")
-        for name in ("opens", "closes"):
-            if not getattr(self, name):
-                raise ValueError(f"{name[:-1]}: got (), takes the ids of a mark")
+    depth: Whole = 2
+    every: Count = 16
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
@@ -184,6 +183,26 @@ class SubtaskPruning(CacheConfig):
         if shapes and all(rope_of(shape) is None for shape in shapes):
             raise ValueError("cache: tim moves tokens to other positions; takes a model with rotary positions")
         zeros = jnp.zeros(batch, jnp.int32)
-        return Subtasks(kv=empty_kv(shapes, batch, capacity, dtype), dropped=jnp.zeros((batch, capacity), bool),
+        return TIMCache(kv=empty_kv(shapes, batch, capacity, dtype), dropped=jnp.zeros((batch, capacity), bool),
                         due=zeros + jnp.iinfo(jnp.int32).max, length=zeros + 0, given=inputs,
                         widths=key_widths(shapes), shapes=shapes, kind=self)
+
+
+@CACHES.register("tim", "Beyond Context Limits: Subconscious Threads for Long-Horizon Reasoning", "Luo et al. 2025",
+                 family="evict")
+def tim(open: Any = (), close: Any = (), depth: Whole = 2, every: Count = 16) -> TIMConfig:
+    """Keeps everything but finished lists of subtasks, and computes the tokens after them anew.
+
+    For models that write their subtasks between marks. It saves positions and time, not memory.
+
+    Args:
+        open: token id of the mark before a list, or a tuple of ids or of tuples of ids in a row. Has to be given.
+        close: the mark after a list. Has to be given.
+        depth: number of finished lists that stay, the latest ones.
+        every: number of tokens from one time that lists are dropped to the next.
+    """
+    marks = {name: read_marks(given, name) for name, given in (("open", open), ("close", close))}
+    for name, found in marks.items():
+        if not found:
+            raise ValueError(f"{name}: got (), takes the ids of a mark")
+    return TIMConfig(marks["open"], marks["close"], depth, every)

@@ -1,19 +1,19 @@
-"""A cache of one size, whose older half is made shorter by its low frequencies each time that it is full ("FreqKV:
-Frequency Domain Key-Value Compression for Efficient Context Window Extension", Kai et al., 2025).
+"""FreqKV: a cache of constant size, whose older part is compressed to its low frequencies each time that it is full
+("FreqKV: Frequency Domain Key-Value Compression for Efficient Context Window Extension", Kai et al., 2025).
 
-When the cache is full, keys and values behind the first tokens, the sinks, go through a discrete cosine transform over
-the tokens; the lower frequencies go back, to fewer tokens of the same scale. So older tokens are written again and
-again, and nothing is lost at once. Keys are transformed before their rotation, and positions are counted in the cache:
-here keys are rotated to the last positions before what follows, which is the same to a model whose attention looks at
-distances alone. A round commits no token beyond the point where the cache is full, and prompts are read in the same
-way, so that neither drafts nor chunks change anything.
+When the cache is full, the keys and values after the first tokens, the sinks, go through a discrete cosine transform
+over the tokens; the lower frequencies are transformed back to fewer tokens of the same scale. So older tokens are
+compressed again and again, and nothing is lost at once. Keys are transformed before their rotation, and positions are
+counted in the cache: here keys are rotated to the last positions before the tokens that follow, which is the same to a
+model whose attention depends on distances alone. A round commits no token beyond the point where the cache is full, and
+prompts are read in the same way, so that neither drafts nor chunks change the result.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,33 +22,35 @@ from jax.scipy import fft
 
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
-from decodax.caches.evict.query_scores import moved, rope_of
 from decodax.caches.prefill.unread import Unread
 from decodax.caches.quantize.turning import after_rotation, before_rotation
+from decodax.caches.rotation import moved, rope_of
+from decodax.common.options import Count, Range, Whole, check_options
+from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
 
 CHUNK = 256
-"""Tokens of a prompt that are read at a time."""
+"""Number of prompt tokens that are read at a time."""
 
 
 def low_frequencies(x: Array, count: int) -> Array:
-    """`f32[count, ...]` of `f32[n, ...]`: what its lowest frequencies make of fewer tokens."""
+    """Compresses `n` tokens (`f32[n, ...]`) to `count` tokens (`f32[count, ...]`) by their lowest frequencies."""
     spectrum = fft.dct(x, axis=0, norm="ortho")[:count]
     return fft.idct(spectrum, axis=0, norm="ortho") * (count / len(x)) ** 0.5
 
 
 @struct
-class Spectral(KeyValues):
-    """The first tokens, what was made of older ones, and the latest.
+class FreqKVCache(KeyValues):
+    """The first tokens, the compressed older ones, and the latest.
 
     Attributes:
-        kv, given, widths: see `KeyValues`; the token at position `p` was written to slot `p - gone`, and what is in a
-            slot is rotated to its number and `gone`.
-        gone: `i32[B]`, how many fewer slots than tokens there are. count: `i32[B]`, how many slots are filled.
-        size, shapes, kind: static; the most tokens of a text.
+        kv, given, widths: see `KeyValues`. The token at position `p` was written to slot `p - gone`, and each slot is
+            rotated to its number plus `gone`.
+        gone: `i32[B]`, the number of slots less than tokens. count: `i32[B]`, the number of filled slots.
+        size, shapes, kind: static; the longest text, the shapes of layers, and the configuration.
     """
 
     kv: tuple[Array, ...]
@@ -58,7 +60,7 @@ class Spectral(KeyValues):
     widths: tuple[int, ...] = static()
     size: int = static()
     shapes: tuple[KVLayer, ...] = static()
-    kind: LowFrequencies = static()
+    kind: FreqKVConfig = static()
 
     supports = frozenset({"trees"})
 
@@ -71,22 +73,22 @@ class Spectral(KeyValues):
         return self.gone + self.count
 
     def horizon(self) -> Array | None:
-        return self.kind.slots - self.count if self.kv else None
+        return self.kind.size - self.count if self.kv else None
 
     def for_prompt(self) -> Cache:
         return Unread(length=jnp.zeros_like(self.count), into=self) if self.kv else self
 
-    def read(self, prompt: ReadPrompt, length: Array) -> Spectral:
-        """With the first `length` tokens (`i32[B]`) of a prompt."""
+    def read(self, prompt: ReadPrompt, length: Array) -> FreqKVCache:
+        """Returns the cache after the first `length` (`i32[B]`) tokens of a prompt."""
         n = prompt.tokens.shape[1]
-        width = min(CHUNK, self.kind.slots, n)
+        width = min(CHUNK, self.kind.size, n)
 
-        def visit(cache: Spectral) -> Spectral:
+        def visit(cache: FreqKVCache) -> FreqKVCache:
             at = cache.length[:, None] + jnp.arange(width, dtype=jnp.int32)
-            live = (at < length[:, None]) & (jnp.arange(width) < cache.kind.slots - cache.count[:, None])
+            live = (at < length[:, None]) & (jnp.arange(width) < cache.kind.size - cache.count[:, None])
             tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at, n - 1), 1)
             out = prompt.model.apply(prompt.params, causal(tokens, cache.length, live), cache)
-            # what is broken is committed, too, or the loop would not end; the round behind it says so
+            # NaNs are committed, too, or the loop would not end; the next round reports them
             slots = jnp.where(live, at, -1) + (out.hidden[..., 0] * 0 > 0)
             return cache.commit(out.entries, slots)
 
@@ -103,21 +105,21 @@ class Spectral(KeyValues):
         own = k.shape[1] - q.shape[1]
         return out, (k[:, own:], v[:, own:])
 
-    def commit(self, entries: Entries, slots: Array) -> Spectral:
+    def commit(self, entries: Entries, slots: Array) -> FreqKVCache:
         if not self.kv:
             return self
         to = jnp.where(slots >= 0, slots - self.gone[:, None], -1)
         kv = tuple(write(held, jnp.concatenate(entry, -1), to) for held, entry in zip(self.kv, entries, strict=True))
         new = self.replace(kv=kv, count=jnp.maximum(self.count, to.max(1) + 1))
-        full = new.count >= self.kind.slots
+        full = new.count >= self.kind.size
         # a loop of one trip or none, since XLA copies what a conditional writes to
         once = lambda c: (jnp.zeros((), bool), c[1]._compressed(full))
         return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
 
-    def _compressed(self, rows: Array) -> Spectral:
-        """With fewer tokens in those rows (`bool[B]`)."""
+    def _compressed(self, rows: Array) -> FreqKVCache:
+        """Returns the cache with the tokens of `rows` (`bool[B]`) compressed."""
         kind, made = self.kind, []
-        sinks, n, count = kind.sinks, kind.slots - kind.sinks, kind.kept
+        sinks, n, count = kind.sinks, kind.size - kind.sinks, kind.kept
         fewer = n - count
 
         for shape, kv in zip(self.shapes, self.kv, strict=True):
@@ -141,31 +143,39 @@ class Spectral(KeyValues):
         return self.replace(kv=tuple(made), gone=self.gone + by, count=self.count - by)
 
 
+@CACHES.register("freqkv", "FreqKV: Frequency Domain Key-Value Compression for Efficient Context Window Extension",
+                 "Kai et al. 2025", family="bounded")
 @dataclasses.dataclass(frozen=True)
-class LowFrequencies(CacheConfig):
-    """A `Spectral` cache.
+class FreqKVConfig(CacheConfig):
+    """Keeps the first tokens, and compresses the others to their low frequencies each time that the cache is full.
+
+    Decodes texts of any length in constant memory, with a model that has rotary positions; prompts are read in the same
+    memory. The authors train the model on it for a little while.
 
     Attributes:
-        slots: tokens that it has room for. sinks: the first tokens, which stay as they are. ratio: how much of the
-            others' frequencies stay when it is full. name: what errors call it.
+        size: number of tokens that the cache has room for.
+        sinks: number of first tokens, which stay as they are.
+        ratio: share of the other tokens that is left by a compression.
     """
 
-    slots: int = 4096
-    sinks: int = 4
-    ratio: float = 0.5
-    name: str = "freqkv"
+    size: Count = 4096
+    sinks: Whole = 4
+    ratio: Annotated[float, Range(0, 1, above=True, below=True)] = 0.5
+
+    name = "freqkv"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.slots, int) or self.sinks < 0 or self.slots <= self.sinks:
-            raise ValueError(f"size, sinks: got {self.slots!r} and {self.sinks}, takes a number of tokens, and fewer "
-                             "first ones of them")
-        if not 0 < self.ratio < 1 or not 0 < self.kept:
-            raise ValueError(f"ratio: got {self.ratio}, takes a number between 0 and 1 of which something is kept")
+        check_options(type(self), vars(self))
+        if self.size <= self.sinks:
+            raise ValueError(f"size: got {self.size}, takes more than the {self.sinks} first tokens")
+        if not self.kept:
+            raise ValueError(f"ratio: got {self.ratio}, takes a number between 0 and 1 that leaves some of the "
+                             f"{self.size - self.sinks} tokens")
 
     @property
     def kept(self) -> int:
-        """Tokens that are made of those behind the first ones."""
-        return int((self.slots - self.sinks) * self.ratio)
+        """Number of tokens that a compression leaves after the first ones."""
+        return int((self.size - self.sinks) * self.ratio)
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
@@ -173,7 +183,7 @@ class LowFrequencies(CacheConfig):
         if any(rope_of(shape) is None for shape in shapes):
             raise ValueError(f"cache: {self.name} moves tokens together, which takes a model with rotary positions in "
                              "every layer")
-        slots = self.slots if self.slots <= BLOCK else -(-self.slots // BLOCK) * BLOCK
+        slots = self.size if self.size <= BLOCK else -(-self.size // BLOCK) * BLOCK
         none = jnp.zeros(batch, jnp.int32)
-        return Spectral(kv=empty_kv(shapes, batch, slots, dtype), gone=none, count=none, given=inputs,
+        return FreqKVCache(kv=empty_kv(shapes, batch, slots, dtype), gone=none, count=none, given=inputs,
                         widths=key_widths(shapes), size=capacity, shapes=shapes, kind=self)

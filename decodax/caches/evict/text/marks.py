@@ -1,4 +1,4 @@
-"""Marks in a text: token ids, or ids in a row, that end a part of it."""
+"""Marks in a text: single token ids, or several in a row, that end a part of it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jax import Array
 
 Marks = tuple[tuple[int, ...], ...]
-"""Several marks, each of one id or of several in a row."""
+"""Marks, each of one id or of several in a row."""
 
 
 def read_marks(given: Any, name: str) -> Marks:
-    """Marks as a user gives them: ids, each of which is one, or tuples of ids in a row.
+    """Returns the marks that a user has given: ids, each of which is a mark, or tuples of ids in a row.
 
     >>> read_marks((3, (1, 2)), "ends")
     ((3,), (1, 2))
 
     Raises:
-        ValueError: something else.
+        ValueError: `given` is something else. `name` is the argument, for the error.
     """
     several = given if isinstance(given, tuple) else (given,)
     found = tuple(one if isinstance(one, tuple) else (one,) for one in several)
@@ -28,7 +28,8 @@ def read_marks(given: Any, name: str) -> Marks:
 
 
 def marked(tokens: Array, marks: Marks) -> Array:
-    """`i32[B, N]`: how many ids the longest mark has that ends at a token of `tokens` (`i32[B, N]`); 0: none does.
+    """Returns the number of ids of the longest mark that ends at each token of `tokens` (`i32[B, N]`), `i32[B, N]`; 0
+    where no mark ends.
 
     >>> marked(jnp.array([[1, 2, 1, 3, 2]]), ((1, 2), (3,)))[0].tolist()
     [0, 2, 0, 1, 0]
@@ -44,7 +45,8 @@ def marked(tokens: Array, marks: Marks) -> Array:
 
 
 def spelling(lm: Any, within: bytes) -> Marks:
-    """The tokens of a model's tokenizer that have `within` in them, and how it writes `within` in several."""
+    """Returns the tokens of a model's tokenizer that contain `within`, and its encoding of `within` in several
+    tokens."""
     ids = [(i,) for i, piece in enumerate(lm.tokenizer.token_bytes()) if within in piece]
     several = tuple(lm.tokenizer.encode(within.decode(), add_special_tokens=False))
     return tuple(ids) if len(several) < 2 else (*ids, several)

@@ -1,0 +1,134 @@
+"""CriticalKV: scores tokens by their attention and by what their values change in the output ("Identify Critical KV
+Cache in LLM Inference from an Output Perturbation Perspective", Feng et al., 2025).
+
+The first part of the budget goes to the best tokens by another score, SnapKV's. The second part goes to the best of the
+others by that score times the norm of their projected values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.cache.key_values import KVLayer
+from decodax.caches.evict.evicting import Eviction
+from decodax.caches.evict.heads.adakv import AdaptiveHeads, HeadCap
+from decodax.caches.evict.scores import Gathered, HeldLayer, Taken, TokenScore
+from decodax.caches.evict.selection import Budget, Selection, best, whole
+from decodax.caches.evict.snapkv import Pooling, WindowAttention
+from decodax.common.options import Count, Share
+from decodax.common.registry import CACHES
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputPerturbation(TokenScore):
+    """Another score, times how much the value of a token changes the output of attention.
+
+    Attributes:
+        score: the other score, which should not count norms of values itself. epsilon: added to it.
+    """
+
+    score: TokenScore
+    epsilon: float = 1e-4
+
+    @property
+    def reads(self) -> Literal["nothing", "queries", "attention"]:      # type: ignore[override]
+        return self.score.reads
+
+    @property
+    def projects(self) -> bool:
+        return True
+
+    @property
+    def latest(self) -> int:
+        return self.score.latest
+
+    @property
+    def always(self) -> int:
+        return self.score.always
+
+    def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
+        return self.score.start(shape, batch, slots)
+
+    def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
+        return self.score.gather(shape, gathered, new)
+
+    def renew(self, held: HeldLayer) -> Any:
+        return self.score.renew(held)
+
+    def __call__(self, held: HeldLayer) -> Array:
+        return self.weighted(held, self.score(held))
+
+    def weighted(self, held: HeldLayer, worth: Array) -> Array:
+        """Returns `(worth + epsilon) * |W_o v|_1`, with the mean of the norms over the heads of a group."""
+        assert held.outputs is not None
+        G = held.values.shape[0]
+        heads = held.outputs.reshape(G, -1, *held.outputs.shape[1:])
+        norm = lambda head: jnp.abs(jnp.einsum("gse,ged->gsd", held.values, head)).sum(-1)      # one head of each group
+        norms = sum(norm(heads[:, i]) for i in range(heads.shape[1])) / heads.shape[1]
+        return (worth + self.epsilon) * norms
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStages(Selection):
+    """Keeps the best tokens by the inner score, and the best of the others by what their values change in the output.
+
+    Attributes:
+        first_stage_ratio: share of the budget that goes by the inner score.
+        floor_alpha: the heads of a layer share their budget, as in `AdaptiveHeads`. None: all heads keep the same
+            number of tokens.
+        head_cap: as in `AdaptiveHeads`.
+    """
+
+    score: OutputPerturbation
+    first_stage_ratio: Share = 0.5
+    floor_alpha: Share | None = None
+    head_cap: HeadCap = None
+
+    @property
+    def uniform(self) -> bool:
+        return self.floor_alpha is None
+
+    @property
+    def _adaptive(self) -> AdaptiveHeads | None:
+        return None if self.floor_alpha is None else AdaptiveHeads(self.score, self.floor_alpha, self.head_cap)
+
+    def slots(self, table: np.ndarray, heads: int) -> int:
+        return (self._adaptive or super()).slots(table, heads)
+
+    def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
+        return (self._adaptive or super()).together(table, heads, layer)
+
+    def choose(self, held: HeldLayer, count: Array) -> Array:
+        worth, valid = self.score.score(held), held.valid
+        own: Array = jnp.broadcast_to(count, held.count.shape)
+        first = whole(own, self.first_stage_ratio)
+        if self._adaptive is not None:
+            own = self._adaptive.shared(worth, valid, count).sum(-1)
+            first = jnp.maximum(whole(own, self.first_stage_ratio), whole(count, self._adaptive.floor_alpha))
+        chosen = best(worth, valid, first)
+        return best(jnp.where(chosen, jnp.inf, self.score.weighted(held, worth)), valid, own)
+
+
+@CACHES.register("criticalkv", "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
+                 "Feng et al. 2025", family="evict")
+def criticalkv(budget: Budget = 1024, window_size: Count = 32, kernel_size: Count = 7, pooling: Pooling = "max",
+               first_stage_ratio: Share = 0.5, floor_alpha: Share | None = None, head_cap: HeadCap = None) -> Eviction:
+    """Keeps SnapKV's choice, and tokens whose values change the output of attention most.
+
+    Evicts once, after the prompt.
+
+    Args:
+        budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
+        window_size, kernel_size, pooling: of the score, as in `snapkv`.
+        first_stage_ratio: share of the budget that goes by SnapKV's scores alone.
+        floor_alpha: the heads of a layer share their budget, and each keeps this share in any case, as in `adakv`.
+            None: all heads keep the same number of tokens.
+        head_cap: a head keeps at most this many times the budget. None: any number.
+    """
+    score = OutputPerturbation(WindowAttention(window_size, kernel_size, pooling))
+    return Eviction(TwoStages(score, first_stage_ratio, floor_alpha, head_cap), budget, name="criticalkv")
