@@ -89,7 +89,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "keydiff": dict(budget=14, every=8), "cur": dict(budget=0.4),
     "expected-attention": dict(budget=14, every=9), "pyramidkv": dict(budget=14, window_size=4),
     "graphkv": dict(budget=14, window_size=4, neighbours=2, every=7),
-    "chunkkv": dict(budget=14, window_size=4, chunk_length=4, every=8), "adakv": dict(budget=14, window_size=4, every=6),
+    "chunkkv": dict(budget=14, window_size=4, chunk_length=4, every=8),
+    "adakv": dict(budget=14, window_size=4, every=6),
     "adaptive-expected-attention": dict(budget=0.4), "criticalkv": dict(budget=14, window_size=4, floor_alpha=0.2),
     "capkv": dict(budget=0.4, every=10), "kivi": dict(bits=2, group=4, residual=8),
     "kv-adaquant": dict(key_bits=4, value_bits=2, group=4, residual=8),
@@ -242,7 +243,8 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
             "minference": {"vertical": 200}, "kv-prediction": {"auxiliary": DEEP, "maps": ITSELF},
             "quantized-pruning": {"budget": 200, "residual_length": 200},
             "shotkv": {"budget": 200, "pool": 200}, "tim": {"depth": 200}, "louiskv": {"budget": 200, "buffer": 200},
-            "scope": {"budget": 200, "decoding_window_size": 400, "decoding_recent_size": 200}, "prefixkv": {"layers": (1.0, 1.0)},
+            "scope": {"budget": 200, "decoding_window_size": 400, "decoding_recent_size": 200},
+            "prefixkv": {"layers": (1.0, 1.0)},
             "plphp": {"rate": 1.0, "change": 0.0},
             **{codec: {"residual": 200} for codec in (
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
@@ -433,7 +435,8 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
             (r"^every: got 4; eviction chooses once", lambda: Eviction(Top(KeyNorm()), 8, 4, close_up=True)),
             (r"^budget: got one for each of 3 layers, the model has 2", lambda: arrays(
                 Eviction(Top(KeyNorm()), (8, 8, 8)))),
-            (r"^window_size: got 0", lambda: WindowAttention(0)), (r"^kernel_size: got 4", lambda: WindowAttention(8, 4)),
+            (r"^window_size: got 0", lambda: WindowAttention(0)),
+            (r"^kernel_size: got 4", lambda: WindowAttention(8, 4)),
             (r"^floor_alpha: got 2", lambda: AdaptiveHeads(KeyNorm(), 2)),
             (r"^lag_size: got 1", lambda: LagRelative(4, 1)),
             (r"^register: the name 'h2o' of .* is taken by decodax.caches.evict.h2o",

@@ -99,9 +99,9 @@ def test_a_first_layer_looks_back() -> None:
 def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     plot, figures = tmp_path / "caches.png", tmp_path / "caches.json"
-    words = ["--caches", "knorm:skip_layers=()", "kivi:group=8,residual=8", "-m", str(model), "--length", "48", "--problems",
-             "1", "--seeds", "0", "--removed", "0.5", "--task", "recall", "needle", "--markdown", "--plot", str(plot),
-             "--json", str(figures)]
+    words = ["--caches", "knorm:skip_layers=()", "kivi:group=8,residual=8", "-m", str(model), "--length", "48",
+             "--problems", "1", "--seeds", "0", "--removed", "0.5", "--task", "recall", "needle", "--markdown",
+             "--plot", str(plot), "--json", str(figures)]
     assert evaluate.main(words) == 0
     printed = capsys.readouterr().out
     assert "| knorm:skip_layers=() |" in printed and "50% removed" in printed and plot.stat().st_size > 1000

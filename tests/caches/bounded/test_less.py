@@ -125,6 +125,6 @@ def test_what_cannot_be_had_is_refused() -> None:
              lambda: make("less", kernels=KERNELS)([KVLayer(2, 8, queries=4)], 1, 8, jnp.float32)),
             (r"^texts: got none", lambda: fit_less(SMALL, [])),
             (r"^texts: got one of 5 tokens, takes more than the 11 that are kept", lambda: fit_less(
-                SMALL, PROMPTS, sinks=2, recent=9))):
+                SMALL, PROMPTS, start_size=2, recent_size=9))):
         with pytest.raises(ValueError, match=message):
             wrong()

@@ -98,7 +98,8 @@ def test_a_draft_model_writes_what_it_would_write_alone() -> None:
 def test_what_cannot_be_asked_is_refused() -> None:
     for message, wrong in (
             (r"^draft: got none, takes a smaller model", lambda: make("speckv")),
-            (r"^lookahead_tokens: got 0, takes a whole number from 1", lambda: make("speckv", draft=GUESSES, lookahead_tokens=0)),
+            (r"^lookahead_tokens: got 0, takes a whole number from 1", lambda: make(
+                "speckv", draft=GUESSES, lookahead_tokens=0)),
             (r"^kernel_size: got 4, takes an odd number", lambda: make("speckv", draft=GUESSES, kernel_size=4)),
             (r"^budget: got 8, takes the 64 latest tokens or more", lambda: make("specpc", draft=GUESSES, budget=8)),
             (r"^cache: speckv asks a draft model, so it takes the model that answers", lambda: dx.generate(

@@ -76,7 +76,8 @@ def test_a_text_that_leaves_no_positions_to_repeat_it_is_refused() -> None:
 @pytest.mark.parametrize(("kind", "message"), [
     (lambda: make("kvzip", chunk_size=7), "chunk_size: got 7, takes a whole number from 8"),
     (lambda: make("kvzip", layers="some"), "layers: got 'some', takes 'together' or 'each'"),
-    (lambda: make("laq", lookahead_window_size=10), "lookahead_window_size: got 10, takes the 8 tokens ahead and the 8"),
+    (lambda: make("laq", lookahead_window_size=10),
+     "lookahead_window_size: got 10, takes the 8 tokens ahead and the 8"),
     (lambda: Eviction(Top(LookaheadQueries()), 64, every=4), "every: got 4; eviction chooses once, after the prompt"),
     (lambda: dx.generate(SMALL, PROMPTS, cache="kvzip"), "ask: got a text, but this model has no tokenizer"),
     (lambda: dx.generate(dataclasses.replace(SMALL, model=SMALL.model.with_cache(Eviction(

@@ -184,6 +184,6 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
             (r"^separator: got 'x', takes token ids", lambda: make("shotkv", separator="x")),
             (r"^pool: got 32, takes more than the 32 latest", lambda: make("shotkv", pool=32)),
             (r"^open: got \(\), takes the ids of a mark", lambda: make("tim", close=3)),
-            (r"^depth: got -1, takes a number from 0", lambda: make("tim", open=3, close=4, depth=-1))):
+            (r"^depth: got -1, takes a whole number from 0", lambda: make("tim", open=3, close=4, depth=-1))):
         with pytest.raises(ValueError, match=expected):
             wrong()

@@ -86,8 +86,9 @@ def test_a_prompt_and_tokens_one_by_one_come_to_the_same() -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
-            (r"^radius: got none, takes how far a key may lie", lambda: dx.caches.make("subgen")),
-            (r"^clusters: got 0, takes a number from 1", lambda: dx.caches.make("subgen", radius=1.0, clusters=0)),
-            (r"^radius, recent: got -1 and 128", lambda: dx.caches.make("subgen", radius=-1))):
+            (r"^cache: 'subgen' needs radius=", lambda: dx.caches.make("subgen")),
+            (r"^clusters: got 0, takes a whole number from 1",
+             lambda: dx.caches.make("subgen", radius=1.0, clusters=0)),
+            (r"^radius: got -1, takes a number from 0", lambda: dx.caches.make("subgen", radius=-1))):
         with pytest.raises(ValueError, match=message):
             wrong()

@@ -67,8 +67,8 @@ def test_the_cache_has_one_size_whatever_the_text() -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
-            (r"^size, sinks: got 4 and 4", lambda: dx.caches.make("freqkv", size=4)),
-            (r"^ratio: got 1.0, takes a number between 0 and 1", lambda: dx.caches.make("freqkv", ratio=1.0))):
+            (r"^size: got 4, takes more than the 4 first", lambda: dx.caches.make("freqkv", size=4)),
+            (r"^ratio: got 1.0, takes a number above 0 and below 1", lambda: dx.caches.make("freqkv", ratio=1.0))):
         with pytest.raises(ValueError, match=message):
             wrong()
     assert isinstance(MODEL, Transformer)
