@@ -125,7 +125,7 @@ def test_a_listing_has_options_as_json(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_an_entry_is_shown_with_its_paper_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     shown = listed(capsys, "snapkv")
-    assert "SnapKV: LLM Knows What You are Looking for" in shown and "kernel: a whole number" in shown
+    assert "SnapKV: LLM Knows What You are Looking for" in shown and "kernel_size: a whole number from 1" in shown
 
 
 def test_samples_are_told_apart(generate: Run) -> None:

@@ -18,7 +18,7 @@ from decodax.cache.key_values import KVLayer
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.heads.adakv import AdaptiveHeads, HeadCap
 from decodax.caches.evict.scores import Gathered, HeldLayer, Taken, TokenScore
-from decodax.caches.evict.selection import Budget, Selection, best, whole
+from decodax.caches.evict.selection import Budget, Selection, Top, best, whole
 from decodax.caches.evict.snapkv import Pooling, WindowAttention
 from decodax.common.options import Count, Share
 from decodax.common.registry import CACHES
@@ -94,22 +94,24 @@ class TwoStages(Selection):
         return self.floor_alpha is None
 
     @property
-    def _adaptive(self) -> AdaptiveHeads | None:
-        return None if self.floor_alpha is None else AdaptiveHeads(self.score, self.floor_alpha, self.head_cap)
+    def _sizes(self) -> Selection:
+        """The selection that says how many tokens each head keeps."""
+        return Top(self.score) if self.floor_alpha is None else AdaptiveHeads(
+            self.score, self.floor_alpha, self.head_cap)
 
     def slots(self, table: np.ndarray, heads: int) -> int:
-        return (self._adaptive or super()).slots(table, heads)
+        return self._sizes.slots(table, heads)
 
     def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
-        return (self._adaptive or super()).together(table, heads, layer)
+        return self._sizes.together(table, heads, layer)
 
     def choose(self, held: HeldLayer, count: Array) -> Array:
         worth, valid = self.score.score(held), held.valid
         own: Array = jnp.broadcast_to(count, held.count.shape)
         first = whole(own, self.first_stage_ratio)
-        if self._adaptive is not None:
-            own = self._adaptive.shared(worth, valid, count).sum(-1)
-            first = jnp.maximum(whole(own, self.first_stage_ratio), whole(count, self._adaptive.floor_alpha))
+        if isinstance(sizes := self._sizes, AdaptiveHeads):
+            own = sizes.shared(worth, valid, count).sum(-1)
+            first = jnp.maximum(whole(own, self.first_stage_ratio), whole(count, sizes.floor_alpha))
         chosen = best(worth, valid, first)
         return best(jnp.where(chosen, jnp.inf, self.score.weighted(held, worth)), valid, own)
 
