@@ -124,15 +124,15 @@ def read(model: Model, weights: PyTree, tokens: Array, length: Array, more: int)
 
 
 def decoded(model: Model, weights: PyTree, cache: Cache, newest: Array, count: int,
-            eos: tuple[int, ...]) -> tuple[Array, Array]:
-    """Decodes greedily with a draft model.
+            eos: tuple[int, ...]) -> tuple[Any, Array, Array]:
+    """Decodes greedily.
 
     Args:
-        cache: cache of the draft model. newest: `i32[B]`, the token to go on from. count: number of tokens to decode.
-        eos: ids that end a text.
+        model, weights, cache: the model that decodes, its weights and its cache. newest: `i32[B]`, the token to go on
+            from. count: number of tokens to decode. eos: ids that end a text.
 
     Returns:
-        The tokens `i32[B, count]`, and `bool[B, count]`: True up to the end of each text.
+        The cache, the tokens `i32[B, count]`, and `bool[B, count]`: True up to the end of each text.
     """
     def step(carry: tuple[Any, Array, Array], _: None) -> tuple[tuple[Any, Array, Array], tuple[Array, Array]]:
         cache, token, live = carry
@@ -142,5 +142,11 @@ def decoded(model: Model, weights: PyTree, cache: Cache, newest: Array, count: i
         found = out.logits()[:, 0].argmax(-1).astype(jnp.int32)
         return (cache, found, live & ~jnp.isin(found, jnp.asarray(eos, jnp.int32))), (found, live)
 
-    _, (tokens, live) = lax.scan(step, (cache, newest, jnp.ones(newest.shape, bool)), None, count)
-    return tokens.T, live.T
+    last, (tokens, live) = lax.scan(step, (cache, newest, jnp.ones(newest.shape, bool)), None, count)
+    return last[0], tokens.T, live.T
+
+
+def newest_of(prompt: ReadPrompt, length: Array) -> Array:
+    """Returns the token of each prompt after the first `length` (`i32[B]`) ones, which a cache holds: `i32[B]`."""
+    last = jnp.minimum(length, prompt.tokens.shape[1] - 1)
+    return jnp.take_along_axis(prompt.tokens, last[:, None], 1)[:, 0]

@@ -212,7 +212,7 @@ class Evicting(KeyValues):
         layers, parts = [], []
         for layer, table in enumerate(self.kind.tables(self.size, depth, self.shapes)):
             outputs = None
-            if selection.score.projects:
+            if selection.projects:
                 assert prompt is not None
                 outputs = prompt.model.outputs(prompt.params, layer)
             parts.append(functools.partial(held_of, selection.score, layer, depth, self.shapes[layer], outputs))
@@ -286,7 +286,8 @@ class Eviction(CacheConfig):
                 self._check(budget)
         if self.every is not None and self.every < 1:
             raise ValueError(f"every: got {self.every}, takes 1 or more, or None")
-        if self.every is not None and (self.close_up or self.selection.score.once):
+        once = self.close_up or self.selection.projects or self.selection.score.once
+        if self.every is not None and once:
             raise ValueError(f"every: got {self.every}; {self.name} chooses once, after the prompt; takes None")
 
     def _check(self, budget: Budget) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from decodax.caches.evict.drafted import decoded, newest_of
 from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Top
@@ -22,7 +23,6 @@ from decodax.caches.evict.snapkv import Pooling, WindowAttention, pooled
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.core.cache import ReadPrompt
-from decodax.core.window import causal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,8 @@ class LookaheadQueries(TokenScore):
     first: WindowAttention = WindowAttention(32, 7, "max")
     eos: tuple[int, ...] = ()
 
+    once = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.first.window_size < self.max_lookahead_size + self.stage2_window_size:
@@ -52,10 +54,6 @@ class LookaheadQueries(TokenScore):
     @property
     def latest(self) -> int:
         return self.first.window_size
-
-    @property
-    def once(self) -> bool:
-        return True
 
     @property
     def always(self) -> int:
@@ -72,18 +70,8 @@ class LookaheadQueries(TokenScore):
         more = self.max_lookahead_size
         kind = dataclasses.replace(cache.kind, selection=Top(self.first), every=more + 1, new=more)
         small = cache.replace(kind=kind).settled(prompt)
-        last = jnp.minimum(cache.length, prompt.tokens.shape[1] - 1)
-        newest = jnp.take_along_axis(prompt.tokens, last[:, None], 1)[:, 0]
-
-        def step(carry: tuple[Evicting, Array, Array], _: None) -> tuple[tuple[Evicting, Array, Array], None]:
-            small, token, ended = carry
-            window = causal(token[:, None], small.length, ~ended[:, None])
-            out = prompt.model.apply(prompt.params, window, small)
-            small = small.commit(out.entries, jnp.where(ended[:, None], -1, window.positions))
-            token = out.logits()[:, 0].argmax(-1).astype(jnp.int32)
-            return (small, token, ended | jnp.isin(token, jnp.asarray(self.eos, jnp.int32))), None
-
-        (small, _, _), _ = lax.scan(step, (small, newest, jnp.zeros(newest.shape, bool)), None, more)
+        newest = newest_of(prompt, cache.length)
+        small, _, _ = decoded(prompt.model, prompt.params, small, newest, more, self.eos)
         order = (small.length[:, None] + jnp.arange(self.latest, dtype=jnp.int32)) % self.latest     # the oldest first
         back = small.length - cache.length + self.stage2_window_size
         asks = jnp.arange(self.latest, dtype=jnp.int32) >= self.latest - back[:, None]

@@ -33,7 +33,7 @@ class HeldLayer(Struct):
         queries: `f32[w, H, d]`, the latest `w` queries, the newest last, rotated and scaled as attention takes them.
             The first ones are zeros if the text is shorter.
         gathered: statistics that the score has gathered of this row (`TokenScore.gather`).
-        outputs: `f32[H, e, D]`, the output projection of each head, for scores that read it; else None.
+        outputs: `f32[H, e, D]`, the output projection of each head, for selections that read it; else None.
         layer, depth: number of this layer, and of layers. shape: shape of the layer.
     """
 
@@ -133,19 +133,11 @@ class TokenScore(Checked, abc.ABC):
     Attributes:
         reads: the input of `gather`: "nothing"; all "queries" as they come; or the "attention" of a prompt, that is its
             queries and their softmax sums (later queries are among the latest ones).
+        once: True if the score is defined after a prompt only, not while decoding.
     """
 
     reads: ClassVar[Literal["nothing", "queries", "attention"]] = "nothing"
-
-    @property
-    def projects(self) -> bool:
-        """True if the score reads `HeldLayer.outputs`, which is there after a prompt only."""
-        return False
-
-    @property
-    def once(self) -> bool:
-        """True if the score is defined after a prompt only, not while decoding."""
-        return self.projects
+    once: ClassVar[bool] = False
 
     @property
     def latest(self) -> int:

@@ -56,10 +56,12 @@ class Selection(Checked, abc.ABC):
     Attributes:
         score: score of the tokens.
         compares: True if layers share their tokens; then `choose_all` says what stays, else `choose`.
+        projects: True if it reads `HeldLayer.outputs`, which is there after a prompt only.
     """
 
     score: TokenScore
     compares: ClassVar[bool] = False
+    projects: ClassVar[bool] = False
 
     @property
     def uniform(self) -> bool:

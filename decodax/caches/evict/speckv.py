@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.caches.evict.drafted import Drafted, decoded, paired, read
+from decodax.caches.evict.drafted import Drafted, decoded, newest_of, paired, read
 from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Top
@@ -45,6 +45,8 @@ class DraftQueries(TokenScore):
     reduction_type: Literal["mean", "max"] = "max"
     eos: tuple[int, ...] = ()
 
+    once = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_odd(self.kernel_size)
@@ -52,10 +54,6 @@ class DraftQueries(TokenScore):
     @property
     def latest(self) -> int:
         return self.window_size
-
-    @property
-    def once(self) -> bool:
-        return True
 
     @property
     def always(self) -> int:
@@ -69,10 +67,9 @@ class DraftQueries(TokenScore):
 
     def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
         own, params, draft, weights = paired(prompt, cache.kind.name)
-        last = jnp.minimum(cache.length, prompt.tokens.shape[1] - 1)
-        newest = jnp.take_along_axis(prompt.tokens, last[:, None], 1)[:, 0]
-        behind = read(draft, weights, prompt.tokens, cache.length, self.lookahead_tokens)
-        tokens, live = decoded(draft, weights, behind, newest, self.lookahead_tokens, self.eos)
+        newest = newest_of(prompt, cache.length)
+        small = read(draft, weights, prompt.tokens, cache.length, self.lookahead_tokens)
+        _, tokens, live = decoded(draft, weights, small, newest, self.lookahead_tokens, self.eos)
         live = jnp.concatenate([jnp.ones((len(live), 1), bool), live], 1)
         window = causal(jnp.concatenate([newest[:, None], tokens], 1), cache.length, live)
         out = own.apply(params, window, cache)

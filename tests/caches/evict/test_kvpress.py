@@ -25,7 +25,7 @@ from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.expected_attention import ExpectedAttention
 from decodax.caches.evict.h2o import Accumulated
 from decodax.caches.evict.heads.adakv import AdaptiveHeads
-from decodax.caches.evict.heads.criticalkv import OutputPerturbation, TwoStages
+from decodax.caches.evict.heads.criticalkv import TwoStages
 from decodax.caches.evict.heads.kvzip import AcrossLayers, Reconstruction
 from decodax.caches.evict.heads.lu_kv import HeadShares
 from decodax.caches.evict.heads.pyramidkv import Pyramid
@@ -76,10 +76,10 @@ KEPT: dict[str, tuple[Selection, float]] = {
     "adakv-knorm": (AdaptiveHeads(KeyNorm(), 0.5), 1 - 0.4), "cur": (Top(Leverage()), 1 - 0.4),
     "cur-key": (Top(Leverage(leverage_type="key", local_window_size=0)), 1 - 0.4),
     "cur-average": (Top(Leverage(leverage_type="kv_avg")), 1 - 0.4),
-    "critical": (TwoStages(OutputPerturbation(SNAP)), 1 - 0.4),
-    "critical-knorm": (TwoStages(OutputPerturbation(KeyNorm())), 1 - 0.4),
-    "critical-adakv": (TwoStages(OutputPerturbation(SNAP), floor_alpha=0.2), 1 - 0.4),
-    "critical-adakv-knorm": (TwoStages(OutputPerturbation(KeyNorm()), 0.3, 0.5), 1 - 0.4),
+    "critical": (TwoStages(SNAP), 1 - 0.4),
+    "critical-knorm": (TwoStages(KeyNorm()), 1 - 0.4),
+    "critical-adakv": (TwoStages(SNAP, floor_alpha=0.2), 1 - 0.4),
+    "critical-adakv-knorm": (TwoStages(KeyNorm(), 0.3, 0.5), 1 - 0.4),
     "cap": (Top(Capacity()), 1 - 0.4), "cap-short": (Top(Capacity(tau=2.0, n_future_positions=64)), 1 - 0.4),
     "q-filter": (Top(Direction(tuple(tuple(map(tuple, x)) for x in FILTERS.tolist()))), 1 - 0.4),
     "lu-kv": (HeadShares(ExpectedAttention(epsilon=2e-2), SHARES), 1 - 0.4)}
@@ -107,8 +107,8 @@ def held(kind: Eviction, texts: list[list[int]]) -> Evicting:
     return cache
 
 
-def keeps(kind: Eviction, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
-    cache = held(kind, texts)
+def keeps(cache: Any, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
+    """Asserts that a cache holds the tokens of texts that `wanted` says: for each text, layer and head its bits."""
     for row, text in enumerate(texts):
         for layer, heads in enumerate(wanted[row]):
             for head, bits in enumerate(heads):
@@ -122,7 +122,7 @@ def keeps(kind: Eviction, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
 @pytest.mark.wide(but=("snapkv", "keydiff"))
 @pytest.mark.parametrize("name", often(set(KEPT) - VARIANTS, KEPT))
 def test_the_tokens_of_kvpress_are_kept(name: str) -> None:
-    keeps(Eviction(*KEPT[name]), WANTED["kept"][name])
+    keeps(held(Eviction(*KEPT[name]), TEXTS), WANTED["kept"][name])
 
 
 ASKED = Reconstruction(2048, 4, (300, 301, 302, 303, 304), (300, 301, 305, 306, 301, 302, 303, 307, 308, 309), (5, 6))
@@ -137,7 +137,8 @@ REPEATED: dict[str, Selection] = {
 @pytest.mark.parametrize("name", often(["kvzip-chunks"], REPEATED))
 def test_the_tokens_that_repeating_needs_are_kept(name: str) -> None:
     """KVzipPress's; of lengths whose share is a whole number, since it rounds the tokens of all layers together."""
-    keeps(Eviction(REPEATED[name], 1 - 0.4), WANTED["repeated"][name], [TEXTS[0], TEXTS[1][:165]])
+    texts = [TEXTS[0], TEXTS[1][:165]]
+    keeps(held(Eviction(REPEATED[name], 1 - 0.4), texts), WANTED["repeated"][name], texts)
 
 
 WRITTEN = {

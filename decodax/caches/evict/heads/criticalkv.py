@@ -8,16 +8,14 @@ others by that score times the norm of their projected values.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache.key_values import KVLayer
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.heads.adakv import AdaptiveHeads, HeadCap
-from decodax.caches.evict.scores import Gathered, HeldLayer, Taken, TokenScore
+from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Selection, Top, best, whole
 from decodax.caches.evict.snapkv import Pooling, WindowAttention
 from decodax.common.options import Count, Share
@@ -25,69 +23,25 @@ from decodax.common.registry import CACHES
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputPerturbation(TokenScore):
-    """Another score, times how much the value of a token changes the output of attention.
+class TwoStages(Selection):
+    """Keeps the best tokens by a score, and the best of the others by that score times what their values change in the
+    output of attention.
 
     Attributes:
-        score: the other score, which should not count norms of values itself. epsilon: added to it.
+        score: should not count norms of values itself.
+        first_stage_ratio: share of the budget that goes by the score alone.
+        floor_alpha: the heads of a layer share their budget, as in `AdaptiveHeads`. None: all heads keep the same
+            number of tokens.
+        head_cap: as in `AdaptiveHeads`. epsilon: added to the score.
     """
 
     score: TokenScore
-    epsilon: float = 1e-4
-
-    @property
-    def reads(self) -> Literal["nothing", "queries", "attention"]:      # type: ignore[override]
-        return self.score.reads
-
-    @property
-    def projects(self) -> bool:
-        return True
-
-    @property
-    def latest(self) -> int:
-        return self.score.latest
-
-    @property
-    def always(self) -> int:
-        return self.score.always
-
-    def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
-        return self.score.start(shape, batch, slots)
-
-    def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
-        return self.score.gather(shape, gathered, new)
-
-    def renew(self, held: HeldLayer) -> Any:
-        return self.score.renew(held)
-
-    def __call__(self, held: HeldLayer) -> Array:
-        return self.weighted(held, self.score(held))
-
-    def weighted(self, held: HeldLayer, worth: Array) -> Array:
-        """Returns `(worth + epsilon) * |W_o v|_1`, with the mean of the norms over the heads of a group."""
-        assert held.outputs is not None
-        G = held.values.shape[0]
-        heads = held.outputs.reshape(G, -1, *held.outputs.shape[1:])
-        norm = lambda head: jnp.abs(jnp.einsum("gse,ged->gsd", held.values, head)).sum(-1)      # one head of each group
-        norms = sum(norm(heads[:, i]) for i in range(heads.shape[1])) / heads.shape[1]
-        return (worth + self.epsilon) * norms
-
-
-@dataclasses.dataclass(frozen=True)
-class TwoStages(Selection):
-    """Keeps the best tokens by the inner score, and the best of the others by what their values change in the output.
-
-    Attributes:
-        first_stage_ratio: share of the budget that goes by the inner score.
-        floor_alpha: the heads of a layer share their budget, as in `AdaptiveHeads`. None: all heads keep the same
-            number of tokens.
-        head_cap: as in `AdaptiveHeads`.
-    """
-
-    score: OutputPerturbation
     first_stage_ratio: Share = 0.5
     floor_alpha: Share | None = None
     head_cap: HeadCap = None
+    epsilon: float = 1e-4
+
+    projects = True
 
     @property
     def uniform(self) -> bool:
@@ -106,14 +60,23 @@ class TwoStages(Selection):
         return self._sizes.together(table, heads, layer)
 
     def choose(self, held: HeldLayer, count: Array) -> Array:
-        worth, valid = self.score.score(held), held.valid
+        worth, valid = self.score(held), held.valid
         own: Array = jnp.broadcast_to(count, held.count.shape)
         first = whole(own, self.first_stage_ratio)
         if isinstance(sizes := self._sizes, AdaptiveHeads):
             own = sizes.shared(worth, valid, count).sum(-1)
             first = jnp.maximum(whole(own, self.first_stage_ratio), whole(count, sizes.floor_alpha))
         chosen = best(worth, valid, first)
-        return best(jnp.where(chosen, jnp.inf, self.score.weighted(held, worth)), valid, own)
+        return best(jnp.where(chosen, jnp.inf, (worth + self.epsilon) * self._norms(held)), valid, own)
+
+    def _norms(self, held: HeldLayer) -> Array:
+        """Returns `|W_o v|_1` of each token, in the mean over the heads of a group, `f32[G, S]`."""
+        assert held.outputs is not None
+        G = held.values.shape[0]
+        heads = held.outputs.reshape(G, -1, *held.outputs.shape[1:])
+        norm = lambda head: jnp.abs(jnp.einsum("gse,ged->gsd", held.values, head)).sum(-1)      # one head of each group
+        norms: Array = sum(norm(heads[:, i]) for i in range(heads.shape[1])) / heads.shape[1]
+        return norms
 
 
 @CACHES.register("criticalkv", "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
@@ -132,5 +95,5 @@ def criticalkv(budget: Budget = 1024, window_size: Count = 32, kernel_size: Coun
             None: all heads keep the same number of tokens.
         head_cap: a head keeps at most this many times the budget. None: any number.
     """
-    score = OutputPerturbation(WindowAttention(window_size, kernel_size, pooling))
+    score = WindowAttention(window_size, kernel_size, pooling)
     return Eviction(TwoStages(score, first_stage_ratio, floor_alpha, head_cap), budget, name="criticalkv")

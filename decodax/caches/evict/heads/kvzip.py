@@ -58,14 +58,11 @@ class Reconstruction(TokenScore):
     answer: Words | None = None
 
     reads = "queries"
+    once = True
 
     @property
     def always(self) -> int:
         return self.n_sink
-
-    @property
-    def once(self) -> bool:
-        return True
 
     def of_model(self, lm: Any) -> Reconstruction:
         answer = _after_user(lm) if self.answer is None else self.answer
