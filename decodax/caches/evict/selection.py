@@ -56,17 +56,14 @@ class Selection(Checked, abc.ABC):
     Attributes:
         score: score of the tokens.
         compares: True if layers share their tokens; then `choose_all` says what stays, else `choose`.
+        uniform: True if all heads of a layer keep the same number of tokens.
         projects: True if it reads `HeldLayer.outputs`, which is there after a prompt only.
     """
 
     score: TokenScore
     compares: ClassVar[bool] = False
+    uniform: ClassVar[bool] = True
     projects: ClassVar[bool] = False
-
-    @property
-    def uniform(self) -> bool:
-        """True if all heads of a layer keep the same number of tokens."""
-        return True
 
     def of_model(self, lm: Any) -> Selection:
         """See `CacheConfig.of_model`."""

@@ -35,9 +35,7 @@ class AdaptiveHeads(Selection):
     floor_alpha: Share = 0.2
     head_cap: HeadCap = None
 
-    @property
-    def uniform(self) -> bool:
-        return False
+    uniform = False
 
     def slots(self, table: np.ndarray, heads: int) -> int:
         even = int(table.max())

@@ -44,7 +44,7 @@ class TwoStages(Selection):
     projects = True
 
     @property
-    def uniform(self) -> bool:
+    def uniform(self) -> bool:      # type: ignore[override]
         return self.floor_alpha is None
 
     @property
@@ -75,8 +75,7 @@ class TwoStages(Selection):
         G = held.values.shape[0]
         heads = held.outputs.reshape(G, -1, *held.outputs.shape[1:])
         norm = lambda head: jnp.abs(jnp.einsum("gse,ged->gsd", held.values, head)).sum(-1)      # one head of each group
-        norms: Array = sum(norm(heads[:, i]) for i in range(heads.shape[1])) / heads.shape[1]
-        return norms
+        return jnp.asarray(sum(norm(heads[:, i]) for i in range(heads.shape[1]))) / heads.shape[1]
 
 
 @CACHES.register("criticalkv", "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",

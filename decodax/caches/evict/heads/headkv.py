@@ -32,9 +32,7 @@ class HeadSizes(Selection):
     score: WindowAttention
     sizes: tuple[tuple[int, ...], ...]
 
-    @property
-    def uniform(self) -> bool:
-        return False
+    uniform = False
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
         """Returns the numbers of tokens of the largest head."""

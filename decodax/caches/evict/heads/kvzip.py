@@ -169,11 +169,8 @@ class AcrossLayers(Selection):
     score: TokenScore
     head_cap: HeadCap = None
 
+    uniform = False
     compares = True
-
-    @property
-    def uniform(self) -> bool:
-        return False
 
     def slots(self, table: np.ndarray, heads: int) -> int:
         return len(table) - 1 if self.head_cap is None else min(len(table) - 1, int(int(table.max()) * self.head_cap))

@@ -28,9 +28,7 @@ class HeadShares(Selection):
     sinks: Whole = 4
     window: Whole = 1
 
-    @property
-    def uniform(self) -> bool:
-        return False
+    uniform = False
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
         """Returns the numbers of tokens of the largest head."""
