@@ -37,7 +37,7 @@ BENCHMARKS = {
 }
 PARTS = ("batch", "capacity", "window", "overhead", "lookup", "draft", "automatic", "retraces", "cold")
 FORMS = ("dense", "int8", "pages", "prefix", "weights", "draw")
-CACHES = ("snapkv:budget=512", "knorm:budget=512,skip=()", "h2o:budget=512", "adakv:budget=512")
+CACHES = ("snapkv:budget=512", "knorm:budget=512,skip_layers=()", "h2o:budget=512", "adakv:budget=512")
 SPEC = "NAME[:OPTION=VALUE,...]"
 
 

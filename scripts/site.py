@@ -192,7 +192,7 @@ def cache_page(e: Any) -> str:
     effect = {"exact": "a model with this cache computes what it does with a dense one",
               "approximate": "what is left out is missed"}[e.guarantee]
     lines = [f"# {e.name}", "", f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), "",
-             f"Keeps {e.summary}." if not e.summary.lower().startswith("keep") else f"{e.summary}.", "",
+             e.summary if e.summary.endswith(".") else f"Keeps {e.summary}.", "",
              f"**Effect:** {e.guarantee}: {effect}.", "", "## Example", "", "```python", "import decodax as dx", "",
              'lm = dx.load("pycode")',
              f'out = dx.generate(lm, "def fib(n):", max_new_tokens=32, cache="{e.name}")', "print(out.text[0])", "```",
@@ -323,6 +323,8 @@ def _signature(name: str, value: Any) -> list[str]:
 
 def parts(make: Any) -> list[tuple[str, str]]:
     """The parts that a maker builds, with their docstrings: classes of this library whose names stand in its source."""
+    if inspect.isclass(make):       # its docstring says everything
+        return [("Rule", inspect.getdoc(make) or "")]
     source, names = inspect.getsource(make), {**vars(inspect.getmodule(make)), **inspect.getclosurevars(make).nonlocals}
     own, found = inspect.getdoc(make), {}
     for path in re.findall(r"\b((?:\w+\.)*\w+)\(", source):

@@ -1,34 +1,30 @@
-"""What the cache keeps, for `decodax.generate(..., cache=...)`: published policies by name, and their parts.
+"""Caches for `decodax.generate(..., cache=...)`: published methods by name, and their parts.
 
-Every policy is a function of its options, and so is its name: `snapkv(budget=512)` is what `"snapkv:budget=512"` means.
-`names()` lists them.
+Every method is a function or class of its options, and its name is short for it: `snapkv(budget=512)` is what
+`"snapkv:budget=512"` means. `names()` lists them. Each shelf is a folder with one file a paper.
 
 >>> from decodax import caches
 >>> caches.snapkv(budget=512) == caches.make("snapkv", budget=512)
 True
 """
 
+import importlib
+import pkgutil
 from typing import Any
 
-from decodax.caches.bounded import sketch_policies as _sketch_policies  # noqa: F401
+from decodax.caches import bounded, evict, quantize, sparse
 from decodax.caches.bounded.less import LessKernels
 from decodax.caches.constant import Constant
-from decodax.caches.evict import draft_policies as _draft_policies  # noqa: F401
-from decodax.caches.evict import policies as _policies  # noqa: F401
-from decodax.caches.evict import text_policies as _text_policies  # noqa: F401
 from decodax.caches.evict.evicting import Evicting, Eviction
-from decodax.caches.evict.held import HeldLayer
-from decodax.caches.evict.scores import TokenScore
+from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Selection
 from decodax.caches.prefill.kv_prediction import KVMaps
 from decodax.caches.prefix.cachegen import load_prefix, save_prefix
 from decodax.caches.prefix.prefix import Prefix, blended, edited, matched, read_prefix
 from decodax.caches.prefix.repairing import HighDeviation
-from decodax.caches.quantize import codec_policies as _codec_policies  # noqa: F401
 from decodax.caches.quantize.coupled import Codebooks
 from decodax.caches.quantize.predicted import Predictors
 from decodax.caches.quantize.shrunk import KVFeatures
-from decodax.caches.sparse import reading_policies as _reading_policies  # noqa: F401
 from decodax.caches.sparse.attention_predictor import AttentionNet
 from decodax.caches.sparse.query_aware import KeyBooks
 from decodax.caches.sparse.token_butler import Butler
@@ -38,6 +34,10 @@ __all__ = ["AttentionNet", "Butler", "Codebooks", "Constant", "Evicting", "Evict
            "HeldLayer", "HighDeviation", "KVFeatures", "KVMaps", "KeyBooks", "LessKernels", "Predictors", "Prefix",
            "Selection", "TokenScore", "blended", "edited", "find", "load_prefix", "make", "matched",
            "names", "parse", "read_prefix", "register", "save_prefix"]
+
+for _shelf in (evict, bounded, quantize, sparse):       # every module of a shelf registers its own names
+    for _module in pkgutil.walk_packages(_shelf.__path__, f"{_shelf.__name__}."):
+        importlib.import_module(_module.name)
 
 find, make, names, parse, register = CACHES.find, CACHES.make, CACHES.names, CACHES.parse, CACHES.register
 

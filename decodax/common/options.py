@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -104,7 +105,7 @@ def built(make: Callable[..., Any], options: Mapping[str, Any], **beside: Any) -
     try:
         found = make(**beside, **options)
     except Exception as error:
-        if not (isinstance(error, ValueError) and str(error).startswith(tuple(options))):
+        if not (isinstance(error, ValueError) and (said := re.match(r"\w+", str(error))) and said[0] in options):
             check_options(make, options)
         raise
     check_options(make, options)

@@ -352,8 +352,8 @@ def described(entry: Entry) -> str:
     needs, and how it is called."""
     text = inspect.getdoc(entry.make) if not entry.alias_of else None
     parts = [text or entry.summary]
-    if entry.options and "Args:" not in (text or "") and "Attributes:" not in (text or ""):
-        parts.append("Args:\n" + "\n".join(f"    {name}: {option}" for name, option in entry.options.items()))
+    if entry.options:
+        parts.append("Options:\n" + "\n".join(f"    {name}: {option}" for name, option in entry.options.items()))
     facts = [("Paper", entry.paper), ("Another name for", entry.alias_of), ("Guarantee", entry.guarantee),
              ("Needs", entry.needs if entry.needs != "nothing" else "")]
     parts.append("\n".join(f"{word}: {value}" for word, value in facts if value))

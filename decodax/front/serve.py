@@ -11,8 +11,8 @@ import time
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
-from decodax.caches.evict.selection import in_bytes
 from decodax.common.arguments import positive, shown, unicode, whole
+from decodax.common.sizes import in_bytes
 from decodax.common.struct import short
 from decodax.engine.arrivals import arrivals
 from decodax.engine.methods import chosen, model, with_cache

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from decodax.caches.evict.selection import in_bytes
 from decodax.common.arguments import positive, whole
+from decodax.common.sizes import in_bytes
 from decodax.core.state import Status
 from decodax.engine.arrivals import Arriving
 from decodax.engine.queue import Refused, Ticket, ahead_of, schedule

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from decodax.caches.evict.selection import in_bytes
 from decodax.common.arguments import whole
+from decodax.common.sizes import in_bytes
 from decodax.core.state import Status
 from decodax.engine.names import by_name
 from decodax.engine.queue import Refused, Ticket, schedule

@@ -20,9 +20,9 @@ import numpy as np
 from jax import Array
 
 from decodax.cache.key_values import KVLayer
-from decodax.caches.evict.query_scores import turned
 from decodax.caches.prefill.kv_prediction import KVMaps, both_layers, placed
 from decodax.caches.prefill.listening import Listening, Passing
+from decodax.caches.rotation import turned
 from decodax.common.progress import bar
 from decodax.common.struct import struct
 from decodax.core.cache import PyTree

@@ -124,7 +124,7 @@ def first_kernels(heads: int, queries: int, width: int, rank: int, hidden: int, 
                         mix=draw(4, heads, rank, rank), mix_scale=small)
 
 
-def fit_less(lm: Any, texts: Sequence[Sequence[int]], sinks: int = 4, recent: int = 512, rank: int = 8,
+def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recent_size: int = 512, rank: int = 8,
              hidden: int = 512, epochs: int = 40, batch: int = 2, rate: float = 1e-3, dropout: float = 0.3,
              seed: int = 0, progress: bool = False, params: Any = None) -> LessKernels:
     """The kernels of LESS (Dong et al., 2024), by their training: Adam, whose rate is halved behind each quarter of the
@@ -136,7 +136,7 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], sinks: int = 4, recent: in
     Args:
         lm: what `decodax.load` gave, or a `Model` with its `params`.
         texts: token ids, longer than the window. The authors take 512 texts as long as the model's context.
-        sinks, recent: the first tokens and the latest ones, which are read exactly: as of the policy.
+        start_size, recent_size: numbers of first and of latest tokens, which are read exactly; as in the cache `less`.
         rank, hidden: of the kernels. epochs, batch, rate, dropout: of training.
         progress: shows a progress bar.
 
@@ -149,12 +149,13 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], sinks: int = 4, recent: in
     """
     if not texts:
         raise ValueError("texts: got none, takes at least one")
-    if (shortest := min(map(len, texts))) <= sinks + recent:
-        raise ValueError(f"texts: got one of {shortest} tokens, takes more than the {sinks + recent} that are kept")
-    if min(rank, hidden, epochs, batch, recent) < 1 or sinks < 0 or not 0 <= dropout < 1:
-        raise ValueError(f"rank, hidden, epochs, batch, recent, sinks, dropout: got {rank}, {hidden}, {epochs}, "
-                         f"{batch}, {recent}, {sinks} and {dropout}, takes 1 or more, of sinks 0 or more, and of "
-                         "dropout 0 up to below 1")
+    sizes = start_size, recent_size
+    if (shortest := min(map(len, texts))) <= sum(sizes):
+        raise ValueError(f"texts: got one of {shortest} tokens, takes more than the {sum(sizes)} that are kept")
+    if min(rank, hidden, epochs, batch, recent_size) < 1 or start_size < 0 or not 0 <= dropout < 1:
+        raise ValueError(f"rank, hidden, epochs, batch, recent_size, start_size, dropout: got {rank}, {hidden}, "
+                         f"{epochs}, {batch}, {recent_size}, {start_size} and {dropout}, takes 1 or more, of "
+                         "start_size 0 or more, and of dropout 0 up to below 1")
     import optax  # only for those who train
 
     model, weights = network_of(lm)
@@ -178,19 +179,17 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], sinks: int = 4, recent: in
         def step(carry: Any, drawn: Any) -> tuple[Any, None]:
             (kernels, state), (rows, key) = carry, drawn
             own = jax.tree.map(lambda x: x[rows], lessons)
-            slope = jax.grad(squared_error)(kernels, own, jnp.asarray(lengths)[rows], outputs, sinks, recent, dropout,
-                                            key)
+            slope = jax.grad(squared_error)(kernels, own, jnp.asarray(lengths)[rows], outputs, *sizes, dropout, key)
             change, state = adam.update(slope, state)
             return (optax.apply_updates(kernels, change), state), None
 
         return lax.scan(step, (kernels, state), (some, jax.random.split(key, len(some))))[0]
 
     test = jax.jit(lambda kernels, lessons, outputs: squared_error(
-        kernels, jax.tree.map(lambda x: x[order[:held]], lessons), jnp.asarray(lengths)[order[:held]], outputs, sinks,
-        recent))
+        kernels, jax.tree.map(lambda x: x[order[:held]], lessons), jnp.asarray(lengths)[order[:held]], outputs, *sizes))
     with bar(progress, "training kernels", len(shapes) * epochs) as report:
         for layer, shape in enumerate(shapes):
-            lessons = _lessons(model, sinks, recent, weights, tokens, lengths, layer)
+            lessons = _lessons(model, *sizes, weights, tokens, lengths, layer)
             outputs = model.outputs(weights, layer)
             key = jax.random.fold_in(jax.random.key(seed), layer)
             assert shape.queries is not None

@@ -12,8 +12,9 @@ import numpy as np
 from jax import Array
 
 from decodax.caches.evict.evicting import Evicting, Eviction
-from decodax.caches.evict.query_scores import Accumulated, WindowAttention
+from decodax.caches.evict.h2o import Accumulated
 from decodax.caches.evict.selection import Top
+from decodax.caches.evict.snapkv import WindowAttention
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal

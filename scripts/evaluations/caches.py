@@ -27,7 +27,7 @@ import decodax as dx
 from decodax.bench.figures import check_writable, plot_lines, reporting, show_table
 from decodax.cache import Wrapper
 from decodax.caches import find, make
-from decodax.caches.bounded.sublinear import Sublinear
+from decodax.caches.bounded.subgen import SubGenCache
 from decodax.caches.evict.evicting import Evicting
 from decodax.caches.prefill.grouped import Grouped
 from decodax.caches.quantize.bounded import BoundedCodes
@@ -357,5 +357,5 @@ def held(cache: Any) -> float:
     slots, tokens = cache.kv[0].shape[2], np.asarray(cache.count if isinstance(cache, Grouped) else cache.length, float)
     used = np.minimum(tokens, slots).mean() / slots
     # other arrays grow with the text as keys and values do, except sketches, which have a fixed size
-    beside = size((cache.sketches,)) if isinstance(cache, Sublinear) else (size(cache) - size(cache.kv)) * used
+    beside = size((cache.sketches,)) if isinstance(cache, SubGenCache) else (size(cache) - size(cache.kv)) * used
     return size(cache.kv) * used + beside

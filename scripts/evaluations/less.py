@@ -22,7 +22,7 @@ from evaluations.texts import TEST, TRAIN, module_texts, show_losses
 def held(kind: Any, lm: Any, size: int) -> int:
     """Returns the bytes of keys, values and states that a row keeps of a text of `size` tokens."""
     cache = lm.model.with_cache(kind).init_cache(1, size) if kind else lm.model.init_cache(1, size)
-    used = size if kind is None else kind.sinks + kind.recent
+    used = size if kind is None else kind.start_size + kind.recent_size
     states = () if kind is None or not any(layer.any() for layer in kind.kernels.scale.value) else cache.states
     return sum(x[:, :, :used].nbytes for x in cache.kv) + sum(x.nbytes for x in states)
 

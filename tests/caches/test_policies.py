@@ -30,9 +30,11 @@ from decodax.caches import (
 )
 from decodax.caches.bounded.less import LayerKernels
 from decodax.caches.evict.evicting import Eviction
-from decodax.caches.evict.key_scores import KeyNorm, LagRelative
-from decodax.caches.evict.query_scores import WindowAttention
-from decodax.caches.evict.selection import AdaptiveHeads, Top
+from decodax.caches.evict.heads.adakv import AdaptiveHeads
+from decodax.caches.evict.knorm import KeyNorm
+from decodax.caches.evict.lagkv import LagRelative
+from decodax.caches.evict.selection import Top
+from decodax.caches.evict.snapkv import WindowAttention
 from decodax.caches.prefill.propagation import Decoupled
 from decodax.common.registry import CACHES
 from decodax.engine.batch import Job
@@ -80,37 +82,41 @@ BUTLER = first_butler(DEEP, reduce=2, inner=6, width=2, seed=3)
 KEY_BOOKS = KeyBooks(Constant(ANY.reshape(2, 2, 4, 4)), Constant(np.tril(ANY.reshape(2, 2, 4, 4)) + 2 * np.eye(4)))
 # in texts of 26 to 60 tokens, so that something goes in the prompts and while decoding
 OPTIONS: dict[str, dict[str, Any]] = {
-    "knorm": dict(budget=14, every=6, skip=(0,)), "snapkv": dict(budget=14, window=4), "tova": dict(budget=14, every=3),
+    "knorm": dict(budget=14, every=6, skip_layers=(0,)), "snapkv": dict(budget=14, window_size=4),
+    "tova": dict(budget=14, every=3),
     "h2o": dict(budget=14, every=5), "observed-attention": dict(budget=0.4), "sink-window": dict(budget=14, every=2),
-    "streaming-llm": dict(sinks=2, recent=12), "lagkv": dict(budget=0.6, every=7, lag=6),
+    "streaming-llm": dict(start_size=2, recent_size=12), "lagkv": dict(budget=0.6, every=7, lag_size=6),
     "keydiff": dict(budget=14, every=8), "cur": dict(budget=0.4),
-    "expected-attention": dict(budget=14, every=9), "pyramidkv": dict(budget=14, window=4),
-    "graphkv": dict(budget=14, window=4, neighbours=2, every=7),
-    "chunkkv": dict(budget=14, window=4, chunk=4, every=8), "adakv": dict(budget=14, window=4, every=6),
-    "adaptive-expected-attention": dict(budget=0.4), "criticalkv": dict(budget=14, window=4, floor=0.2),
+    "expected-attention": dict(budget=14, every=9), "pyramidkv": dict(budget=14, window_size=4),
+    "graphkv": dict(budget=14, window_size=4, neighbours=2, every=7),
+    "chunkkv": dict(budget=14, window_size=4, chunk_length=4, every=8),
+    "adakv": dict(budget=14, window_size=4, every=6),
+    "adaptive-expected-attention": dict(budget=0.4), "criticalkv": dict(budget=14, window_size=4, floor_alpha=0.2),
     "capkv": dict(budget=0.4, every=10), "kivi": dict(bits=2, group=4, residual=8),
     "kv-adaquant": dict(key_bits=4, value_bits=2, group=4, residual=8),
     "gear": dict(bits=2, group=4, buffer=8, outliers=0.25, rank=1), "mustafar": dict(residual=8), "hydragen": {},
-    "scope": dict(budget=14, heavy=3, recent=3, scheme="discontinuous", delta=4, window=4),
-    "minicache": dict(start=0), "laq": dict(budget=14, tokens=3, window=2, first=6),
-    "kvzip": dict(budget=0.4, chunk=17, sinks=2, ask=(3, 1), go_on=(3, 2, 1), answer=(4,)),
+    "scope": dict(budget=14, decoding_window_size=6, decoding_recent_size=3, scheme="discontinuous", delta=4,
+                  window_size=4),
+    "minicache": dict(start=0),
+    "laq": dict(budget=14, max_lookahead_size=3, stage2_window_size=2, lookahead_window_size=6),
+    "kvzip": dict(budget=0.4, chunk_size=17, n_sink=2, ask=(3, 1), go_on=(3, 2, 1), answer=(4,)),
     "paged": dict(pages=100, page=4), "context-parallel": dict(block=8),
     "recycled-attention": dict(budget=6, stride=5),
-    "quantized-pruning": dict(budget=14, bits=4, group=4, residual=8, window=4),
-    "prefixkv": dict(layers=(0.4, 0.3), sinks=2),
-    "headkv": dict(heads=((0.1, 0.4), (0.3, 0.2)), budget=14, window=4),
-    "kvcrush": dict(budget=14, every=5, block=2, crush=2, sinks=1, recent=3),
+    "quantized-pruning": dict(budget=14, bits=4, group_size=4, residual_length=8, window_size=4),
+    "prefixkv": dict(layers=(0.4, 0.3), start_size=2),
+    "headkv": dict(heads=((0.1, 0.4), (0.3, 0.2)), budget=14, window_size=4),
+    "kvcrush": dict(budget=14, every=5, block_size=2, kvcrush_budget=2, start_size=1, recent_size=3),
     "fastkv": dict(budget=0.3, passed=0.5, window=4), "promptdistill": dict(budget=13),
     "shadowkv": dict(budget=8, chunk=4, rank=5, outliers=1, local=1),
     "quest": dict(budget=6, page=2, recent=12, skip=()),
     "retro-attention": dict(budget=6, window=3, page=2, recent=12, skip=()),
-    "speckv": dict(draft=GUESSES, budget=14, tokens=4, window=4),
+    "speckv": dict(draft=GUESSES, budget=14, lookahead_tokens=4, window_size=4),
     "specpc": dict(draft=GUESSES, budget=14, tokens=3, window=4, kernel=4, neighbours=3, first=0),
     "critiprefill": dict(budget=4, segment=4, block=2, dense=8, skip=0),
     "minference": dict(vertical=2, slash=3, segment=16, last=4, first=1, near=2, block=2, threshold=20),
     "quick-prefill": dict(keep=0.5, group=6, recent=3),
     "hyper-attention": dict(block=4, samples=3, min_seq_len=8, projections=3),
-    "freqkv": dict(size=17, sinks=2), "less": dict(kernels=KERNELS, sinks=2, recent=9),
+    "freqkv": dict(size=17, sinks=2), "less": dict(kernels=KERNELS, start_size=2, recent_size=9),
     "subgen": dict(radius=2.0, clusters=5, keys=2, values=9, recent=7, every=4),
     "aqua-kv": dict(predictors=PREDICTORS, residual=8, sinks=2),
     "leank": dict(channels=CHANNELS, sinks=2, recent=5, every=3),
@@ -124,7 +130,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "attention-predictor": dict(net=NET, budget=10, sinks=2, recent=4, every=3, block=2, history=6, full=4),
     "specpv": dict(budget=8, sinks=1, window=1, block=4, buffer=5),
     "sentence-kv": dict(ends=(3, 7, 12), budget=18, factor=1.5, sinks=1, recent=12, window=4),
-    "shotkv": dict(budget=14, pool=6, every=4, window=3, separator=(3, (7, 1))),
+    "shotkv": dict(budget=14, pool=6, every=4, window_size=3, separator=(3, (7, 1))),
     "act-qkv": dict(budget=21, sinks=2, recent=13, block=2, window=8, representatives=2, samples=3, least=1, room=11),
     "plphp": dict(image=(3, 9), rate=0.4, change=0.3, attentive=0.5, indifferent=0.4),
     "a2ats": dict(books=KEY_BOOKS, budget=0.2, sinks=2, recent=11),
@@ -230,14 +236,15 @@ def test_drafts_give_the_tokens_of_another_program_with_the_same_cache(name: str
 @pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"], [
     name for name in OPTIONS if name not in EXACT | {"zipcache", "qaq"}]))
 def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
-    wide = {"streaming-llm": {"recent": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
-            "hyper-attention": {"min_seq_len": 200}, "quick-prefill": {"keep": 1.0}, "less": {"recent": 200},
+    wide = {"streaming-llm": {"recent_size": 200}, "gear": {"buffer": 200}, "minicache": {"retained": 1.0},
+            "hyper-attention": {"min_seq_len": 200}, "quick-prefill": {"keep": 1.0}, "less": {"recent_size": 200},
             "freqkv": {"size": 200}, "leank": {"recent": 200}, "subgen": {"recent": 200},
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "passed": 200},
             "minference": {"vertical": 200}, "kv-prediction": {"auxiliary": DEEP, "maps": ITSELF},
-            "quantized-pruning": {"budget": 200, "residual": 200},
+            "quantized-pruning": {"budget": 200, "residual_length": 200},
             "shotkv": {"budget": 200, "pool": 200}, "tim": {"depth": 200}, "louiskv": {"budget": 200, "buffer": 200},
-            "scope": {"budget": 200, "heavy": 200, "recent": 200}, "prefixkv": {"layers": (1.0, 1.0)},
+            "scope": {"budget": 200, "decoding_window_size": 400, "decoding_recent_size": 200},
+            "prefixkv": {"layers": (1.0, 1.0)},
             "plphp": {"rate": 1.0, "change": 0.0},
             **{codec: {"residual": 200} for codec in (
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
@@ -315,7 +322,7 @@ UNEVEN = ("pyramidkv",)     # the paper divides tokens among layers as its autho
 
 def sized(name: str, budget: Any) -> Any:
     """A policy whose layers all evict."""
-    every = {"skip": ()} if "skip" in CACHES[name].options and name != "critiprefill" else {}
+    every = {skip: () for skip in ("skip", "skip_layers") if skip in CACHES[name].options and name != "critiprefill"}
     return make(name, **OPTIONS[name] | every | {"budget": budget})
 
 
@@ -380,7 +387,8 @@ def test_half_of_what_h2o_keeps_are_the_latest_tokens(budget: Any) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "knorm"])
 def test_a_budget_in_bytes_holds_for_a_row(name: str) -> None:
-    given = {"adakv": dict(window=4, most=1.0), "snapkv": dict(window=4), "knorm": dict(skip=())}[name]
+    given = {"adakv": dict(window_size=4, head_cap=1.0), "snapkv": dict(window_size=4),
+             "knorm": dict(skip_layers=())}[name]
     job = Job.begin(Request.read(DEEP, PROMPTS[:2], cache=make(name, budget="1.5kB", **given), max_new_tokens=4))
     each = 4 * job.state.cache.kv[0].shape[-1] + 4
     held = sum(np.asarray(count) for count in job.state.cache.count).sum(-1)[:2] * each
@@ -402,9 +410,9 @@ def test_long_texts_stay_within_the_budget() -> None:
 
 @pytest.mark.wide
 def test_samples_and_a_mixed_batch_go_their_own_ways() -> None:
-    out = dx.generate(SMALL, PROMPTS, cache="snapkv:budget=14,window=4", num_samples=2, temperature=1.0,
+    out = dx.generate(SMALL, PROMPTS, cache="snapkv:budget=14,window_size=4", num_samples=2, temperature=1.0,
                       max_new_tokens=12, seed=3)
-    alone = dx.generate(SMALL, PROMPTS[1:2], cache="snapkv:budget=14,window=4", num_samples=2, temperature=1.0,
+    alone = dx.generate(SMALL, PROMPTS[1:2], cache="snapkv:budget=14,window_size=4", num_samples=2, temperature=1.0,
                         max_new_tokens=12, seed=3, request_ids=[1])
     assert out.tokens[2:4].tolist() == alone.tokens.tolist() != [out.tokens[2].tolist()] * 2
 
@@ -417,20 +425,21 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
             (r"^budget: got 0, takes a number of tokens from 1, a share", lambda: make("snapkv", budget=0)),
             (r"^budget: got 1.0, takes", lambda: make("knorm", budget=1.0)),
             (r"^budget: got '1XB', takes a number of tokens .* or bytes as", lambda: make("snapkv", budget="1XB")),
-            (r"^budget: got '1MB', takes a number of tokens", lambda: make("headkv", heads=((1.0,),), budget="1MB")),
+            (r"^budget: got '1MB', takes a whole number from 1", lambda: make("headkv", heads=((1.0,),), budget="1MB")),
             (r"^budget: got '1MB', takes a number of tokens from 1", lambda: make("quest", budget="1MB")),
             (r"^budget: got 300B, 2 tokens of this model, takes more than the 4", lambda: arrays(
-                make("snapkv", budget="300B", window=4))),        # type: ignore[arg-type]
+                make("snapkv", budget="300B", window_size=4))),        # type: ignore[arg-type]
             (r"^budget: got 32, takes more than the 32 tokens that snapkv keeps", lambda: make("snapkv", budget=32)),
-            (r"^every: got 0, takes 1 or more", lambda: make("h2o", every=0)),
+            (r"^every: got 0, takes a whole number from 1 or None", lambda: make("h2o", every=0)),
             (r"^offload: got 'no', takes True or False", lambda: CACHES.read("quest:offload=no").build()),
             (r"^every: got 4; eviction chooses once", lambda: Eviction(Top(KeyNorm()), 8, 4, close_up=True)),
             (r"^budget: got one for each of 3 layers, the model has 2", lambda: arrays(
                 Eviction(Top(KeyNorm()), (8, 8, 8)))),
-            (r"^window: got 0", lambda: WindowAttention(0)), (r"^kernel: got 4", lambda: WindowAttention(8, 4)),
-            (r"^floor: got 2", lambda: AdaptiveHeads(KeyNorm(), 2)),
-            (r"^sinks, lag: got 4 and 1", lambda: LagRelative(4, 1)),
-            (r"^register: the name 'h2o' of .* is taken by decodax.caches.evict.policies",
+            (r"^window_size: got 0", lambda: WindowAttention(0)),
+            (r"^kernel_size: got 4", lambda: WindowAttention(8, 4)),
+            (r"^floor_alpha: got 2", lambda: AdaptiveHeads(KeyNorm(), 2)),
+            (r"^lag_size: got 1", lambda: LagRelative(4, 1)),
+            (r"^register: the name 'h2o' of .* is taken by decodax.caches.evict.h2o",
              lambda: CACHES.register("h2o")(make)),
             (r"^register 'x': guarantee: got 'none'",
              lambda: CACHES.register("x", guarantee="none"))):      # type: ignore[arg-type]
@@ -457,7 +466,7 @@ def test_scores_of_queries_refuse_a_soft_cap() -> None:
     lm = dataclasses.replace(SMALL, model=Transformer(capped))
     with pytest.raises(ValueError, match=r"^cache: h2o scores tokens by queries and keys alone; takes a model without"):
         dx.generate(lm, PROMPTS[:1], cache=make("h2o", budget=20), max_new_tokens=2)
-    assert dx.generate(lm, PROMPTS[:1], cache=make("knorm", budget=20, skip=()),
+    assert dx.generate(lm, PROMPTS[:1], cache=make("knorm", budget=20, skip_layers=()),
                        max_new_tokens=2).lengths.tolist() == [2]
 
 

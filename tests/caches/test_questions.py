@@ -31,8 +31,9 @@ def test_where_nothing_is_forgotten_it_is_one_prompt(cache: Any, context: Any) -
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("cache", often(["snapkv:budget=14,window=4"], [
-    "snapkv:budget=14,window=4", "h2o:budget=14,every=3", "kivi:group=4,residual=8", "streaming-llm:sinks=2,recent=8",
+@pytest.mark.parametrize("cache", often(["snapkv:budget=14,window_size=4"], [
+    "snapkv:budget=14,window_size=4", "h2o:budget=14,every=3", "kivi:group=4,residual=8",
+    "streaming-llm:start_size=2,recent_size=8",
     "louiskv:budget=8,tau=0.1,per=4,sinks=2,buffer=6"]))
 def test_questions_do_not_change_what_is_kept(cache: str) -> None:
     """So that a question by itself gives what it gives among others, with drafts too."""
@@ -56,7 +57,8 @@ def test_drafts_on_another_cache_see_the_context_alone_as_well() -> None:
 
 @pytest.mark.matrix
 def test_a_context_that_is_the_same_is_read_once() -> None:
-    job = Job.begin(Request.read(DEEP, QUESTIONS, context=PROMPTS[0], cache=caches.make("snapkv", budget=14, window=4)))
+    cache = caches.make("snapkv", budget=14, window_size=4)
+    job = Job.begin(Request.read(DEEP, QUESTIONS, context=PROMPTS[0], cache=cache))
     cache = job.state.cache
     kept = [np.asarray(x)[:3, :, :14] for x in cache.positions]
     assert all((x[0] == x[1]).all() and (x[0] == x[2]).all() for x in kept)

@@ -125,7 +125,7 @@ def test_a_listing_has_options_as_json(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_an_entry_is_shown_with_its_paper_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     shown = listed(capsys, "snapkv")
-    assert "SnapKV: LLM Knows What You are Looking for" in shown and "kernel: a whole number" in shown
+    assert "SnapKV: LLM Knows What You are Looking for" in shown and "kernel_size: a whole number from 1" in shown
 
 
 def test_samples_are_told_apart(generate: Run) -> None:
@@ -190,7 +190,7 @@ def test_a_chat_goes_through_the_template(generate: Run) -> None:
     (["x", "--cache", "snapvk"], "cache: unknown name 'snapvk'; near ones: snapkv"),
     (["x", "--cache", "snapkv:budget=8"], "budget: got 8, takes more than the 32 tokens"),
     (["x", "--cache", "snapkv:budget=abc"], "budget: got 'abc', takes a number of tokens from 1, a share of the text"),
-    (["x", "--cache", "snapkv:window=abc"], "window: got 'abc', takes a whole number"),
+    (["x", "--cache", "snapkv:window_size=abc"], "window_size: got 'abc', takes a whole number"),
     (["x", "--algorithm", "prompt-lookup:length=abc"], "length: got 'abc', takes a whole number"),
     (["x", "--algorithm", "prompt-lokup"], "unknown name 'prompt-lokup'; near ones: prompt-lookup"),
     (["x", "--set", "top_k"], "takes NAME=VALUE"),

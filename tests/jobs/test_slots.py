@@ -38,7 +38,7 @@ CASES: dict[str, tuple[LM, dict[str, Any]]] = {
     "samples": (SMALL, dict(num_samples=2)),
     # rows choose anew at times of their own
     "choices while decoding": (SMALL, dict(cache="h2o:budget=14,every=5")),
-    "choices behind prompts": (SMALL, dict(cache="snapkv:budget=14,window=4")),
+    "choices behind prompts": (SMALL, dict(cache="snapkv:budget=14,window_size=4")),
     "codes": (SMALL, dict(cache="kivi:group=4,residual=8")),
     "contexts": (SMALL, dict(context=[PROMPTS[i % 2][:3] for i in range(COUNT)])),
     "a tree": (SMALL, dict(algorithm="token-recycling")),

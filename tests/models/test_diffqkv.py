@@ -47,8 +47,8 @@ def test_it_is_the_network_whose_keys_are_repeated() -> None:
 @pytest.mark.parametrize("cache", often([None, "squat"], [
     None, "snapkv", "kivi", "streaming-llm", "squat", "zipcache"]))
 def test_drafts_give_the_tokens_of_plain_decoding(cache: str | None) -> None:
-    options: dict[str, Any] = {"snapkv": dict(budget=14, window=4), "kivi": dict(group=4, residual=8),
-                               "streaming-llm": dict(sinks=2, recent=20), "zipcache": dict(gap=8, probes=0.3),
+    options: dict[str, Any] = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group=4, residual=8),
+                               "streaming-llm": dict(start_size=2, recent_size=20), "zipcache": dict(gap=8, probes=0.3),
                                "squat": dict(group=4, residual=8, channels=2, rank=2)}
     kind = None if cache is None else caches.make(cache, **options[cache])
     one = lambda lm, **more: dx.generate(lm, PROMPTS, cache=kind, max_new_tokens=12, seed=5,
@@ -70,6 +70,6 @@ def test_numbers_that_do_not_go_together_are_refused() -> None:
             (r"^key_heads: got 3", lambda: diffqkv(GROUPED, 3)),
             (r"^value_heads: got 3", lambda: dataclasses.replace(GROUPED, value_heads=3)),
             (r"^value_heads: got more", lambda: dx.generate(SMALL, PROMPTS[:1], cache=caches.make(
-                "criticalkv", budget=14, window=4, floor=0.2), max_new_tokens=2))):
+                "criticalkv", budget=14, window_size=4, floor_alpha=0.2), max_new_tokens=2))):
         with pytest.raises(ValueError, match=expected):
             wrong()

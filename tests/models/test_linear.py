@@ -51,8 +51,8 @@ CONFIGS = {
 }
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
 POLICY: dict[str, Any] = dict(max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0])
-SMALL = {"snapkv": dict(budget=14, window=4), "kivi": dict(group=4, residual=8),
-         "streaming-llm": dict(sinks=2, recent=9)}
+SMALL = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group=4, residual=8),
+         "streaming-llm": dict(start_size=2, recent_size=9)}
 
 
 @functools.cache
@@ -276,7 +276,7 @@ def test_softmax_layers_have_any_cache(cache: str) -> None:
         assert plain != tokens(name)
     assert tokens(name, cache=kind, algorithm="prompt-lookup") == plain
     assert tokens(name, cache=kind, chunk=4) == plain
-    full = caches.make("streaming-llm", sinks=2, recent=200)
+    full = caches.make("streaming-llm", start_size=2, recent_size=200)
     assert tokens(name, cache=full) == tokens(name)
 
 
@@ -365,7 +365,7 @@ def test_what_a_state_cannot_do_is_refused_by_name(tmp_path: Any) -> None:
         tokens(name, algorithm=dx.Speculative(dx.drafts.CLaSp(dataclasses.replace(
             lm(name), model=Transformer(BASE), params=Transformer(BASE).init_params(jax.random.key(0))), skips=1)))
     with pytest.raises(ValueError, match="no layer of the model has keys and values to keep"):
-        tokens("elu", cache="snapkv:budget=14,window=4")
+        tokens("elu", cache="snapkv:budget=14,window_size=4")
     with pytest.raises(ValueError, match="runs the model once more for its choice"):
         tokens(name, cache="laq:budget=40")
     with pytest.raises(ValueError, match=r"^layers: some have linear attention, so they cannot run one by one"):
@@ -373,7 +373,7 @@ def test_what_a_state_cannot_do_is_refused_by_name(tmp_path: Any) -> None:
     probes, texts = [Probe([*range(1, 9)], 2, 4)], [[*range(1, 41)]] * 2
     for fit, data in ((functools.partial(fit_kv_heads, kv_heads=1), PROMPTS), (fit_codebooks, PROMPTS),
                       (fit_heads, probes), (fit_layers, texts), (fit_channels, probes),
-                      (functools.partial(fit_less, sinks=1, recent=4), texts)):
+                      (functools.partial(fit_less, start_size=1, recent_size=4), texts)):
         with pytest.raises(ValueError, match=r"some of its layers have linear attention"):
             fit(lm(name), data)
     with pytest.raises(ValueError, match=r"^config: as a llama configuration it describes another model"):

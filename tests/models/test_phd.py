@@ -116,7 +116,8 @@ def test_drafts_and_trees_give_the_tokens_of_plain_decoding(name: str) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "snapkv": dict(budget=14, window=4), "kivi": dict(group=4, residual=8), "streaming-llm": dict(sinks=2, recent=20),
+    "snapkv": dict(budget=14, window_size=4), "kivi": dict(group=4, residual=8),
+    "streaming-llm": dict(start_size=2, recent_size=20),
     "h2o": dict(budget=16, every=4), "quest": dict(budget=24, page=4, recent=20, skip=()),
     "paged": dict(pages=64, page=4)}
 
@@ -157,7 +158,7 @@ def test_every_policy_of_the_table_gives_its_own_tokens_or_is_refused(name: str,
 @pytest.mark.wide
 def test_a_budget_of_everything_is_dense() -> None:
     for name in ("phd-3", "cswa-2"):
-        assert tokens(lm(name), cache=caches.make("snapkv", budget=200, window=4)) == tokens(lm(name))
+        assert tokens(lm(name), cache=caches.make("snapkv", budget=200, window_size=4)) == tokens(lm(name))
 
 
 def test_the_cache_is_that_of_the_plain_model() -> None:

@@ -13,8 +13,8 @@ from decodax.algorithms.entries.shared import (
 )
 from decodax.algorithms.speculative import SeedExact, Speculative, drafts, trees
 from decodax.caches.evict.evicting import Eviction
-from decodax.caches.evict.query_scores import ChunkMeans
 from decodax.caches.evict.selection import Top
+from decodax.caches.evict.triforce import ChunkMeans
 from decodax.caches.quantize.codecs import HierarchicalAffine
 from decodax.caches.quantize.coded import Coding
 from decodax.caches.sparse.specache import Prefetch, SpeCache
@@ -28,7 +28,7 @@ from decodax.io.quantize import quantize
                      guarantee="seed-exact")
 def _magicdec(lm: Any, budget: int = 512, keep: Literal["snapkv", "sink-window"] = "snapkv", length: int = 4) -> Any:
     chosen: dict[str, dict[str, Any]] = {
-        "snapkv": dict(budget=budget, window=min(32, max(budget // 4, 1))),
+        "snapkv": dict(budget=budget, window_size=min(32, max(budget // 4, 1))),
         "sink-window": dict(budget=budget, every=None)}
     if keep not in chosen:
         raise ValueError(f"keep: got {keep!r}, takes one of {', '.join(chosen)}")
@@ -41,8 +41,8 @@ def _magicdec(lm: Any, budget: int = 512, keep: Literal["snapkv", "sink-window"]
                      guarantee="seed-exact")
 def _triforce(lm: Any, draft: Any, budget: int = 4096, chunk: int = 8, length: int = 6, guesses: int = 1,
               sinks: int = 16, recent: int = 496) -> Any:
-    small = dataclasses.replace(draft,
-                                model=draft.model.with_cache(caches.make("streaming-llm", sinks=sinks, recent=recent)))
+    ring = caches.make("streaming-llm", start_size=sinks, recent_size=recent)
+    small = dataclasses.replace(draft, model=draft.model.with_cache(ring))
     middle = drafts.OwnCache(lm, Eviction(Top(ChunkMeans(chunk)), budget, name="triforce"))
     return Speculative(drafts.Staged(middle, drafts.DraftModel(small), length, guesses=guesses))
 

@@ -1,1 +1,1 @@
-"""Caches that have one size whatever the length of the text."""
+"""Caches whose size does not grow with the text: one file a paper."""

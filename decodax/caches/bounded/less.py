@@ -1,12 +1,12 @@
-"""A state of constant size for the tokens that have left a window ("Get More with LESS: Synthesizing Recurrence with KV
-Cache Compression for Efficient LLM Inference", Dong et al., 2024).
+"""LESS: a state of constant size for the tokens that have left a window ("Get More with LESS: Synthesizing Recurrence
+with KV Cache Compression for Efficient LLM Inference", Dong et al., 2024).
 
-The first tokens and the latest ones keep their keys and values; the paper calls this choice Lambda. Every other token
-is added to a state for each head of keys: `H += psi(k)^T v` and `z += psi(k)^T`. A query reads both parts as one
-attention, `(phi(q) H + sum exp(s) v) / (phi(q) z + sum exp(s))` with the scores `s` of the tokens that are kept. The
-kernels `phi` and `psi` are small networks of each layer and head, which `decodax.train.less` trains.
+The first tokens and the latest ones keep their keys and values, as in StreamingLLM. Every other token is added to a
+state of each key head: `H += psi(k)^T v` and `z += psi(k)^T`. A query reads both parts as one attention, `(phi(q) H +
+sum exp(s) v) / (phi(q) z + sum exp(s))` with the scores `s` of the kept tokens. The kernels `phi` and `psi` are small
+networks of each layer and head, which `decodax.train.less` trains.
 
-A query at position `p` reads the first tokens and those from `p - recent` on exactly, and the others through the
+A query at position `p` reads the first tokens and those from `p - recent_size` on exactly, and the others through the
 kernels, whether they have left the window yet or not. So what a query sees depends on the text alone: no round is cut,
 prompts are read in the same way in chunks of any width, and no more than the window is ever kept.
 """
@@ -25,8 +25,10 @@ from jax import Array
 
 from decodax.cache.key_values import KVLayer
 from decodax.cache.slotted import empty_slots
-from decodax.caches.bounded.sinks import SinkCache
+from decodax.caches.bounded.streaming_llm import StreamingLLMCache
 from decodax.caches.constant import Constant
+from decodax.common.options import Count, Whole, check_options
+from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention_lse
@@ -34,12 +36,12 @@ from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_a
 
 @struct
 class LayerKernels(Struct):
-    """The kernels of one layer, for `H` heads of queries and `G` of keys, with `h` hidden numbers and the rank `r`.
+    """The kernels of one layer, for `H` query heads and `G` key heads, with `h` hidden channels and the rank `r`.
 
     Attributes:
         query_in, query_out: `f32[H, d, h]` and `f32[H, h, r]`, the two layers of `phi`.
         key_in, key_out: `f32[G, d, h]` and `f32[G, h, r]`, the first two layers of `psi`.
-        scale: `f32[G, r]`, by whose size what comes out of these is multiplied.
+        scale: `f32[G, r]`, whose absolute values multiply the output of those.
         mix: `f32[G, r, r]`, the third layer of `psi`, which is added. mix_scale: `f32[G, r]`, its factors.
     """
 
@@ -52,12 +54,15 @@ class LayerKernels(Struct):
     mix_scale: Array
 
     def phi(self, q: Array, dropped: Array | float = 1.0) -> Array:
-        """`f32[..., H, r]` of queries `f[..., H, d]`, as they are before the scores' scale; never below 0. `dropped` is
-        multiplied with the hidden numbers before their activation, where kernels are trained."""
+        """Returns the features of queries `f[..., H, d]`, before the scale of the scores: `f32[..., H, r]`, 0 or more.
+
+        Args:
+            dropped: factor of the hidden channels before their activation, for dropout in training.
+        """
         return jnp.abs(_two_layers(q, self.query_in, self.query_out, dropped))
 
     def psi(self, k: Array, dropped: Array | float = 1.0) -> Array:
-        """`f32[..., G, r]` of rotated keys `f[..., G, d]`; as `phi`."""
+        """Returns the features of rotated keys `f[..., G, d]`, `f32[..., G, r]`; otherwise as `phi`."""
         x = jnp.abs(self.scale) * _two_layers(k, self.key_in, self.key_out, dropped)
         return jnp.abs(x + jnp.einsum("...hr,hrs->...hs", x, self.mix) * self.mix_scale)
 
@@ -70,7 +75,7 @@ def _two_layers(x: Array, first: Array, second: Array, dropped: Array | float) -
 
 @dataclasses.dataclass(frozen=True)
 class LessKernels:
-    """The kernels of all layers: the arrays of `LayerKernels`, each with an axis of `L` layers in front."""
+    """The kernels of all layers: the arrays of `LayerKernels`, each with a first axis of `L` layers."""
 
     query_in: Constant
     query_out: Constant
@@ -82,21 +87,21 @@ class LessKernels:
 
     @classmethod
     def of(cls, layers: Sequence[LayerKernels]) -> LessKernels:
-        """Those of so many layers."""
+        """Stacks the kernels of layers."""
         return cls(**{field.name: Constant(np.stack([np.asarray(getattr(own, field.name), np.float32)
                                                      for own in layers])) for field in dataclasses.fields(cls)})
 
     def layer(self, layer: int) -> LayerKernels:
-        """Those of one layer."""
+        """Returns the kernels of one layer."""
         return LayerKernels(**{name: jnp.asarray(x[layer]) for name, x in self._arrays().items()})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the arrays to a file `.npz`, by their names."""
+        """Writes the arrays to a file `.npz`."""
         np.savez(path, **self._arrays())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LessKernels:
-        """What `save` wrote.
+        """Reads a file of `save`.
 
         Raises:
             ValueError: a file without one of the arrays.
@@ -109,7 +114,7 @@ class LessKernels:
             return cls(**{name: Constant(found[name]) for name in names})
 
     def check(self, shapes: Sequence[KVLayer]) -> None:
-        """Raises ValueError where they are those of another model."""
+        """Raises ValueError if these are the kernels of another model."""
         depth, heads, width = self.key_in.value.shape[:3]
         queries = self.query_in.value.shape[1]
         for shape in shapes:
@@ -123,21 +128,21 @@ class LessKernels:
 
 
 def with_ones(values: Array) -> Array:
-    """Values `f[..., e]` in float32 with a 1 behind each, so that sums of them are also sums of weights."""
+    """Appends a 1 to each value `f[..., e]`, in float32, so that sums of them are also sums of weights."""
     return jnp.concatenate([values.astype(jnp.float32), jnp.ones((*values.shape[:-1], 1), jnp.float32)], -1)
 
 
 @struct
-class StateAndWindow(SinkCache):
-    """The first `sinks` tokens and the latest `recent` ones, and a state that has taken in the others.
+class LessCache(StreamingLLMCache):
+    """The first `start_size` tokens and the latest `recent_size` ones, and a state that has taken in the others.
 
     Attributes:
         states: a tuple of one `f32[B, G, r, e + 1]` a layer: `H`, and in the last column `z`.
-        kind: static.
+        kind: static; the configuration.
     """
 
     states: tuple[Array, ...]
-    kind: Synthesis = static()
+    kind: LessConfig = static()
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
@@ -147,13 +152,14 @@ class StateAndWindow(SinkCache):
                              "the scores")
         at, keys_at, held, own = window.positions, window.key_positions, self.positions[layer], q.shape[1]
         options: dict[str, Any] = dict(scale=scale, key_positions=keys_at)
-        is_first = lambda at: at < self.sinks
+        is_first = lambda at: at < self.start_size
         mask = window.visible()
         parts = [window_attention_lse(
-            q, k, v, mask & ~is_first(keys_at)[:, None], at, self.kv[layer], sliding=self.recent + 1,
+            q, k, v, mask & ~is_first(keys_at)[:, None], at, self.kv[layer], sliding=self.recent_size + 1,
             slot_positions=jnp.where(is_first(held), -1, held), **options)]
-        if self.sinks:
-            few = min(held.shape[2], self.sinks if self.sinks <= BLOCK else -(-self.sinks // BLOCK) * BLOCK)
+        if self.start_size:
+            few = self.start_size if self.start_size <= BLOCK else -(-self.start_size // BLOCK) * BLOCK
+            few = min(held.shape[2], few)
             held = held[:, :, :few]
             parts.append(window_attention_lse(
                 q, k, v, mask & is_first(keys_at)[:, None], at, self.kv[layer][:, :, :few],
@@ -164,7 +170,7 @@ class StateAndWindow(SinkCache):
 
     def _far(self, layer: int, q: Array, k: Array, v: Array, mask: Array, at: Array,
              keys_at: Array) -> tuple[Array, Array]:
-        """What queries see through the kernels, as a part for `merge`."""
+        """Returns the attention of queries through the kernels, as a part for `merge`."""
         kernels, (B, W, H, _), (K, G) = self.kind.kernels.layer(layer), q.shape, k.shape[1:3]
         phi = kernels.phi(q).reshape(B, W, G, H // G, -1)
         sums = jnp.einsum("bwgmr,bgre->bwgme", phi, self.states[layer])
@@ -174,61 +180,55 @@ class StateAndWindow(SinkCache):
             return jnp.einsum("bwgmn,bnge->bwgme", jnp.where(seen[:, :, None, None], weights, 0), with_ones(v))
 
         # tokens that the window still holds, of which the later nodes are too far away
-        ends = (at - self.recent)[:, :, None]
-        if self.size and (count := min(K - 1, self.recent)):
+        ends = (at - self.recent_size)[:, :, None]
+        if self.size and (count := min(K - 1, self.recent_size)):
             keys, values, where = self._oldest(layer, count)
             sums = sums + more(keys, values, (where >= 0)[:, None] & (where[:, None] < ends))
-        if K - 1 > self.recent:
-            sums = sums + more(k, v, mask & (keys_at >= self.sinks)[:, None] & (keys_at[:, None] < ends))
+        if K - 1 > self.recent_size:
+            sums = sums + more(k, v, mask & (keys_at >= self.start_size)[:, None] & (keys_at[:, None] < ends))
         sums = sums.reshape(B, W, H, -1)
         total = sums[..., -1]
         lse = jnp.where(total > 0, jnp.log(jnp.maximum(total, 1e-37)), -1e30)
         return sums[..., :-1] / jnp.maximum(total, 1e-37)[..., None], lse
 
     def _oldest(self, layer: int, count: int) -> tuple[Array, Array, Array]:
-        """Keys `f[B, count, G, d]`, values and positions `i32[B, count]` of the tokens that are next to leave the
-        window; -1 where the text is shorter."""
-        at = self.length[:, None] - self.recent + jnp.arange(count, dtype=jnp.int32)
-        slot = self.sinks + (at - self.sinks) % self.recent
+        """Returns keys `f[B, count, G, d]`, values and positions `i32[B, count]` of the tokens that leave the window
+        next; position -1 where the text is shorter."""
+        at = self.length[:, None] - self.recent_size + jnp.arange(count, dtype=jnp.int32)
+        slot = self.start_size + (at - self.start_size) % self.recent_size
         some = jnp.take_along_axis(self.kv[layer], slot[:, None, :, None], 2).swapaxes(1, 2)
         d = self.widths[layer]
-        return some[..., :d], some[..., d:], jnp.where(at >= self.sinks, at, -1)
+        return some[..., :d], some[..., d:], jnp.where(at >= self.start_size, at, -1)
 
-    def commit(self, entries: Entries, slots: Array) -> StateAndWindow:
+    def commit(self, entries: Entries, slots: Array) -> LessCache:
         if not self.size:
             return self
         length = jnp.maximum(self.length, slots.max(1) + 1)
         states = tuple(self._taken_in(layer, entry, slots, length[:, None]) for layer, entry in enumerate(entries))
-        placed: StateAndWindow = super().commit(entries, slots)
+        placed: LessCache = super().commit(entries, slots)
         return placed.replace(states=states)
 
     def _taken_in(self, layer: int, entry: PyTree, slots: Array, length: Array) -> Array:
-        """The state with the tokens that a text of that `length` (`i32[B, 1]`) leaves behind."""
-        k, v, at = self._oldest(layer, min(slots.shape[1], self.recent))
-        if slots.shape[1] > self.recent:        # some of the new ones are behind the window at once
+        """Returns the state after the tokens that leave the window of a text of that `length` (`i32[B, 1]`)."""
+        k, v, at = self._oldest(layer, min(slots.shape[1], self.recent_size))
+        if slots.shape[1] > self.recent_size:        # some of the new ones leave the window at once
             k, v, at = (jnp.concatenate([old, new.astype(old.dtype)], 1) for old, new in zip(
-                (k, v, at), (*entry, jnp.where(slots >= self.sinks, slots, -1)), strict=True))
+                (k, v, at), (*entry, jnp.where(slots >= self.start_size, slots, -1)), strict=True))
         psi = self.kind.kernels.layer(layer).psi(k)
-        psi = jnp.where(((at >= 0) & (at < length - self.recent))[:, :, None, None], psi, 0)
+        psi = jnp.where(((at >= 0) & (at < length - self.recent_size))[:, :, None, None], psi, 0)
         return self.states[layer] + jnp.einsum("bngr,bnge->bgre", psi, with_ones(v))
 
 
 @dataclasses.dataclass(frozen=True)
-class Synthesis(CacheConfig):
-    """A `StateAndWindow` cache.
-
-    Attributes:
-        kernels: what `decodax.train.less` made. sinks, recent: the first tokens and the latest ones, which are
-            kept.
-    """
+class LessConfig(CacheConfig):
+    """Configuration of a `LessCache`; see `less`."""
 
     kernels: LessKernels
-    sinks: int = 4
-    recent: int = 512
+    start_size: Whole = 4
+    recent_size: Count = 512
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.recent < 1:
-            raise ValueError(f"sinks, recent: got {self.sinks} and {self.recent}, takes 0 and 1 or more")
+        check_options(type(self), vars(self))
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
@@ -238,6 +238,28 @@ class Synthesis(CacheConfig):
             raise ValueError("cache: less takes a model without sliding windows")
         rank = self.kernels.scale.value.shape[-1]
         states = tuple(jnp.zeros((batch, s.heads, rank, s.both - s.width + 1), jnp.float32) for s in shapes)
-        slots = self.sinks + self.recent if capacity else 0
-        return StateAndWindow(**empty_slots(shapes, batch, capacity, dtype, inputs, slots=slots), states=states,
-                              sinks=self.sinks, recent=self.recent, shapes=shapes, kind=self)
+        slots = self.start_size + self.recent_size if capacity else 0
+        return LessCache(**empty_slots(shapes, batch, capacity, dtype, inputs, slots=slots), states=states,
+                              start_size=self.start_size, recent_size=self.recent_size, shapes=shapes, kind=self)
+
+
+@CACHES.register("less",
+                 "Get More with LESS: Synthesizing Recurrence with KV Cache Compression for Efficient LLM Inference",
+                 "Dong et al. 2024", family="bounded")
+def less(kernels: LessKernels | str | None = None, start_size: Whole = 4, recent_size: Count = 512) -> LessConfig:
+    """Keeps the first tokens and the latest ones, and a state of constant size for the others.
+
+    Decodes texts of any length in constant memory, and loses less than the window alone. Train the kernels of a model
+    first, by `decodax.train.fit_less`.
+
+    Args:
+        kernels: kernels that were trained on the model, or the path of a file of `LessKernels.save`. Has to be given.
+        start_size: number of first tokens, the attention sinks.
+        recent_size: number of latest tokens.
+    """
+    if isinstance(kernels, str):
+        kernels = LessKernels.load(kernels)
+    if not isinstance(kernels, LessKernels):
+        raise ValueError(f"kernels: got {'none' if kernels is None else type(kernels).__name__}, takes what "
+                         "decodax.train.less trains on a model, or a file that its save wrote")
+    return LessConfig(kernels, start_size, recent_size)

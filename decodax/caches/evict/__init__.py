@@ -1,1 +1,1 @@
-"""Caches that keep some of the tokens."""
+"""Caches that evict tokens: one file a paper, and the parts that they share."""

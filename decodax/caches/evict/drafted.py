@@ -1,8 +1,8 @@
-"""Kinds of caches that ask a draft model, when a prompt is in, what the answer will look for ("Draft-based Approximate
-Inference for LLMs", Galim et al., 2025).
+"""Caches that ask a draft model, after a prompt, what the answer will look for ("Draft-based Approximate Inference for
+LLMs", Galim et al., 2025).
 
-The draft model's weights are data, and a kind of cache is static. So such a kind makes the model that answers into one
-of both, whose weights are a pair (`Paired`).
+The weights of the draft model are data, and a cache configuration is static. So the configuration turns the target into
+a model of both, whose weights are a pair (`Paired`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from decodax.core.window import Window, causal
 from decodax.pallas_kernels.window_attention import BLOCK
 
 CHUNK = 256
-"""Tokens of a prompt that a draft model reads at a time."""
+"""Number of prompt tokens that a draft model reads at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Paired(Readout):
-    """`base`, with a draft model that its cache asks. Weights are those of both, a pair."""
+    """The target `base` with a draft model that its cache asks. Its weights are a pair of the weights of both."""
 
     draft: Model
 
@@ -53,17 +53,29 @@ class Paired(Readout):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drafted(CacheConfig):
-    """A kind of cache that asks a draft model.
+    """Configuration of a cache that asks a draft model.
 
     Attributes:
-        kind: the kind, which finds the draft model in what a prompt was read with (`paired`).
-        draft: what `decodax.load` gave, with the tokenizer of the model that answers.
-        name: what errors call it.
+        kind: configuration of the cache, which finds the draft model by `paired`.
+        draft: the draft model from `decodax.load`, with the tokenizer of the target.
+        name: name for errors.
     """
 
     kind: CacheConfig
     draft: Any
     name: str
+
+    @classmethod
+    def checked(cls, kind: CacheConfig, draft: Any, name: str) -> Drafted:
+        """Returns the configuration.
+
+        Raises:
+            ValueError: `draft` is not a model from `decodax.load`.
+        """
+        if not isinstance(draft, Loaded):
+            raise ValueError(f"draft: got {'none' if draft is None else type(draft).__name__}, takes a smaller model "
+                             "with the same tokenizer, as decodax.load gives it")
+        return cls(kind, draft, name)
 
     def put_on(self, lm: Any) -> Any:
         network, weights = network_of(self.draft)
@@ -81,7 +93,7 @@ class Drafted(CacheConfig):
 
 
 def paired(prompt: ReadPrompt, name: str) -> tuple[Model, PyTree, Model, PyTree]:
-    """The model that answers with its weights, and the draft model with its.
+    """Returns the target with its weights, and the draft model with its weights.
 
     Raises:
         ValueError: the prompt was read with a model that has no draft model.
@@ -94,8 +106,8 @@ def paired(prompt: ReadPrompt, name: str) -> tuple[Model, PyTree, Model, PyTree]
 
 
 def read(model: Model, weights: PyTree, tokens: Array, length: Array, more: int) -> Cache:
-    """The cache of a draft model with the first `length` (`i32[B]`) of `tokens` (`i32[B, N]`), and room for so many
-    more."""
+    """Returns the cache of a draft model that has read the first `length` (`i32[B]`) of `tokens` (`i32[B, N]`), with
+    room for `more` tokens."""
     B, n = tokens.shape
     width = min(CHUNK, n)
 
@@ -112,10 +124,16 @@ def read(model: Model, weights: PyTree, tokens: Array, length: Array, more: int)
 
 
 def decoded(model: Model, weights: PyTree, cache: Cache, newest: Array, count: int,
-            eos: tuple[int, ...]) -> tuple[Array, Array]:
-    """The `count` tokens that a draft model takes for the likeliest behind the newest token `i32[B]`, each behind the
-    one before: `i32[B, count]`, and which of them there are (`bool[B, count]`): none behind the end of a text."""
+            eos: tuple[int, ...]) -> tuple[Any, Array, Array]:
+    """Decodes greedily.
 
+    Args:
+        model, weights, cache: the model that decodes, its weights and its cache. newest: `i32[B]`, the token to go on
+            from. count: number of tokens to decode. eos: ids that end a text.
+
+    Returns:
+        The cache, the tokens `i32[B, count]`, and `bool[B, count]`: True up to the end of each text.
+    """
     def step(carry: tuple[Any, Array, Array], _: None) -> tuple[tuple[Any, Array, Array], tuple[Array, Array]]:
         cache, token, live = carry
         window = causal(token[:, None], cache.length, live[:, None])
@@ -124,5 +142,11 @@ def decoded(model: Model, weights: PyTree, cache: Cache, newest: Array, count: i
         found = out.logits()[:, 0].argmax(-1).astype(jnp.int32)
         return (cache, found, live & ~jnp.isin(found, jnp.asarray(eos, jnp.int32))), (found, live)
 
-    _, (tokens, live) = lax.scan(step, (cache, newest, jnp.ones(newest.shape, bool)), None, count)
-    return tokens.T, live.T
+    last, (tokens, live) = lax.scan(step, (cache, newest, jnp.ones(newest.shape, bool)), None, count)
+    return last[0], tokens.T, live.T
+
+
+def newest_of(prompt: ReadPrompt, length: Array) -> Array:
+    """Returns the token of each prompt after the first `length` (`i32[B]`) ones, which a cache holds: `i32[B]`."""
+    last = jnp.minimum(length, prompt.tokens.shape[1] - 1)
+    return jnp.take_along_axis(prompt.tokens, last[:, None], 1)[:, 0]

@@ -1,18 +1,18 @@
-"""A cache that keeps some of the tokens: what published policies of eviction have in common.
+"""A cache that evicts tokens: the part that published eviction rules have in common.
 
-A prompt is read into a whole cache. When it is in, the rule chooses what stays, and the rounds go on with arrays of
-just that size and room for the tokens to come. Those all stay (most papers), or the rule runs again each `every`
-tokens.
+A prompt is read into a whole cache. Then the rule chooses the tokens that stay, and decoding goes on with arrays of
+that size and room for the tokens to come. Those all stay (most papers), or the rule runs again every `every` tokens.
 
-What is held depends on the committed tokens alone: rounds commit no more tokens than there are to the next choice
-(`Cache.horizon`), and only what was committed is counted. So drafts, trees and chunks change nothing.
+The cached tokens depend on the committed tokens alone: a round commits no token beyond the next eviction
+(`Cache.horizon`), and statistics are those of committed tokens. So drafts, trees and chunks of a prompt do not change
+the result.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,36 +22,36 @@ from jax import Array, lax
 
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, key_widths
-from decodax.cache.packed_heads import SEGMENT, pack, segment_attention, segments_of, slots_of, unpack
+from decodax.cache.packed_heads import SEGMENT, segment_attention, segments_of, slots_of, unpack
 from decodax.cache.scratch import Scratch
-from decodax.caches.evict.held import HeldLayer
-from decodax.caches.evict.query_scores import moved
+from decodax.caches.evict.compaction import compacted, held_of
 from decodax.caches.evict.scores import Gathered, Taken, TokenScore
-from decodax.caches.evict.selection import Budget, Selection, in_bytes, layers_of
+from decodax.caches.evict.selection import Budget, Selection, tables
+from decodax.common.sizes import in_bytes
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, PyTree, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
 
 TAKES = "a number of tokens from 1, a share of the text between 0 and 1, or bytes as '64MB'; or one of the first two " \
     "for each layer"
-"""Of budgets, for errors."""
+"""Text for errors about budgets."""
 
 
 @struct
 class Evicting(KeyValues):
-    """Keys and values of the tokens that were kept; each head's lie in the order of their positions, without gaps.
+    """Keys and values of the tokens that stay. The slots of each head are in the order of positions, without gaps.
 
     Attributes:
-        kv, given, widths: see `KeyValues`; layers may have different numbers of slots. Where the heads of a layer keep
-            different numbers of tokens, `G, S` are `N, SEGMENT` in this and the next (`decodax.cache.packed_heads`).
+        kv, given, widths: see `KeyValues`; layers may have different numbers of slots. If the heads of a layer keep
+            different numbers of tokens, `G, S` is `N, SEGMENT` in `kv` and `positions` (`decodax.cache.packed_heads`).
         positions: a tuple of one `i32[B, G, S]` a layer; -1 where a slot is empty.
-        starts: a tuple of one `i32[B, G]` a layer, the first segment of each head; None where there are no segments.
-        count: a tuple of one `i32[B, G]` a layer, how many slots are filled.
-        queries: a tuple of one `f[B, H, w, d]` a layer, those of the latest tokens, that of position `p` at `p % w`.
-        gathered: a tuple of what the score has gathered of each layer.
-        length: `i32[B]` tokens of the verified text. settled_at: `i32[B]`, how many there were behind the prompt. due:
-            `i32[B]`, the length at which the rule chooses next.
-        size: static; the most tokens of a text. kind: static. whole: static; whether it is a prompt's.
+        starts: a tuple of one `i32[B, G]` a layer, the first segment of each head; None if heads are not packed.
+        count: a tuple of one `i32[B, G]` a layer, the number of filled slots.
+        queries: a tuple of one `f[B, H, w, d]` a layer, the latest queries; that of position `p` at `p % w`.
+        gathered: a tuple of the score's statistics of each layer.
+        length: `i32[B]`, the tokens of the verified text. settled_at: `i32[B]`, the length after the prompt.
+        due: `i32[B]`, the length at which the rule evicts next.
+        size: static; the longest text. kind: static; the configuration. whole: static; True while a prompt is read.
     """
 
     kv: tuple[Array, ...]
@@ -86,7 +86,7 @@ class Evicting(KeyValues):
         return functools.reduce(jnp.minimum, free)
 
     def _free(self, layer: int) -> Array:
-        """`i32[B]`: how many more tokens each head of a layer can take in."""
+        """Returns the number of free slots of the fullest head of a layer, `i32[B]`."""
         kv, count, starts = self.kv[layer], self.count[layer], self.starts[layer]
         if starts is None:
             return kv.shape[2] - count.max(1)
@@ -94,8 +94,8 @@ class Evicting(KeyValues):
         return ((ends - starts) * SEGMENT - count).min(1)
 
     def heads(self, layer: int) -> tuple[Array, Array]:
-        """A layer's keys and values, `f[B, G, S, d + e]`, and their positions, `i32[B, G, S]`, each head's tokens in
-        front and -1 behind them."""
+        """Returns a layer's keys and values, `f[B, G, S, d + e]`, and positions, `i32[B, G, S]`, unpacked: the tokens
+        of each head first, then empty slots with position -1."""
         kv, positions, starts = self.kv[layer], self.positions[layer], self.starts[layer]
         if starts is None:
             return kv, positions
@@ -141,7 +141,7 @@ class Evicting(KeyValues):
 
     @property
     def _chooses(self) -> bool:
-        """Whether there is another choice to come."""
+        """True if the rule will run again."""
         return self.whole or self.kind.every is not None
 
     def commit(self, entries: Entries, slots: Array) -> Evicting:
@@ -196,7 +196,7 @@ class Evicting(KeyValues):
         return kv, held, count + number[:, None], queries, gathered
 
     def _chosen(self, rows: Array) -> Evicting:
-        """With what the rule keeps, in those `rows` (`bool[B]`)."""
+        """Returns the cache after an eviction in `rows` (`bool[B]`)."""
         return self._kept(self, rows, None).replace(due=jnp.where(rows, self.length + self._every, self.due))
 
     @property
@@ -204,7 +204,7 @@ class Evicting(KeyValues):
         return self.size if self.kind.every is None else self.kind.every
 
     def _kept(self, into: Evicting, rows: Array, prompt: ReadPrompt | None) -> Evicting:
-        """`into`, an empty cache or this one, with what the rule keeps of this one in those `rows`."""
+        """Returns `into`, an empty cache or this one, with the tokens that stay of this cache in `rows`."""
         depth, made, selection = len(self.kv), [], self.kind.selection
         since = self.length if self.whole else self.due - self._every
         began = self.length if self.whole else self.settled_at
@@ -212,10 +212,10 @@ class Evicting(KeyValues):
         layers, parts = [], []
         for layer, table in enumerate(self.kind.tables(self.size, depth, self.shapes)):
             outputs = None
-            if selection.score.projects:
+            if selection.projects:
                 assert prompt is not None
                 outputs = prompt.model.outputs(prompt.params, layer)
-            parts.append(functools.partial(held_of, self.kind, layer, depth, self.shapes[layer], outputs))
+            parts.append(functools.partial(held_of, selection.score, layer, depth, self.shapes[layer], outputs))
             own: tuple[Any, ...] = (self.kv[layer], self.positions[layer], self.starts[layer], self.count[layer],
                                     self.queries[layer], gathered[layer])
             number = jnp.asarray(table)[jnp.minimum(self.length, self.size)]
@@ -228,8 +228,9 @@ class Evicting(KeyValues):
                                                      [row[-1] for row in rows])
             chosen = dict(zip(some, lax.map(each, [layers[i] for i in some]), strict=True)) if some else {}
         for layer, (part, held) in enumerate(zip(parts, layers, strict=True)):
-            one = functools.partial(_layer, self.kind, part, into.positions[layer].shape[1:],
-                                    into.starts[layer] is not None, self.size)
+            room = None if into.starts[layer] is None else self.kind.later(self.size)
+            one = functools.partial(compacted, selection, part, into.positions[layer].shape[1:], room, self.size,
+                                    self.kind.close_up)
             made.append(lax.map(one, (held, rows & (layer in some), chosen.get(layer))))
         kv, positions, starts, count, slots = zip(*made, strict=True)
         into = into.replace(kv=kv, positions=positions, starts=starts, count=count, length=self.length)
@@ -253,78 +254,20 @@ class Evicting(KeyValues):
         return Scratch.empty(self, entries, room)
 
 
-def held_of(kind: Eviction, layer: int, depth: int, shape: KVLayer, outputs: Array | None,
-            row: tuple[Any, ...]) -> HeldLayer:
-    """What the rule sees of a layer of one row."""
-    (kv, positions, starts, count, ring, gathered), length, began, since, _ = row
-    if starts is not None:
-        spread = functools.partial(unpack, starts=starts, count=count, slots=positions.size)
-        kv, positions = spread(kv), spread(positions, empty=-1)
-        gathered = gathered.replace(slots=jax.tree.map(spread, gathered.slots))
-    w = ring.shape[1]
-    order = (length + jnp.arange(w, dtype=jnp.int32)) % max(w, 1)       # the oldest first
-    f32 = lambda x: x.astype(jnp.float32)
-    held = HeldLayer(keys=f32(kv[..., :shape.width]), values=f32(kv[..., shape.width:]), positions=positions,
-                     count=count, length=length, settled_at=began, since=since,
-                     queries=f32(ring[:, order].swapaxes(0, 1)),
-                     gathered=gathered, outputs=outputs, layer=layer, depth=depth, shape=shape)
-    return held.replace(gathered=gathered.replace(slots=kind.selection.score.renew(held)))
-
-
-def _layer(kind: Eviction, part: Callable[[Any], HeldLayer], shape: tuple[int, ...], packs: bool, size: int,
-           row: tuple[Any, ...]) -> tuple[Array, Array, Array | None, Array, Any]:
-    """A layer of one row with what stays, in slots of that shape, `[G, S]` or (`packs`) `[N, SEGMENT]`; `part` makes of
-    a row what the rule sees, `size` is the most that a head may have."""
-    own, choose, chosen = row
-    held, (kv, positions, before, count, _, gathered) = part(own), own[0]
-    stays = kind.selection.choose(held, own[-1]) if chosen is None else chosen
-    stays = jnp.where(choose, stays, held.valid)
-    first = jnp.argsort(~stays, axis=-1, stable=True)
-    number = stays.sum(-1, dtype=jnp.int32)
-    spread = lambda x: x if before is None else unpack(x, before, count, held.slots)
-    # a row that does not choose now has its latest queries counted when it does
-    slots_of = jax.tree.map(lambda new, old: jnp.where(choose, new, spread(old)), held.gathered.slots, gathered.slots)
-    starts: Array | None = None
-    if packs:
-        starts, head, source = pack(first, number, kind.later(size), size, shape[0])
-        filled, rank = (source >= 0).reshape(shape), jnp.arange(shape[0] * shape[1]) - starts[head] * shape[1]
-        move = lambda x: x[head, jnp.maximum(source, 0)].reshape(*shape, *x.shape[2:])
-        number_of, rank = number[head].reshape(shape), rank.reshape(shape)
-    else:
-        first = first[:, :shape[1]] if shape[1] <= first.shape[1] else jnp.pad(
-            first, ((0, 0), (0, shape[1] - first.shape[1])))
-        rank = jnp.arange(shape[1], dtype=jnp.int32)
-        filled, number_of = rank < number[:, None], number[:, None]
-        move = lambda x: jnp.take_along_axis(x, first.reshape(*first.shape, *[1] * (x.ndim - 2)), 1)
-    kv, at = move(spread(kv)), jnp.where(filled, move(spread(positions)), -1)
-    if kind.close_up:
-        # the kept tokens as if they were the latest ones: keys are turned by the distance to their new positions
-        by = jnp.where(filled, held.length - number_of + rank - at, 0)
-        keys = jax.vmap(functools.partial(moved, held.shape))(kv[:, :, None, :held.shape.width], by)[:, :, 0]
-        kv = jnp.concatenate([keys, kv[..., held.shape.width:]], -1)
-    slots_of = jax.tree.map(lambda x: jnp.where(filled, move(x), 0), slots_of)
-    if before is None:
-        return kv, at, starts, number, slots_of
-    # what a row has that does not choose lies where it lies: it has taken in some of the tokens that it has room for
-    keep = lambda new, old: jnp.where(choose, new, old)
-    return (keep(kv, own[0][0]), keep(at, positions), keep(starts, before), number,
-            jax.tree.map(keep, slots_of, gathered.slots))
-
-
 @dataclasses.dataclass(frozen=True)
 class Eviction(CacheConfig):
-    """A kind of cache that evicts.
+    """Configuration of a cache that evicts: a selection with its score, and a budget.
 
     Attributes:
-        selection: what stays.
-        budget: tokens that each head of a layer keeps, or (below 1) their share of the text; or a tuple with one of
-            them for each layer; or bytes of what a row's layers keep of a prompt, those left out that keep everything
-            ("64MB", keys, values and positions counted).
-        every: the rule runs again each so many tokens; None: the tokens behind the prompt all stay.
+        selection: the rule that says which tokens stay.
+        budget: number of tokens that each head of a layer keeps, or (below 1) their share of the text; or a tuple of
+            one such number for each layer; or the bytes that a row's layers may take for a prompt ("64MB"; keys,
+            values and positions count, layers that keep everything do not).
+        every: number of tokens from one eviction to the next. None: the tokens after the prompt all stay.
         skip: layers that keep everything.
-        close_up: keys are rotated as if what is kept of the prompt stood without gaps in front of what follows.
-        new: how many tokens there will be behind the prompt at most (`fit`); None: not known.
-        name: what errors call it.
+        close_up: rotates keys as if the tokens of the prompt that stay had no gaps between them.
+        new: largest number of tokens after the prompt (`fit`). None: unknown.
+        name: name for errors.
     """
 
     selection: Selection
@@ -343,10 +286,12 @@ class Eviction(CacheConfig):
                 self._check(budget)
         if self.every is not None and self.every < 1:
             raise ValueError(f"every: got {self.every}, takes 1 or more, or None")
-        if self.every is not None and (self.close_up or self.selection.score.once):
-            raise ValueError(f"every: got {self.every}; {self.name} chooses once, behind the prompt; takes None")
+        once = self.close_up or self.selection.projects or self.selection.score.once
+        if self.every is not None and once:
+            raise ValueError(f"every: got {self.every}; {self.name} chooses once, after the prompt; takes None")
 
     def _check(self, budget: Budget) -> None:
+        """Raises ValueError if `budget` is not a number or share of tokens, or leaves no room for those that stay."""
         tokens = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
         if not tokens and not (isinstance(budget, float) and 0 < budget < 1):
             raise ValueError(f"budget: got {budget!r}, takes {TAKES}")
@@ -364,18 +309,18 @@ class Eviction(CacheConfig):
         return self.selection.score.beyond(longest)
 
     def keeps_all(self, layer: int, shape: KVLayer) -> bool:
-        """Whether a layer keeps everything: it was asked for, or the layer sees a sliding window alone."""
+        """Returns True for layers in `skip` and for layers with a sliding window, which keep everything."""
         return layer in self.skip or shape.sliding is not None
 
     def tables(self, size: int, depth: int, shapes: Sequence[KVLayer]) -> Sequence[np.ndarray]:
-        """How many tokens each layer keeps of a text of each length up to `size`."""
+        """Returns for each layer the number of tokens that it keeps of a text of each length up to `size`."""
         everything = np.arange(size + 1, dtype=np.int32)
-        found = _tables(self.selection, self.budget, size, depth)
+        found = tables(self.selection, self.budget, size, depth)
         return [everything if self.keeps_all(layer, shapes[layer]) else found[layer] for layer in range(depth)]
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
               whole: bool = False) -> Evicting:
-        """An empty cache; `whole`: one for a prompt."""
+        """Returns an empty cache; with `whole=True` one that a prompt is read into."""
         if isinstance(self.budget, str):
             return self._in_tokens(self.budget, shapes, dtype).empty(shapes, batch, size, dtype, inputs, whole)
         score, depth, chooses = self.selection.score, len(shapes), whole or self.every is not None
@@ -402,11 +347,11 @@ class Eviction(CacheConfig):
             widths=key_widths(shapes), size=size, shapes=shapes, kind=self, whole=whole)
 
     def later(self, size: int) -> int:
-        """How many tokens a head takes in between two choices, or behind the only one."""
+        """Returns the number of tokens that a head takes in between two evictions, or after the only one."""
         return min(size, self.every or size if self.new is None else self.every or self.new)
 
     def _in_tokens(self, budget: str, shapes: Sequence[KVLayer], dtype: Any) -> Eviction:
-        """This kind with a budget in tokens."""
+        """Returns this configuration with a budget in tokens in place of bytes."""
         each = sum(shape.heads * (shape.both * jnp.dtype(dtype).itemsize + 4) for layer, shape in enumerate(shapes)
                    if not self.keeps_all(layer, shape))
         tokens = in_bytes(budget) // max(each, 1)
@@ -422,12 +367,7 @@ class Eviction(CacheConfig):
 
 
 def _start(score: TokenScore, shape: KVLayer, batch: int, slots: tuple[int, int], packs: bool) -> Gathered:
-    """What a score gathers of an empty layer with such slots."""
+    """Returns the statistics of an empty layer with slots `[G, S]`, or `[N, SEGMENT]` if heads are packed."""
     one = score.start(shape, batch, slots[1])
     return one if not packs else one.replace(slots=jax.tree.map(
         lambda x: jnp.zeros((batch, *slots, *x.shape[3:]), x.dtype), one.slots))
-
-
-@functools.lru_cache(maxsize=32)
-def _tables(selection: Selection, budget: Budget | tuple[Budget, ...], size: int, depth: int) -> Sequence[np.ndarray]:
-    return layers_of(selection, budget, size, depth)

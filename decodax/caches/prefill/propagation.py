@@ -23,11 +23,11 @@ from jax import Array, lax
 
 from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
-from decodax.caches.evict.evicting import Evicting, Eviction, held_of
-from decodax.caches.evict.held import HeldLayer
-from decodax.caches.evict.query_scores import WindowAttention, pooled
-from decodax.caches.evict.scores import TokenScore
+from decodax.caches.evict.compaction import held_of
+from decodax.caches.evict.evicting import Evicting, Eviction
+from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Top, best, kept
+from decodax.caches.evict.snapkv import WindowAttention, pooled
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.core.window import Window
@@ -205,7 +205,7 @@ class ReadInPart(Wrapper):
         numbers = kind.numbers(base.size)
         number = jnp.asarray(numbers)[length]
         slots = jnp.arange(int(numbers.max()), dtype=jnp.int32)
-        part = functools.partial(held_of, base.kind, first - 1, first, base.shapes[-1], None)
+        part = functools.partial(held_of, base.kind.selection.score, first - 1, first, base.shapes[-1], None)
         row = (base.kv[-1], base.positions[-1], base.starts[-1], base.count[-1], base.queries[-1], base.gathered[-1])
 
         def choose(row: tuple[Any, ...]) -> Array:

@@ -29,8 +29,8 @@ from jax import Array, lax
 
 from decodax.cache import dense
 from decodax.cache.key_values import KVLayer
-from decodax.caches.evict.query_scores import moved
 from decodax.caches.prefill.listening import Listening
+from decodax.caches.rotation import moved
 from decodax.caches.shapes import layers_of
 from decodax.common.struct import short
 from decodax.core.loaded import Loaded, network_of

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.key_values import KVLayer
-from decodax.caches.evict.query_scores import rope_of, turned
+from decodax.caches.rotation import rope_of, turned
 from decodax.models.rope import rotate
 
 

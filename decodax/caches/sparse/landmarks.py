@@ -24,7 +24,7 @@ from jax import Array, lax
 from decodax.cache.dense import Dense, dense, write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.cache.wrapper import Wrapper
-from decodax.caches.evict.query_scores import turned
+from decodax.caches.rotation import turned
 from decodax.caches.sparse.retrieval import attention_to
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt

@@ -26,8 +26,8 @@ from jax import Array, lax
 
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.evict.evicting import Evicting, Eviction
-from decodax.caches.evict.query_scores import WindowAttention
 from decodax.caches.evict.selection import Top
+from decodax.caches.evict.snapkv import WindowAttention
 from decodax.caches.sparse.retrieval import attention_to
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt

@@ -23,7 +23,7 @@ from tests.caches.test_policies import DEEP, PROMPTS
 from tests.matrix import often
 
 QUANTSPEC = Coding(HierarchicalAffine(8), 8, "quantspec")
-SNAP = make("snapkv", budget=14, window=4)
+SNAP = make("snapkv", budget=14, window_size=4)
 
 
 @functools.cache
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {      # the method, the cache that is 
     "snapkv": (dx.Speculative(OwnCache(DEEP, SNAP)), None, None),
     "a tree": (dx.Speculative(OwnCache(DEEP, SNAP), shape=Fixed.balanced(2, 2, 1)), None, None),
     "choices while decoding": (dx.Speculative(OwnCache(DEEP, make("h2o", budget=14, every=5))), None, None),
-    "a ring": (dx.Speculative(OwnCache(DEEP, make("streaming-llm", sinks=2, recent=8))), None, None),
+    "a ring": (dx.Speculative(OwnCache(DEEP, make("streaming-llm", start_size=2, recent_size=8))), None, None),
     "beside codes": (dx.Speculative(OwnCache(DEEP, SNAP)), make("kivi", group=4, residual=8),
                      make("kivi", group=4, residual=8)),
     "quantspec": (dx.algorithms.make("quantspec", DEEP, group=8, weights=None), None, QUANTSPEC),
@@ -85,7 +85,7 @@ def test_drafts_do_not_depend_on_batch_mates() -> None:
     assert alone.stats.accepted.tolist() == together.stats.accepted[1:2].tolist()
 
 
-OWN, RING = OwnCache(DEEP, SNAP), OwnCache(DEEP, make("streaming-llm", sinks=2, recent=8))
+OWN, RING = OwnCache(DEEP, SNAP), OwnCache(DEEP, make("streaming-llm", start_size=2, recent_size=8))
 BOTH = tuple(dx.Speculative(draft, shape=Chain(3)) for draft in (OWN, RING))
 NEVER, ALWAYS = 1e6, 1.0
 WRAPPED: dict[str, tuple[Any, Any]] = {     # the method, and the arm whose drafts it verifies

@@ -14,7 +14,7 @@ import pytest
 import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches import LessKernels, make
-from decodax.caches.bounded.less import LayerKernels, StateAndWindow, Synthesis
+from decodax.caches.bounded.less import LayerKernels, LessCache, LessConfig
 from decodax.core.window import causal
 from decodax.train import fit_less
 from decodax.train.less import Lesson, _lessons, first_kernels, squared_error, synthesized
@@ -37,18 +37,18 @@ def given() -> tuple[np.ndarray, np.ndarray, np.ndarray, LayerKernels, np.ndarra
 
 
 @jax.jit
-def step(cache: StateAndWindow, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, StateAndWindow]:
+def step(cache: LessCache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LessCache]:
     window = causal(jnp.zeros(q.shape[:2], jnp.int32), cache.length)
     out, entry = cache.attend(0, q, k, v, window, scale=8 ** -0.5)
     return out, cache.commit([entry], window.positions)
 
 
 @functools.cache
-def read(widths: tuple[int, ...]) -> tuple[np.ndarray, StateAndWindow]:
+def read(widths: tuple[int, ...]) -> tuple[np.ndarray, LessCache]:
     """Attention of all tokens that come in windows of so many, and the cache behind them."""
     q, k, v, kernels, _ = given()
-    cache = Synthesis(LessKernels.of([kernels]), SINKS, RECENT)([KVLayer(2, 8, queries=2)], 1, 64, jnp.float32)
-    assert isinstance(cache, StateAndWindow)
+    cache = LessConfig(LessKernels.of([kernels]), SINKS, RECENT)([KVLayer(2, 8, queries=2)], 1, 64, jnp.float32)
+    assert isinstance(cache, LessCache)
     found, start = [], 0
     for width in widths:
         out, cache = step(cache, *(jnp.asarray(x[None, start:start + width]) for x in (q, k, v)))
@@ -96,8 +96,8 @@ def test_without_kernels_it_is_the_window_alone() -> None:
     """`sink-window` of one layer, whose keys do not depend on what it reads."""
     none = LessKernels.of([KERNELS.layer(0).replace(scale=jnp.zeros((2, 3)))])
     options = dict(max_new_tokens=20, logprobs=0, temperature=0)
-    assert same(dx.generate(SMALL, PROMPTS, cache=make("less", kernels=none, sinks=3, recent=8), **options),
-                dx.generate(SMALL, PROMPTS, cache=make("sink-window", budget=11, sinks=3, every=1), **options))
+    assert same(dx.generate(SMALL, PROMPTS, cache=make("less", kernels=none, start_size=3, recent_size=8), **options),
+                dx.generate(SMALL, PROMPTS, cache=make("sink-window", budget=11, n_sink=3, every=1), **options))
 
 
 @pytest.mark.wide
@@ -105,7 +105,7 @@ def test_kernels_learn_what_the_window_does_not_see(tmp_path: Path) -> None:
     """On texts that they have not seen; they are written and read as arrays."""
     r = np.random.default_rng(0)
     texts = [r.integers(0, 16, n).tolist() for n in r.integers(40, 64, 20)]
-    made = fit_less(SMALL, texts, sinks=2, recent=9, rank=3, hidden=16, epochs=12, rate=1e-2, dropout=0.0)
+    made = fit_less(SMALL, texts, start_size=2, recent_size=9, rank=3, hidden=16, epochs=12, rate=1e-2, dropout=0.0)
     made.save(tmp_path / "less.npz")
     assert LessKernels.load(tmp_path / "less.npz") == made == make("less", kernels=str(tmp_path / "less.npz")).kernels
     new = np.array([r.integers(0, 16, 64) for _ in range(8)], np.int32)
@@ -119,12 +119,12 @@ def test_kernels_learn_what_the_window_does_not_see(tmp_path: Path) -> None:
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
             (r"^kernels: got none, takes what decodax.train.less trains", lambda: make("less")),
-            (r"^sinks, recent: got 4 and 0, takes 0 and 1 or more", lambda: make("less", kernels=KERNELS, recent=0)),
+            (r"^recent_size: got 0, takes a whole number from 1", lambda: make("less", kernels=KERNELS, recent_size=0)),
             (r"^kernels: got those of 1 layers with 4 heads of queries and 2 of keys, 4 wide; the model has 1 layers "
              "with 4 and 2, 8 wide",
              lambda: make("less", kernels=KERNELS)([KVLayer(2, 8, queries=4)], 1, 8, jnp.float32)),
             (r"^texts: got none", lambda: fit_less(SMALL, [])),
             (r"^texts: got one of 5 tokens, takes more than the 11 that are kept", lambda: fit_less(
-                SMALL, PROMPTS, sinks=2, recent=9))):
+                SMALL, PROMPTS, start_size=2, recent_size=9))):
         with pytest.raises(ValueError, match=message):
             wrong()

@@ -18,12 +18,24 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.autoregressive import Autoregressive
+from decodax.caches.evict.capkv import Capacity
+from decodax.caches.evict.chunkkv import TokenChunks
+from decodax.caches.evict.cur import Leverage
 from decodax.caches.evict.evicting import Evicting, Eviction
-from decodax.caches.evict.key_scores import Direction, KeyDifference, KeyNorm, LagRelative, Leverage, SinksAndRecent
-from decodax.caches.evict.pools import HeadShares
-from decodax.caches.evict.query_scores import Accumulated, Capacity, Critical, ExpectedAttention, WindowAttention
-from decodax.caches.evict.reconstruction import Reconstruction
-from decodax.caches.evict.selection import AcrossLayers, AdaptiveHeads, Chunks, Pyramid, Selection, Top, TwoStages
+from decodax.caches.evict.expected_attention import ExpectedAttention
+from decodax.caches.evict.h2o import Accumulated
+from decodax.caches.evict.heads.adakv import AdaptiveHeads
+from decodax.caches.evict.heads.criticalkv import TwoStages
+from decodax.caches.evict.heads.kvzip import AcrossLayers, Reconstruction
+from decodax.caches.evict.heads.lu_kv import HeadShares
+from decodax.caches.evict.heads.pyramidkv import Pyramid
+from decodax.caches.evict.keydiff import KeyDifference
+from decodax.caches.evict.knorm import KeyNorm
+from decodax.caches.evict.lagkv import LagRelative
+from decodax.caches.evict.q_filters import Direction
+from decodax.caches.evict.selection import Selection, Top
+from decodax.caches.evict.sink_window import SinksAndRecent
+from decodax.caches.evict.snapkv import WindowAttention
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.load import LM
@@ -54,19 +66,21 @@ KEPT: dict[str, tuple[Selection, float]] = {
     "knorm": (Top(KeyNorm()), 1 - 0.4), "snapkv": (Top(SNAP), 1 - 0.4),
     "tova": (Top(WindowAttention(1, 1, over="heads")), 1 - 0.4),
     "observed-attention": (Top(Accumulated(mean=True)), 1 - 0.4), "streaming-llm": (Top(SinksAndRecent(4)), 1 - 0.4),
-    "lagkv": (Top(LagRelative(4, 32)), 1 - 0.4), "lagkv-cross": (Top(LagRelative(4, 32, across=True)), 1 - 0.4),
+    "lagkv": (Top(LagRelative(4, 32)), 1 - 0.4), "lagkv-cross": (Top(LagRelative(4, 32, cross_scoring=True)), 1 - 0.4),
     "keydiff": (Top(KeyDifference()), 1 - 0.4), "expected-attention": (Top(ExpectedAttention()), 1 - 0.4),
-    "expected-attention-mean": (Top(ExpectedAttention(covariance=False, norms=False)), 1 - 0.4),
-    "expected-attention-eps": (Top(ExpectedAttention(epsilon=1e-2, future=64)), 1 - 0.6),
-    "pyramidkv": (Pyramid(SNAP), 1 - 0.4), "chunkkv": (Chunks(SNAP, 10), 1 - 0.4),
-    "chunkkv-knorm": (Chunks(KeyNorm(), 20), 1 - 0.4), "adakv": (AdaptiveHeads(SNAP), 1 - 0.4),
+    "expected-attention-mean": (Top(ExpectedAttention(use_covariance=False, use_vnorm=False)), 1 - 0.4),
+    "expected-attention-eps": (Top(ExpectedAttention(epsilon=1e-2, n_future_positions=64)), 1 - 0.6),
+    "pyramidkv": (Pyramid(SNAP), 1 - 0.4), "chunkkv": (TokenChunks(SNAP, 10), 1 - 0.4),
+    "chunkkv-knorm": (TokenChunks(KeyNorm(), 20), 1 - 0.4), "adakv": (AdaptiveHeads(SNAP), 1 - 0.4),
     "adakv-expected": (AdaptiveHeads(ExpectedAttention(epsilon=1e-2)), 1 - 0.5),
     "adakv-knorm": (AdaptiveHeads(KeyNorm(), 0.5), 1 - 0.4), "cur": (Top(Leverage()), 1 - 0.4),
-    "cur-key": (Top(Leverage(of="key", local=0)), 1 - 0.4), "cur-average": (Top(Leverage(of="average")), 1 - 0.4),
-    "critical": (TwoStages(Critical(SNAP)), 1 - 0.4), "critical-knorm": (TwoStages(Critical(KeyNorm())), 1 - 0.4),
-    "critical-adakv": (TwoStages(Critical(SNAP), floor=0.2), 1 - 0.4),
-    "critical-adakv-knorm": (TwoStages(Critical(KeyNorm()), 0.3, 0.5), 1 - 0.4),
-    "cap": (Top(Capacity()), 1 - 0.4), "cap-short": (Top(Capacity(sharpness=2.0, future=64)), 1 - 0.4),
+    "cur-key": (Top(Leverage(leverage_type="key", local_window_size=0)), 1 - 0.4),
+    "cur-average": (Top(Leverage(leverage_type="kv_avg")), 1 - 0.4),
+    "critical": (TwoStages(SNAP), 1 - 0.4),
+    "critical-knorm": (TwoStages(KeyNorm()), 1 - 0.4),
+    "critical-adakv": (TwoStages(SNAP, floor_alpha=0.2), 1 - 0.4),
+    "critical-adakv-knorm": (TwoStages(KeyNorm(), 0.3, 0.5), 1 - 0.4),
+    "cap": (Top(Capacity()), 1 - 0.4), "cap-short": (Top(Capacity(tau=2.0, n_future_positions=64)), 1 - 0.4),
     "q-filter": (Top(Direction(tuple(tuple(map(tuple, x)) for x in FILTERS.tolist()))), 1 - 0.4),
     "lu-kv": (HeadShares(ExpectedAttention(epsilon=2e-2), SHARES), 1 - 0.4)}
 VARIANTS = {"lagkv-cross", "expected-attention-mean", "expected-attention-eps", "chunkkv-knorm", "adakv-expected",
@@ -93,8 +107,8 @@ def held(kind: Eviction, texts: list[list[int]]) -> Evicting:
     return cache
 
 
-def keeps(kind: Eviction, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
-    cache = held(kind, texts)
+def keeps(cache: Any, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
+    """Asserts that a cache holds the tokens of texts that `wanted` says: for each text, layer and head its bits."""
     for row, text in enumerate(texts):
         for layer, heads in enumerate(wanted[row]):
             for head, bits in enumerate(heads):
@@ -108,22 +122,23 @@ def keeps(kind: Eviction, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
 @pytest.mark.wide(but=("snapkv", "keydiff"))
 @pytest.mark.parametrize("name", often(set(KEPT) - VARIANTS, KEPT))
 def test_the_tokens_of_kvpress_are_kept(name: str) -> None:
-    keeps(Eviction(*KEPT[name]), WANTED["kept"][name])
+    keeps(held(Eviction(*KEPT[name]), TEXTS), WANTED["kept"][name])
 
 
 ASKED = Reconstruction(2048, 4, (300, 301, 302, 303, 304), (300, 301, 305, 306, 301, 302, 303, 307, 308, 309), (5, 6))
 """As a tokenizer wrote KVzipPress's sentences, whose chat template puts four tokens before the text."""
 
 REPEATED: dict[str, Selection] = {
-    "kvzip": AcrossLayers(ASKED), "kvzip-chunks": AcrossLayers(dataclasses.replace(ASKED, chunk=100)),
-    "kvzip-layers": AdaptiveHeads(dataclasses.replace(ASKED, chunk=100), 0.0)}
+    "kvzip": AcrossLayers(ASKED), "kvzip-chunks": AcrossLayers(dataclasses.replace(ASKED, chunk_size=100)),
+    "kvzip-layers": AdaptiveHeads(dataclasses.replace(ASKED, chunk_size=100), 0.0)}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", often(["kvzip-chunks"], REPEATED))
 def test_the_tokens_that_repeating_needs_are_kept(name: str) -> None:
     """KVzipPress's; of lengths whose share is a whole number, since it rounds the tokens of all layers together."""
-    keeps(Eviction(REPEATED[name], 1 - 0.4), WANTED["repeated"][name], [TEXTS[0], TEXTS[1][:165]])
+    texts = [TEXTS[0], TEXTS[1][:165]]
+    keeps(held(Eviction(REPEATED[name], 1 - 0.4), texts), WANTED["repeated"][name], texts)
 
 
 WRITTEN = {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 import decodax as dx
@@ -17,14 +16,14 @@ from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.caches import make
 from decodax.caches.evict.evicting import Eviction
-from decodax.caches.evict.lookahead import QueriesAhead
-from decodax.caches.evict.reconstruction import Reconstruction
-from decodax.caches.evict.selection import AcrossLayers, Top
+from decodax.caches.evict.heads.kvzip import AcrossLayers, Reconstruction
+from decodax.caches.evict.laq import LookaheadQueries
+from decodax.caches.evict.selection import Top
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Transformer, llama
-from tests.caches.evict.test_kvpress import TEXTS, weights
+from tests.caches.evict.test_kvpress import TEXTS, keeps, weights
 from tests.caches.test_policies import PROMPTS, SMALL
 
 MODEL = Transformer(llama(vocab=320, width=32, layers=3, heads=4, kv_heads=4, mlp=48, context=1024))
@@ -37,14 +36,9 @@ def test_the_tokens_of_the_authors_are_kept(window: int) -> None:
     lm = LM(model=MODEL, params=weights(MODEL), vocab_size=320)
     wanted = json.loads((Path(__file__).parents[1] / "expected" / "laq.json").read_text())["cases"][str(window)]
     prompts = [[*text, row["tokens"][0]] for text, row in zip(TEXTS, wanted, strict=True)]
-    kind = make("laq", budget=64, tokens=8, window=window, pool="mean")
+    kind = make("laq", budget=64, max_lookahead_size=8, stage2_window_size=window, pooling="mean")
     cache = Job.begin(Request.read(lm, prompts, cache=kind, max_new_tokens=1)).state.cache
-    for row, text in enumerate(TEXTS):
-        for layer, heads in enumerate(wanted[row]["kept"]):
-            for head, bits in enumerate(heads):
-                found = np.asarray(cache.heads(layer)[1][row, head])
-                kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
-                np.testing.assert_array_equal(found[found >= 0], np.flatnonzero(kept))
+    keeps(cache, [row["kept"] for row in wanted])
 
 
 @pytest.mark.wide
@@ -65,7 +59,7 @@ def test_a_text_that_leaves_no_positions_to_repeat_it_is_refused() -> None:
     model = Transformer(config)
     lm = LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=16)
     options = dict(ask=(1,), go_on=(1,), answer=(1,))
-    assert dx.generate(lm, PROMPTS[2], cache=make("kvzip", chunk=8, **options),
+    assert dx.generate(lm, PROMPTS[2], cache=make("kvzip", chunk_size=8, **options),
                        max_new_tokens=4).lengths.tolist() == [4]
     kind = make("kvzip", **options)
     for given in (dict(cache=kind), dict(algorithm=Speculative(OwnCache(lm, kind)))):
@@ -74,10 +68,11 @@ def test_a_text_that_leaves_no_positions_to_repeat_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("kind", "message"), [
-    (lambda: make("kvzip", chunk=7), "chunk: got 7, takes 8 or more"),
-    (lambda: make("kvzip", layers="some"), "layers: got 'some', takes together or each"),
-    (lambda: make("laq", first=10), "first: got a window of 10, takes one of the 8 tokens ahead and the 8 before them"),
-    (lambda: Eviction(Top(QueriesAhead()), 64, every=4), "every: got 4; eviction chooses once, behind the prompt"),
+    (lambda: make("kvzip", chunk_size=7), "chunk_size: got 7, takes a whole number from 8"),
+    (lambda: make("kvzip", layers="some"), "layers: got 'some', takes 'together' or 'each'"),
+    (lambda: make("laq", lookahead_window_size=10),
+     "lookahead_window_size: got 10, takes the 8 tokens ahead and the 8"),
+    (lambda: Eviction(Top(LookaheadQueries()), 64, every=4), "every: got 4; eviction chooses once, after the prompt"),
     (lambda: dx.generate(SMALL, PROMPTS, cache="kvzip"), "ask: got a text, but this model has no tokenizer"),
     (lambda: dx.generate(dataclasses.replace(SMALL, model=SMALL.model.with_cache(Eviction(
         AcrossLayers(Reconstruction()), 20))), PROMPTS), "ask: got a text; a model without a tokenizer")])

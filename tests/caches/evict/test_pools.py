@@ -13,9 +13,10 @@ import pytest
 from decodax import caches
 from decodax.cache import KVLayer
 from decodax.caches import HeldLayer
-from decodax.caches.evict.pools import DecodePool, head_sizes
-from decodax.caches.evict.query_scores import WindowAttention
+from decodax.caches.evict.heads.headkv import head_sizes
+from decodax.caches.evict.scope import DecodePool
 from decodax.caches.evict.scores import Gathered
+from decodax.caches.evict.snapkv import WindowAttention
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM

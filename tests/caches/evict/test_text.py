@@ -13,9 +13,9 @@ import pytest
 import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches import Evicting, make
-from decodax.caches.evict.marks import marked, read_marks
-from decodax.caches.evict.shots import _examples
-from decodax.caches.evict.subtasks import Subtasks, holes
+from decodax.caches.evict.text.marks import marked, read_marks
+from decodax.caches.evict.text.shotkv import _examples
+from decodax.caches.evict.text.tim import TIMCache, holes
 from decodax.caches.sparse.sentences import SentenceRetrieval, Sentences
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
@@ -160,7 +160,7 @@ def test_behind_a_hole_is_what_the_model_makes_of_the_text_without_it() -> None:
     job = Job.begin(Request.read(DEEP, prompts, cache=make("tim", open=8, close=9, depth=1, every=3), max_new_tokens=9))
     job.advance(None)
     cache, n = job.state.cache, np.asarray(job.state.cache.length)
-    assert isinstance(cache, Subtasks)
+    assert isinstance(cache, TIMCache)
     tokens = np.asarray(job.state.tokens)
     for b in range(3):
         kept = [t for t, gone in zip(tokens[b, :n[b]], np.asarray(cache.dropped)[b], strict=False) if not gone]
@@ -184,6 +184,6 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
             (r"^separator: got 'x', takes token ids", lambda: make("shotkv", separator="x")),
             (r"^pool: got 32, takes more than the 32 latest", lambda: make("shotkv", pool=32)),
             (r"^open: got \(\), takes the ids of a mark", lambda: make("tim", close=3)),
-            (r"^depth: got -1, takes a number from 0", lambda: make("tim", open=3, close=4, depth=-1))):
+            (r"^depth: got -1, takes a whole number from 0", lambda: make("tim", open=3, close=4, depth=-1))):
         with pytest.raises(ValueError, match=expected):
             wrong()

@@ -12,7 +12,7 @@ import pytest
 import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches import Prefix, blended, edited, matched, read_prefix
-from decodax.caches.evict.query_scores import moved
+from decodax.caches.rotation import moved
 from decodax.models.rope import Rope, Yarn, rotate
 from tests.caches.test_policies import DEEP, LOOKUP, PROMPTS, network
 
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused() -> None:
     held = read_prefix(DEEP, TEXT)
     for expected, wrong in (
             (r"^context: got keys and values that were computed before; Evicting has to see",
-             lambda: dx.generate(DEEP, QUESTIONS, context=held, cache="snapkv:budget=14,window=4")),
+             lambda: dx.generate(DEEP, QUESTIONS, context=held, cache="snapkv:budget=14,window_size=4")),
             (r"^context: got a prefix of 2 layers", lambda: dx.generate(LAYERS, QUESTIONS, context=held)),
             (r"^context: got a part of a prefix that began elsewhere",
              lambda: dx.generate(DEEP, QUESTIONS, context=held[3:])),

@@ -14,8 +14,8 @@ from decodax import caches
 from decodax.cache import KVLayer
 from decodax.caches import Constant, KVFeatures
 from decodax.caches.evict.evicting import Eviction
-from decodax.caches.evict.key_scores import KeyNorm
-from decodax.caches.evict.pruned import Pruned
+from decodax.caches.evict.knorm import KeyNorm
+from decodax.caches.evict.quantized_pruning import QuantizedPruningConfig
 from decodax.caches.evict.selection import Top
 from decodax.caches.prefill.listening import Listening
 from decodax.caches.quantize.codecs import Span, unpack
@@ -229,4 +229,4 @@ def test_what_was_not_measured_is_asked_for() -> None:
 
 
 def _pruned(books: Codebooks) -> Any:
-    return Pruned(Eviction(Top(KeyNorm()), 8), Coding(Coupled(books), 8, "cq"))
+    return QuantizedPruningConfig(Eviction(Top(KeyNorm()), 8), Coding(Coupled(books), 8, "cq"))

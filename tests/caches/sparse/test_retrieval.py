@@ -12,10 +12,9 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
-from decodax.caches.evict.held import HeldLayer
-from decodax.caches.evict.query_scores import ChunkMeans
-from decodax.caches.evict.scores import Gathered
+from decodax.caches.evict.scores import Gathered, HeldLayer
 from decodax.caches.evict.selection import best
+from decodax.caches.evict.triforce import ChunkMeans
 from decodax.caches.sparse.landmarks import LowRankKeys, Shadowed
 from decodax.caches.sparse.recycling import Recycled, Recycling
 from decodax.caches.sparse.retrieval import KeyBounds, PageScore, Retrieval, Retrieving

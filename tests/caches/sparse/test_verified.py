@@ -112,9 +112,11 @@ def test_drafts_change_nothing_behind_a_context(algorithm: Any) -> None:
     assert alone.tokens[0].tolist() == plain.tokens[0].tolist()
 
 
+SNAP = dx.caches.make("snapkv", budget=14, window_size=4)
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize(("answers", "drafts"), [(FEW, dx.caches.make("snapkv", budget=14, window=4)), (None, FEW)],
-                         ids=["answers", "drafts"])
+@pytest.mark.parametrize(("answers", "drafts"), [(FEW, SNAP), (None, FEW)], ids=["answers", "drafts"])
 def test_a_model_drafts_for_itself_on_another_cache_or_on_this_one(answers: Any, drafts: Any) -> None:
     """And gives the tokens of plain decoding on the cache that answers."""
     lm = SMALL if answers is None else answers.put_on(SMALL)

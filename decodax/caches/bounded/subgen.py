@@ -1,0 +1,294 @@
+"""SubGen: a sketch of attention in place of older tokens ("SubGen: Token Generation in Sublinear Time and Memory",
+Zandieh et al., 2024).
+
+Attention is a sum of values over a sum of weights, and both are estimated from samples. Keys are clustered as they
+come: a key joins the nearest cluster if that is near enough, else it begins one. A few keys of each cluster are drawn,
+each of its keys with the same probability, and stand for all of them in the sum of weights. Some of all tokens are
+drawn by the squared norms of their values, and stand for all values, each divided by its probability. Both sums are
+unbiased. The latest tokens are kept as they are.
+
+The draws depend on a token's position and on `seed` alone, so that drafts and chunks change nothing. The latest tokens
+are sketched `every` at a time, and a round commits no token beyond that point. When there is no room for another
+cluster, a key joins the nearest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.dense import Dense, dense, write
+from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.wrapper import Wrapper
+from decodax.common.options import Count, Range, Whole, check_options
+from decodax.common.registry import CACHES
+from decodax.common.struct import Struct, static, struct
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.window import each_node
+from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention_lse
+
+
+@struct
+class Sketch(Struct):
+    """The sketch of the older tokens of a layer, of one row or of several.
+
+    Attributes:
+        centres: `f32[..., G, C, d]`, the first key of each cluster. counts: `i32[..., G, C]`, the number of keys of
+            each cluster; 0 if there is none. keys: `f32[..., G, C, t, d]`, the keys that were drawn of it.
+        tokens: `f32[..., G, s, d + e]`, keys and values that were drawn of all tokens.
+        mass: `f32[..., G]`, the sum of the squared norms of all values.
+    """
+
+    centres: Array
+    counts: Array
+    keys: Array
+    tokens: Array
+    mass: Array
+
+
+def taken_in(sketch: Sketch, kv: Array, valid: Array, draws: Array, radius: float) -> Sketch:
+    """Adds one token to the sketch of a row.
+
+    Args:
+        kv: `f32[G, d + e]`, key and value. valid: `bool[]`, False to leave the sketch as it is.
+        draws: `f32[G, t + s]`, random numbers from 0 to 1. radius: largest distance of a key to the first of its
+            cluster.
+    """
+    (C, d), t = sketch.centres.shape[1:], sketch.keys.shape[2]
+    key, value = kv[:, :d], kv[:, d:]
+    distance = jnp.where(sketch.counts > 0, jnp.square(sketch.centres - key[:, None]).sum(-1), jnp.inf)
+    nearest, used = distance.argmin(1), (sketch.counts > 0).sum(1)
+    begins = (distance.min(1) > radius ** 2) & (used < C)
+    of = jnp.where(begins, used, nearest)
+    number = jnp.where(begins, 0, jnp.take_along_axis(sketch.counts, of[:, None], 1)[:, 0]) + 1
+    own = (jnp.arange(C) == of[:, None]) & valid
+    first = own & begins[:, None]
+    # each of the keys of a cluster stays with the same probability
+    drawn = own[..., None] & (draws[:, None, :t] * number[:, None, None] < 1)
+    squares = jnp.square(value).sum(-1)
+    mass = sketch.mass + jnp.where(valid, squares, 0)
+    stays = (draws[:, t:] * mass[:, None] < squares[:, None]) & valid
+    return Sketch(centres=jnp.where(first[..., None], key[:, None], sketch.centres),
+                  counts=jnp.where(own, number[:, None], sketch.counts),
+                  keys=jnp.where(drawn[..., None], key[:, None, None], sketch.keys),
+                  tokens=jnp.where(stays[..., None], kv[:, None], sketch.tokens), mass=mass)
+
+
+def sketched(sketch: Sketch, kv: Array, start: Array, stop: Array, seed: Any, radius: float) -> Sketch:
+    """Adds tokens to the sketch of a row.
+
+    Args:
+        kv: `f32[G, n, d + e]`, tokens at the positions from `start` (`i32[]`). stop: `i32[]`, where to stop.
+        seed: a key of `jax.random`; the draws of a token depend on it and on the position. radius: as in `taken_in`.
+    """
+    G, n, _ = kv.shape
+    more = sketch.keys.shape[2] + sketch.tokens.shape[1]
+
+    def one(sketch: Sketch, token: tuple[Array, Array]) -> tuple[Sketch, None]:
+        kv, at = token
+        draws = jax.random.uniform(jax.random.fold_in(seed, at), (G, more))
+        return taken_in(sketch, kv, at < stop, draws, radius), None
+
+    at = start + jnp.arange(n, dtype=jnp.int32)
+    return lax.scan(one, sketch, (kv.astype(jnp.float32).swapaxes(0, 1), at))[0]
+
+
+def estimated(sketch: Sketch, q: Array, d: int) -> tuple[Array, Array, Array]:
+    """Estimates the attention of queries on the tokens of a sketch.
+
+    Args:
+        q: `f32[G, r, d]`. d: width of keys.
+
+    Returns:
+        The sum of values `f32[G, r, e]` and the sum of weights `f32[G, r]`, both divided by the exponential of the
+        third, `f32[G, r]`, which is the largest exponent.
+    """
+    t = sketch.keys.shape[2]
+    own = jnp.einsum("grd,gctd->grct", q, sketch.keys)
+    there = (sketch.counts > 0)[:, None, :, None]
+    keys, values = sketch.tokens[..., :d], sketch.tokens[..., d:]
+    exponents = jnp.einsum("grd,gsd->grs", q, keys)
+    squares = jnp.square(values).sum(-1)
+    share = jnp.where(squares > 0, sketch.mass[:, None] / jnp.maximum(squares, 1e-30), 0) / values.shape[1]
+    top = jnp.maximum(jnp.where(there, own, -1e30).max((2, 3)),
+                      jnp.where(share[:, None] > 0, exponents, -1e30).max(-1))
+    safe = lambda x: jnp.exp(jnp.minimum(x, 0))     # exponents that do not count may be larger
+    total = (jnp.where(there, safe(own - top[..., None, None]), 0) * sketch.counts[:, None, :, None]).sum((2, 3)) / t
+    values = jnp.einsum("grs,gs,gse->gre", safe(exponents - top[..., None]), share, values)
+    return values, total, top
+
+
+@struct
+class SubGenCache(KeyValues):
+    """The latest tokens, and a sketch of the older ones.
+
+    Attributes:
+        kv, given, widths: see `KeyValues`; the token at position `p` is in slot `p` modulo the number of slots.
+        sketches: a tuple of one a layer. done: `i32[B]`, the number of tokens in the sketches.
+        length: `i32[B]`. size, shapes, kind: static; the longest text, the shapes of layers, and the configuration.
+    """
+
+    kv: tuple[Array, ...]
+    sketches: tuple[Sketch, ...]
+    done: Array
+    length: Array
+    given: PyTree
+    widths: tuple[int, ...] = static()
+    size: int = static()
+    shapes: tuple[KVLayer, ...] = static()
+    kind: SubGenConfig = static()
+
+    supports = frozenset({"trees"})
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    def horizon(self) -> Array | None:
+        return self.kind.slots - (self.length - self.done) if self.kv else None
+
+    def for_prompt(self) -> Cache:
+        if not self.kv:
+            return self
+        whole = dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
+        return PromptToSketch(base=whole, shapes=self.shapes, kind=self.kind)
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        if window.certain or bias is not None or softcap is not None:
+            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
+                             "does, and takes no bias and no soft cap of the scores; give a draft model another cache")
+        kv, sketch, d = self.kv[layer], self.sketches[layer], self.widths[layer]
+        G, R = kv.shape[1], self.kind.slots
+        slot = jnp.arange(kv.shape[2], dtype=jnp.int32)
+        at = self.done[:, None] + (slot - self.done[:, None]) % R
+        at = jnp.where((slot < R) & (at < self.length[:, None]), at, -1)
+        near, lse = window_attention_lse(q, k, v, window.visible(), window.positions, kv, slot_positions=at[:, None],
+                                         scale=scale, key_positions=window.key_positions)
+
+        def one(sketch: Any, q: Array, near: Array, lse: Array) -> Array:       # of one node
+            values, total, top = estimated(sketch, q.reshape(G, -1, d), d)
+            most = jnp.maximum(top, lse.reshape(top.shape))
+            far, close = jnp.exp(top - most), jnp.exp(lse.reshape(top.shape) - most)
+            values = values * far[..., None] + close[..., None] * near.reshape(values.shape)
+            return (values / jnp.maximum(total * far + close, 1e-30)[..., None]).reshape(near.shape)
+
+        f32 = lambda x: x.astype(jnp.float32)
+        out = each_node(functools.partial(jax.vmap(one), sketch), f32(q) * scale, f32(near), f32(lse))
+        own = k.shape[1] - q.shape[1]
+        return out.astype(near.dtype), (k[:, own:], v[:, own:])
+
+    def commit(self, entries: Entries, slots: Array) -> SubGenCache:
+        if not self.kv:
+            return self
+        to = jnp.where(slots >= 0, slots % self.kind.slots, -1)
+        kv = tuple(write(held, jnp.concatenate(entry, -1), to) for held, entry in zip(self.kv, entries, strict=True))
+        new = self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
+        full = new.length - new.done >= self.kind.slots
+        # a loop of one trip or none, since XLA copies what a conditional writes to
+        once = lambda c: (jnp.zeros((), bool), c[1]._sketched(full))
+        return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
+
+    def _sketched(self, rows: Array) -> SubGenCache:
+        """Returns the cache with the oldest of the latest tokens of `rows` (`bool[B]`) sketched."""
+        kind, n = self.kind, self.kind.every
+        stop = jnp.where(rows, self.done + n, self.done)
+
+        def one(row: Any, seed: Array) -> Sketch:
+            sketch, kv, done, stop = row
+            some = kv[:, (done + jnp.arange(n, dtype=jnp.int32)) % kind.slots]
+            return sketched(sketch, some, done, stop, seed, kind.radius)
+
+        made = tuple(jax.vmap(lambda row, layer=layer: one(row, kind.key(layer)))((sketch, kv, self.done, stop))
+                     for layer, (sketch, kv) in enumerate(zip(self.sketches, self.kv, strict=True)))
+        return self.replace(sketches=made, done=stop)
+
+
+@struct
+class PromptToSketch(Wrapper):
+    """A whole prompt, which is sketched when it has been read."""
+
+    base: Dense
+    shapes: tuple[KVLayer, ...] = static()
+    kind: SubGenConfig = static()
+
+    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        base, kind = self.base, self.kind
+        into = kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
+        done = jnp.maximum(base.length - kind.recent, 0) // kind.every * kind.every
+        slot = jnp.arange(into.kv[0].shape[2], dtype=jnp.int32)
+        at = jnp.minimum(done[:, None] + (slot - done[:, None]) % kind.slots, base.capacity - 1)
+        latest = tuple(jnp.take_along_axis(kv, at[:, None, :, None], 2) for kv in base.kv)
+        made = []
+        for layer, (sketch, kv) in enumerate(zip(into.sketches, base.kv, strict=True)):
+            one = lambda row, layer=layer: sketched(row[0], row[1], jnp.int32(0), row[2], kind.key(layer), kind.radius)
+            made.append(jax.vmap(one)((sketch, kv, done)))
+        return into.replace(kv=latest, sketches=tuple(made), done=done, length=base.length)
+
+
+@CACHES.register("subgen", "SubGen: Token Generation in Sublinear Time and Memory", "Zandieh et al. 2024",
+                 family="bounded")
+@dataclasses.dataclass(frozen=True)
+class SubGenConfig(CacheConfig):
+    """Keeps the latest tokens, and of the others samples of clustered keys and of values by their norms.
+
+    Decodes texts of any length in constant memory; a prompt is read whole. Choose `radius` for a model, by the lengths
+    of its keys.
+
+    Attributes:
+        radius: largest distance of a key to the first one of its cluster.
+        clusters: largest number of clusters of each head.
+        keys: number of keys that are drawn of each cluster.
+        values: number of tokens that are drawn of all.
+        recent: number of latest tokens, which stay as they are.
+        every: up to so many more stay until they are sketched together.
+        seed: seed of the draws.
+    """
+
+    radius: Annotated[float, Range(0)]
+    clusters: Count = 256
+    keys: Count = 4
+    values: Count = 256
+    recent: Whole = 128
+    every: Count = 32
+    seed: int = 0
+
+    name = "subgen"
+
+    def __post_init__(self) -> None:
+        check_options(type(self), vars(self))
+
+    @property
+    def slots(self) -> int:
+        """Largest number of latest tokens."""
+        return self.recent + self.every
+
+    def key(self, layer: int) -> Array:
+        """Returns the random key of a layer."""
+        return jax.random.fold_in(jax.random.key(self.seed), layer)
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> SubGenCache:
+        """Returns an empty cache."""
+        if any(shape.sliding is not None for shape in shapes):
+            raise ValueError(f"cache: {self.name} takes a model without sliding windows")
+        slots = self.slots if self.slots <= BLOCK else -(-self.slots // BLOCK) * BLOCK
+        C, zeros = self.clusters, lambda *rest, of=jnp.float32: jnp.zeros((batch, *rest), of)
+        sketches = tuple(Sketch(
+            centres=zeros(s.heads, C, s.width), counts=zeros(s.heads, C, of=jnp.int32),
+            keys=zeros(s.heads, C, self.keys, s.width), tokens=zeros(s.heads, self.values, s.both),
+            mass=zeros(s.heads)) for s in shapes)
+        none = zeros(of=jnp.int32)
+        return SubGenCache(kv=empty_kv(shapes, batch, slots, dtype), sketches=sketches, done=none, length=none,
+                         given=inputs, widths=key_widths(shapes), size=size, shapes=shapes, kind=self)
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        return self.empty(shapes, batch, capacity, dtype, inputs)

@@ -1,0 +1,95 @@
+"""GraphKV: tokens that are like better ones give way ("GraphKV: Breaking the Static Selection Paradigm with Graph-Based
+KV Cache Eviction", Li et al., 2025).
+
+The best tokens by any score are often alike, and a few of them would do. So the best tokens of a head, the sources,
+send a signal to the tokens whose keys are nearest to theirs, and the scores of those decay by the similarity. Then the
+best tokens are chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.caches.evict.evicting import Eviction
+from decodax.caches.evict.scores import HeldLayer, TokenScore
+from decodax.caches.evict.selection import Budget, Every, Selection, best, whole
+from decodax.caches.evict.snapkv import Pooling, WindowAttention
+from decodax.common.options import Count, Range, Whole
+from decodax.common.registry import CACHES
+
+Sources = Annotated[float, Range(0, 1, above=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphDecay(Selection):
+    """Keeps the best tokens of each head, by scores that have decayed along a graph of similar keys.
+
+    With `e_ij` the cosine of the keys of source `i` and another token `j`, each source decays its nearest tokens: `s_j`
+    becomes `s_j` times the product of `1 - e_ij` over the sources that `j` is near to, once in each round. Tokens that
+    stay in any case are no part of the graph.
+
+    Attributes:
+        sources: the share of the tokens that stay which are sources, the best ones; at least one is.
+        neighbours: number of tokens that a source decays.
+        rounds: rounds of the propagation.
+    """
+
+    score: TokenScore
+    sources: Sources = 0.3
+    neighbours: Count = 4
+    rounds: Whole = 1
+
+    def choose(self, held: HeldLayer, count: Array) -> Array:
+        worth = self.score(held)
+        nodes = held.valid & jnp.isfinite(worth)
+        left = self.decayed(worth, nodes, held.keys, jnp.maximum(whole(count, self.sources), 1))
+        return best(left, held.valid, count)
+
+    def decayed(self, worth: Array, nodes: Array, keys: Array, sources: Array) -> Array:
+        """Returns the scores after the propagation.
+
+        Args:
+            worth: `f32[G, S]`, 0 or more. nodes: `bool[G, S]`, the nodes of the graph. keys: `f32[G, S, d]`.
+            sources: `i32[]`, the number of sources; fewer if there are fewer nodes.
+        """
+        unit = keys * lax.rsqrt(jnp.maximum(jnp.square(keys).sum(-1, keepdims=True), 1e-30))
+        # the newer one first where two tie, as everywhere
+        order = jnp.argsort(jnp.where(nodes, -worth, jnp.inf)[:, ::-1], axis=-1, stable=True)
+        order, near = worth.shape[1] - 1 - order, min(self.neighbours, worth.shape[1])
+
+        def send(i: Array, factor: Array) -> Array:
+            source = order[:, i, None]
+            own = jnp.take_along_axis(unit, source[..., None], 1)
+            edges = jnp.where(nodes.at[jnp.arange(len(nodes)), source[:, 0]].set(False),
+                              jnp.einsum("gsd,gqd->gs", unit, own), -jnp.inf)
+            least = jax.lax.top_k(edges, near)[0][:, -1:]
+            reached = (edges >= least) & jnp.isfinite(edges) & jnp.take_along_axis(nodes, source, 1)
+            return jnp.where(reached, factor * (1 - edges), factor)
+
+        factor = lax.fori_loop(0, jnp.minimum(sources, worth.shape[1]), send, jnp.ones_like(worth))
+        return jnp.where(nodes, worth * factor ** self.rounds, worth)
+
+
+@CACHES.register("graphkv", "GraphKV: Breaking the Static Selection Paradigm with Graph-Based KV Cache Eviction",
+                 "Li et al. 2025", family="evict")
+def graphkv(budget: Budget = 512, every: Every = None, sources: Sources = 0.3, neighbours: Count = 4,
+            rounds: Whole = 1, window_size: Count = 32, kernel_size: Count = 5, pooling: Pooling = "mean") -> Eviction:
+    """Keeps the best tokens by SnapKV's scores, lowered for tokens whose keys are like those of better ones.
+
+    With `rounds=0` it is SnapKV. The paper leaves the number of neighbours open.
+
+    Args:
+        budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
+        every: tokens between evictions while decoding. None: evict once, after the prompt.
+        sources: the share of the tokens that stay which lower the scores of others.
+        neighbours: number of tokens whose scores a source lowers.
+        rounds: rounds of the propagation along the graph.
+        window_size, kernel_size, pooling: of the score, as in `snapkv`.
+    """
+    score = WindowAttention(window_size, kernel_size, pooling)
+    return Eviction(GraphDecay(score, sources, neighbours, rounds), budget, every, name="graphkv")

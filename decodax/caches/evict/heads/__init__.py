@@ -1,0 +1,1 @@
+"""Eviction rules that give heads and layers budgets of their own."""

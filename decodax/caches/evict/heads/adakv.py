@@ -1,0 +1,99 @@
+"""Ada-KV: the heads of a layer share their budget ("Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation
+for Efficient LLM Inference", Feng et al., 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.caches.evict.evicting import Eviction
+from decodax.caches.evict.expected_attention import ExpectedAttention
+from decodax.caches.evict.scores import HeldLayer, TokenScore
+from decodax.caches.evict.selection import Budget, Every, Selection, best, whole
+from decodax.caches.evict.snapkv import Pooling, WindowAttention
+from decodax.common.options import Count, Range, Share, Whole
+from decodax.common.registry import CACHES
+
+HeadCap = Annotated[float, Range(1)] | None
+"""Largest number of tokens of one head, as a multiple of an even budget. It bounds the memory of heads. None: any."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveHeads(Selection):
+    """Keeps the best tokens of all heads of a layer together.
+
+    Attributes:
+        floor_alpha: share of an even budget that each head keeps in any case.
+        head_cap: see `HeadCap`.
+    """
+
+    score: TokenScore
+    floor_alpha: Share = 0.2
+    head_cap: HeadCap = None
+
+    uniform = False
+
+    def slots(self, table: np.ndarray, heads: int) -> int:
+        even = int(table.max())
+        own = even * heads - (heads - 1) * int(even * self.floor_alpha)
+        return min(len(table) - 1, own if self.head_cap is None else min(own, int(even * self.head_cap)))
+
+    def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
+        return int(table.max()) * heads
+
+    def choose(self, held: HeldLayer, count: Array) -> Array:
+        return self.shared(self.score(held), held.valid, count)
+
+    def shared(self, worth: Array, valid: Array, count: Array) -> Array:
+        """Returns a mask of the best tokens of all heads, `bool[G, S]`, with `count` tokens a head on the average."""
+        safe = best(worth, valid, whole(count, self.floor_alpha))
+        worth = jnp.where(safe, jnp.inf, worth)
+        if self.head_cap is not None:
+            valid = best(worth, valid, jnp.floor(count * self.head_cap).astype(jnp.int32))
+        total = jnp.minimum(count * worth.shape[0], valid.sum())
+        return best(worth.reshape(1, -1), valid.reshape(1, -1), total).reshape(valid.shape)
+
+
+@CACHES.register("adakv",
+                 "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
+                 "Feng et al. 2024", family="evict")
+def adakv(budget: Budget = 1024, every: Every = None, window_size: Count = 32, kernel_size: Count = 7,
+          pooling: Pooling = "max", floor_alpha: Share = 0.2, head_cap: HeadCap = None) -> Eviction:
+    """Keeps SnapKV's choice, where the heads of a layer share their budget.
+
+    Better than SnapKV in the same memory, since heads that look at few tokens leave theirs to the others.
+
+    Args:
+        budget: tokens that each head keeps on the average; below 1, a share of the text; or bytes such as "64MB".
+        every: tokens between evictions while decoding. None: evict once, after the prompt.
+        window_size, kernel_size, pooling: of the score, as in `snapkv`.
+        floor_alpha: share of the budget that each head keeps in any case.
+        head_cap: a head keeps at most this many times the budget. None: any number.
+    """
+    score = WindowAttention(window_size, kernel_size, pooling)
+    return Eviction(AdaptiveHeads(score, floor_alpha, head_cap), budget, every, name="adakv")
+
+
+@CACHES.register("adaptive-expected-attention",
+                 "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
+                 "Devoto et al. 2025", family="evict")
+def adaptive_expected_attention(budget: Budget = 0.5, every: Every = None, n_sink: Whole = 4,
+                                n_future_positions: Count = 512, epsilon: float = 0.01, floor_alpha: Share = 0.2,
+                                head_cap: HeadCap = None) -> Eviction:
+    """Keeps Expected Attention's choice, where the heads of a layer share their budget.
+
+    The form in which the paper's authors evaluate it.
+
+    Args:
+        budget: tokens that each head keeps on the average; below 1, a share of the text; or bytes such as "64MB".
+        every: tokens between evictions while decoding. None: evict once, after the prompt.
+        n_sink, n_future_positions, epsilon: of the score, as in `expected-attention`.
+        floor_alpha: share of the budget that each head keeps in any case.
+        head_cap: a head keeps at most this many times the budget. None: any number.
+    """
+    score = ExpectedAttention(n_sink, n_future_positions, epsilon=epsilon)
+    return Eviction(AdaptiveHeads(score, floor_alpha, head_cap), budget, every, name="adaptive-expected-attention")

@@ -1,0 +1,87 @@
+"""HeadKV: each head keeps a number of tokens that its measured importance gives it ("Not All Heads Matter: A Head-Level
+KV Cache Compression Method with Integrated Retrieval and Reasoning", Fu et al., 2024).
+
+`decodax.train.fit_heads` measures the importance of heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.caches.evict.evicting import Eviction
+from decodax.caches.evict.scores import HeldLayer
+from decodax.caches.evict.selection import Budget, Selection, best
+from decodax.caches.evict.snapkv import Pooling, WindowAttention
+from decodax.common.options import Count, Positive, Range
+from decodax.common.registry import CACHES
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSizes(Selection):
+    """Keeps the best tokens of each head, as many as a table says, whatever the budget.
+
+    Attributes:
+        sizes: `[L][G]` tokens, including those of the window.
+    """
+
+    score: WindowAttention
+    sizes: tuple[tuple[int, ...], ...]
+
+    uniform = False
+
+    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
+        """Returns the numbers of tokens of the largest head."""
+        if len(self.sizes) != depth:
+            raise ValueError(f"heads: got those of {len(self.sizes)} layers, the model has {depth}")
+        return np.minimum(np.arange(longest + 1), max(self.sizes[layer])).astype(np.int32)
+
+    def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
+        return sum(min(len(table) - 1, size) for size in self.sizes[layer])
+
+    def choose(self, held: HeldLayer, count: Array) -> Array:
+        own = self.sizes[held.layer]
+        if len(own) != held.keys.shape[0]:
+            raise ValueError(f"heads: got {len(own)} for layer {held.layer}, the model has {held.keys.shape[0]}")
+        return best(self.score(held), held.valid, jnp.asarray(own, jnp.int32))
+
+
+def head_sizes(heads: tuple[tuple[float, ...], ...], budget: int, window_size: int, beta: float,
+               temperature: float) -> tuple[tuple[int, ...], ...]:
+    """Returns the number of tokens that each head keeps, `[L][G]`.
+
+    Of `budget - window_size` tokens a head, the `beta`-th part goes into a pool, which is shared by `importance **
+    temperature`; each head keeps the rest.
+    """
+    worth = np.asarray(heads, np.float64) ** temperature
+    beyond = budget - window_size
+    pool = int(beyond // beta)
+    return tuple(tuple(int(n) for n in row) for row in
+                 np.round(worth / worth.sum() * pool * worth.size + beyond - pool).astype(int) + window_size)
+
+
+@CACHES.register("headkv", "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval "
+                 "and Reasoning", "Fu et al. 2024", family="evict")
+def headkv(heads: tuple[tuple[float, ...], ...] = (), budget: Count = 512, beta: Annotated[float, Range(1)] = 1.5,
+           temperature: Positive = 1.0, window_size: Count = 8, kernel_size: Count = 7,
+           pooling: Pooling = "max") -> Eviction:
+    """Keeps SnapKV's choice, with a number of tokens for each head by its measured importance.
+
+    Evicts once, after the prompt. Measure the heads of a model first, by `decodax.train.fit_heads`.
+
+    Args:
+        heads: importance of each head of each layer, `[L][G]`.
+        budget: tokens that each head keeps on the average.
+        beta: the `beta`-th part of the budget is shared by importance; each head keeps the rest.
+        temperature: exponent of the importance.
+        window_size, kernel_size, pooling: of the score, as in `snapkv`.
+    """
+    if not heads:
+        raise ValueError("heads: got none, takes the importance of each head of each layer, as "
+                         "decodax.train.fit_heads measures it")
+    sizes = head_sizes(heads, budget, window_size, beta, temperature)
+    return Eviction(HeadSizes(WindowAttention(window_size, kernel_size, pooling), sizes), budget, name="headkv")

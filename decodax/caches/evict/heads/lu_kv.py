@@ -1,0 +1,56 @@
+"""The selection of LU-KV, as kvpress has it: each head keeps a share of the text that a table says. It has no name in
+the registry, since the table is measured on each model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.caches.evict.scores import HeldLayer, TokenScore
+from decodax.caches.evict.selection import Budget, Selection, best
+from decodax.common.options import Whole
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShares(Selection):
+    """Keeps the best tokens of each head, a share of the text that a table says, whatever the budget.
+
+    Attributes:
+        shares: `[L][G]`, from 0 to 1.
+        sinks, window: number of first and of latest tokens, which stay in any case.
+    """
+
+    score: TokenScore
+    shares: tuple[tuple[float, ...], ...]
+    sinks: Whole = 4
+    window: Whole = 1
+
+    uniform = False
+
+    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
+        """Returns the numbers of tokens of the largest head."""
+        if len(self.shares) != depth:
+            raise ValueError(f"shares: got those of {len(self.shares)} layers, the model has {depth}")
+        lengths = np.arange(longest + 1)
+        return np.minimum(lengths, np.ceil(lengths * max(self.shares[layer])) + 1).astype(np.int32)
+
+    def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
+        longest = len(table) - 1
+        return sum(min(longest, int(longest * share) + 2) for share in self.shares[layer])
+
+    def choose(self, held: HeldLayer, count: Array) -> Array:
+        own = np.asarray(self.shares[held.layer], np.float32)
+        if own.shape != (held.keys.shape[0],):
+            raise ValueError(f"shares: got those of {len(own)} heads for layer {held.layer}, the model has "
+                             f"{held.keys.shape[0]}")
+        ideal = own * held.length.astype(jnp.float32)
+        whole = jnp.floor(ideal)
+        left = jnp.round(ideal.sum()) - whole.sum()       # to the heads with the largest remainders
+        rank = jnp.argsort(jnp.argsort(whole - ideal, stable=True), stable=True)
+        number = jnp.clip(whole + (rank < left), 1, held.length).astype(jnp.int32)
+        worth = self.score(held)
+        protect = (held.index < self.sinks) | (held.index >= (held.count - self.window)[:, None])
+        return best(jnp.where(protect, jnp.inf, worth), held.valid, number)

@@ -1,0 +1,77 @@
+"""PyramidKV: more tokens for the first layers and fewer for the last ("PyramidKV: Dynamic KV Cache Compression based on
+Pyramidal Information Funneling", Cai et al., 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from decodax.caches.evict.evicting import Eviction
+from decodax.caches.evict.selection import Budget, Every, Top
+from decodax.caches.evict.snapkv import Pooling, WindowAttention
+from decodax.common.options import Count
+from decodax.common.registry import CACHES
+
+
+@dataclasses.dataclass(frozen=True)
+class Pyramid(Top):
+    """Keeps the best tokens of each head, more in the first layers than in the last ones.
+
+    If layers keep `n` tokens beyond the window on the average, the last one keeps `n / beta` and the first one as many
+    more as that keeps fewer; between them the numbers fall evenly. A text with fewer tokens than the first layer may
+    keep stays whole there. A number of tokens is divided in whole numbers, as the authors do: a text shorter than the
+    budget stays whole, and one of less than `2 n` tokens keeps the budget in every layer. A share of the text is
+    divided and rounded as kvpress does.
+
+    Attributes:
+        beta: steepness of the pyramid.
+    """
+
+    score: WindowAttention = WindowAttention()
+    beta: Count = 20
+
+    def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
+        window = self.score.window_size
+
+        def authors(length: int, budget: int) -> int:
+            beyond = budget - window
+            if length < budget or depth < 2:
+                return min(length, budget)
+            if length < 2 * beyond:
+                return budget
+            most = min(2 * beyond - beyond // self.beta, length - window)
+            least = beyond // self.beta if most < length - window else 2 * beyond - most
+            return most - layer * ((most - least) // (depth - 1)) + window
+
+        def kvpress(length: int, share: float) -> int:      # counts the window as part of the share
+            mean = length * share
+            least = mean / self.beta
+            most = mean * 2 - least
+            if most >= length - window:
+                most = length - window
+                least = mean * 2 - most
+            if depth < 2 or not length >= most >= least >= window:
+                return round(mean)
+            return round(most - layer * (most - least) / (depth - 1))
+
+        one = authors if isinstance(budget, int) else kvpress
+        return np.array([one(n, budget) for n in range(longest + 1)], np.int32)      # type: ignore[arg-type]
+
+
+@CACHES.register("pyramidkv", "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
+                 "Cai et al. 2024", family="evict")
+def pyramidkv(budget: Budget = 2048, every: Every = None, window_size: Count = 8, kernel_size: Count = 7,
+              pooling: Pooling = "max", beta: Count = 20) -> Eviction:
+    """Keeps SnapKV's choice, with more tokens for the first layers and fewer for the last ones.
+
+    For models whose deep layers attend to few tokens; the memory of all layers together is that of `snapkv`.
+
+    Args:
+        budget: tokens that each head keeps, in the mean over layers; below 1, a share of the text; or bytes such as
+            "64MB".
+        every: tokens between evictions while decoding. None: evict once, after the prompt.
+        window_size, kernel_size, pooling: of the score, as in `snapkv`.
+        beta: the last layer keeps the `beta`-th part of the mean.
+    """
+    return Eviction(Pyramid(WindowAttention(window_size, kernel_size, pooling), beta), budget, every, name="pyramidkv")

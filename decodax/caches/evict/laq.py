@@ -1,0 +1,110 @@
+"""LAQ: scores tokens by the queries of tokens that are decoded ahead ("Lookahead Q-Cache: Achieving More Consistent KV
+Cache Eviction via Pseudo Query", Wang et al., 2025).
+
+The first tokens of an answer are decoded on SnapKV's choice of the prompt. Their queries are closer to those of
+decoding on the whole cache than the prompt's own. Together with the latest prompt queries they choose from the whole
+prompt. The tokens that were decoded ahead are dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.caches.evict.drafted import decoded, newest_of
+from decodax.caches.evict.evicting import Evicting, Eviction
+from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore
+from decodax.caches.evict.selection import Budget, Top
+from decodax.caches.evict.snapkv import Pooling, WindowAttention, pooled
+from decodax.common.options import Count, Whole
+from decodax.common.registry import CACHES
+from decodax.core.cache import ReadPrompt
+
+
+@dataclasses.dataclass(frozen=True)
+class LookaheadQueries(TokenScore):
+    """The attention that the queries of decoded-ahead tokens and of the latest prompt tokens pay.
+
+    Attributes:
+        max_lookahead_size: number of tokens that are decoded ahead, fewer where a text ends. The first one follows the
+            prompt's newest token, which is not in the cache yet.
+        stage2_window_size: number of latest prompt queries (LAQ++; 0: LAQ); their tokens stay.
+        first: score of the first stage, whose window holds the queries of both.
+        eos: ids that end a text.
+    """
+
+    max_lookahead_size: Count = 8
+    stage2_window_size: Whole = 8
+    first: WindowAttention = WindowAttention(32, 7, "max")
+    eos: tuple[int, ...] = ()
+
+    once = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first.window_size < self.max_lookahead_size + self.stage2_window_size:
+            raise ValueError(f"lookahead_window_size: got {self.first.window_size}, takes the "
+                             f"{self.max_lookahead_size} tokens ahead and the {self.stage2_window_size} before them, "
+                             "or more")
+
+    @property
+    def latest(self) -> int:
+        return self.first.window_size
+
+    @property
+    def always(self) -> int:
+        return self.latest
+
+    def of_model(self, lm: Any) -> LookaheadQueries:
+        return dataclasses.replace(self, eos=tuple(lm.eos))
+
+    def beyond(self, longest: int) -> int:
+        return self.max_lookahead_size
+
+    def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
+        # `every` is longer than the decoding, so nothing is evicted then, but the queries are kept
+        more = self.max_lookahead_size
+        kind = dataclasses.replace(cache.kind, selection=Top(self.first), every=more + 1, new=more)
+        small = cache.replace(kind=kind).settled(prompt)
+        newest = newest_of(prompt, cache.length)
+        small, _, _ = decoded(prompt.model, prompt.params, small, newest, more, self.eos)
+        order = (small.length[:, None] + jnp.arange(self.latest, dtype=jnp.int32)) % self.latest     # the oldest first
+        back = small.length - cache.length + self.stage2_window_size
+        asks = jnp.arange(self.latest, dtype=jnp.int32) >= self.latest - back[:, None]
+        asked_at = jnp.where(asks, small.length[:, None] - self.latest + jnp.arange(self.latest, dtype=jnp.int32), -1)
+        take = lambda ring: jnp.take_along_axis(ring, order[:, None, :, None], 2).swapaxes(1, 2).astype(jnp.float32)
+        return [own.replace(rest=(take(ring), asked_at)) for own, ring in
+                zip(cache.gathered, small.queries, strict=True)]
+
+    def __call__(self, held: HeldLayer) -> Array:
+        queries, asked_at = held.gathered.rest
+        weights = held.attention(queries, asked_at)
+        paid = weights.sum(2) / jnp.maximum((asked_at >= 0).sum(), 1)
+        early = held.index < (held.count - self.stage2_window_size)[:, None]
+        paid = pooled(jnp.where(early[:, None], paid, 0), self.first.kernel_size, self.first.pooling)
+        return jnp.where(early, paid.mean(1), jnp.inf)
+
+
+@CACHES.register("laq", "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query",
+                 "Wang et al. 2025", family="evict")
+def laq(budget: Budget = 512, max_lookahead_size: Count = 8, stage2_window_size: Whole = 8, kernel_size: Count = 7,
+        pooling: Pooling = "max", lookahead_window_size: Count = 32) -> Eviction:
+    """Keeps SnapKV's choice by the queries of tokens that are decoded ahead.
+
+    Evicts once, after the prompt; costs `max_lookahead_size` more decoding steps. The options are those of the authors'
+    code.
+
+    Args:
+        budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
+        max_lookahead_size: number of tokens that are decoded ahead.
+        stage2_window_size: number of latest prompt queries that score the tokens, too, and whose tokens stay (LAQ++);
+            0: none (LAQ).
+        kernel_size, pooling: of both stages, as in `snapkv`.
+        lookahead_window_size: number of latest queries by which SnapKV chooses what the tokens ahead are decoded on.
+    """
+    first = WindowAttention(lookahead_window_size, kernel_size, pooling)
+    return Eviction(Top(LookaheadQueries(max_lookahead_size, stage2_window_size, first)), budget, name="laq")

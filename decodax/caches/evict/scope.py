@@ -1,0 +1,78 @@
+"""SCOPE: separate budgets for the prompt and for the tokens after it ("SCOPE: Optimizing Key-Value Cache Compression in
+Long-context Generation", Wu et al., 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.caches.evict.evicting import Eviction
+from decodax.caches.evict.scores import HeldLayer
+from decodax.caches.evict.selection import Budget, Selection, best
+from decodax.caches.evict.snapkv import Pooling, WindowAttention
+from decodax.common.options import Count
+from decodax.common.registry import CACHES
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePool(Selection):
+    """Keeps the chosen tokens of the prompt for good, and a pool of the tokens after it: the latest ones, and of the
+    older ones those that the newest query attends to.
+
+    Attributes:
+        score: score of the prompt's tokens.
+        heavy, recent: older and latest tokens of the pool.
+        grows: "at once": the pool may have `heavy` older tokens from the start. "by steps": none at first, and one more
+            with each `delta` tokens, up to `heavy`.
+        delta: see there.
+    """
+
+    score: WindowAttention
+    heavy: Count = 768
+    recent: Count = 256
+    grows: Literal["at once", "by steps"] = "at once"
+    delta: Count = 15
+
+    def slots(self, table: np.ndarray, heads: int) -> int:
+        return int(table.max()) + self.heavy + self.recent
+
+    def choose(self, held: HeldLayer, count: Array) -> Array:
+        later = held.positions >= held.settled_at
+        paid = held.attention()[:, :, -1].mean(1)
+        worth = jnp.where(held.index >= (held.count - self.recent)[:, None], jnp.inf, paid)
+        new = held.length - held.settled_at
+        grown: Array | int = self.heavy if self.grows == "at once" else jnp.minimum((new - 1) // self.delta, self.heavy)
+        pool = held.valid & later & best(jnp.where(later, worth, -1), held.valid, jnp.asarray(self.recent + grown))
+        prompt = best(self.score(held), held.valid, count)
+        return jnp.where(new > 0, pool | (held.valid & ~later), prompt)
+
+
+@CACHES.register("scope", "SCOPE: Optimizing Key-Value Cache Compression in Long-context Generation", "Wu et al. 2024",
+                 family="evict")
+def scope(budget: Budget = 2048, decoding_window_size: Count = 1024, decoding_recent_size: Count = 256,
+          scheme: Literal["slide", "adaptive", "discontinuous"] = "slide", delta: Count = 15, window_size: Count = 8,
+          kernel_size: Count = 7, pooling: Pooling = "max") -> Eviction:
+    """Keeps SnapKV's choice of the prompt for good, and a bounded pool of the tokens after it.
+
+    For long answers to long prompts: what is evicted while decoding does not take room from the prompt.
+
+    Args:
+        budget: tokens of the prompt that each head keeps; below 1, a share of it; or bytes such as "64MB".
+        decoding_window_size: largest number of tokens of the pool.
+        decoding_recent_size: how many of these are the latest tokens; the others are those that the newest query
+            attends to.
+        scheme: "slide": the pool has its full size from the start and evicts at each token. "adaptive": it grows by one
+            token every `delta` tokens. "discontinuous": it grows so, and evicts every `delta` tokens.
+        delta: see there.
+        window_size, kernel_size, pooling: of the prompt's score, as in `snapkv`.
+    """
+    if decoding_recent_size >= decoding_window_size:
+        raise ValueError(f"decoding_recent_size: got {decoding_recent_size}, takes less than the "
+                         f"{decoding_window_size} tokens of the pool")
+    select = DecodePool(WindowAttention(window_size, kernel_size, pooling), decoding_window_size - decoding_recent_size,
+                        decoding_recent_size, "at once" if scheme == "slide" else "by steps", delta)
+    return Eviction(select, budget, delta if scheme == "discontinuous" else 1, name="scope")

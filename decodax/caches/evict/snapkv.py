@@ -1,0 +1,94 @@
+"""SnapKV: evicts the prompt tokens that the latest queries do not attend to ("SnapKV: LLM Knows What You are Looking
+for Before Generation", Li et al., 2024).
+
+The attention of the latest queries is averaged, pooled over neighbouring tokens, and the best tokens of each head stay.
+Several other papers build on this score: TOVA, PyramidKV, ChunkKV, GraphKV, Ada-KV, CriticalKV, HeadKV, SCOPE.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.caches.evict.evicting import Eviction
+from decodax.caches.evict.scores import HeldLayer, TokenScore
+from decodax.caches.evict.selection import Budget, Every, Top
+from decodax.common.options import Count
+from decodax.common.registry import CACHES
+
+Pooling = Literal["mean", "max"]
+"""How neighbouring scores are pooled: "avgpool" and "maxpool" of the authors' code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowAttention(TokenScore):
+    """The attention that the latest queries pay to a token, pooled over its neighbours. The tokens of these queries
+    stay.
+
+    Attributes:
+        window_size: number of latest queries. kernel_size: number of neighbours that are pooled, odd.
+        pooling: "mean" (the default of the authors and of kvpress) or "max" (of Ada-KV).
+        reduce: how queries are combined: "mean" or "max".
+        over: "group": each group of heads has scores of its own. "heads": all heads of a layer share them (TOVA).
+    """
+
+    window_size: Count = 64
+    kernel_size: Count = 5
+    pooling: Pooling = "mean"
+    reduce: Literal["mean", "max"] = "mean"
+    over: Literal["group", "heads"] = "group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_odd(self.kernel_size)
+
+    @property
+    def latest(self) -> int:
+        return self.window_size
+
+    @property
+    def always(self) -> int:
+        return self.window_size
+
+    def __call__(self, held: HeldLayer) -> Array:
+        weights = held.attention()
+        asked = jnp.maximum((held.asked_at >= 0).sum(), 1)
+        paid = weights.sum(2) / asked if self.reduce == "mean" else weights.max(2)
+        early = held.index < (held.count - self.window_size)[:, None]
+        paid = pooled(jnp.where(early[:, None], paid, 0), self.kernel_size, self.pooling)
+        worth = paid.mean(1) if self.over == "group" else jnp.broadcast_to(paid.mean((0, 1)), early.shape)
+        return jnp.where(early, worth, jnp.inf)
+
+
+def check_odd(kernel_size: int) -> None:
+    """Raises ValueError if a pooling kernel has no middle."""
+    if not kernel_size % 2:
+        raise ValueError(f"kernel_size: got {kernel_size}, takes an odd number")
+
+
+def pooled(x: Array, kernel: int, how: Pooling) -> Array:
+    """Pools neighbours along the last axis, with zeros beyond its ends."""
+    around = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(kernel // 2, kernel // 2)])
+    parts = jnp.stack([around[..., i:i + x.shape[-1]] for i in range(kernel)])
+    return parts.mean(0) if how == "mean" else parts.max(0)
+
+
+@CACHES.register("snapkv", "SnapKV: LLM Knows What You are Looking for Before Generation", "Li et al. 2024",
+                 family="evict")
+def snapkv(budget: Budget = 2048, every: Every = None, window_size: Count = 32, kernel_size: Count = 5,
+           pooling: Pooling = "mean") -> Eviction:
+    """Keeps the tokens that the latest queries attend to, and their neighbours.
+
+    The common choice for long prompts that end with the question. `caches.snapkv(512)` keeps 512 tokens a head.
+
+    Args:
+        budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
+        every: tokens between evictions while decoding. None: evict once, after the prompt.
+        window_size: number of latest queries that score the tokens; their own tokens stay.
+        kernel_size: number of neighbouring tokens whose scores are pooled, odd.
+        pooling: how they are pooled.
+    """
+    return Eviction(Top(WindowAttention(window_size, kernel_size, pooling)), budget, every, name="snapkv")

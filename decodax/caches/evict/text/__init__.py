@@ -1,0 +1,1 @@
+"""Eviction rules that know what a token is: an image token, the end of an example, or a mark."""

@@ -1,0 +1,55 @@
+"""Rotary embeddings of cached keys and queries: how to move them to other positions."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache.key_values import KVLayer
+from decodax.models.rope import Rope, rotate
+
+
+def rope_of(shape: KVLayer) -> Rope | None:
+    """Returns the rotary embedding of a layer, or None if the layer has none.
+
+    Raises:
+        ValueError: the layer counts positions within chunks (dual chunk attention), so that a key cannot be moved from
+            one position to another.
+    """
+    rope: Rope | None = shape.rope
+    if rope is not None and rope.chunks is not None:
+        raise ValueError("cache: takes a model without dual chunk attention, since it turns keys to other positions, "
+                         "which are counted within chunks here")
+    return rope
+
+
+def turned(shape: KVLayer, x: Array, by: Array) -> Array:
+    """Rotates `x` (`f[B, W, H, d]`) by `i32[B, W]` positions and divides it by the scale of the rotation (YaRN) twice.
+
+    With the negative positions of rotated queries or keys this gives them as they were before their rotation.
+    """
+    rope = rope_of(shape)
+    if rope is None:
+        return x
+    cos, sin = rope.table(by, shape.context)
+    factor = (cos ** 2 + sin ** 2)      # the square of the scale
+    return rotate(x, cos / factor, sin / factor, rope.interleaved)
+
+
+def moved(shape: KVLayer, x: Array, by: Array) -> Array:
+    """Moves rotated queries or keys (`f[B, W, H, d]`) by `i32[B, W]` positions. Their scale (YaRN) does not change."""
+    rope = rope_of(shape)
+    if rope is None:
+        return x
+    cos, sin = rope.table(by, shape.context)
+    factor = jnp.sqrt(cos ** 2 + sin ** 2)
+    return rotate(x, cos / factor, sin / factor, rope.interleaved)
+
+
+def mean_turn(shape: KVLayer, x: Array, positions: Array) -> Array:
+    """Applies the mean of the rotations to `i32[n]` positions to `x` (`f[..., d]`)."""
+    rope = rope_of(shape)
+    if rope is None:
+        return x
+    cos, sin = (t[0, :, 0].mean(0) for t in rope.table(positions[None], shape.context))
+    return rotate(x, cos, sin, rope.interleaved)
